@@ -1,22 +1,22 @@
-"""Checkpoints: what a run needs to go on, written whole or not at all, and read by any number of devices.
+"""Checkpoints: the state a run resumes from, written whole or not at all, and read by any number of devices.
 
-A checkpoint is a folder ``PATH/step-00000100``; PATH is that of a run. It holds
+A checkpoint is a folder ``PATH/step-00000100``; PATH is the folder of the run. Its files:
 
-    manifest.json           every file with its digest, every tensor with the place of its bytes
+    manifest.json           every file with its digest, every tensor with the offset of its bytes
     model.safetensors, …    the tensors, whole; or ``.metadata`` and ``__R_0.distcp``: the part of each rank
-    state.json              step, settings of the optimizer, schedulers, random state, position in the data
+    state.json              step, optimizer settings, schedulers, random state, position in the data
     plan.json               the plan (`Plan.save`)
 
-A checkpoint is written under a name that begins with a dot, and gets its own name once every byte is on the disk.
+A checkpoint is written under a name that begins with a dot and gets its own name once every byte is on the disk.
 
-    save, writer            saving: what is written, and all ranks writing it together
-    state                   what a rank has of the tensors of model and optimizer
-    formats                 the files of tensors, and which rank writes which box of a tensor
+    save, writer            saving: the content of a checkpoint, and its writing by all ranks together
+    state                   the tensors of a model and an optimizer on one rank
+    formats                 the tensor files, and the assignment of each tensor's boxes to ranks
     manifest                the manifest, digests, folders
     load, tensor_reader     loading, and reading any slice of a stored tensor
-    target_placement        where tensors lie under the strategies of another run
+    target_placement        placement of the tensors under the strategies of another run
     transform               a checkpoint for other devices, or whole files, made in one process
-    callback                saving every so many steps or minutes
+    callback                saving every N steps or minutes
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""When to save: every so many steps, every so many minutes.
+"""Saving checkpoints from a training loop: every N steps, every M minutes, or at SIGTERM.
 
-Minutes are those of rank 0. Ranks ask it rarely: from how long steps have taken they reckon after how many the time can
-have come at the earliest, half of what is left, and ask then; so most steps send nothing.
+Minutes are measured on rank 0. Ranks ask rank 0 rarely: from the time that steps have taken, they compute the
+earliest step at which the time can have come, and ask after half of that many steps. Most steps therefore send
+nothing. Example: 8 minutes are left and a step takes 1 s, so the next question comes after 240 steps.
 """
 
 from __future__ import annotations
@@ -27,18 +28,17 @@ __all__ = ["CheckpointCallback", "CheckpointConfig"]
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are saved, and how.
+    """The times and the form of checkpoints.
 
     Attributes:
         path: the folder of the run's checkpoints.
-        every_n_steps: after each step whose number this divides.
-        every_n_minutes: once so long has passed since the last one, or since the beginning.
-        keep_checkpoint_max, integrated_save, asynchronous: as of `save_checkpoint`.
-        on_sigterm: whether SIGTERM, to any rank, saves at the end of the step that is under way and ends all ranks with
-            exit code 143.
+        every_n_steps: save after each step whose number is a multiple of it.
+        every_n_minutes: save once so many minutes have passed since the last save, or since the start.
+        keep_checkpoint_max, integrated_save, asynchronous: see `save_checkpoint`.
+        on_sigterm: on SIGTERM to any rank, save at the end of the current step and end all ranks with exit code 143.
 
     Raises:
-        SettingError: neither steps nor minutes, or a number that is none.
+        SettingError: neither steps nor minutes are given, or a number is invalid.
     """
 
     path: str | Path
@@ -75,8 +75,8 @@ class CheckpointCallback:
         callback.wait()
 
     Args:
-        config: when, and how.
-        model, optimizer, schedulers, data: as of `save_checkpoint`.
+        config: the times and the form of the checkpoints.
+        model, optimizer, schedulers, data: see `save_checkpoint`.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class CheckpointCallback:
         self._ending: Ending | None = None
 
     def step(self, step: int, extra: Any = None) -> BackgroundSave | None:
-        """Save if it is time to. On processes every rank calls it, after each step.
+        """Save if a save is due. With several processes every rank calls it, after each step.
 
         Args:
-            step: how many steps have been done.
-            extra: as of `save_checkpoint`.
+            step: the number of steps done.
+            extra: see `save_checkpoint`.
 
         Returns:
             The save, or None.
@@ -155,22 +155,22 @@ class CheckpointCallback:
         """Wait for the last save.
 
         Raises:
-            CheckpointError: what went wrong with it.
+            CheckpointError: the last save failed.
         """
         if self.last is not None:
             self.last.wait()
 
 
 class _Clock:
-    """Tells all ranks alike whether a time has passed on rank 0."""
+    """A clock that tells all ranks alike whether a time has passed on rank 0."""
 
     def __init__(self, seconds: float, ranks: SingleRank, began: float) -> None:
         self.seconds, self.ranks = seconds, ranks
         self._began = self._asked = began
-        self._left = self._steps = 1  # steps until the next question; those from the last one to it
+        self._left = self._steps = 1  # steps until the next question; steps between the last question and it
 
     def due(self) -> bool:
-        """Whether it has; after each step."""
+        """True where the time has passed; called after each step."""
         self._left -= 1
         if self._left:
             return False
@@ -183,7 +183,7 @@ class _Clock:
         return due
 
     def restart(self) -> None:
-        """Begin anew; on all ranks, after one step."""
+        """Restart the clock; called on all ranks after the same step."""
         self._began = time.monotonic()
         self._left = self._steps = 1
         self._asked = self._began

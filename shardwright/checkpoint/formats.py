@@ -1,8 +1,54 @@
-"""Who writes what: every box of every tensor once, its holders sharing the work.
+"""The tensor files of a checkpoint, and the assignment of every box of every tensor to the rank that writes it.
 
-Ranks that hold the same box each write some of its rows where it is large, else they take turns, the largest first.
-What
-a rank writes is read off what it holds itself: nothing has to be asked.
+1. Assignment (`written_here`). Each box is written once. Ranks that hold the same box share a large one by rows;
+   smaller ones go to the holders in turn, the largest first. A rank derives its boxes from the tensors it holds:
+   nothing is communicated.
+
+2. Joining (`joined`). A tensor that is cut in a later dim gives each rank a short run of the file per row, between
+   the runs of the other ranks. Ranks of one host that have the same rows put them together in memory that they share,
+   and each rank writes some rows as one run:
+
+       rank 0   a a . .        a a b b   rank 0
+                c c . .   ->
+       rank 1   . . b b        c c d d   rank 1
+                . . d d
+
+   Joining takes less time than one call a run, as the file system lets one rank at a time write to a file. Data
+   written in long runs is also read and synced faster: the kernel keeps it in larger pieces. The steps of each joint
+   are taken one after another, in rounds; steps of joints without a common rank share a round, and all ranks meet in
+   each round. In a round a rank writes its columns into the rows of each rank of its joint, all meet, and each rank
+   then has whole rows.
+
+3. The safetensors format (`laid_out`, `header_of`). A file is 8 bytes with the length n of the header (little
+   endian), n bytes of JSON, then the tensors, row-major and without gaps. The header has the dtype, the shape and the
+   byte range [begin, end) of each tensor, counted from the end of the header:
+
+       {"__metadata__": {"format": "pt"}, "w1": {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 256]}}
+
+   Only headers are read and written by this part: several ranks write one file, each at its own offsets, and each
+   reads its own slices.
+
+4. Whole tensors in safetensors files, which several ranks write together (`WholeFiles`):
+
+       model.safetensors        the model's tensors, under their own names
+       loss_fn.safetensors      the loss's, if it has any
+       optimizer.safetensors    under <parameter>.<key of its state>
+
+   A box of rows is one run of bytes in the file. A box that is cut in a later dim is one run per row, unless ranks
+   join their boxes first (2).
+
+5. Each rank's tensors in a file of its own, in the format of torch.distributed.checkpoint (`PartFile`):
+
+       __R_0.distcp     rank R's boxes, each as ``torch.save`` writes a tensor, one after another; then
+                        `manifest.trailer`
+       .metadata        the boxes of each tensor, with the file and offset of each box
+
+   ``torch.distributed.checkpoint.load`` reads such a folder. Shardwright reads it by the manifest alone, whose offset
+   of a box is that of its elements inside the bytes ``torch.save`` wrote; nothing is unpickled.
+
+Example of 1: ranks 0 and 1 both hold a float32 weight (1024, 1024), 4 MiB, at least 1 MiB for each of them: rank 0
+writes rows 0 to 511 and rank 1 rows 512 to 1023. Two biases of 4 KiB each are written in turn: the first by rank 0, the
+second by rank 1.
 """
 
 from __future__ import annotations
@@ -52,12 +98,12 @@ __all__ = [
     "written_here",
 ]
 
-#: Of at least so many bytes for each of its holders a box is shared out in rows.
+#: Bytes: a box with at least so many for each of its holders is shared by rows.
 SHARED = 1 << 20
 
 
 class WrittenBox(NamedTuple):
-    """A box that this rank writes: of which tensor, where it begins in each dim, what is in it."""
+    """A box that this rank writes: the tensor's name, the box's start in each dim, its values."""
 
     name: str
     starts: tuple[int, ...]
@@ -86,47 +132,34 @@ def written_here(held: Iterable[LocalTensor], rank: int) -> list[WrittenBox]:
 def described_here(
     held: Iterable[LocalTensor], written: Iterable[WrittenBox]
 ) -> dict[str, tuple[tuple[int, ...], str, dict | None]]:
-    """Name -> (shape, dtype, layout) of the tensors whose first box this rank writes: each is described by one rank."""
+    """Name -> (shape, dtype, layout) of the tensors whose first box this rank writes.
+
+    Each tensor is thus described by one rank.
+    """
     mine = {w.name for w in written if not any(w.starts)}
     return {h.name: (h.shape, h.dtype, h.place.words) for h in held if h.name in mine}
 
 
-# ----------------------------------------------------------------------------------------------------
-# Boxes that a whole file has in short runs, brought together to long ones.
-#
-# Of a tensor that is cut in a later dim a rank's box lies in the file as a run for each row, between those of the
-# others. Ranks of one host that have the same rows put them together in memory that they share, and each writes some
-# rows as one run:
-#
-#     rank 0   a a . .        a a b b   rank 0
-#              c c . .   ->
-#     rank 1   . . b b        c c d d   rank 1
-#              . . d d
-#
-# That takes less time than a call for each run, of which the file system lets one rank at a time write a file; and what
-# was written in long runs is read and put through to the disk faster, as the kernel keeps it in larger pieces.
-#
-#     round     of every joint's steps one after the other, those of different ranks at once; all ranks meet in each
-#
-# In a round a rank writes its part of the rows of every rank that it joins some with, they meet, and each has its rows
-# whole. ----------------------------------------------------------------------------------------------------
+# -- 2. joining boxes --
 
-#: In bytes: a box that is joined has at least so many, in runs of at most so many; a rank joins so many of rows at a
-#: time, at most.
+#: In bytes: a joined box has at least `_LARGE`, in runs of at most `_SHORT`; a rank joins at most `_STEP` of rows at
+#: a time.
 _LARGE, _SHORT, _STEP = 1 << 20, 64 << 10, 4 << 20
 
-#: Where a box begins in each dim, and its sizes.
+#: The start of a box in each dim, and its sizes.
 Extent = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Joint(NamedTuple):
-    """Boxes of a tensor that fill their rows: of its first dims, down to the first one in which a box is cut.
+    """Boxes of one tensor that together fill their rows.
+
+    A row spans the dims from the first one in which a box is cut; the dims before it count the rows.
 
     Attributes:
         name, dtype, shape: of the tensor.
-        ranks: that have a box each.
-        extents: of their boxes.
-        dims: how many dims rows are of.
+        ranks: the ranks that have a box each.
+        extents: the boxes of those ranks.
+        dims: the number of leading dims that count the rows.
         most: bytes of rows that a rank writes in a step, at most.
     """
 
@@ -140,12 +173,12 @@ class Joint(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of every box."""
+        """The number of rows, the same in every box."""
         return math.prod(self.extents[0][1][: self.dims])
 
     @property
     def first(self) -> int:
-        """The row of the tensor with which they begin."""
+        """The index in the tensor of the first row."""
         return self.extents[0][0][0] * math.prod(self.shape[1 : self.dims])
 
     @property
@@ -155,19 +188,24 @@ class Joint(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """In how many steps they are joined."""
+        """The number of steps in which the boxes are joined."""
         at_once = self.most // (self.row * element_size(self.dtype))
         mine = -(-self.rows // len(self.ranks))
         return max(1, -(-mine // at_once))
 
     def share(self, number: int, step: int) -> tuple[int, int]:
-        """The rows that a rank, by its number among them, writes in a step."""
+        """The rows [begin, end) that a rank writes in a step.
+
+        Args:
+            number: the rank's index in `ranks`.
+            step: the step, from 0.
+        """
         begin, end = (self.rows * n // len(self.ranks) for n in (number, number + 1))
         return begin + (end - begin) * step // self.steps, begin + (end - begin) * (step + 1) // self.steps
 
 
 def scattered(written: Iterable[WrittenBox]) -> dict[str, Extent]:
-    """Of a rank's boxes those that others may have the rest of the rows of."""
+    """The boxes of this rank whose rows other ranks may complete."""
     return {
         w.name: (w.starts, tuple(w.tensor.shape)) for w in written if w.tensor.dim() > 1 and w.tensor.nbytes >= _LARGE
     }
@@ -176,16 +214,16 @@ def scattered(written: Iterable[WrittenBox]) -> dict[str, Extent]:
 def joints_of(
     tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], said: Sequence[Mapping[str, Extent]], most: int
 ) -> list[Joint]:
-    """What is to be joined, in the order of the tensors.
+    """The joints, in the order of the tensors.
 
     Args:
         tensors: name -> (shape, dtype, layout).
-        said: what `scattered` has given on each rank. No two boxes overlap.
+        said: the result of `scattered` on each rank. No two boxes overlap.
         most: bytes of rows that a rank may write in a step.
     """
     out, most = [], min(most, _STEP)
     for name, (shape, dtype, _) in tensors.items():
-        alike: dict[tuple[int, int], list[int]] = {}  # ranks by the part of dim 0 they have
+        alike: dict[tuple[int, int], list[int]] = {}  # ranks by their part of dim 0
         for rank, extents in enumerate(said):
             if name in extents:
                 starts, sizes = extents[name]
@@ -207,21 +245,21 @@ def joints_of(
 def joined(
     joints: Iterable[Joint], mine: Mapping[str, Tensor], ranks: ProcessRanks
 ) -> Iterator[tuple[str, int, Tensor]]:
-    """Join boxes with other ranks. All ranks do so at the same time, whichever of them have something to join.
+    """Join boxes with other ranks. All ranks call it together, including those without a box to join.
 
     Args:
-        joints: the same on all.
+        joints: the joints, the same on all ranks.
         mine: this rank's boxes, by name.
+        ranks: the ranks that save together.
 
     Returns:
-        Runs of whole rows that this rank is to write: name, the first element in the tensor, what is in it. Its memory
-            is
-        that of the next but one.
+        Runs of whole rows for this rank to write: name, first element in the tensor, values. The memory of a run is
+        reused by the next but one.
 
     Raises:
-        CheckpointError: a rank that does not come.
-        Exception: what kept this rank's boxes from getting to host memory; once all is done, for the others count on
-            it.
+        CheckpointError: a rank does not arrive.
+        Exception: the error that kept this rank's boxes from host memory. Raised only at the end, as the other ranks
+            wait for this one in each round.
     """
     memory, failed = ranks.rows(), None
     boxes: dict[str, Tensor] = {}  # in host memory
@@ -233,7 +271,7 @@ def joined(
                     boxes = {joint.name: mine[joint.name].cpu().contiguous().view(joint.rows, -1)}
                 _write(memory, joint, step, ranks.rank, boxes[joint.name])
             except Exception as error:
-                failed = error  # the others go on, and meet this rank
+                failed = error  # goes on: the other ranks wait for this one in each round
         turn = ranks.meet(memory)
         if joint is not None and failed is None:
             begin, end = joint.share(joint.ranks.index(ranks.rank), step)
@@ -247,7 +285,7 @@ def joined(
 
 
 def _write(memory: HostMemory, joint: Joint, step: int, rank: int, box: Tensor) -> None:
-    """Put a rank's columns of a step's rows where each of the joint's ranks has its rows."""
+    """Write this rank's columns of a step's rows into the rows of each rank of the joint."""
     starts, sizes = (x[joint.dims :] for x in joint.extents[joint.ranks.index(rank)])
     columns = tuple(slice(a, a + n) for a, n in zip(starts, sizes))
     for number, other in enumerate(joint.ranks):
@@ -257,9 +295,9 @@ def _write(memory: HostMemory, joint: Joint, step: int, rank: int, box: Tensor) 
 
 
 def _rounds(joints: Iterable[Joint]) -> list[dict[int, tuple[Joint, int]]]:
-    """By rank, the step that it takes in each round, if any."""
+    """The step of each rank in each round, by rank; a rank without a step has no entry."""
     out: list[dict[int, tuple[Joint, int]]] = []
-    taken: dict[int, int] = {}  # by rank, its rounds so far
+    taken: dict[int, int] = {}  # by rank, its number of rounds so far
     for joint in joints:
         for step in range(joint.steps):
             at = max(taken.get(rank, 0) for rank in joint.ranks)
@@ -271,21 +309,14 @@ def _rounds(joints: Iterable[Joint]) -> list[dict[int, tuple[Joint, int]]]:
 
 
 def _rows(memory: Tensor, joint: Joint, count: int) -> Tensor:
-    """The first of some bytes, as so many rows of a tensor."""
+    """The first bytes of `memory`, viewed as `count` rows of the joint's tensor."""
     dtype = dtype_named(joint.dtype)
     return memory[: count * joint.row * dtype.itemsize].view(dtype).view(count, *joint.shape[joint.dims :])
 
 
-# ----------------------------------------------------------------------------------------------------
-# The safetensors format: 8 bytes with the length n of the header (little endian), n bytes of JSON, then the tensors,
-# row-major and without gaps. Of each the header says dtype, shape and [begin, end) counted from the end of the header:
-#
-#     {"__metadata__": {"format": "pt"}, "w1": {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 256]}}
-#
-# Headers alone are read and written here: several ranks write one file, each at its own places, and read their slices
-# alone. ----------------------------------------------------------------------------------------------------
+# -- 3. the safetensors format --
 
-#: A header is at most this long, by the definition of the format.
+#: The longest header that the format allows, in bytes.
 _LONGEST = 100 << 20
 
 _WORDS = {
@@ -311,7 +342,7 @@ _DTYPES = {word: dtype for dtype, word in _WORDS.items()}
 
 
 class StoredSpan(NamedTuple):
-    """A tensor in a file: its dtype as torch calls it, its shape, and the offset of its first byte in the file."""
+    """A tensor in a file: its dtype's name in torch, its shape, and the offset of its first byte in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -319,7 +350,7 @@ class StoredSpan(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says it holds, and its metadata."""
+    """The header of a safetensors file: its tensors and its metadata."""
 
     tensors: dict[str, StoredSpan]
     metadata: dict[str, str]
@@ -328,17 +359,17 @@ class Header(NamedTuple):
 def laid_out(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int], int]:
-    """How a file of these tensors looks.
+    """The layout of a safetensors file of these tensors.
 
     Args:
-        tensors: name -> (dtype, shape), in their order in the file; larger elements come first, so that all are
-            aligned.
+        tensors: name -> (dtype, shape), in file order; larger elements come first, which aligns all tensors.
+        metadata: the header's metadata.
 
     Returns:
-        The file's beginning; the offset of each tensor's first byte; the length of the whole file.
+        The beginning of the file; the offset of each tensor's first byte; the length of the whole file.
 
     Raises:
-        CheckpointError: a dtype that the format does not know, without a source.
+        CheckpointError: a dtype that the format does not know; the error has no source.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     place, places = 0, {}
@@ -362,7 +393,7 @@ def header_of(path: Path) -> Header:
     """The header of a file.
 
     Raises:
-        CheckpointError: it cannot be read, is not of this format, or is cut short.
+        CheckpointError: the file cannot be read, is not of this format, or is cut short.
     """
 
     def wrong(what: str) -> CheckpointError:
@@ -397,41 +428,34 @@ def header_of(path: Path) -> Header:
     return Header(tensors, metadata)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Whole tensors in files of the safetensors format, which several ranks write together, each its boxes at their places.
-#
-#     model.safetensors        the model's, under their own names       loss_fn.safetensors       the loss's, if it has any
-#     optimizer.safetensors    under <parameter>.<key of its state>
-#
-# A box of rows is one run of bytes in the file; one that is cut in a later dim is as many as it has rows, unless ranks
-# bring theirs together first (`joining`).
-# ----------------------------------------------------------------------------------------------------
+# -- 4. whole tensors in safetensors files --
 
+#: Bytes that one call writes at most.
 _CALL = 1 << 30
 
 
 def file_of(name: str) -> tuple[str, str]:
-    """The file of a tensor, and its name in there."""
+    """The file of a tensor, and its name in that file."""
     tree, _, rest = name.partition(".")
     return f"{tree}.safetensors", rest
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in host memory, row-major; without a copy where they lie so already."""
+    """The bytes of a tensor in host memory, row-major; no copy where the tensor is contiguous."""
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 class WholeFiles:
-    """The files of a checkpoint of whole tensors. Every rank has the same, made from the same descriptions.
+    """The files of a checkpoint of whole tensors. Every rank builds the same from the same descriptions.
 
     Args:
-        tensors: name -> (shape, dtype, layout as an `Entry` says it), in the order of the files.
-        save_id: of the save.
-        step: of the run.
-        aliases: another name of a tensor -> the one it has here, as safetensors notes tied ones.
+        tensors: name -> (shape, dtype, layout as in `TensorEntry`), in file order.
+        save_id: the id of the save.
+        step: the step of the run.
+        aliases: further name of a tied tensor -> its stored name, noted in the metadata as safetensors does.
 
     Attributes:
-        sizes: file -> its bytes.
+        sizes: file -> its size in bytes.
 
     Raises:
         CheckpointError: a dtype that the format does not know.
@@ -465,14 +489,14 @@ class WholeFiles:
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
-        """As the manifest names them."""
+        """The tensors' entries in the manifest."""
         return {
             name: TensorEntry(shape, dtype, layout, (Piece(*self._places[name], (0,) * len(shape), shape),))
             for name, (shape, dtype, layout) in self._tensors.items()
         }
 
     def begin(self, folder: Path) -> None:
-        """Write the headers; on one rank, while others write boxes already.
+        """Write the headers; called on one rank, while other ranks may already write boxes.
 
         Raises:
             OSError: the disk is full, …
@@ -486,7 +510,11 @@ class WholeFiles:
                 os.close(handle)
 
     def write(self, folder: Path, boxes: Iterable[tuple[str, Sequence[int], Tensor]]) -> None:
-        """Write boxes: name, where it begins in each dim, what is in it, in host memory. Not yet through to the disk.
+        """Write boxes, without a sync to the disk.
+
+        Args:
+            folder: the folder of the files.
+            boxes: name, start in each dim, values in host memory.
 
         Raises:
             OSError: the disk is full, …
@@ -503,7 +531,7 @@ class WholeFiles:
                 os.close(handle)
 
     def write_run(self, folder: Path, name: str, first: int, tensor: Tensor) -> None:
-        """Write neighbouring elements of a tensor, from element `first` on. Not yet through to the disk.
+        """Write neighbouring elements of a tensor, from element `first` on, without a sync to the disk.
 
         Raises:
             OSError: the disk is full, …
@@ -520,7 +548,7 @@ class WholeFiles:
         size, sizes = element_size(dtype), list(tensor.shape)
         if not tensor.numel():
             return
-        first = len(shape)  # from the dim before it on a box is one run
+        first = len(shape)  # from dim `first - 1` on, the box is one run
         while first > 0 and sizes[first - 1] == shape[first - 1]:
             first -= 1
         first = max(first - 1, 0)
@@ -538,21 +566,13 @@ def _put(handle: int, data: memoryview, at: int) -> None:
         data, at = data[count:], at + count
 
 
-# ----------------------------------------------------------------------------------------------------
-# Each rank's tensors in a file of its own, in the format of torch.distributed.checkpoint.
-#
-#     __R_0.distcp     what rank R has: of each box a tensor as ``torch.save`` writes it, one after the other; then `marking`'s end
-#     .metadata        which boxes make up each tensor, and where in which file each box is
-#
-# ``torch.distributed.checkpoint.load`` reads such a folder. Reading it here takes the manifest alone, where a box's
-# place is that of its elements inside of what ``torch.save`` wrote; nothing is unpickled.
-# ----------------------------------------------------------------------------------------------------
+# -- 5. one file a rank --
 
 METADATA = ".metadata"
 
 
 def part_name(rank: int) -> str:
-    """The file of a rank."""
+    """The file name of a rank's part."""
     return f"__{rank}_0.distcp"
 
 
@@ -560,9 +580,9 @@ class DcpItem(NamedTuple):
     """A box in a rank's file.
 
     Attributes:
-        name: of the tensor.
-        piece: where its elements are.
-        offset, length: of what ``torch.save`` wrote.
+        name: the tensor's name.
+        piece: the location of the box's elements.
+        offset, length: the byte range that ``torch.save`` wrote.
     """
 
     name: str
@@ -574,23 +594,32 @@ class DcpItem(NamedTuple):
 class PartFile:
     """The file of a rank, written box by box.
 
+    Args:
+        folder: the folder of the checkpoint.
+        rank: the rank.
+        save_id: the id of the save.
+
+    Attributes:
+        name: the file's name.
+        items: the boxes written so far.
+
     Raises:
         OSError: the disk is full, …
     """
 
     def __init__(self, folder: Path, rank: int, save_id: str) -> None:
         self.name, self._rank, self._id = part_name(rank), rank, save_id
-        self._file = open(folder / self.name, "wb+")  # noqa: SIM115  closed by `close`
+        self._file = open(folder / self.name, "wb+")  # noqa: SIM115  closed by `close` or `abandon`
         self._end = 0
         self.items: list[DcpItem] = []
 
     def add(self, name: str, starts: Sequence[int], tensor: Tensor) -> None:
-        """Append a box that begins at `starts`; in host memory."""
+        """Append a box that begins at `starts`; `tensor` is in host memory."""
         if not tensor.numel():
             return
-        # The box alone, where it is a view of more: torch.save writes all of a tensor's memory.
+        # The box must not be a view of a larger tensor: torch.save writes all of the storage.
         alone = torch.frombuffer(memory_of(tensor), dtype=tensor.dtype).view(tensor.shape)
-        with config.patch({"save.compute_crc32": False}):  # which nobody looks at, and takes longer than all the rest
+        with config.patch({"save.compute_crc32": False}):  # no reader checks it, and it takes longer than the rest
             _save(alone, self._file)
         self._file.flush()
         end = os.fstat(self._file.fileno()).st_size
@@ -600,15 +629,15 @@ class PartFile:
         self._file.seek(end)
 
     def _data(self) -> int:
-        """Where the elements of the last box are."""
-        with zipfile.ZipFile(self._file) as archive:  # it finds the last one in a file of several
+        """The offset of the elements of the last box."""
+        with zipfile.ZipFile(self._file) as archive:  # finds the last archive of the file
             record = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
         self._file.seek(record.header_offset + 26)
         name, extra = (int.from_bytes(self._file.read(2), "little") for _ in range(2))
         return record.header_offset + 30 + name + extra
 
     def close(self) -> list[DcpItem]:
-        """Write the end; not yet through to the disk."""
+        """Write the trailer and close the file, without a sync to the disk; the boxes written."""
         if not self._file.closed:
             self._file.seek(self._end)
             self._file.write(trailer(self._id, self._rank))
@@ -616,13 +645,15 @@ class PartFile:
         return self.items
 
     def abandon(self) -> None:
-        """Close without the end."""
+        """Close the file without a trailer."""
         self._file.close()
 
 
 def _save(tensor: Tensor, file: BinaryIO) -> None:
-    """The same as torch.save, and nothing of the tensor is held after it: in torch 2.9 the class of its pickler holds
-    it until garbage is collected."""
+    """Save as torch.save does, and hold no reference to the tensor afterwards.
+
+    The class of torch 2.9's pickler holds the tensor until garbage is collected.
+    """
     made: list[Any] = []
 
     class Pickler(pickle.Pickler):
@@ -638,11 +669,11 @@ def _save(tensor: Tensor, file: BinaryIO) -> None:
 def entries_of(
     tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], items: Iterable[DcpItem]
 ) -> dict[str, TensorEntry]:
-    """As the manifest names them.
+    """The tensors' entries in the manifest.
 
     Args:
         tensors: name -> (shape, dtype, layout), in order.
-        items: of all ranks.
+        items: the boxes of all ranks.
     """
     pieces: dict[str, list[Piece]] = {name: [] for name in tensors}
     for item in items:
@@ -658,14 +689,13 @@ def write_metadata(
     items: Iterable[DcpItem],
     save_id: str,
 ) -> None:
-    """Write what torch.distributed.checkpoint needs to read the folder.
+    """Write ``.metadata``, which torch.distributed.checkpoint needs to read the folder.
 
     Raises:
         OSError: the disk is full, …
     """
-    # Half a second to import, and of use to this format alone.
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-    from torch.distributed.checkpoint.metadata import (
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION  # noqa: PLC0415  half a second to import
+    from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415  half a second, for this format alone
         ChunkStorageMetadata,
         Metadata,
         MetadataIndex,
@@ -674,7 +704,7 @@ def write_metadata(
         TensorStorageMetadata,
     )
 
-    from ..torch_private import StorageInfo
+    from ..torch_private import StorageInfo  # noqa: PLC0415  imports torch.distributed.checkpoint at first use
 
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
     places = {}

@@ -1,10 +1,13 @@
-"""`load_checkpoint`: go on where a checkpoint was taken, under whatever plan and on however many devices.
+"""`load_checkpoint`: resume from a checkpoint under any plan and on any number of devices.
 
     manifest, a share of all bytes ── agree ── names, shapes ── agree ── settings, random state, … ── slices
 
-Nothing is changed before all ranks have found everything sound. The slices come at once where the parameters are what
-they will be; a model that is to be cut into slices takes them at the end of its first planning
-(`AutoParallel._awaited`).
+Each rank checks the manifest and its share of the bytes, then names and shapes. It restores settings and random
+state, and reads its slices. Nothing is changed before all ranks have found everything sound.
+
+`LoadPlan` matches stored tensors with the tensors of a model and its optimizer, checks that they fit, and reads each
+rank's slices. The slices are read at once where the parameters have their final form. A model that is still to be cut
+into slices reads them at the end of its first planning (`AutoParallel._awaited`).
 """
 
 from __future__ import annotations
@@ -31,24 +34,25 @@ from .writer import STATE
 __all__ = ["LoadPlan", "Restored", "load_checkpoint"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Stored tensors into a model and its optimizer: which is which, whether they fit, and each rank's slices.
-# ----------------------------------------------------------------------------------------------------
+# -- stored tensors into a model and its optimizer --
 
-#: What torch's optimizers keep beside tensors of the parameter's shape, even where that has no dims.
+#: Keys of scalars in the state of torch's optimizers: never read as a tensor of the parameter's shape, even where the
+#: parameter has no dims.
 _NUMBERS = ("step", "mu_product", "eta", "mu")
 
 
 class LoadPlan:
-    """Which stored tensor goes where.
+    """The stored tensor of each tensor of a model and its optimizer.
 
     Args:
-        strict: whether names must be the same, and dtypes where we have saved them: a Hugging Face folder may hold
-            more, of other floating-point dtypes.
-        state: the other things that were saved.
+        subject: the model.
+        stored: the tensors of the checkpoint.
+        strict: names must be the same, and dtypes too where Shardwright has saved them: a Hugging Face folder may
+            hold more tensors, and other floating-point dtypes.
+        state: the saved values other than tensors (``state.json``).
 
     Raises:
-        CheckpointError: of another model: names, shapes or dtypes, those that differ.
+        CheckpointError: a checkpoint of another model, with the names, shapes or dtypes that differ.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class LoadPlan:
                 legal="an AutoParallel of it, or a module that is not on the meta device",
             )
         known = [n for n in stored.names if not n.startswith("optimizer.")]
-        self.sources: dict[str, str] = {}  # a tensor's name here -> its name there
+        self.sources: dict[str, str] = {}  # name in the model -> name in the checkpoint
         called: dict[str, list[str]] = {name: [name] for name in subject.tensors}
         for alias, name in subject.aliases.items():
             called[name].append(alias)
@@ -109,19 +113,22 @@ class LoadPlan:
                     legal="a model of the same dtypes"
                     + (", or strict=False, which converts" if _alike(dtype, mine) else ""),
                 )
-        self._states: dict[str, list[str]] = {}  # a parameter's name there -> the keys of its state
+        self._states: dict[str, list[str]] = {}  # parameter's name in the checkpoint -> keys of its state
         for name in stored.names:
             if name.startswith("optimizer."):
                 parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
                 self._states.setdefault(parameter, []).append(key)
 
     def name_here(self, there: str) -> str:
-        """What the model calls a tensor that is stored under a name."""
+        """The name in the model of a stored tensor."""
         there = self.tied.get(there, there)
         return next((name for name, source in self.sources.items() if source == there), there)
 
     def into(self, optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
-        """What takes the values, once the parameters are what they will be; all ranks call it at the same time."""
+        """A function that reads the values.
+
+        All ranks call it together, once the parameters have their final form.
+        """
 
         def take() -> None:
             error: Exception | None = None
@@ -133,7 +140,7 @@ class LoadPlan:
                             self._fill(held.local, self.sources[held.name], held.place)
                     if optimizer is not None:
                         self._fill_state(subject, optimizer)
-            except Exception as raised:  # the others have to hear of it
+            except Exception as raised:  # agreed on below, so that all ranks raise it
                 error = raised
             subject.ranks.agreed(error)
 
@@ -175,15 +182,17 @@ class LoadPlan:
         group: Mapping[str, Any],
         kept: Any,
     ) -> Tensor:
-        """A tensor of an optimizer's state: as the parameter lies, where it has its shape; in the memory of the one
-        that is there, `kept`, where it fits."""
-        from torch.distributed.tensor import DTensor  # a second to import, and of use to processes alone
+        """A tensor of an optimizer's state, placed as its parameter where it has the parameter's shape.
+
+        The memory of the present state, `kept`, is reused where it fits.
+        """
+        from torch.distributed.tensor import DTensor  # noqa: PLC0415  a second to import, useful to processes alone
 
         shape, dtype = self.stored.shape(name), self.stored.dtype(name)
         if not shape and (place.shape or key in _NUMBERS):
             steps = key == "step" and not (
                 group.get("fused") or group.get("capturable")
-            )  # as torch's own loading has it
+            )  # torch's own loading places it the same way
             made = torch.empty((), dtype=dtype, device="cpu" if steps else local.device)
             self.stored.read_into(made, name)
             return made
@@ -205,7 +214,7 @@ class LoadPlan:
             return made.view(parameter.shape)
         made = self.stored.read(name).to(local.device)
         if isinstance(parameter, DTensor):
-            from torch.distributed.tensor import Replicate
+            from torch.distributed.tensor import Replicate  # noqa: PLC0415  a second to import
 
             return DTensor.from_local(
                 made, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False
@@ -214,10 +223,11 @@ class LoadPlan:
 
 
 def _as_it_lies(kept: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a value of an optimizer's state is a tensor of this dtype that lies as its parameter does, in memory
-    without
-    gaps: fresh memory takes longer than the reading."""
-    from torch.distributed.tensor import DTensor
+    """True where `kept` is a tensor of this dtype, placed as its parameter, in contiguous memory of its own.
+
+    Its memory is then reused: allocating fresh memory takes longer than the reading.
+    """
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415  a second to import
 
     if not isinstance(kept, Tensor) or isinstance(kept, DTensor) != isinstance(parameter, DTensor):
         return False
@@ -247,19 +257,19 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _alike(one: str, other: str) -> bool:
-    """Whether values of one dtype become another's as plain torch does it silently."""
+    """True where plain torch converts values of one dtype to the other silently."""
     a, b = dtype_named(one), dtype_named(other)
     return (a.is_floating_point and b.is_floating_point) or a == b
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What was loaded.
+    """The result of a load.
 
     Attributes:
-        step: of the run; None of a Hugging Face folder.
-        extra: what was saved as such.
-        path: the folder.
+        step: the step of the run; None for a Hugging Face folder.
+        extra: the ``extra`` value that was saved.
+        path: the checkpoint's folder.
     """
 
     step: int | None
@@ -278,29 +288,35 @@ def load_checkpoint(
     strict: bool = True,
     missing_ok: bool = False,
 ) -> Restored | None:
-    """Load a checkpoint: under the plan that it was saved with, under another, on another number of devices, into
-    stages of another pipeline, into a plain model. Each rank reads its slices alone, besides its share of the check for
-    damage. On processes every rank calls it.
+    """Load a checkpoint, with several processes on every rank.
 
-    Called before the first call of the model, as is usual, it restores settings, schedulers, random state and position
-    at once, and each rank takes its slices when that call has planned them. Under the plan it was saved with a run then
-    goes on to the bit as it would have.
+    The plan, the number of devices and the pipeline stages may differ from those of the save, and the model may be a
+    plain module. Each rank reads its own slices only, besides its share of the check for damage.
+
+    The usual call comes before the first call of the model. It restores settings, schedulers, random state and data
+    position at once; each rank reads its slices when the model's first call has planned them. Under the plan of the
+    save, the run then continues bit for bit as it would have.
 
     Args:
         model: the `AutoParallel`, or a module.
-        optimizer: of the kind and the groups of the one that was saved; None: its state is left out.
+        optimizer: an optimizer of the kind and groups that were saved; None: its state is not loaded.
         path: the folder of a run, or of one checkpoint; or of a Hugging Face model (``model.safetensors``, or shards
             with an index), which is loaded into `model` alone, converted to its dtypes.
-        step: which of the run's; None: the highest.
-        schedulers, data: as they were given to `save_checkpoint`. A position that differs between ranks needs as many
-            as have saved it; so do random states that differ, which otherwise stay as they are.
-        strict: whether the names and dtypes must be those of the model; otherwise those are loaded that are there, and
+        step: the step to load; None: the highest.
+        schedulers, data: see `save_checkpoint`. Data positions that differ between ranks need the number of ranks of
+            the save. Random states that differ between ranks need it too; with another number of ranks they stay as
+            they are.
+        strict: names and dtypes must be those of the model; otherwise the tensors in common are loaded, and
             converted.
         missing_ok: return None where `path` has no checkpoint.
 
+    Returns:
+        The step, the ``extra`` value and the folder; None where `missing_ok` is set and there is no checkpoint.
+
     Raises:
-        CheckpointError: no such checkpoint, with those there are; a damaged or mixed-up file, with its name; another
-            model, with the names and shapes; another optimizer. On every rank alike, before anything is changed.
+        CheckpointError: no such checkpoint, with the steps that exist; a damaged or mixed-up file, with its name;
+            another model, with the names and shapes; another optimizer. Raised on every rank alike, before anything
+            is changed.
     """
     ranks = ranks_of_now()
     wait_for_last()
@@ -310,7 +326,7 @@ def load_checkpoint(
             folder = _found(path, step, missing_ok)
     except Exception as raised:
         error = raised
-    folder = ranks.agreed(error, folder)[0]  # rank 0 says which, as others may look at another moment
+    folder = ranks.agreed(error, folder)[0]  # rank 0 decides: other ranks look at another moment
     if folder is None:
         return None
     stored, loaded = None, None
@@ -318,7 +334,7 @@ def load_checkpoint(
         stored = _sound(folder, ranks)
     except Exception as raised:
         error = raised
-    ranks.agreed(error)  # before anybody makes sense of what another has found damaged
+    ranks.agreed(error)  # no rank interprets content that another rank has found damaged
     try:
         loaded = _Loaded(stored, CheckpointedModel(model, ranks), optimizer, several(schedulers), data, strict)
     except Exception as raised:
@@ -332,7 +348,7 @@ def load_checkpoint(
         )
     try:
         loaded.restore()
-    except Exception as raised:  # of a scheduler's or a sampler's own making
+    except Exception as raised:  # from a scheduler or a sampler
         error = raised
     ranks.agreed(error)
     loaded.fill()
@@ -340,10 +356,10 @@ def load_checkpoint(
 
 
 def _found(path: Any, step: int | None, missing_ok: bool) -> Path | None:
-    """The folder to load.
+    """The folder to load; None where `missing_ok` is set and there is no checkpoint.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise CheckpointError(
@@ -357,7 +373,7 @@ def _found(path: Any, step: int | None, missing_ok: bool) -> Path | None:
     if step is None and is_hugging_face(path):
         return path
     if step is None and (path / STATE).exists():
-        return path  # of which the manifest is there or missed
+        return path  # a checkpoint; a missing manifest is reported when it is read
     found = folder_of(path, step)
     if found is None and not missing_ok:
         what = "there is no checkpoint in it" if path.is_dir() else "there is no such folder"
@@ -370,10 +386,10 @@ def _found(path: Any, step: int | None, missing_ok: bool) -> Path | None:
 
 
 def _sound(folder: Path, ranks: SingleRank) -> StoredTensors:
-    """A checkpoint, of which this rank's share of all bytes is as it was written.
+    """The tensors of a checkpoint, once this rank's share of all bytes is found undamaged.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: the checkpoint is damaged.
     """
     stored = StoredTensors(folder)
     manifest = stored.manifest
@@ -397,10 +413,10 @@ def _sound(folder: Path, ranks: SingleRank) -> StoredTensors:
 
 
 class _Loaded:
-    """A checkpoint that was found sound on all ranks, and fit for a model, on this rank.
+    """A checkpoint that all ranks have found sound, and that fits this rank's model.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: the checkpoint does not fit.
     """
 
     def __init__(
@@ -433,7 +449,7 @@ class _Loaded:
         self.random = self._generators(ranks)
 
     def restore(self) -> None:
-        """Change what is to be changed beside tensors."""
+        """Restore everything but tensors."""
         subject = self.subject
         for group, settings in self.groups:
             for key, value in settings.items():
@@ -463,7 +479,7 @@ class _Loaded:
         raise CheckpointError(what, source=str(self.folder), legal=legal)
 
     def _groups(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Each of the optimizer's groups, with the settings it is to have.
+        """Each of the optimizer's parameter groups, with the saved settings.
 
         Raises:
             CheckpointError: another kind of optimizer, or other groups.
@@ -496,10 +512,10 @@ class _Loaded:
         ]
 
     def _scheduled(self) -> list[Any]:
-        """The states of the schedulers.
+        """The saved states of the schedulers.
 
         Raises:
-            CheckpointError: other ones.
+            CheckpointError: other schedulers were saved.
         """
         if not self.schedulers:
             return []
@@ -510,10 +526,10 @@ class _Loaded:
         return [decode(s["state"]) for s in saved]
 
     def _of_rank(self, key: str, ranks: SingleRank) -> Any:
-        """What this rank has said of itself.
+        """The value of `key` that this rank saved; None where no rank saved one.
 
         Raises:
-            CheckpointError: ranks differ, and there are others now.
+            CheckpointError: the ranks' values differ, and the number of ranks has changed.
         """
         saved = self.state.get(key)
         if saved is None:
@@ -527,7 +543,7 @@ class _Loaded:
         return decode(states[by_rank[ranks.rank] if len(states) > 1 else 0])
 
     def _generators(self, ranks: SingleRank) -> dict[str, Any]:
-        """The random states that this rank goes on with."""
+        """The random states that this rank continues with."""
         saved = self.state.get("random")
         if saved is None:
             return {}

@@ -1,17 +1,48 @@
-"""``manifest.json``: what a checkpoint holds, and how to tell that it still does.
+"""``manifest.json``: the content of a checkpoint, and the digests that show damage.
 
-    {"schema": 1, "kind": "integrated", "step": 100, "id": "5f…", "model": "9c…", "plan": null, "world": 4,
-     "digest": {"name": "crc32 of column sums", "block": 4194304, "columns": 509},
-     "files": {
-       "model.safetensors": {"bytes": 6400, "digest": "0a1b2c3d"},
-     "tensors": {
-       "model.w1": {"shape": [8, 8], "dtype": "float32", "layout": {…}, "pieces": [["model.safetensors", 512, [0, 0],
-       [8, 8]]]},
-     "seal": "SHA-256 of all that stands above"}
+1. The manifest (`Manifest`, `read`, `write`).
 
-A piece is a box of a tensor that lies in one file, its elements in row-major order: file, offset of the first byte,
-where the box begins in each dim, its size in each. The pieces of a tensor fill it and do not overlap. The text is the
-only one for what it says, so that not even a space can change unnoticed.
+       {"schema": 1, "kind": "integrated", "step": 100, "id": "5f…", "model": "9c…", "plan": null, "world": 4,
+        "digest": {"name": "crc32 of column sums", "block": 4194304, "columns": 509},
+        "files": {
+          "model.safetensors": {"bytes": 6400, "digest": "0a1b2c3d"},
+        "tensors": {
+          "model.w1": {"shape": [8, 8], "dtype": "float32", "layout": {…}, "pieces": [["model.safetensors", 512,
+          [0, 0], [8, 8]]]},
+        "seal": "SHA-256 of all that stands above"}
+
+   A piece is a box of a tensor that lies in one file, its elements in row-major order: file, offset of the first
+   byte, start of the box in each dim, size in each dim. The pieces of a tensor fill it and do not overlap. A manifest
+   has exactly one valid text, so that not even a space can change unnoticed.
+
+2. Digests of files (`digest`, `check_files`, `verify`).
+
+       digest(file)  = d(block 0), d(block 1), …           blocks of 4 MiB
+       d(block)      = crc32(s_0, …, s_508), begun with the block's length
+       s_c           = Σ_r w[509 r + c]  mod 2^64          w: the block as words of 8 bytes, zeros after its end
+
+   Any damage within 4 KiB is found for certain, a flipped bit as well as a run of zeros: each of its words is in a
+   sum of its own, and a CRC-32 differs wherever few bytes differ. A page in the place of another is found, since 509
+   words are no whole number of pages. Other damage goes unnoticed once in 2^32 cases. Forgery is not guarded against.
+   The digest takes a seventh of the time of a CRC-32 of all bytes (22 GB/s against 3.3 on one core, which does 0.4 GB/s
+   of SHA-256), less than reading the bytes does. Blocks let several ranks check one file together: `shares` splits a
+   file of 10 MiB (blocks 0 to 2) between two ranks as block 0, and blocks 1 and 2.
+
+3. Folders of a run's checkpoints (`steps_in`, `begin`, `finish`, `clean`, `prune`).
+
+       PATH/step-00000100                  a checkpoint; a folder of this name is always whole
+       PATH/.step-00000100.5f3a.part       a checkpoint being written or removed, or left by a dead process
+       PATH/.step-00000100.5f3a.old        a checkpoint about to be replaced by another one of the same step
+
+   A save writes its files into a ``.part``, syncs each of them to the disk, and renames the folder last. A checkpoint
+   to be removed becomes a ``.part`` first. An ``.old`` without its step means that a save died between two renames:
+   the ``.old`` counts as that step's checkpoint.
+
+4. The save's id in each data file (`trailer`, `mark_of`): a file of another save is recognised at once.
+
+       *.safetensors      the entry ``shardwright_id`` of its header's metadata
+       *.distcp           its last 64 bytes, outside of any tensor: "shardwright ", the id, the rank that wrote it
+       *.json             the member "id", the first of the object
 """
 
 from __future__ import annotations
@@ -72,41 +103,29 @@ __all__ = [
 ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Digests of files.
-#
-#     digest(file)  = d(block 0), d(block 1), …           blocks of 4 MiB
-#     d(block)      = crc32(s_0, …, s_508), begun with the block's length
-#     s_c           = Σ_r w[509 r + c]  mod 2^64          w: the block as words of 8 bytes, zeros after its end
-#
-# Any damage inside of 4 KiB is found for certain, a flipped bit as well as a run of zeros: each of its words is in a
-# sum of its own, and a CRC-32 differs wherever few bytes do. A page that lies where another belongs is found, since 509
-# words are no whole number of pages; what else there is escapes once in 2^32 times. Nobody is supposed to forge a
-# checkpoint. It takes a seventh of the time of a CRC-32 of all bytes (22 GB/s against 3.3 on one core, which does 0.4
-# GB/s of SHA-256), less than reading them does. Blocks let several ranks check one file together.
-# ----------------------------------------------------------------------------------------------------
+# -- digests of files --------------------------------------------------------------------------------------------------
 
 BLOCK = 4 << 20
 _COLUMNS = 509
 _ROW = 8 * _COLUMNS
 
-#: So much of a block is read and added up at a time that it stays in a core's own cache.
+#: Bytes read and summed at a time: they stay in a core's own cache.
 _PIECE = 128 * _ROW
 
-#: As a manifest names it.
+#: The digest's description in a manifest.
 ALGORITHM = {"name": "crc32 of column sums", "block": BLOCK, "columns": _COLUMNS}
 
 
 def blocks_of(size: int) -> int:
-    """How many blocks a file of so many bytes has."""
+    """The number of blocks of a file of `size` bytes."""
     return -(-size // BLOCK)
 
 
 def digest(path: Path, first: int = 0, last: int | None = None) -> str:
-    """The digests of blocks `first` to `last` (None: the end), 8 hexadecimal digits each.
+    """The digests of blocks `first` to `last` (exclusive; None: the end), 8 hexadecimal digits each.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     out = []
     held = np.empty(_PIECE, np.uint8)
@@ -128,7 +147,7 @@ def digest(path: Path, first: int = 0, last: int | None = None) -> str:
 
 
 def _read(handle: int, into: memoryview, at: int) -> int:
-    """Fill memory with a file's bytes from `at` on; how many there were."""
+    """Fill `into` with a file's bytes from `at` on; the number of bytes read."""
     count = 0
     while count < len(into) and (got := os.preadv(handle, [into[count:]], at + count)):
         count += got
@@ -136,11 +155,12 @@ def _read(handle: int, into: memoryview, at: int) -> int:
 
 
 def shares(sizes: Mapping[str, int], part: int, parts: int) -> Iterator[tuple[str, int, int]]:
-    """The blocks that one of `parts` has to look after: (file, first, last), a run of neighbours in all blocks of all
-    files.
+    """The blocks that share `part` of `parts` has to check, as (file, first, last): a run in the list of all blocks.
 
     Args:
-        sizes: file -> its bytes.
+        sizes: file -> its size in bytes.
+        part: the number of the share, from 0.
+        parts: the number of shares.
     """
     total = sum(map(blocks_of, sizes.values()))
     begin, end = total * part // parts, total * (part + 1) // parts
@@ -155,7 +175,7 @@ def shares(sizes: Mapping[str, int], part: int, parts: int) -> Iterator[tuple[st
 
 MANIFEST = "manifest.json"
 
-#: The version of the form. It rises when a manifest of the old form can no longer be read as what it meant.
+#: The version of the format. It rises when manifests of the old format can no longer be read with their old meaning.
 SCHEMA = 1
 
 KINDS = ("integrated", "parts")
@@ -165,8 +185,9 @@ class Piece(NamedTuple):
     """A box of a tensor in a file.
 
     Attributes:
-        offset: of its first byte in the file.
-        starts, sizes: where it begins in each dim of the tensor, and how long it is there, in elements.
+        file: the file's name.
+        offset: the offset of its first byte in the file.
+        starts, sizes: its start and its length in each dim of the tensor, in elements.
     """
 
     file: str
@@ -177,15 +198,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor.
+    """A stored tensor.
 
     Attributes:
-        shape: of the whole.
-        dtype: as torch calls it: "float32".
-        layout: how it lay when it was saved: ``{"devices": 4, "first": 0, "layout": …}``, of `devices` ranks from rank
-            `first` on, in the words of `plan.spelling`; with ``"own": true`` a `layerwise_parallel` parameter, whose
-            dim 0 is the ranks'. None: on one device.
-        pieces: where its bytes are.
+        shape: the shape of the whole tensor.
+        dtype: the dtype's name in torch: "float32".
+        layout: the layout at the save, ``{"devices": 4, "first": 0, "layout": …}``: over `devices` ranks from rank
+            `first` on, spelt as in `planfile.encoding.spell_layout`; with ``"own": true`` for a `layerwise_parallel`
+            parameter, whose dim 0 counts the ranks. None: unknown, or on one device.
+        pieces: the locations of its bytes.
     """
 
     shape: tuple[int, ...]
@@ -199,7 +220,7 @@ class TensorEntry:
 
 
 class CheckpointFile(NamedTuple):
-    """A file: how long it is, and its `digests.digest`."""
+    """A file: its size in bytes, and its `digest`."""
 
     bytes: int
     digest: str
@@ -207,16 +228,16 @@ class CheckpointFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """The content of a checkpoint.
 
     Attributes:
         kind: "integrated": whole tensors in ``*.safetensors``; "parts": each rank's in ``__R_0.distcp``.
-        step: of the run.
-        id: of this save; every data file carries it.
-        model: `model_fingerprint`.
+        step: the step of the run.
+        id: the id of this save; every data file carries it.
+        model: the model's `model_fingerprint`.
         plan: the fingerprint of the plan, if there was one.
-        world: by how many ranks it was saved.
-        files: by name, all files of the folder but this one.
+        world: the number of ranks that saved it.
+        files: all files of the folder but this one, by name.
         tensors: by name: ``model.<name>``, ``loss_fn.<name>``, ``optimizer.<parameter>.<key of its state>``.
     """
 
@@ -230,7 +251,7 @@ class Manifest:
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
 
     def text(self) -> str:
-        """What `read` reads."""
+        """The text of ``manifest.json``, as `read` takes it."""
         head = {
             "schema": SCHEMA,
             "kind": self.kind,
@@ -266,17 +287,17 @@ def _section(name: str, lines: Mapping[str, Any]) -> str:
 
 
 def new_id() -> str:
-    """An id for a save, unlike all others."""
+    """A new, unique id for a save."""
     return secrets.token_hex(16)
 
 
 def element_size(word: str) -> int:
-    """The bytes of an element."""
+    """The bytes of an element of a dtype, such as 4 for "float32"."""
     return dtype_named(word).itemsize
 
 
 def model_fingerprint(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
-    """What tells one model's names, whole shapes and dtypes from another's.
+    """A hash of a model's names, whole shapes and dtypes.
 
     Args:
         tensors: (name, shape, dtype) of each, in any order.
@@ -360,11 +381,12 @@ def write(folder: str | Path, manifest: Manifest) -> None:
 
 
 def check_files(folder: str | Path, manifest: Manifest, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with the files of a checkpoint, each with the name of the file: missing, cut short, of another
-    save, altered.
+    """The problems of a checkpoint's files, each with the file's name: missing, cut short, of another save, altered.
 
     Args:
-        part, parts: of what each byte has to be read for, only this one of so many shares is looked at.
+        folder: the folder of the checkpoint.
+        manifest: its manifest.
+        part, parts: of the bytes to be read for the digests, check share `part` of `parts` only.
     """
     folder, problems, sound = Path(folder), [], {}
     for name, file in manifest.files.items():
@@ -404,8 +426,7 @@ def check_files(folder: str | Path, manifest: Manifest, part: int = 0, parts: in
 
 
 def verify(folder: str | Path) -> list[str]:
-    """What is wrong with a checkpoint, each with the name of the file; every byte is looked at. Nothing: it is
-    sound."""
+    """The problems of a checkpoint, each with the file's name; empty where it is sound. Every byte is read."""
     try:
         manifest = read(folder)
     except CheckpointError as error:
@@ -413,16 +434,7 @@ def verify(folder: str | Path) -> list[str]:
     return check_files(folder, manifest)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The folders of a run's checkpoints, and how one comes to be there whole or not at all.
-#
-#     PATH/step-00000100                  a checkpoint; a folder of this name is always whole
-#     PATH/.step-00000100.5f3a.part       one that is being written, or being removed; or was, when its process died
-#     PATH/.step-00000100.5f3a.old        one in whose place another of the same step is about to be put
-#
-# A save writes its files into a ``.part``, each of them to the disk, and renames it last. One that is to be removed
-# becomes a ``.part`` first. Where an ``.old`` stands and its step does not, a save died between two renames: it counts
-# as that step's. ----------------------------------------------------------------------------------------------------
+# -- folders of a run's checkpoints ------------------------------------------------------------------------------------
 
 _WHOLE = re.compile(r"step-(\d{8,})")
 _OLD = re.compile(r"\.(step-(\d{8,}))\.[0-9a-f]+\.old")
@@ -430,15 +442,15 @@ _LEFT = re.compile(r"\.(step-\d{8,})\.[0-9a-f]+\.(part|old)")
 
 
 def name_of(step: int) -> str:
-    """The name of a step's checkpoint."""
+    """The folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def steps_in(path: str | Path) -> dict[int, Path]:
-    """The checkpoints of a run, by step, the lowest first; none where there is no such folder.
+    """The checkpoints of a run, by step, the lowest first; empty where the folder does not exist.
 
     Raises:
-        CheckpointError: a folder that cannot be looked into.
+        CheckpointError: a folder that cannot be read.
     """
     found: dict[int, Path] = {}
     try:
@@ -451,7 +463,7 @@ def steps_in(path: str | Path) -> dict[int, Path]:
             source=str(path),
             legal="a folder that may be read",
         ) from None
-    for name in names:  # those with a dot come first
+    for name in names:  # names with a dot come first, so that a whole folder wins over an ``.old``
         for pattern, group in ((_OLD, 2), (_WHOLE, 1)):
             match = pattern.fullmatch(name)
             if match and (Path(path) / name).is_dir():
@@ -463,7 +475,7 @@ def latest_checkpoint(path: str | Path) -> Path | None:
     """The checkpoint of the highest step in a run's folder, or None where there is none.
 
     Raises:
-        CheckpointError: a folder that cannot be looked into.
+        CheckpointError: a folder that cannot be read.
     """
     return next(reversed(steps_in(path).values()), None)
 
@@ -473,13 +485,13 @@ def folder_of(path: str | Path, step: int | None = None) -> Path | None:
 
     Args:
         path: the folder of a run, or of a checkpoint itself.
-        step: which; None: the highest.
+        step: the step; None: the highest.
 
     Returns:
-        None: a run without checkpoints.
+        The folder; None for a run without checkpoints.
 
     Raises:
-        CheckpointError: no such step, with those there are.
+        CheckpointError: no such step, with the steps that exist.
     """
     path = Path(path)
     if (path / MANIFEST).exists() and step is None:
@@ -499,7 +511,7 @@ def folder_of(path: str | Path, step: int | None = None) -> Path | None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file through to the disk.
+    """Write a file and sync it to the disk.
 
     Raises:
         OSError: it cannot be written.
@@ -511,17 +523,17 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """See that the names in a folder are on the disk."""
+    """Sync the names in a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some file systems know no such thing
+        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
             os.fsync(handle)
     finally:
         os.close(handle)
 
 
 def clean(path: Path) -> None:
-    """Remove what dead saves have left, and put back what one was about to replace."""
+    """Remove the remains of dead saves, and restore a checkpoint that one of them was about to replace."""
     for name in os.listdir(path):
         match = _LEFT.fullmatch(name)
         if match and match[2] == "old" and not (path / match[1]).exists():
@@ -531,7 +543,7 @@ def clean(path: Path) -> None:
 
 
 def begin(path: Path, step: int, save_id: str) -> Path:
-    """A new folder to write a checkpoint into.
+    """Make a new folder to write a checkpoint into, and return it.
 
     Raises:
         OSError: it cannot be made.
@@ -544,7 +556,10 @@ def begin(path: Path, step: int, save_id: str) -> Path:
 
 
 def finish(part: Path, step: int, save_id: str) -> Path:
-    """Give a written checkpoint its name, in the place of one that has it.
+    """Give a written checkpoint its final name, replacing an existing one of that name.
+
+    Returns:
+        The checkpoint's folder.
 
     Raises:
         OSError: it cannot be renamed.
@@ -562,46 +577,42 @@ def finish(part: Path, step: int, save_id: str) -> Path:
 
 
 def prune(path: Path, keep: int | None, newest: int) -> None:
-    """Remove the checkpoints of the lowest steps, so that `keep` are left; never that of step `newest`.
+    """Remove the checkpoints of the lowest steps, so that `keep` are left; the one of step `newest` always stays.
 
     Args:
-        keep: None or 0: all.
+        path: the folder of the run.
+        keep: the number of checkpoints to keep; None or 0: all.
+        newest: the step just saved.
     """
     steps = [s for s in steps_in(path) if s != newest]
     for step in steps[: max(0, len(steps) + 1 - keep)] if keep else []:
         dying = path / f".{name_of(step)}.0.part"
-        with contextlib.suppress(OSError):  # one that cannot be removed harms nobody
+        with contextlib.suppress(OSError):  # a checkpoint that cannot be removed does no harm
             os.rename(steps_in(path)[step], dying)
             shutil.rmtree(dying, ignore_errors=True)
 
 
-# ----------------------------------------------------------------------------------------------------
-# How a data file carries the id of its save, so that a file of another save is told at once.
-#
-#     *.safetensors      the entry ``shardwright_id`` of its header's metadata
-#     *.distcp           its last 64 bytes, which belong to no tensor: "shardwright ", the id, the rank that wrote it
-#     *.json             the member "id", the first of the object
-# ----------------------------------------------------------------------------------------------------
+# -- the save's id in each data file -----------------------------------------------------------------------------------
 
 ID_KEY = "shardwright_id"
 
-#: Bytes at the end of a rank's part.
+#: Length of the trailer of a rank's part, in bytes.
 TRAILER = 64
 
-#: A header of safetensors is at most this long, by its definition.
+#: The longest header that the safetensors format allows, in bytes.
 _LONGEST = 100 << 20
 
 
 def trailer(save_id: str, rank: int) -> bytes:
-    """The last bytes of a rank's part."""
+    """The last `TRAILER` bytes of a rank's part."""
     return f"shardwright {save_id} {rank}".encode().ljust(TRAILER - 1) + b"\n"
 
 
 def mark_of(path: Path) -> str | None:
-    """The id that a file carries; None: it carries none.
+    """The id that a file carries, or None.
 
     Raises:
-        OSError, ValueError: a file that cannot be read, or not be understood.
+        OSError, ValueError: the file cannot be read or parsed.
     """
     with open(path, "rb") as file:
         if path.suffix == ".safetensors":

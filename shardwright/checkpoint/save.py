@@ -1,12 +1,15 @@
-"""`save_checkpoint`: a run's state, written whole or not at all.
+"""`save_checkpoint`: the state of a run, written whole or not at all.
 
-    every rank   what it has ─ copy ─ agree ─┆─ copy the rest ─ its boxes ─ agree ─ digests, to the disk ─ agree ────── agree
-    rank 0       make .part                  ┆                                                      manifest, rename, prune
+    every rank   collect ─ copy ─ agree ─┆─ copy the rest ─ boxes ─ agree ─ digests, fsync ─ agree ────────── agree
+    rank 0       make .part              ┆                                               manifest, rename, prune
 
-With ``asynchronous=True`` what is right of the dotted line (`writing`) happens in a thread, over a process group of its
-own; without there are no copies. What may change at any time is copied in the call: parameters, buffers, what the user
-gives. The state of an optimizer changes in its steps alone, the next of which waits until the thread has copied it, and
-helps.
+With ``asynchronous=True`` everything right of the dotted line (module `writer`) runs in a thread, over a process
+group of its own. Without it, nothing is copied.
+
+A save in the background (`BackgroundSave`): at most one per process is under way. It writes copies in host memory
+(`HostCopies`). Values that may change at any time (parameters, buffers, the user's values) are copied in the call.
+An optimizer's state changes only in optimizer steps: the thread copies it after the call has returned, and the next
+step helps with the copies and waits until they are complete.
 """
 
 from __future__ import annotations
@@ -39,20 +42,18 @@ from .writer import CONFIG, SaveJob, located
 __all__ = ["BackgroundSave", "HostCopies", "begun", "last_error", "save_checkpoint", "several", "wait_for_last"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# A save that goes on while the training does, and the one that a process has under way at most.
-# ----------------------------------------------------------------------------------------------------
+# -- a save in the background --
 
-#: How much less the thread of a save counts than one of the training: a tenth of the processor where both want it.
+#: Added to the nice value of a save's thread: it gets a tenth of the processor where the training wants it too.
 _NICE = 10
 
 
 class BackgroundSave:
-    """A save.
+    """A save, under way or ended.
 
     Attributes:
-        step: of the run.
-        path: of the checkpoint, which is there once the save is done.
+        step: the step of the run.
+        path: the checkpoint's folder; it exists once the save is done.
     """
 
     def __init__(self, step: int, path: Path) -> None:
@@ -62,17 +63,17 @@ class BackgroundSave:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True once the save has ended, successfully or not."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is there.
+        """Wait until the checkpoint is written.
 
         Returns:
-            Its folder.
+            The checkpoint's folder.
 
         Raises:
-            CheckpointError: it could not be written, on every rank alike; once.
+            CheckpointError: the checkpoint could not be written. Raised on every rank alike, and only once.
         """
         if self._thread is not None:
             self._thread.join()
@@ -92,24 +93,30 @@ class BackgroundSave:
             self._error = error
 
 
-#: Of this process: the save under way.
+#: The save under way in this process; empty where there is none.
 _last: list[BackgroundSave] = []
 
 
 def begun(saving: BackgroundSave, work: Callable[[], None]) -> None:
-    """Do the work of a save in a thread, which the end of the interpreter waits for; at once where there can be
-    none."""
+    """Run the work of a save in a thread.
+
+    The interpreter waits for the thread at its end. The work runs at once, in the caller, where no thread can start.
+    """
     thread = threading.Thread(target=saving._run, args=(work,), name=f"checkpoint of step {saving.step}")
     _last[:] = [saving]
     try:
         thread.start()
         saving._thread = thread
-    except RuntimeError:  # as many as there may be, or the interpreter is about to end: the other ranks write already
+    except RuntimeError:  # thread limit reached, or the interpreter is ending; the other ranks are already writing
         saving._do(work)
 
 
 def last_error() -> Exception | None:
-    """Wait for the save under way; what went wrong with it, once, and not where `Saving.wait` has said so."""
+    """Wait for the save under way and return its error.
+
+    Returns:
+        The error, once; None where the save succeeded or `BackgroundSave.wait` has raised it already.
+    """
     if not _last:
         return None
     saving = _last.pop()
@@ -120,46 +127,45 @@ def last_error() -> Exception | None:
 
 
 def wait_for_last() -> None:
-    """Wait for the save under way; what went wrong with it is still to be told."""
+    """Wait for the save under way; its error stays to be reported."""
     if _last and _last[0]._thread is not None:
         _last[0]._thread.join()
 
 
 def _step_back() -> None:
-    """Leave the processor to the training wherever it wants it: on Linux each thread has a priority of its own."""
+    """Lower the priority of this thread below the training's (Linux alone: each thread has its own priority there)."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
-        with contextlib.suppress(OSError):  # not allowed here: it goes on as it is
+        with contextlib.suppress(OSError):  # not permitted here: the priority stays
             os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE))
 
 
 @atexit.register
 def _say_what_failed() -> None:
-    """What nobody has asked for before the end."""
+    """Print the error of the last save, where it has not been reported yet."""
     error = last_error()
     if error is not None:
         print(f"the checkpoint in the background was not written: {error}", file=sys.stderr)
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a save in the background writes: copies, of which those of an optimizer's state are made when the call has
-# returned. ----------------------------------------------------------------------------------------------------
+# -- copies in host memory --
 
-#: Of this process: the memory that tensors were copied to for the latest save, by name and place.
+#: Host memory of this process's latest copies, by tensor name and start of the box.
 _copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
 
 class HostCopies:
-    """Copies in host memory of what a save writes, in that of the save before where it fits: fresh memory takes several
-    times as long. Those of an optimizer's state are made by `complete`, in the save's thread, before the optimizer's
-    next step.
+    """Copies in host memory of the boxes that a save writes.
+
+    The memory of the previous save is reused where shape and dtype fit: fresh memory takes several times as long.
+    Optimizer state is copied by `complete`, in the save's thread, before the optimizer's next step.
 
     Args:
-        given: what the save writes.
-        later: by name, those of an optimizer's state, as the optimizer has them.
+        given: the boxes that the save writes.
+        later: the tensors of an optimizer's state, by name, as the optimizer holds them.
 
     Attributes:
-        written: the same of copies.
+        written: the same boxes, of the copies.
     """
 
     def __init__(self, given: Iterable[WrittenBox], later: Mapping[str, Tensor]) -> None:
@@ -182,21 +188,21 @@ class HostCopies:
         self._error: Exception | None = None
 
     def complete(self) -> None:
-        """Make the copies that are still to be made.
+        """Make all copies that are still to be made.
 
         Raises:
-            CheckpointError: a tensor that has been changed since the call, by something else than a step.
+            CheckpointError: a tensor was changed since the call by something other than an optimizer's step.
         """
         self.help()
         if self._error is not None:
             raise self._error
 
     def help(self) -> None:
-        """Make those that nobody has begun, and wait for the others: as the optimizer does that is about to step."""
+        """Make the copies that no thread has begun, and wait for the others; called before an optimizer's next step."""
         while self._later:
             try:
                 one = self._later.popleft()
-            except IndexError:  # another thread was quicker
+            except IndexError:  # another thread took the last one
                 break
             try:
                 one.copy.copy_(one.seen[0])
@@ -206,7 +212,7 @@ class HostCopies:
                         source=one.name,
                         legal="changes by the optimizer's step(), which waits for the copy, or after the save's wait()",
                     )
-            except Exception as error:  # the save fails, and not who helps
+            except Exception as error:  # fails the save, not the optimizer step that helps
                 self._error = self._error or error
             with self._lock:
                 self._left -= 1
@@ -216,7 +222,7 @@ class HostCopies:
 
 
 class _Later(NamedTuple):
-    """A copy to be made: of the first of the tensors `seen`, if they have been changed in place so often still."""
+    """A copy to be made of ``seen[0]``; valid only while all tensors of `seen` keep their version counters."""
 
     name: str
     copy: Tensor
@@ -225,7 +231,7 @@ class _Later(NamedTuple):
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    """How often each has been changed in place."""
+    """The version counter of each tensor: its number of in-place changes."""
     return [version_of(tensor) for tensor in tensors]
 
 
@@ -242,36 +248,37 @@ def save_checkpoint(
     keep_checkpoint_max: int | None = 5,
     asynchronous: bool = False,
 ) -> BackgroundSave:
-    """Save what a run needs to go on, as ``path/step-00000100``. On processes every rank calls it, with the same
-    `step`.
+    """Save the state that a run needs to resume, as ``path/step-00000100``.
 
-    It is written beside and gets its name when all of it is on the disk: whatever ends a save, the checkpoints that are
-    there stay as they are. Where one rank fails, all raise its error, and there is no new checkpoint.
+    With several processes every rank calls it, with the same `step`. The checkpoint is written under a temporary name
+    and gets its own once all of it is on the disk: existing checkpoints stay intact however a save ends. Where one
+    rank fails, all ranks raise its error, and there is no new checkpoint.
 
     Args:
         model: the `AutoParallel`, or a module.
-        optimizer: whose state and settings are saved too.
-        path: the folder of the run's checkpoints, which all hosts see; made where it is not there.
-        step: of the run, from 0. One that is there already is replaced.
-        extra: of the user's: numbers, text, lists, dicts, small tensors. In processes that of rank 0.
-        schedulers: of learning rates or the like: one, or several in an order; each with ``state_dict``.
-        data: what knows the position in the data: with ``state_dict``, each rank's own.
-        integrated_save: whole tensors in ``model.safetensors`` under their own names, as plain PyTorch or Hugging Face
-            reads them, and ``optimizer.safetensors``; else each rank's part in a file of its own, in the format of
-            torch.distributed.checkpoint.
-        keep_checkpoint_max: so many are kept: once this one is whole those of the lowest steps are removed. None: all.
-        asynchronous: copy the model's tensors and return; a thread copies the optimizer's state, for which the next
-            step of any optimizer waits, and writes. That state is to be changed by steps alone until then: what torch
-            counts as a change is an error of the save, a write through ``.data`` is not seen. The next save waits, and
-            so does the interpreter's end.
+        optimizer: the optimizer whose state and settings are saved too.
+        path: the folder of the run's checkpoints, visible to all hosts; created where it does not exist.
+        step: the step of the run, from 0. An existing checkpoint of this step is replaced.
+        extra: values of the user: numbers, text, lists, dicts, small tensors. With several processes, rank 0's are
+            saved.
+        schedulers: learning-rate schedulers or the like: one, or several in order; each with ``state_dict``.
+        data: the object that holds the position in the data: with ``state_dict``, saved for each rank.
+        integrated_save: True: whole tensors in ``model.safetensors`` under their own names, readable by plain PyTorch
+            and Hugging Face, and ``optimizer.safetensors``. False: each rank's part in a file of its own, in the
+            format of torch.distributed.checkpoint.
+        keep_checkpoint_max: the number of checkpoints kept: once this one is whole, those of the lowest steps are
+            removed. None: all are kept.
+        asynchronous: copy the model's tensors and return. A thread copies the optimizer's state and writes the files;
+            the next step of any optimizer waits for that copy. Until then only optimizer steps may change the state:
+            a change that torch's version counter sees is an error of the save, a write through ``.data`` goes unseen.
+            The next save waits, and so does the interpreter's end.
 
     Returns:
-        The save; its ``wait()`` returns the checkpoint's folder, and raises what went wrong in the background.
+        The save; its ``wait()`` returns the checkpoint's folder and raises errors of the background.
 
     Raises:
-        CheckpointError: a folder that cannot be written, a step below 0, what cannot be saved; of an earlier save in
-            the
-            background: what went wrong with it.
+        CheckpointError: the folder cannot be written, the step is below 0, a value cannot be saved, or an earlier
+            save in the background failed (its error).
     """
     ranks = ranks_of_now()
     job: SaveJob | None = None
@@ -296,7 +303,7 @@ def save_checkpoint(
                     job.written, state if optimizer is not None and says_when_it_steps(optimizer) else {}
                 )
                 job.written = copies.written
-        except Exception as raised:  # whatever it is, the others have to hear of it
+        except Exception as raised:  # any error must reach the other ranks
             error = located(raised, path)
     try:
         said = ranks.agreed(error, None if job is None else job.said)
@@ -315,16 +322,16 @@ def save_checkpoint(
 
 
 def _complete(copies: HostCopies, job: SaveJob) -> None:
-    """What is done in the background."""
+    """Complete the copies and write the checkpoint; runs in the background."""
     try:
         copies.complete()
-    except Exception as raised:  # the others write already, and hear of it there
+    except Exception as raised:  # the other ranks are already writing; `write` passes it on
         job.failed = located(raised, job.path)
     job.write()
 
 
 def several(given: Any) -> list[Any]:
-    """One thing with a state, or several, as a list."""
+    """The given object as a list: one object with a ``state_dict``, or several."""
     return [given] if hasattr(given, "state_dict") else list(given or ())
 
 
@@ -350,11 +357,12 @@ def _collected(
     schedulers: Sequence[Any],
     data: Any,
 ) -> tuple[SaveJob, dict[str, Tensor]]:
-    """What this rank has to save, and by name what of it is of the optimizer's state; on rank 0 a folder to write it
-    into.
+    """The job of this rank, and the tensors of the optimizer's state in it by name.
+
+    Rank 0 also makes the folder to write.
 
     Raises:
-        CheckpointError: what cannot be saved.
+        CheckpointError: a value cannot be saved.
         OSError: the folder cannot be made.
     """
     ranks = subject.ranks
@@ -406,7 +414,7 @@ def _collected(
     position = None if data is None else {"state": words(data.state_dict(), type(data).__name__)}
     texts, config = {}, getattr(subject.net, "config", None)
     if whole and hasattr(subject.net, "save_pretrained") and hasattr(config, "to_json_string"):
-        texts[CONFIG] = config.to_json_string().encode()  # with it Hugging Face reads the folder
+        texts[CONFIG] = config.to_json_string().encode()  # Hugging Face needs it to read the folder
     written = written_here(held, ranks.rank)
     said: dict[str, Any] = {
         "step": step,

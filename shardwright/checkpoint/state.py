@@ -1,11 +1,16 @@
-"""What a rank has of a model's and an optimizer's tensors, under the names by which a checkpoint knows them.
+"""The tensors of a model and an optimizer on one rank, under their checkpoint names.
 
-    model.<name>                     parameters and buffers, as ``state_dict`` names them; a tied one by its first name
+    model.<name>                     parameters and buffers, by their ``state_dict`` names; a tied one by its first name
     loss_fn.<name>                   those of the loss, where it is a module that has some
-    optimizer.<parameter>.<key>      what the optimizer keeps for a parameter
+    optimizer.<parameter>.<key>      the optimizer's state of a parameter
 
-A rank has a box of each: its slice, the whole, or nothing. Of a `layerwise_parallel` parameter the whole is that of all
-ranks, stacked along a first dim.
+A rank has one box of each tensor: its slice, the whole, or nothing. The whole of a `layerwise_parallel` parameter is
+the stack of all ranks' values along a new dim 0. Example, a weight (8, 8) cut in two along dim 0 by ranks 0 and 1:
+the box of rank 1 is rows 4 to 7; a `layerwise_parallel` weight (8, 8) on 2 ranks is stored as (2, 8, 8), and the box
+of rank 1 is ``[1:2, 0:8, 0:8]``.
+
+The file also collects and restores the random state of a process (`generators`, `restore_generators`): the stream of
+programs that draw random numbers, and the generators of torch, its accelerator, numpy and Python.
 """
 
 from __future__ import annotations
@@ -49,14 +54,15 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class TensorPlacement:
-    """Where a tensor lies.
+    """The placement of a tensor, as one rank sees it.
 
     Attributes:
-        shape: of the whole.
-        layout: on the ranks from `first` on; None: nobody has said.
-        own: whether it is each rank's own, stacked along dim 0.
-        box: what this rank has of it; None: nothing.
-        holders: the ranks that have this box, and may write it.
+        shape: the shape of the whole tensor.
+        layout: the layout over the ranks from `first` on; None: unknown.
+        first: the first rank of the layout.
+        own: True where each rank has its own value, stacked along dim 0.
+        box: the part of the tensor on this rank; None: nothing.
+        holders: the ranks that hold this box, any of which may write it.
     """
 
     shape: tuple[int, ...]
@@ -68,7 +74,7 @@ class TensorPlacement:
 
     @property
     def words(self) -> dict[str, Any] | None:
-        """As `manifest.Entry.layout` says it."""
+        """The placement in the form of `manifest.TensorEntry.layout`."""
         if self.layout is None:
             return None
         words = {"devices": self.layout.devices, "first": self.first, "layout": spell_layout(self.layout)}
@@ -80,11 +86,12 @@ class LocalTensor:
     """A tensor on this rank.
 
     Attributes:
-        name: in a checkpoint.
-        dtype: as torch calls it.
-        local: what is here of it, of the shape of the place's box; None: nothing.
-        state: the tensor in an optimizer's state that it is of; None: it is the model's. In-place operations on a
-            DTensor count in its own version, not in that of its slice.
+        name: its name in a checkpoint.
+        dtype: the dtype's name in torch, such as "float32".
+        place: its placement.
+        local: the values on this rank, of the shape of the placement's box; None: nothing.
+        state: the tensor object of the optimizer's state; None for a tensor of the model. In-place operations on a
+            DTensor count in the version of the DTensor itself, not in that of its local slice.
     """
 
     name: str
@@ -99,24 +106,24 @@ class LocalTensor:
 
 
 class CheckpointedModel:
-    """A model, and what a checkpoint calls its tensors.
+    """A model and the checkpoint names of its tensors.
 
     Args:
         model: a `shardwright.AutoParallel`, or a module.
-        ranks: that hold it.
+        ranks: the ranks that hold it.
 
     Attributes:
         tensors: name -> parameter or buffer.
-        aliases: another name of a tensor -> its first.
-        extra: name -> the module that has a state of its own making (``get_extra_state``).
-        plan: the latest, None where there is none.
+        aliases: further name of a tied tensor -> its first name.
+        extra: name -> module with a state of its own (``get_extra_state``).
+        plan: the latest plan, or None.
 
     Raises:
-        CheckpointError: not a module.
+        CheckpointError: `model` is not a module.
     """
 
     def __init__(self, model: nn.Module, ranks: SingleRank) -> None:
-        from ..parallel.auto_parallel import AutoParallel  # above this room
+        from ..parallel.auto_parallel import AutoParallel  # noqa: PLC0415  it imports half of the package
 
         if not isinstance(model, nn.Module):
             raise CheckpointError(
@@ -144,46 +151,46 @@ class CheckpointedModel:
 
     @property
     def planned(self) -> bool:
-        """Whether its wrapper has been called."""
+        """True once the wrapper has been called."""
         return self.wrapper is not None and bool(self.wrapper._programs)
 
     @property
     def waits(self) -> bool:
-        """Whether its parameters are still to become slices, or have no values."""
+        """True while the parameters are still to become slices, or have no values."""
         if self.wrapper is None or self.planned:
             return False
         return (self.ranks.world > 1 and self.wrapper.parallel_mode != "stand_alone") or self.unborn is not None
 
     @property
     def unborn(self) -> str | None:
-        """The first tensor that has no values, or None."""
+        """The name of the first tensor that has no values, or None."""
         return next((name for name, tensor in self.tensors.items() if tensor.is_meta), None)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a whole tensor."""
+        """The shape of the whole tensor."""
         tensor = self.tensors[name]
         if self._apart(tensor):
             return (self.ranks.world, *tensor.shape)
         return tuple(whole_shape(tensor))
 
     def parameter_name(self, name: str) -> str:
-        """What an optimizer's entry calls a parameter: its name in the graph."""
+        """The name of a parameter in the graph, as used in an optimizer's entries."""
         return name.removeprefix("model.")
 
     def held(self) -> Iterator[LocalTensor]:
-        """All tensors of the model."""
+        """All tensors of the model, as this rank has them."""
         for name, tensor in self.tensors.items():
             yield LocalTensor(name, dtype_name(tensor.dtype), *self.placed(name, tensor))
 
     def placed(self, name: str, tensor: Tensor) -> tuple[TensorPlacement, Tensor | None]:
-        """Where a tensor lies, and what is here of it.
+        """The placement of a tensor of the model, and its values on this rank (None where there are none).
 
         Raises:
-            CheckpointError: a DTensor of somebody else's.
+            CheckpointError: a DTensor that Shardwright has not made.
         """
         shape, world = self.shape(name), self.ranks.world
         if shape != tuple(tensor.shape) and not self._apart(tensor):
-            return TensorPlacement(shape, None, 0, False, None, ()), None  # of another stage
+            return TensorPlacement(shape, None, 0, False, None, ()), None  # a tensor of another stage
         if self._apart(tensor):
             layout = Layout.of(world, ((Digit(world, 1),),) + ((),) * tensor.dim())
             box = (slice(self.ranks.rank, self.ranks.rank + 1), *map(slice, [0] * tensor.dim(), tensor.shape))
@@ -193,15 +200,17 @@ class CheckpointedModel:
     def place_of(
         self, name: str, tensor: Tensor, layout: Layout | None, first: int = 0, own: bool = False
     ) -> tuple[TensorPlacement, Tensor]:
-        """Where a tensor lies, and what is here of it.
+        """The placement of a tensor, and its values on this rank.
 
         Args:
-            layout, first, own: of a plain tensor, which every rank has whole.
+            name: the tensor, as errors name it.
+            tensor: a DTensor, or a plain tensor that every rank has whole.
+            layout, first, own: the fields of `TensorPlacement`, for a plain tensor.
 
         Raises:
-            CheckpointError: a DTensor of somebody else's.
+            CheckpointError: a DTensor that Shardwright has not made.
         """
-        from torch.distributed.tensor import DTensor  # a second to import, and of use to processes alone
+        from torch.distributed.tensor import DTensor  # noqa: PLC0415  a second to import, useful to processes alone
 
         if not isinstance(tensor, DTensor):
             box = tuple(map(slice, [0] * tensor.dim(), tensor.shape))
@@ -211,11 +220,11 @@ class CheckpointedModel:
         key = tensor.device_mesh, tensor.placements, tensor.shape
         if key not in self._places:
             self._places[key] = self._of_slices(name, tensor)
-        with torch.no_grad():  # with gradients each of the two would go through the dispatch of DTensors
+        with torch.no_grad():  # with gradients both calls would go through the dispatch of DTensors
             return self._places[key], tensor.to_local().detach()
 
     def _of_slices(self, name: str, tensor: DTensor) -> TensorPlacement:
-        from ..runtime.distributed.dtensors import layout_of
+        from ..runtime.distributed.dtensors import layout_of  # noqa: PLC0415  imports DTensor, a second
 
         mesh = tensor.device_mesh
         layout = Layout.replicated(1, tensor.dim()) if mesh.size() == 1 else layout_of(tensor)
@@ -233,11 +242,11 @@ class CheckpointedModel:
         )
 
     def _apart(self, tensor: Tensor) -> bool:
-        """Whether each rank has its own slice here, unstacked."""
+        """True where each rank has its own value here, not stacked."""
         return self.ranks.world > 1 and is_own(tensor) and stacked(tensor) is None
 
     def _said(self, name: str, tensor: Tensor) -> tuple[Layout | None, int, bool]:
-        """Layout, first rank, whether it is the ranks' own: of a tensor that is whole here, as the plan says."""
+        """Layout, first rank and ``own`` flag of a tensor that is whole here, as the plan has them."""
         own = stacked(tensor)
         if own is not None:
             return Layout.of(own, ((Digit(own, 1),),) + ((),) * (tensor.dim() - 1)), 0, True
@@ -252,10 +261,10 @@ class CheckpointedModel:
 
 
 def state_names(subject: CheckpointedModel, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """``id(parameter)`` of each parameter of an optimizer -> its name.
+    """The names of an optimizer's parameters: ``id(parameter)`` -> name.
 
     Raises:
-        CheckpointError: one that is not of the model.
+        CheckpointError: a parameter that is not the model's.
     """
     names = {id(tensor): name for name, tensor in subject.tensors.items()}
     out = {}
@@ -275,10 +284,10 @@ def state_names(subject: CheckpointedModel, optimizer: torch.optim.Optimizer) ->
 def optimizer_state(
     subject: CheckpointedModel, optimizer: torch.optim.Optimizer
 ) -> tuple[list[LocalTensor], dict[str, dict[str, Any]]]:
-    """What an optimizer keeps: tensors, and parameter -> key -> what is no tensor.
+    """The state of an optimizer: its tensors, and parameter -> key -> value for everything that is not a tensor.
 
     Raises:
-        CheckpointError: a tensor of which nobody can tell how it lies.
+        CheckpointError: a tensor whose placement is unknown.
     """
     names, tensors, others = state_names(subject, optimizer), [], {}
     for group in optimizer.param_groups:
@@ -303,7 +312,7 @@ def optimizer_state(
 def _state(
     subject: CheckpointedModel, called: str, value: Tensor, parameter: Tensor, place: TensorPlacement
 ) -> LocalTensor:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415  a second to import
 
     dtype = dtype_name(value.dtype)
     if isinstance(value, DTensor):
@@ -328,14 +337,11 @@ def _state(
     return LocalTensor(called, dtype, *subject.place_of(called, value, layout, place.first), value)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The state of all random numbers of a process: the stream of programs that draw, and the generators of torch, of its
-# accelerator, of numpy and of Python.
-# ----------------------------------------------------------------------------------------------------
+# -- random numbers of a process ---------------------------------------------------------------------------------------
 
 
 def generators() -> dict[str, Any]:
-    """The states of now."""
+    """The current random states of this process, by generator."""
     state = {
         "stream": stream.state_dict(),
         "torch": torch.get_rng_state().numpy().tobytes(),
@@ -348,7 +354,7 @@ def generators() -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any]) -> None:
-    """Go on with the states that `generators` has told; those that are not told of stay as they are."""
+    """Set the random states that `generators` has returned; a generator without an entry keeps its state."""
     if "python" in state:
         random.setstate(state["python"])
     if "numpy" in state:
@@ -358,7 +364,8 @@ def restore_generators(state: dict[str, Any]) -> None:
     if "torch" in state:
         torch.set_rng_state(_tensor(state["torch"]))
     if "stream" in state:
-        # The stream belongs to the seed of torch's generator, of which it takes a number: so before it and after it.
+        # The stream belongs to the seed of torch's generator, and loading it draws a number there: so torch's generator
+        # is set both before and after.
         kept = torch.get_rng_state()
         stream.load_state_dict(state["stream"])
         if "torch" in state:

@@ -1,10 +1,10 @@
-"""Where the tensors of a checkpoint lie under the strategies of another run, and which rank writes what.
+"""Placement of a checkpoint's tensors under the strategies of another run, and the boxes that each of its ranks writes.
 
-    a parameter                                     as the strategies say
-    an optimizer's state of a parameter's shape     as the parameter
-    a buffer, other state of an optimizer           whole, and written by the first of the ranks that have it
+    a parameter                                     placed by its strategy
+    optimizer state of a parameter's shape          placed as the parameter
+    a buffer, other optimizer state                 whole; written by the first of the ranks that have it
 
-Which of the ranks that hold the same slice write it, `boxes` says, as in a save of that run.
+Among ranks that hold the same slice, `formats.written_here` picks the writer, as in a save of that run.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ __all__ = ["TargetPlacement", "boxes_of", "one_device", "placed", "strategy_name
 
 
 class TargetPlacement(NamedTuple):
-    """How a tensor lies.
+    """The placement of one tensor.
 
     Attributes:
-        alone: the first of its ranks writes it.
-        own: it is each rank's own, stacked along dim 0.
+        storage: shape, dtype, layout and ranks.
+        alone: True where the first of its ranks alone writes it.
+        own: True where each rank has its own value, stacked along dim 0.
     """
 
     storage: TensorStorage
@@ -41,18 +42,18 @@ class TargetPlacement(NamedTuple):
 
     @property
     def described(self) -> tuple[tuple[int, ...], str, dict[str, Any] | None]:
-        """Shape, dtype and layout, as a save describes it."""
+        """Shape, dtype and layout, in the form in which a save describes a tensor."""
         held = self.storage
         return held.shape, held.dtype, TensorPlacement(held.shape, held.layout, held.first, self.own, None, ()).words
 
 
 def strategy_name(name: str) -> str | None:
-    """What strategies call a parameter or buffer of a checkpoint; None: of an optimizer's state."""
+    """The name of a parameter or buffer in strategies, from its checkpoint name; None for optimizer state."""
     return None if name.startswith("optimizer.") else name.removeprefix("model.")
 
 
 def one_device(entries: Mapping[str, TensorEntry]) -> ParameterStrategies:
-    """The strategies under which one device has everything whole."""
+    """The strategies of one device that has everything whole."""
     named = {strategy_name(name): entry for name, entry in entries.items()}
     return ParameterStrategies(
         1,
@@ -68,14 +69,15 @@ def one_device(entries: Mapping[str, TensorEntry]) -> ParameterStrategies:
 def placed(
     entries: Mapping[str, TensorEntry], strategies: ParameterStrategies, source: str
 ) -> dict[str, TargetPlacement]:
-    """Where each tensor lies.
+    """The placement of each tensor of a checkpoint under `strategies`.
 
     Args:
-        entries: of a checkpoint, by name.
+        entries: the checkpoint's tensors, by name.
+        strategies: the strategies of the other run.
         source: the checkpoint, as errors name it.
 
     Raises:
-        CheckpointError: strategies of another model: names or shapes that differ.
+        CheckpointError: strategies of another model: names or shapes differ.
     """
     held = strategies.all
     mine = {strategy_name(name): entry for name, entry in entries.items() if strategy_name(name) is not None}
@@ -107,7 +109,7 @@ def _some(names: list[str]) -> str:
 
 
 def _of_state(name: str, entry: TensorEntry, strategies: ParameterStrategies, source: str) -> TensorStorage:
-    """Where an optimizer's state lies: ``optimizer.<parameter>.<key>``."""
+    """The placement of a tensor of an optimizer's state: ``optimizer.<parameter>.<key>``."""
     parameter = name.removeprefix("optimizer.").rpartition(".")[0]
     if parameter not in strategies.parameters:
         raise CheckpointError(
@@ -123,7 +125,7 @@ def _of_state(name: str, entry: TensorEntry, strategies: ParameterStrategies, so
 
 
 def boxes_of(places: Mapping[str, TargetPlacement], rank: int) -> list[tuple[str, Box]]:
-    """What a rank writes, as it would itself in a run: tensors in their order."""
+    """The boxes that a rank writes, as a save of that run would: name and box, in the order of the tensors."""
     held = []
     for name, (storage, alone, own) in places.items():
         box, holders = storage.of_rank(rank)

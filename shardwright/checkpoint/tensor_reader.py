@@ -1,8 +1,8 @@
-"""Tensors of a stored checkpoint, or of a Hugging Face folder: any slice of any of them, reading no more than that.
+"""Reading tensors of a stored checkpoint or a Hugging Face folder: any slice of any tensor, and nothing beyond it.
 
-A box that is asked of a piece lies in the file as runs of neighbouring bytes. Each is read where it belongs; runs less
-than 16 KiB apart are read together with what is between them, which the disk reads anyway and is passed over in less
-time than another call takes.
+A requested box of a piece is stored as runs of neighbouring bytes. Each run is read straight to its destination. Runs
+less than 16 KiB apart are read in one call together with the gap: the disk reads the gap anyway, and skipping it
+takes less time than another call.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from .manifest import MANIFEST, Manifest, Piece, TensorEntry, element_size, read
 
 __all__ = ["HUGGING_FACE", "StoredTensors", "is_hugging_face"]
 
-#: Files of a Hugging Face folder: the whole model, or which shard holds which tensor.
+#: Files of a Hugging Face folder: the whole model, or the index from tensors to shard files.
 HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")
 
-#: Runs that are no further apart than this are read together, as many as fit the other, in bytes.
+#: In bytes: runs less than `_APART` apart are read in one call of at most `_TOGETHER`.
 _APART, _TOGETHER = 16 << 10, 1 << 20
 
-#: What one call reads at most: Linux reads no more than 2 GiB.
+#: Bytes that one call reads at most: Linux reads no more than 2 GiB.
 _CALL = 1 << 30
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Whether a folder holds a model as Hugging Face stores it; a checkpoint of ours without its manifest is none."""
+    """True where a folder holds a model as Hugging Face stores it; False for a checkpoint that lost its manifest."""
     return not any((folder / name).exists() for name in (MANIFEST, "state.json")) and any(
         (folder / name).exists() for name in HUGGING_FACE
     )
@@ -45,16 +45,17 @@ class StoredTensors:
     """The tensors of a checkpoint by name: ``model.<name>``, ``loss_fn.<name>``, ``optimizer.<parameter>.<key>``.
 
     Args:
-        folder: of a checkpoint, or of a Hugging Face model (`HUGGING_FACE`), which has ``model.<name>`` alone.
-        manifest: the checkpoint's, where it was read.
+        folder: the folder of a checkpoint, or of a Hugging Face model (`HUGGING_FACE`), which has ``model.<name>``
+            alone.
+        manifest: the checkpoint's manifest, where the caller has read it.
 
     Attributes:
-        manifest: None of a Hugging Face folder.
-        entries: by name.
-        bytes_read: of tensors, so far.
+        manifest: the manifest; None for a Hugging Face folder.
+        entries: the tensors, by name.
+        bytes_read: bytes of tensors read so far.
 
     Raises:
-        CheckpointError: neither, or one whose manifest or headers are damaged.
+        CheckpointError: the folder is neither, or its manifest or headers are damaged.
     """
 
     def __init__(self, folder: str | Path, manifest: Manifest | None = None) -> None:
@@ -69,25 +70,26 @@ class StoredTensors:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all tensors, in the order of the file."""
+        """The names of all tensors, in file order."""
         return tuple(self.entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return self.entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of the tensor."""
+        """The dtype of the tensor."""
         return dtype_named(self.entries[name].dtype)
 
     def read(self, name: str, box: Sequence[slice] | None = None) -> Tensor:
         """A tensor, or a slice of it, in memory of its own.
 
         Args:
-            box: for each dim a slice with a start and a stop; None: all.
+            name: the tensor.
+            box: for each dim a slice with a start and a stop; None: the whole tensor.
 
         Raises:
-            CheckpointError: a file that cannot be read, or ends too early.
+            CheckpointError: a file cannot be read, or ends too early.
         """
         shape = self.shape(name)
         sizes = [s.stop - s.start for s in box] if box is not None else shape
@@ -96,9 +98,18 @@ class StoredTensors:
         return out
 
     def read_into(self, out: Tensor, name: str, box: Sequence[slice] | None = None) -> None:
-        """As `read`, into a tensor of the box's shape: of whatever strides, and of another dtype, to which it is
-        converted; only on a device, or converted, or of strides that are not row-major it takes memory for a piece
-        besides."""
+        """Read a tensor, or a slice of it, into a given tensor.
+
+        Extra memory, of one piece, is used only where `out` is on a device, has another dtype, or is not row-major.
+
+        Args:
+            out: the destination, of the box's shape; any strides, and any dtype (values are converted).
+            name: the tensor.
+            box: for each dim a slice with a start and a stop; None: the whole tensor.
+
+        Raises:
+            CheckpointError: a file cannot be read, or ends too early.
+        """
         shape = self.shape(name)
         starts = [0] * len(shape) if box is None else [s.start for s in box]
         stops = list(shape) if box is None else [s.stop for s in box]
@@ -122,7 +133,7 @@ class StoredTensors:
         self.close()
 
     def _read_piece(self, out: Tensor, word: str, piece: Piece, starts: list[int]) -> None:
-        """Read the box of a piece that begins at `starts` into `out`, which has its shape."""
+        """Read the box of a piece that begins at `starts` and has the shape of `out` into `out`."""
         dtype = dtype_named(word)
         if out.device.type != "cpu" or out.dtype != dtype or not out.is_contiguous():
             made = torch.empty(out.shape, dtype=dtype)
@@ -130,7 +141,7 @@ class StoredTensors:
             out.copy_(made)
             return
         size, sizes, lengths = element_size(word), piece.sizes, list(out.shape)
-        # The last dims that are whole are one run, and so is what there is of the dim before them.
+        # One run: the trailing dims that are whole, together with the part of the dim before them.
         first = len(sizes)
         while first > 0 and lengths[first - 1] == sizes[first - 1]:
             first -= 1
@@ -144,7 +155,7 @@ class StoredTensors:
         if first == 0:
             self._fill(piece.file, view, begin)
             return
-        gap = strides[first - 1]  # from the beginning of a run to that of the next
+        gap = strides[first - 1]  # from the start of a run to the start of the next
         rows = lengths[first - 1]
         step = max(1, min(rows, _TOGETHER // gap)) if gap - run < _APART else 1
         place, both = 0, torch.empty((step - 1) * gap + run if step > 1 else 0, dtype=torch.uint8)
@@ -161,7 +172,7 @@ class StoredTensors:
                 place += count * run
 
     def _fill(self, name: str, target: Tensor, offset: int) -> None:
-        """Fill bytes with those of a file from `offset` on."""
+        """Fill `target` (bytes) from a file, from `offset` on."""
         handle = self._open.get(name)
         path = self.folder / name
         memory, count = memoryview(target.numpy()), 0
@@ -185,7 +196,7 @@ class StoredTensors:
 
 
 def _hugging_face(folder: Path) -> dict[str, TensorEntry]:
-    """The tensors of a folder as Hugging Face writes it."""
+    """The tensors of a folder in the layout that Hugging Face writes."""
     whole, index = (folder / name for name in HUGGING_FACE)
     if index.exists():
         try:

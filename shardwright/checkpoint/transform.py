@@ -1,9 +1,18 @@
-"""A checkpoint made into one for other devices, or into whole files, in one process that has no devices.
+"""Transformation of a checkpoint for other devices, or into whole files, in one process without devices.
 
-    every box that a destination's rank writes  =  read from the source's files where it lies, written, let go
+    for each box that a rank of the destination writes:  read it from the source's files, write it, free it
 
-So there is never more in memory than the largest box, and what the reading of it takes besides. The source is looked
-through for damage before anything is written; the destination gets its name when all of it is on the disk.
+Memory therefore holds at most the largest box, and the buffers of reading it. The source is checked for damage before
+anything is written; the destination gets its final name when all of it is on the disk.
+
+1. `transform`: cut one checkpoint anew, for another plan or strategy file. Example: a weight (8, 8) that 2 ranks have
+   saved by rows of 4 becomes, for 4 ranks, 4 parts with 2 rows each; parts 0 and 1 are read from rank 0's file.
+2. `merge`: write the parts of a checkpoint as whole files.
+3. Public functions for scripts: `rank_list_for_transform` (the ranks whose parts another layout needs),
+   `transform_checkpoints` (all checkpoints of a run), `load_distributed_checkpoint` (slices loaded into a plain
+   module).
+
+`load_checkpoint` does the same inside a run, for the slices of the present ranks, without writing files.
 """
 
 from __future__ import annotations
@@ -48,10 +57,10 @@ __all__ = [
 ]
 
 
-#: Is told what is being done, how many bytes of it are, and how many there will be.
+#: Called with the current activity, the bytes of it done, and its total bytes.
 Progress = Callable[[str, int, int], None]
 
-#: The search for damage says how far it is every so many bytes, or 64 times.
+#: The check for damage reports progress every so many bytes, at most 64 times.
 _SHARE = 256 << 20
 
 
@@ -59,11 +68,11 @@ def opened(source: str | os.PathLike, step: int | None = None) -> StoredTensors:
     """The tensors of a checkpoint.
 
     Args:
-        source: of a checkpoint, of a run (its latest), or as Hugging Face writes it.
-        step: of the run.
+        source: the folder of a checkpoint, of a run (its latest checkpoint), or of a Hugging Face model.
+        step: the step of the run.
 
     Raises:
-        CheckpointError: nothing of the kind, or its manifest is damaged.
+        CheckpointError: there is no checkpoint, or its manifest is damaged.
     """
     source = Path(source)
     if is_hugging_face(source) and step is None:
@@ -75,11 +84,12 @@ def opened(source: str | os.PathLike, step: int | None = None) -> StoredTensors:
 
 
 def to_verify(path: Path, step: int | None = None) -> list[Path]:
-    """The folders whose files are to be looked through: all checkpoints of a run, or that of a step; one whose manifest
-    is gone is among them.
+    """The folders whose files are to be checked: all checkpoints of a run, or the one of a step.
+
+    A checkpoint whose manifest is gone is included.
 
     Raises:
-        CheckpointError: there is none, or nothing says what its files were.
+        CheckpointError: there is no checkpoint, or the files have no digests.
     """
     if is_hugging_face(path):
         raise CheckpointError(
@@ -96,7 +106,7 @@ def to_verify(path: Path, step: int | None = None) -> list[Path]:
 
 
 def _without_manifest(path: Path) -> bool:
-    """Whether a folder holds files of a checkpoint, and not the one that says what they are."""
+    """True where a folder holds files of a checkpoint but no manifest."""
     return (
         path.is_dir()
         and any(p.name in (STATE, METADATA) or p.suffix == ".distcp" for p in path.iterdir())
@@ -113,14 +123,14 @@ def _no_checkpoint(path: Path) -> CheckpointError:
 
 
 def check_sound(stored: StoredTensors, progress: Progress | None = None) -> None:
-    """That a checkpoint's files are what was written.
+    """Check that a checkpoint's files are as they were written.
 
     Raises:
-        CheckpointError: what is wrong, with the files.
+        CheckpointError: the files that are damaged, and their problems.
     """
     made, progress = stored.manifest, progress or _silent
     if made is None:
-        return  # what Hugging Face writes has no digests
+        return  # files of Hugging Face have no digests
     total, problems = sum(file.bytes for file in made.files.values()), []
     shares = min(-(-total // _SHARE), 64) or 1
     for share in range(shares):
@@ -143,22 +153,22 @@ def transform(
     step: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Cut a checkpoint anew, as ranks of another run would have saved it in parts; the optimizer's state with it.
+    """Cut a checkpoint anew, optimizer state included, into the parts that ranks of another run would have saved.
 
     Args:
-        source: a checkpoint of either kind, a run (its latest), or a folder of Hugging Face.
-        target: the folder of the new checkpoint, which must not be there yet.
-        to: a plan that was saved, a file of `AutoParallel.save_param_strategy_file`, or 1: everything whole on one
-            device.
-        step: which checkpoint of a run.
+        source: a checkpoint of either kind, a run (its latest checkpoint), or a folder of Hugging Face.
+        target: the folder of the new checkpoint, which must not exist yet.
+        to: a saved plan, a file of `AutoParallel.save_param_strategy_file`, or 1: everything whole on one device.
+        step: the step of a run's checkpoint.
+        progress: called with the current activity, its bytes done and its total bytes.
 
     Returns:
-        The new checkpoint.
+        The folder of the new checkpoint.
 
     Raises:
-        CheckpointError: a source that is none or damaged, a destination that exists or cannot be written, strategies of
-            another model.
-        PlanError, LayoutError: strategies that cannot be read.
+        CheckpointError: the source is no checkpoint or damaged, the destination exists or cannot be written, or the
+            strategies are of another model.
+        PlanError, LayoutError: the strategies cannot be read.
     """
     progress = progress or _silent
     with opened(source, step) as stored:
@@ -183,9 +193,9 @@ def transform(
 def merge(
     source: str | os.PathLike, target: str | os.PathLike, *, step: int | None = None, progress: Progress | None = None
 ) -> Path:
-    """Make whole files of the parts of a checkpoint: ``model.safetensors``, and the optimizer's.
+    """Write the parts of a checkpoint as whole files: ``model.safetensors``, and the optimizer's.
 
-    Args and raises: as `transform`; the source is in parts.
+    Args and raises: see `transform`; the source is a checkpoint in parts.
     """
     progress = progress or _silent
     with opened(source, step) as stored:
@@ -221,13 +231,13 @@ def _silent(what: str, done: int, total: int) -> None:
 
 
 class _New:
-    """A checkpoint that is being written from another.
+    """A checkpoint being written from another.
 
     Attributes:
-        target: where it will be.
-        folder: where it is until then.
-        id: of this save.
-        state: what is not a tensor.
+        target: its final folder.
+        folder: its folder while it is written.
+        id: the id of this save.
+        state: everything but the tensors.
     """
 
     def __init__(self, stored: StoredTensors, target: Path, progress: Progress) -> None:
@@ -239,11 +249,11 @@ class _New:
 
     @property
     def bytes(self) -> int:
-        """What its tensors take."""
+        """The bytes of its tensors."""
         return self._total
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of the source's tensor."""
+        """A box of a tensor of the source."""
         tensor = self._stored.read(name, box)
         self._done += tensor.nbytes
         self._progress("writing", self._done, self._total)
@@ -260,7 +270,7 @@ class _New:
             file.abandon()
 
     def finish(self, kind: str, world: int, plan: str | None, entries: Mapping[str, TensorEntry]) -> None:
-        """Write what there is beside tensors, the manifest last, and give the folder its name."""
+        """Write everything but the tensors, the manifest last, and give the folder its final name."""
         if (self._stored.folder / CONFIG).exists():
             write_file(self.folder / CONFIG, (self._stored.folder / CONFIG).read_bytes())
         write_file(
@@ -275,8 +285,8 @@ class _New:
 
 
 def _state(stored: StoredTensors) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors; its id first."""
-    if stored.manifest is None:  # a model alone
+    """The state of a checkpoint other than tensors; its id first."""
+    if stored.manifest is None:  # a Hugging Face model: no other state
         return {
             "id": "",
             "step": 0,
@@ -297,10 +307,10 @@ def _state(stored: StoredTensors) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _written(stored: StoredTensors, target: str | os.PathLike, progress: Progress) -> Iterator[_New]:
-    """A new checkpoint: whole at the end, or nothing.
+    """A new checkpoint: whole at the end of the block, or removed.
 
     Raises:
-        CheckpointError: the source is damaged; the destination is there, or cannot be written.
+        CheckpointError: the source is damaged; the destination exists, or cannot be written.
     """
     target = Path(os.path.abspath(target))
     if os.path.lexists(target):
@@ -328,35 +338,32 @@ def _written(stored: StoredTensors, target: str | os.PathLike, progress: Progres
             legal="a folder that can be written, and room on its disk",
         ) from None
     finally:
-        shutil.rmtree(new.folder, ignore_errors=True)  # it has another name when it is whole
+        shutil.rmtree(new.folder, ignore_errors=True)  # a whole checkpoint has been renamed by now
 
 
-# ----------------------------------------------------------------------------------------------------
-# Checkpoints without devices: which ranks' parts another layout needs, all checkpoints of a run transformed, slices
-# loaded into a plain module.
-# ----------------------------------------------------------------------------------------------------
+# -- public functions without devices ----------------------------------------------------------------------------------
 
 
 def rank_list_for_transform(
     rank_id: int, src_strategy_file: str | os.PathLike | None = None, dst_strategy_file: str | os.PathLike | None = None
 ) -> list[int]:
-    """The ranks of a source whose slices a rank of a destination is made of.
+    """The ranks of a source whose slices make up the slices of one rank of a destination.
 
     Args:
-        rank_id: of the destination.
-        src_strategy_file: how the source's parameters are stored: a file of `AutoParallel.save_param_strategy_file`, or
-            a plan. Of ranks that hold the same, as few as do are in the list, and lower ones. Or a checkpoint that was
-            saved: then the ranks whose parts hold it, each slice being written by one of those that had it. None: one
-            whole file.
-        dst_strategy_file: likewise of the destination; None: whole.
+        rank_id: the rank of the destination.
+        src_strategy_file: the storage of the source's parameters: a file of `AutoParallel.save_param_strategy_file`,
+            or a plan. Among ranks that hold the same slice, the list has as few as possible, and the lower ones. A
+            saved checkpoint is allowed too: the list then has the ranks whose parts hold the slices, each slice
+            having been written by one of its holders. None: one whole file.
+        dst_strategy_file: the storage of the destination's parameters, likewise; None: whole.
 
     Returns:
-        Ranks, ascending; ``[0]`` where the source is whole.
+        The ranks, ascending; ``[0]`` where the source is whole.
 
     Raises:
         SettingError: the destination has no such rank.
-        PlanError: what cannot be read, or is of another model.
-        CheckpointError: a checkpoint that cannot be read.
+        PlanError: a file cannot be read, or is of another model.
+        CheckpointError: a checkpoint cannot be read.
     """
     target = None if dst_strategy_file is None else ParameterStrategies.read(dst_strategy_file)
     devices = 1 if target is None else target.devices
@@ -386,7 +393,7 @@ def rank_list_for_transform(
 
 
 def _wanted(name: str, shape: tuple[int, ...], target: ParameterStrategies | None, rank: int) -> Box | None:
-    """What a rank of the destination has of a tensor; None: nothing.
+    """The box of a tensor that a rank of the destination has; None: nothing.
 
     Raises:
         PlanError: the destination has no such parameter, or one of another shape.
@@ -404,7 +411,7 @@ def _wanted(name: str, shape: tuple[int, ...], target: ParameterStrategies | Non
 
 
 def _of_checkpoint(folder: Path) -> dict[str, list[tuple[tuple[int, ...], Box, tuple[int, ...]]]]:
-    """For each parameter and buffer of a checkpoint its shape, its parts, and the rank that wrote each."""
+    """The shape and the parts of each parameter and buffer of a checkpoint, with the rank that wrote each part."""
     return {
         strategy_name(name) or name: [
             (
@@ -420,10 +427,10 @@ def _of_checkpoint(folder: Path) -> dict[str, list[tuple[tuple[int, ...], Box, t
 
 
 def rank_of(file: str, folder: Path) -> int:
-    """The rank that wrote a file of a checkpoint; 0 of one that holds whole tensors.
+    """The rank that wrote a file of a checkpoint; 0 for a file of whole tensors.
 
     Raises:
-        CheckpointError: a file of no rank.
+        CheckpointError: the file is no rank's part.
     """
     found = re.fullmatch(r"__(\d+)_\d+\.distcp", file)
     if found:
@@ -434,12 +441,12 @@ def rank_of(file: str, folder: Path) -> int:
 
 
 def _meet(box: Box, other: Box) -> bool:
-    """Whether two boxes have an element in common."""
+    """True where two boxes have an element in common."""
     return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(box, other))
 
 
 def _fewest(needs: Sequence[tuple[int, ...]]) -> list[int]:
-    """Ranks of which each need has one: those that are the only ones somewhere, and then of each need the lowest."""
+    """A set of ranks that has one rank of each need: first the only candidates, then the lowest of each other need."""
     found: set[int] = set()
     for ranks in sorted(set(needs), key=lambda ranks: (len(ranks), ranks)):
         if found.isdisjoint(ranks):
@@ -454,23 +461,25 @@ def transform_checkpoints(
     *,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Transform every checkpoint of a run, the optimizer's state with it, one after the other and in one process. How
-    the source lies, its manifests say.
+    """Transform every checkpoint of a run, optimizer state included, one after another in one process.
+
+    The layout of the source is read from its manifests.
 
     Args:
         src_checkpoints_dir: the folder of the run, or of one checkpoint.
-        dst_checkpoints_dir: the folder of the new run: made where it is not there. Each checkpoint keeps its step.
-        dst_strategy_file: how the parameters are to lie: a file of `AutoParallel.save_param_strategy_file`, or a plan
-            that was saved. None: whole files.
-        progress: is told what is being done, how many bytes of it are, and how many there will be.
+        dst_checkpoints_dir: the folder of the new run, created where it does not exist. Each checkpoint keeps its
+            step.
+        dst_strategy_file: the target storage of the parameters: a file of `AutoParallel.save_param_strategy_file`, or
+            a saved plan. None: whole files.
+        progress: called with the current activity, its bytes done and its total bytes.
 
     Returns:
-        The new checkpoints.
+        The folders of the new checkpoints.
 
     Raises:
-        CheckpointError: there is none; one that is damaged, or of another model; one of its step is there already.
-            Those that were done before stay.
-        PlanError, LayoutError: strategies that cannot be read.
+        CheckpointError: there is no checkpoint; one is damaged, or of another model; one of its step exists already.
+            Checkpoints that were done before stay.
+        PlanError, LayoutError: the strategies cannot be read.
     """
     source, target = Path(src_checkpoints_dir), Path(dst_checkpoints_dir)
     single = folder_of(source) if (source / manifest.MANIFEST).exists() else None
@@ -510,22 +519,22 @@ def load_distributed_checkpoint(
     rank_id: int | None = None,
     strict_load: bool = True,
 ) -> None:
-    """Load the model of a checkpoint, of whatever kind and however cut, to predict with: no optimizer, no random state.
+    """Load the model of a checkpoint of any kind and layout for prediction, without optimizer and random state.
 
     Args:
         network: an `AutoParallel`, or a module.
-        checkpoint: a checkpoint, a run (its latest), or a folder of Hugging Face.
-        predict_strategy: with it a plain module gets the slices of one rank: what `AutoParallel.infer_layout` returns,
-            a file of `AutoParallel.save_param_strategy_file`, or a plan that was saved. A parameter of the whole shape,
-            or without values, is replaced by one of its slice. None: whole tensors, or of an `AutoParallel` each rank's
-            own.
-        rank_id: whose slices; None: this process's rank.
-        strict_load: names and dtypes must be the same; otherwise what both have is loaded, and converted.
+        checkpoint: a checkpoint, a run (its latest checkpoint), or a folder of Hugging Face.
+        predict_strategy: the storage of the parameters, with which a plain module gets the slices of one rank: the
+            result of `AutoParallel.infer_layout`, a file of `AutoParallel.save_param_strategy_file`, or a saved plan.
+            A parameter of the whole shape, or without values, is replaced by one of its slice's shape. None: whole
+            tensors, or, for an `AutoParallel`, each rank's own slices.
+        rank_id: the rank whose slices are loaded; None: this process's rank.
+        strict_load: names and dtypes must be the same; otherwise the tensors in common are loaded, and converted.
 
     Raises:
         CheckpointError: no checkpoint, a damaged one, or one of another model; nothing is changed then.
-        SettingError: an `AutoParallel` and a `predict_strategy`, or no such rank.
-        PlanError, LayoutError: strategies that cannot be read.
+        SettingError: an `AutoParallel` with a `predict_strategy`, or no such rank.
+        PlanError, LayoutError: the strategies cannot be read.
     """
     if predict_strategy is None:
         if rank_id is not None:
@@ -543,7 +552,7 @@ def load_distributed_checkpoint(
             "load_distributed_checkpoint: an AutoParallel cuts its parameters itself",
             legal="no predict_strategy, or the module in it",
         )
-    from ..process import rank
+    from ..process import rank  # noqa: PLC0415  `rank` is a local name elsewhere here
 
     rank_id = rank() if rank_id is None else rank_id
     with opened(checkpoint) as stored:
@@ -559,13 +568,13 @@ def load_distributed_checkpoint(
             made = torch.empty(sizes, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
             stored.read_into(made, there, box)
             successors[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    from ..runtime.deferred_init import substitute
+    from ..runtime.deferred_init import substitute  # noqa: PLC0415  needed by this function alone
 
     substitute(subject.net, successors)
 
 
 def _slices(given: Any, rank: int) -> dict[str, tuple[tuple[int, ...], Box]]:
-    """The whole shape of each parameter and buffer, and what of it lies on a rank.
+    """The whole shape of each parameter and buffer, and the box of it that a rank has.
 
     Raises:
         SettingError: no such rank.
@@ -586,10 +595,10 @@ def _slices(given: Any, rank: int) -> dict[str, tuple[tuple[int, ...], Box]]:
 def _wanted_here(
     subject: CheckpointedModel, stored: StoredTensors, slices: Mapping[str, tuple[tuple[int, ...], Box]], strict: bool
 ) -> dict[str, tuple[str, Box]]:
-    """For each tensor of a module what it is called in a checkpoint, and which box of it is wanted.
+    """For each tensor of a module its name in the checkpoint, and the box to load.
 
     Raises:
-        CheckpointError: of another model.
+        CheckpointError: a checkpoint of another model.
     """
     source, out, seen = str(stored.folder), {}, set()
     other = {name: alias for alias, name in subject.aliases.items()}

@@ -1,6 +1,10 @@
-"""A save whose content is known, written by all ranks together.
+"""The writing of a save whose content is known, by all ranks together.
 
-Every step ends in an agreement: whatever one rank could not do is raised on all, and what has been written is removed.
+Every step ends in an agreement: an error on one rank is raised on all, and everything written is removed.
+
+    whole files     headers by rank 0, boxes by all ranks of its host; boxes of other hosts are sent to rank 0
+    parts           one file a rank, then rank 0 writes ``.metadata``
+    both            digests, fsync; then rank 0 writes state, plan and manifest, renames the folder, prunes
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ Described = Mapping[str, tuple[tuple[int, ...], str, dict | None]]
 
 
 def located(error: Exception, path: Any) -> Exception:
-    """An error of a save as a user is to see it."""
+    """The error of a save in the form that users see."""
     if isinstance(error, OSError):
         return CheckpointError(
             f"the checkpoint cannot be written: {error.strerror or error}",
@@ -67,8 +71,15 @@ def sealed(
     plan: str | None,
     world: int,
 ) -> None:
-    """Write the manifest of a folder whose files are all there: those in `files`, and others, which are looked at now
-    and put through to the disk.
+    """Write the manifest of a folder whose other files are complete.
+
+    Files of the folder that are not in `files` are synced to the disk and digested here.
+
+    Args:
+        folder: the folder of the checkpoint.
+        files: the files whose size and digest are known.
+        entries: the tensors, by name.
+        kind, step, save_id, plan, world: see `Manifest`.
 
     Raises:
         OSError: the disk is full, …
@@ -82,7 +93,7 @@ def sealed(
 
 
 def synced(folder: Path, names: Iterable[str]) -> None:
-    """See that files are on the disk."""
+    """Sync files to the disk."""
     for name in names:
         handle = os.open(folder / name, os.O_RDONLY)
         try:
@@ -92,7 +103,10 @@ def synced(folder: Path, names: Iterable[str]) -> None:
 
 
 class _Synced(threading.Thread):
-    """`synced` while the block inside is done: it waits for the disk, and the block for the processor."""
+    """`synced` in a thread, in parallel with the block inside.
+
+    The thread waits for the disk while the block uses the processor.
+    """
 
     def __init__(self, folder: Path, names: list[str]) -> None:
         super().__init__()
@@ -107,7 +121,7 @@ class _Synced(threading.Thread):
     def __enter__(self) -> None:
         try:
             self.start()
-        except RuntimeError:  # the interpreter is about to end, and waits for this save: it starts no threads any more
+        except RuntimeError:  # the interpreter is ending and waits for this save: it starts no more threads
             self.run()
 
     def __exit__(self, kind: object, *rest: object) -> None:
@@ -122,17 +136,24 @@ class SaveJob:
     """One save, on one rank.
 
     Attributes:
-        whole: one file for all, else one a rank.
+        ranks: the ranks that save together.
+        path: the folder of the run's checkpoints.
+        step: the step of the run.
+        whole: True: files of whole tensors; False: one file a rank.
+        keep: the number of checkpoints kept; None: all.
         order: the names of the model's tensors.
+        aliases: further name of a tied tensor -> its first name.
+        plan: the plan, if there is one.
         written: the boxes that this rank writes.
-        said: what it tells the others of itself.
+        said: the description of this rank's part for the other ranks.
         random: the states of this rank's `generators`.
-        data: this rank's position in the data, as words.
-        state: the rest of it, of which rank 0's is written.
-        texts: file -> what rank 0 writes into it besides.
-        tensors: those of all ranks.
-        remote: rank on another host than rank 0 -> the boxes that it sends: name, where they begin, sizes, dtype.
-        failed: what went wrong on this rank before it began to write.
+        data: this rank's position in the data, encoded.
+        state: the rest of the state; rank 0's is written.
+        texts: file -> content that rank 0 writes besides.
+        tensors: the tensors of all ranks.
+        remote: rank on another host than rank 0 -> the boxes that it sends: name, start, sizes, dtype.
+        id: the id of this save.
+        failed: an error of this rank from before it began to write.
     """
 
     ranks: SingleRank
@@ -156,14 +177,17 @@ class SaveJob:
 
     @property
     def part(self) -> Path:
-        """The folder that is written into."""
+        """The folder being written."""
         return self.path / f".{folders.name_of(self.step)}.{self.id}.part"
 
     def settle(self, said: list[dict[str, Any]]) -> None:
-        """Put together what all ranks have said.
+        """Combine the descriptions of all ranks.
+
+        Args:
+            said: the descriptions, by rank.
 
         Raises:
-            CheckpointError: on all of them: ranks that save different things.
+            CheckpointError: ranks save different things; raised on all of them.
         """
         self.id = said[0]["id"]
         for rank, other in enumerate(said):
@@ -193,7 +217,7 @@ class SaveJob:
         """Write the checkpoint.
 
         Raises:
-            CheckpointError: on all ranks, what one of them could not.
+            CheckpointError: the failure of any rank; raised on all of them.
         """
         try:
             self._gather()
@@ -206,35 +230,35 @@ class SaveJob:
             self.written = []
 
     def _gather(self) -> None:
-        """Bring to rank 0 what is each rank's own."""
+        """Gather the random state and the data position of each rank on rank 0."""
         own: dict[str, Any] = {}
         try:
             own = {"random": {key: encode(value) for key, value in self.random.items()}, "data": self.data}
-        except Exception as error:  # it is raised where the others hear of it
+        except Exception as error:  # raised later, in an agreement of all ranks
             self.failed = self.failed or located(error, self.part)
         states = self.ranks.gathered(own)
         self.state |= {key: _by_rank([theirs.get(key) for theirs in states]) for key in ("random", "data") if states}
 
     def give_up(self) -> None:
-        """Remove what there is of it."""
+        """Remove everything written so far."""
         if self.ranks.rank == 0:
             self.id = self.said["id"]
             shutil.rmtree(self.part, ignore_errors=True)
 
     def _each(self, work: Callable[[], Any]) -> list[Any]:
-        """What a piece of work gives on each rank.
+        """The results of `work` on each rank, by rank.
 
         Raises:
-            Exception: on all of them, that of one.
+            Exception: the error of one rank; raised on all of them.
         """
         made, error = None, None
         try:
             made = work()
-        except Exception as raised:  # the others have to hear of it
+        except Exception as raised:  # agreed on below, so that all ranks raise it
             error = located(raised, self.part)
         return self.ranks.agreed(error, made)
 
-    # -- one file for all --
+    # -- files of whole tensors --
 
     def _write_whole(self) -> tuple[dict[str, TensorEntry], dict[str, CheckpointFile]]:
         ranks, rank = self.ranks, self.ranks.rank
@@ -275,27 +299,29 @@ class SaveJob:
         }
 
     def _joints(self) -> list[Joint]:
-        """What ranks join, of all on one host; nothing where they share no memory."""
+        """The boxes that ranks join, where all are on one host; empty where the ranks share no memory."""
         said = self.ranks.exchanged(scattered(self.written))
         if not any(said) or self.ranks.rows() is None:
             return []
         return joints_of(self.tensors, said, self.ranks.row_bytes)
 
     def _join(self, files: WholeFiles, joints: list[Joint]) -> None:
-        """Write boxes that are short runs in the file together with the ranks that have the rest of their rows."""
+        """Write boxes that are short runs in the file, joined with the other columns of their rows from other ranks."""
         failed: Exception | None = None
         for name, first, rows in joined(joints, {w.name: w.tensor for w in self.written}, self.ranks):
             try:
                 if failed is None:
                     files.write_run(self.part, name, first, rows)
             except Exception as error:
-                failed = error  # the others go on, and meet this rank
+                failed = error  # goes on: the other ranks wait for this one in each round
         if failed is not None:
             raise failed
 
     def _carry(self, files: WholeFiles) -> None:
-        """Bring boxes of other hosts to rank 0, which writes them: of two hosts that write into one page of a file each
-        may lose what the other has written."""
+        """Send boxes of other hosts to rank 0, which writes them.
+
+        Two hosts that write into one page of a file may each lose the writes of the other.
+        """
         failed: OSError | None = None
         for rank, boxes in self.remote.items():
             mine = iter(self.written)
@@ -309,11 +335,11 @@ class SaveJob:
                         if failed is None:
                             files.write(self.part, [(name, starts, box)])
                     except OSError as error:
-                        failed = error  # the others go on sending
+                        failed = error  # goes on receiving: the other ranks go on sending
         if failed is not None:
             raise failed
 
-    # -- one a rank --
+    # -- one file a rank --
 
     def _write_parts(self) -> tuple[dict[str, TensorEntry], dict[str, CheckpointFile]]:
         def write() -> tuple[str, list[DcpItem], CheckpointFile]:
@@ -348,7 +374,7 @@ class SaveJob:
             )
 
     def _finish(self, entries: dict[str, TensorEntry], files: dict[str, CheckpointFile]) -> None:
-        """Write what is left, on rank 0, and give the folder its name."""
+        """Write the remaining files, on rank 0, and give the folder its final name."""
         if self.plan is not None:
             self.plan.save(self.part / PLAN)
         state = (
@@ -376,8 +402,11 @@ class SaveJob:
 
 
 def _by_rank(states: list[Any]) -> dict[str, Any] | None:
-    """What is each rank's own, like ones once: ``{"ranks": [0, 0, 1], "states": [...]}``; None where no rank has
-    any."""
+    """The ranks' own states, equal ones stored once: ``{"ranks": [0, 0, 1], "states": [...]}``.
+
+    Returns:
+        The states, and for each rank the index of its state; None where no rank has any.
+    """
     if all(state is None for state in states):
         return None
     texts = [json.dumps(state) for state in states]

@@ -1,10 +1,11 @@
-"""Training loops of other libraries around a parallel model. Each module imports its library; none is imported with the
-package.
+"""Training loops of other libraries around a parallel model.
 
-hugging_face         Trainer, Seq2SeqTrainer and TrainerMixin, of transformers
-accelerate           Accelerator
-lightning            ShardwrightStrategy, of Lightning's Trainer
-feeding              how these libraries hand batches to processes
+    hugging_face         Trainer, Seq2SeqTrainer and TrainerMixin, for transformers
+    accelerate           Accelerator
+    lightning            ShardwrightStrategy, for Lightning's Trainer
+    feeding              a check of the batches that these libraries hand to processes
+
+Each module imports its library; none is imported with the package.
 """
 
 from __future__ import annotations

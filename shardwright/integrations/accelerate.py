@@ -1,10 +1,12 @@
 """accelerate around a parallel model: ``Accelerator().prepare(model, optimizer, loader)``.
 
 accelerate wraps a model into DistributedDataParallel when there are several processes. This `Accelerator` leaves an
-`AutoParallel` as it is, but for autocast. Batches are handed out as the model's ``dataset_strategy`` says:
+`AutoParallel` unwrapped, except for autocast. The model's ``dataset_strategy`` decides the batches:
 
     "data_parallel"     each process gets its own part, as accelerate hands batches out
     "full_batch"        each process gets the whole batch, in one order
+
+Example, batches of 8 rows on 2 processes: with "full_batch" both get the same 8 rows.
 """
 
 from __future__ import annotations
@@ -28,18 +30,18 @@ _CHECKPOINTS = (
 
 
 class Accelerator(accelerate.Accelerator):
-    """`accelerate.Accelerator` that takes an `AutoParallel` for a model that is distributed already.
+    """An `accelerate.Accelerator` that takes an `AutoParallel` for a model that is distributed already.
 
     ``prepare``, ``backward``, ``accumulate``, ``no_sync``, ``clip_grad_norm_``, ``gather_for_metrics`` and
-    ``mixed_precision`` work as ever; ``save_state`` and ``load_state`` are errors that name what saves slices. Prepare
-    the model before its loaders, or with them.
+    ``mixed_precision`` work as usual. ``save_state`` and ``load_state`` raise errors that name the functions for
+    slices. Prepare the model before its loaders, or together with them.
 
     Raises:
-        SettingError: a loader prepared before a model that every process feeds the whole batch; a pipeline whose
-            processes each feed their own part.
+        SettingError: a loader was prepared before a model that is fed the whole batch by every process; or each
+            process of a pipeline feeds its own part.
     """
 
-    #: Every process is fed the whole batch; None: no parallel model has been prepared.
+    #: True: every process is fed the whole batch; None: no parallel model has been prepared.
     _whole_batches: bool | None = None
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -49,11 +51,14 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare(*args, device_placement=device_placement)
 
     def feed(self, model: AutoParallel) -> None:
-        """Hand out batches as the model's ``dataset_strategy`` says, from now on.
+        """Hand out batches by the model's ``dataset_strategy`` from now on.
+
+        Args:
+            model: the parallel model.
 
         Raises:
-            SettingError: a loader that hands them out in another way was prepared before; a strategy by cuts; a
-                pipeline that is not fed the whole batch.
+            SettingError: a loader prepared before hands them out in another way; the strategy is given by cuts; or a
+                pipeline is not fed the whole batch.
         """
         strategy = model._dataset_strategy
         if self.num_processes > 1:
@@ -99,7 +104,7 @@ class Accelerator(accelerate.Accelerator):
         state = self.gradient_state
         last = (
             state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-        )  # rows of a last, smaller batch
+        )  # number of rows of a last, smaller batch
         return pytree.tree_map_only(torch.Tensor, lambda x: x[:last], input_data)
 
     def get_state_dict(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How other libraries hand batches to the processes of a parallel model."""
+"""A check of the batches that other libraries hand to the processes of a parallel model."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ __all__ = ["check_feeding"]
 
 
 def check_feeding(model: AutoParallel, library: str) -> None:
-    """See that the ranks of a pipeline's stages are fed alike: now, and again when a call of the model is planned,
-    because settings may still change until then.
+    """Check that all ranks of a pipeline's stages are fed the same batch.
+
+    The check runs now, and again when a call of the model is planned, because settings may still change until then.
+
+    Args:
+        model: the parallel model.
+        library: the library's name, for errors.
 
     Raises:
-        SettingError: each process is handed its own part of a batch, of which the stages would get different ones.
+        SettingError: each process is handed its own part of a batch, so that the stages would get different ones.
     """
     handed = library, model._dataset_strategy
     model._check_handed(handed)

@@ -1,12 +1,12 @@
 """``Trainer`` of Hugging Face's transformers around a parallel model.
 
-    from shardwright.integrations.hugging_face import Trainer
-    Trainer(model=sw.AutoParallel(net), args=TrainingArguments(…), train_dataset=…).train(resume_from_checkpoint=…)
+    from shardwright.integrations.hugging_face import Trainer Trainer(model=sw.AutoParallel(net),
+    args=TrainingArguments(…), train_dataset=…).train(resume_from_checkpoint=…)
 
-It differs from `transformers.Trainer` in what an `AutoParallel` does by itself: it is not wrapped, its loss and
-gradients are those of the whole batch, parameters and the optimizer's state are slices. Checkpoints hold the model as
-``from_pretrained`` reads it, and in ``shardwright/`` each rank's part of the model and the optimizer, to go on from on
-any number of devices.
+The differences from `transformers.Trainer` follow from the `AutoParallel`: the model is not wrapped, its loss and
+gradients are those of the whole batch, parameters and optimizer state are slices. Checkpoints hold the model in the
+form that ``from_pretrained`` reads, and in ``shardwright/`` each rank's part of the model and the optimizer, from
+which any number of devices can resume.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from .accelerate import Accelerator
 
 __all__ = ["Accelerator", "Seq2SeqTrainer", "Trainer", "TrainerMixin"]
 
-#: Folder in a Trainer's checkpoint with what a run goes on from, and the file of the schedule beside it.
+#: Folder in a Trainer's checkpoint with the state a run resumes from, and the file of the schedule beside it.
 _PARTS, _SCHEDULE = "shardwright", "scheduler.pt"
 
 
 class TrainerMixin:
-    """The differences, for any heir of `transformers.Trainer`: ``class MyTrainer(TrainerMixin, SFTTrainer): …``.
+    """The differences, for any subclass of `transformers.Trainer`: ``class MyTrainer(TrainerMixin, SFTTrainer): …``.
 
     Args:
         model: an `AutoParallel` without ``loss_fn``: the model computes its loss from ``labels``. With
-            ``dataset_strategy("full_batch")`` each process feeds batches of ``per_device_train_batch_size`` rows, the
-            same ones, of which the last may be smaller; with "data_parallel" each its own, of which the last is filled
-            up.
+            ``dataset_strategy("full_batch")`` each process feeds the same batches of ``per_device_train_batch_size``
+            rows, the last of which may be smaller. With "data_parallel" each process feeds its own batches, the last
+            of which is filled up.
 
     Raises:
         SettingError: another model, or a setting that a parallel model cannot follow.
@@ -84,15 +84,15 @@ class TrainerMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self.accelerator.__class__ = Accelerator  # it has no state of its own
+        self.accelerator.__class__ = Accelerator  # the subclass has no state of its own to set up
         if hasattr(self, "gather_function"):
             self.gather_function = self.accelerator.gather_for_metrics
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: the first call brings each rank's slices to its device."""
+        """Do nothing: the first call brings each rank's slices to its device."""
 
     def get_tp_size(self) -> int:
-        """How many processes are fed the same batch."""
+        """The number of processes that are fed the same batch."""
         return self.args.world_size if self._whole_batches else super().get_tp_size()
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
@@ -101,7 +101,7 @@ class TrainerMixin:
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As ever; but the loss is that of the whole batch, and not scaled by the number of processes."""
+        """The loss of the whole batch, not scaled by the number of processes; else as in `transformers.Trainer`."""
         if (
             self.model_accepts_loss_kwargs
             and num_items_in_batch is not None
@@ -111,8 +111,7 @@ class TrainerMixin:
             inputs, num_items_in_batch = {**inputs, "num_items_in_batch": num_items_in_batch}, None
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
 
-    # -- checkpoints
-    # ----------------------------------------------------------------------------------------------------
+    # -- checkpoints --
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         with self.model.whole(rank=None if self.args.save_on_each_node else 0) as net:
@@ -166,7 +165,7 @@ class TrainerMixin:
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer itself, of accelerate's."""
+    """The torch optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 

@@ -2,8 +2,7 @@
 
     class Task(L.LightningModule):
         def __init__(self):
-            super().__init__()
-            self.model = sw.AutoParallel(net, nn.CrossEntropyLoss())
+            super().__init__() self.model = sw.AutoParallel(net, nn.CrossEntropyLoss())
         def training_step(self, batch, index):
             return self.model(*batch)
         def configure_optimizers(self):
@@ -11,8 +10,8 @@
 
     L.Trainer(strategy=ShardwrightStrategy(), accelerator="cpu", devices=2).fit(Task(), loader)
 
-Nothing is wrapped, and losses and gradients are those of the whole batch. Lightning's checkpoints hold whole tensors,
-of the model and the optimizer, and load on any number of devices.
+The model is not wrapped, and losses and gradients are those of the whole batch. Lightning's checkpoints hold whole
+tensors of the model and the optimizer, and load on any number of devices.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ __all__ = ["ShardwrightStrategy"]
 
 
 class ShardwrightStrategy(DDPStrategy):
-    """Processes that Lightning starts, or finds started, as for its own ``"ddp"``; parallel models in them.
+    """A strategy for parallel models, in processes that Lightning starts, or finds started, as for its own ``"ddp"``.
 
-    Batches: Lightning hands each process its own part (``dataset_strategy("data_parallel")``). With "full_batch" the
-    Trainer is given ``use_distributed_sampler=False``. ``accumulate_grad_batches``, ``gradient_clip_val``, validation
-    and ``ckpt_path`` work as ever. A checkpoint is loaded before the first call of the model, as ``fit(ckpt_path=…)``
-    does.
+    Lightning hands each process its own part of a batch (``dataset_strategy("data_parallel")``). With "full_batch"
+    the Trainer needs ``use_distributed_sampler=False``. ``accumulate_grad_batches``, ``gradient_clip_val``,
+    validation and ``ckpt_path`` work as usual. A checkpoint is loaded before the first call of the model, as
+    ``fit(ckpt_path=…)`` does.
 
     Raises:
-        SettingError: a module without an `AutoParallel`, or parameters trained outside of one.
+        SettingError: a module without an `AutoParallel`, or with trained parameters outside of one.
     """
 
     def setup_environment(self) -> None:
@@ -88,8 +87,8 @@ class ShardwrightStrategy(DDPStrategy):
                 check_feeding(model, "Lightning")
                 if model._pipeline is not None and keeping and trainer.state.fn == TrainerFn.FITTING:
                     raise SettingError(
-                        f"{type(keeping[0]).__name__} would save the state of an optimizer that lies in the stages of a "
-                        "pipeline",
+                        f"{type(keeping[0]).__name__} would save the state of an optimizer that lies in the stages of "
+                        "a pipeline",
                         legal="ModelCheckpoint(save_weights_only=True), and sw.save_checkpoint(model, "
                         "optimizer, path, step=…) to go on from; or enable_checkpointing=False",
                     )
@@ -109,17 +108,16 @@ class ShardwrightStrategy(DDPStrategy):
             yield
 
     def teardown(self) -> None:
-        """Parameters stay where they are: Lightning would bring the slices to the CPU."""
+        """End as Lightning's strategy does, but leave parameters in place: Lightning would move them to the CPU."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    # -- checkpoints
-    # ----------------------------------------------------------------------------------------------------
+    # -- checkpoints --
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors, on rank 0; nothing on the others, which save nothing."""
+        """The whole tensors, on rank 0; empty on other ranks, which save nothing."""
         with contextlib.ExitStack() as stack:
             for model in self._models:
                 stack.enter_context(model.whole(rank=0))
@@ -134,13 +132,17 @@ class ShardwrightStrategy(DDPStrategy):
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Whole tensors. In a pipeline there are none: `shardwright.save_checkpoint` saves what lies in stages."""
+        """The whole tensors of an optimizer's state.
+
+        Raises:
+            SettingError: a pipeline, whose state lies in stages: `shardwright.save_checkpoint` saves it.
+        """
         if any(whole_shape(p) != p.shape for group in optimizer.param_groups for p in group["params"]):
             raise SettingError(
                 "Lightning's checkpoint of an optimizer whose state lies in the stages of a pipeline",
                 legal="sw.save_checkpoint(model, optimizer, path, step=…), or save_weights_only=True",
             )
-        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor import DTensor  # noqa: PLC0415  a second to import
 
         state = super().optimizer_state(optimizer)
         return pytree.tree_map_only(DTensor, lambda x: x.full_tensor().cpu(), state)

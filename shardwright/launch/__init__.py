@@ -1,10 +1,10 @@
-"""Launching: the processes of a run, their logs and how they end; and which of them a process is.
+"""Launching: the processes of a run, their logs and their end; and the place of a process in its run.
 
     run                  the command ``shardwright run``
-    run_settings         what a run is asked for
+    run_settings         the settings of a run
     agent                torchrun's engine at work on one node
-    rendezvous           how the nodes of a run meet, and how ranks meet without an agent
-    console              logs, the live line, which worker ended first
+    rendezvous           the meeting of a run's nodes, and of ranks without an agent
+    console              logs, the live line, the worker that ended first
     environment          the place of a process in the run, from the variables of its launcher
 
 Only `agent` and `rendezvous` import torch.

@@ -1,14 +1,14 @@
 """The agent: torchrun's engine, started for one run on one node.
 
 The engine is ``torch.distributed.elastic``: its local agent starts the workers with torchrun's environment, each a
-process group of its own, looks at them, and ends the others when one fails. `elastic_launch` wraps that agent but gives
-no hold on it, so the agent is made here, as `elastic_launch` makes it, with what a run of ours adds:
+process group of its own, monitors them, and ends the others when one fails. `elastic_launch` wraps that agent and
+hides it, so the agent is built here, as `elastic_launch` builds it, with five additions:
 
 1. the process ids go to the `Watch`, which tells the first failure from those it causes;
-2. the others get `GRACE` seconds to end, and those of a run that is told to end its grace period, where the engine
-   gives 30 however it is set;
+2. after a failure the other workers get `GRACE` seconds to end, and after a stop signal the run's grace period; the
+   engine gives 30 s however it is set;
 3. nodes tell each other of failures, and the last barrier cannot outlast one;
-4. after a failure the workers of all nodes start again, if the run may: with an agent, a watch and logs of their own;
+4. after a failure the workers of all nodes start again, if restarts are left: with a new agent, watch and logs;
 5. a worker is told to end when the launcher is killed.
 
 The overridden methods are those that ``SimpleElasticAgent`` leaves to its subclasses, and its loop and last barrier.
@@ -42,14 +42,15 @@ GRACE = 10  # seconds between asking a worker to end and killing it, where anoth
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run, or one attempt at it, ended on this node. At most one of the first three is set; success is none of
-    them.
+    """The end of a run, or of one attempt at it, on this node.
+
+    At most one of the first three fields is set; none means success.
 
     Args:
         failure: the exit of the first worker that failed here.
         elsewhere: the failure of another node.
-        signal: the signal that the launcher was ended with.
-        attempt: how often its workers had been started again.
+        signal: the signal that ended the launcher.
+        attempt: the number of restarts before this attempt.
     """
 
     failure: WorkerExit | None = None
@@ -59,12 +60,12 @@ class RunOutcome:
 
     @property
     def by_a_worker(self) -> bool:
-        """Whether a worker failed, here or elsewhere: then another attempt may do better."""
+        """True where a worker failed, here or elsewhere: another attempt may then succeed."""
         return self.failure is not None or (self.elsewhere is not None and self.elsewhere.kind == "worker")
 
 
 class WorkerLogs(LogsSpecs):
-    """The engine's description of where output goes: everything of a worker to its one file."""
+    """The engine's description of output files: all output of a worker goes to its one file."""
 
     def __init__(self, settings: RunSettings, attempt: int) -> None:
         super().__init__(log_dir=settings.attempt_dir(attempt))
@@ -77,7 +78,7 @@ class WorkerLogs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         outputs = {local: self._settings.worker_log(int(env["RANK"]), self._attempt) for local, env in envs.items()}
         for env in envs.values():
-            # Tracebacks are in the logs. An error file of a launcher outside this one is not ours to write.
+            # Tracebacks are in the logs. The error file of an outer launcher stays untouched.
             env["TORCHELASTIC_ERROR_FILE"] = ""
             env["TORCHELASTIC_MAX_RESTARTS"] = str(self._settings.max_restarts)
         # Standard error stays unset here: the worker's command sends it after standard output. The engine would open
@@ -88,11 +89,11 @@ class WorkerLogs(LogsSpecs):
 
 
 class Agent(LocalElasticAgent):
-    """The engine's agent, with a watch on the workers and an ear to the other nodes."""
+    """The engine's agent, with a watch on the workers and news from the other nodes."""
 
     def __init__(self, spec: WorkerSpec, settings: RunSettings, nodes: Nodes, watch: Watch, progress: Progress) -> None:
         super().__init__(spec, WorkerLogs(settings, nodes.attempt))
-        self._remaining_restarts = 0  # the engine shall not restart: `launch` does
+        self._remaining_restarts = 0  # `launch` restarts, not the engine
         self._settings = settings
         self._grace = GRACE
         self._nodes = nodes
@@ -106,7 +107,7 @@ class Agent(LocalElasticAgent):
         except SignalException as stop:
             self._progress.ending(f"got {stop.sigval.name}")
             self._grace = self._settings.grace_period
-            # At once: a save, if workers make one now, is of all nodes together.
+            # At once: a save that workers make now needs all nodes.
             self._nodes.tell(128 + stop.sigval, f"got {stop.sigval.name}", kind="signal")
             raise
 
@@ -121,7 +122,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if any(handler.proc.poll() for handler in worker_processes(self).subprocess_handlers.values()):
-            self._shutdown()  # the others, before the engine would, and with our patience
+            self._shutdown()  # ends the other workers before the engine does, within `_grace` seconds
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.HEALTHY:
             self.elsewhere = self._nodes.heard()
@@ -137,8 +138,8 @@ class Agent(LocalElasticAgent):
         try:
             if worker_processes(self) is not None:
                 worker_processes(self).close(death_sig, self._grace)
-            super()._shutdown(death_sig)  # the engine's own helpers; no worker is left that it would wait for
-        except SignalException:  # a second Ctrl-C: whoever sends it does not want to wait
+            super()._shutdown(death_sig)  # ends the engine's own helpers; no worker is left to wait for
+        except SignalException:  # a second Ctrl-C: end without a grace period
             self._watch.kill()
             raise
 
@@ -147,16 +148,20 @@ class Agent(LocalElasticAgent):
 
 
 def launch(settings: RunSettings, progress: Progress, stop_signals: Sequence[signal.Signals]) -> RunOutcome:
-    """Run the workers of this node until all have finished, or one has failed and is not to be tried again. None is
-    left when it returns or raises.
+    """Run the workers of this node until all have finished, or one has failed and no restart is left.
+
+    No worker is left when it returns or raises.
 
     Args:
         settings: the run.
         progress: told of every change.
         stop_signals: the signals that end the run and its workers.
 
+    Returns:
+        The outcome of the last attempt.
+
     Raises:
-        LaunchError, SettingError: if the nodes cannot meet.
+        LaunchError, SettingError: the nodes cannot meet.
     """
     for module in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.INFO)
@@ -167,7 +172,7 @@ def launch(settings: RunSettings, progress: Progress, stop_signals: Sequence[sig
     came: list[signal.Signals] = []
 
     def note() -> None:
-        """What follows is short and must not be interrupted; but a signal counts."""
+        """Record stop signals from now on: the short work that follows is not interrupted, but a signal counts."""
         for stop in stop_signals:
             signal.signal(stop, lambda number, frame: came.append(signal.Signals(number)))
 
@@ -195,10 +200,10 @@ def launch(settings: RunSettings, progress: Progress, stop_signals: Sequence[sig
 
 
 def _attempt(settings: RunSettings, nodes: Nodes, progress: Progress, note: Callable[[], None]) -> RunOutcome:
-    """Start the workers of this node once, and see them to their end.
+    """Start the workers of this node once, and wait for their end.
 
     Args:
-        note: from then on signals are noted, and interrupt nothing.
+        note: called at the end; from then on signals are recorded and interrupt nothing.
     """
 
     def exited(exit: WorkerExit) -> None:
@@ -206,7 +211,7 @@ def _attempt(settings: RunSettings, nodes: Nodes, progress: Progress, note: Call
         progress.exited(exit)
 
     watch = Watch(exited)
-    # The engine hands the number of its own restarts to the workers.
+    # The engine tells the workers `max_restarts` less the restarts left (0): the number of this attempt.
     spec = WorkerSpec(
         role="default_role",
         local_world_size=settings.local_worker_num,
@@ -253,9 +258,11 @@ def _command(settings: RunSettings) -> tuple[str, ...]:
 
 
 def _ends_with_its_parent() -> tuple[str, ...]:
-    """What goes before a command that is to get SIGTERM when the launcher dies without a word (SIGKILL, say):
-    util-linux's ``setpriv``. Nothing, where there is none that can: the workers then go on until they fail by
-    themselves."""
+    """The command prefix with which a worker gets SIGTERM when the launcher is killed without notice.
+
+    The tool is util-linux's ``setpriv``. Empty where it is missing: the workers then continue until they fail
+    themselves.
+    """
     tool = shutil.which("setpriv")
     if tool is None:
         return ()

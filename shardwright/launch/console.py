@@ -1,4 +1,16 @@
-"""The logs of a run: what the coordinator writes, and the last lines of what a worker wrote."""
+"""The console of a run on one node: its logs, the order in which workers end, and the lines on the terminal.
+
+1. Logs: `coordinator_log` sends the launcher's own output to a file, `last_lines` reads the end of a worker's log.
+
+2. `Watch`: the time and the cause of each worker's end. Torchrun's engine checks its workers ten times a second. When
+   one worker dies, its peers often die of it within milliseconds, so one check finds several dead and cannot tell the
+   first. Here one sleeping thread a worker is woken by the kernel the moment the worker ends; the order of these
+   moments tells the cause from its consequences.
+
+3. `Progress`: the lines on the terminal while workers run. On a terminal one live line stays below the rest;
+   elsewhere each change of state is one plain line. The workers' own output goes to their logs and never to the
+   terminal.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +34,20 @@ __all__ = ["Progress", "Watch", "WorkerExit", "coordinator_log", "last_lines", "
 
 logger = logging.getLogger("shardwright.launch")
 
-# Enough for twenty long lines; a log of gigabytes is not read to show its end.
+# Bytes read from the end of a log: enough for twenty long lines.
 TAIL_BYTES = 64 * 1024
 
 
 @contextlib.contextmanager
 def coordinator_log(path: str) -> Iterator[None]:
-    """Send everything this process writes to its standard error into a fresh file, and log there.
+    """Redirect this process's standard error into a fresh file, and log there, inside the block.
 
     The descriptor itself is redirected, not only the loggers: torch's sockets and stores warn from C++.
     """
     sys.stderr.flush()
     with open(path, "wb"):
         pass
-    # Appending, so that a background run, whose standard output is this same file, writes between, not over.
+    # Append mode: a background run has the same file as standard output, and neither overwrites the other.
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
     terminal = os.dup(2)
     handler = logging.FileHandler(path, mode="a")
@@ -57,9 +69,9 @@ def coordinator_log(path: str) -> Iterator[None]:
 
 
 def last_lines(path: str, count: int = 20) -> list[str]:
-    """The last lines of a text file; none if it is empty or not there.
+    """The last lines of a text file; empty where the file is empty or missing.
 
-    Of a line that was written over and over, as progress bars are, the last state is kept.
+    A line that was overwritten by carriage returns, as progress bars are, is returned in its last state.
     """
     try:
         with open(path, "rb") as file:
@@ -73,32 +85,26 @@ def last_lines(path: str, count: int = 20) -> list[str]:
 
 
 def remove_restarts(settings: RunSettings) -> None:
-    """Remove what this node's workers wrote after restarts of an earlier run, lest it be taken for this one's."""
+    """Remove the logs of this node's restarted workers from an earlier run, lest they be taken for this run's."""
     names = [re.fullmatch(r"restart_([1-9]\d*)", name) for name in os.listdir(settings.log_dir)]
     for attempt in [int(name[1]) for name in names if name]:
         for rank in settings.ranks:
             with contextlib.suppress(OSError):
                 os.remove(settings.worker_log(rank, attempt))
-        with contextlib.suppress(OSError):  # another node's, or a user's own file, is still there
+        with contextlib.suppress(OSError):  # not empty: files of another node or of the user
             os.rmdir(settings.attempt_dir(attempt))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Watch: which worker ended when, and with what.
-#
-# Torchrun's engine looks at its workers ten times a second. When one dies, its peers often die of it within
-# milliseconds, so that one look finds several dead and cannot say which was first. Here one sleeping thread a worker is
-# woken by the kernel the moment the worker ends; the order of those moments tells the cause from its consequences.
-# ----------------------------------------------------------------------------------------------------
+# -- watch -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How one worker ended.
+    """The end of one worker.
 
     Args:
         rank: its global rank.
-        code: its exit code; ``128 + n`` if signal ``n`` ended it, as a shell counts.
+        code: its exit code; ``128 + n`` if signal ``n`` ended it, as in a shell.
         cause: the code or the signal in words: ``exit code 7``, ``exit code 137, SIGKILL``.
     """
 
@@ -108,7 +114,7 @@ class WorkerExit:
 
     @classmethod
     def of(cls, rank: int, returncode: int) -> WorkerExit:
-        """From a return code as Python has it, where ``-n`` is signal ``n``."""
+        """The exit for a return code of Python's `subprocess`, where ``-n`` is signal ``n``."""
         if returncode >= 0:
             return cls(rank, returncode, f"exit code {returncode}")
         try:
@@ -119,10 +125,10 @@ class WorkerExit:
 
 
 class Watch:
-    """Follows the workers of one node and ends what is left of them.
+    """A watch that follows the workers of one node and ends those that remain.
 
     Args:
-        on_exit: told of each exit as it happens, from a thread of the watch, one at a time.
+        on_exit: called at each exit, from a thread of the watch, one call at a time.
     """
 
     def __init__(self, on_exit: Callable[[WorkerExit], None]) -> None:
@@ -140,7 +146,7 @@ class Watch:
             return next((exit for exit in self._exits if exit.code), None)
 
     def follow(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Take up one worker. Somebody else, here the engine, reaps it."""
+        """Follow one worker. The engine, not the watch, reaps it."""
         self._workers[rank] = process
         thread = threading.Thread(target=self._follow, args=(rank, process), daemon=True, name=f"watch worker {rank}")
         self._threads.append(thread)
@@ -153,7 +159,7 @@ class Watch:
             self._on_exit(exit)
 
     def kill(self) -> None:
-        """Kill whatever still runs, with its children."""
+        """Kill all workers that still run, with their children."""
         if self._workers:
             running = [process.pid for process in self._workers.values() if process.poll() is None]
         else:
@@ -162,15 +168,18 @@ class Watch:
             _kill_group(pid)
 
     def end(self, patience: float = 5.0) -> None:
-        """Kill what still runs and wait until every exit is known.
+        """Kill all workers that still run and wait until every exit is known.
 
-        The engine ends its workers itself, and politely. This is the floor beneath it: it holds when the engine itself
-        fails, or when a signal comes while the workers are being started and the engine has not yet noted them.
+        The engine ends its workers itself, with a grace period. This is the fallback: it holds when the engine itself
+        fails, or when a signal comes while the workers are being started and the engine has not registered them yet.
+
+        Args:
+            patience: seconds to wait.
         """
         self.kill()
         deadline = time.monotonic() + patience
         for process in self._workers.values():
-            # A process that is stuck in the kernel, on a lost disk or device, cannot be ended.
+            # A process stuck in the kernel, on a lost disk or device, cannot be ended.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
         for thread in self._threads:
@@ -178,7 +187,7 @@ class Watch:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait until the process ends, without reaping it, and return its code. If it failed, its children end with it."""
+    """The return code of a process, without reaping it, once it has ended. A failed process's children are killed."""
     if hasattr(os, "waitid"):
         try:
             ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -187,11 +196,11 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
         else:
             code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             if code:
-                # Until it is reaped its id belongs to no other group, so this reaches its own children only.
+                # Until the process is reaped, no other group has its id: the kill reaches its own children only.
                 _kill_group(process.pid)
             return code
-    # Where there is no waitid, or it came late, the one who reaps tells. Reaping here would free the process id
-    # while the engine still means to send a signal to it.
+    # Without waitid, or where it came too late, wait until the engine has reaped the process. Reaping it here would
+    # free the process id while the engine may still send a signal to it.
     while process.returncode is None:
         time.sleep(0.02)
     return process.returncode
@@ -203,7 +212,7 @@ def _kill_group(pid: int) -> None:
 
 
 def _children() -> frozenset[int]:
-    """The children of this process's main thread, where the system tells them (Linux); else none."""
+    """The children of this process's main thread (Linux); empty on other systems."""
     try:
         with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
             return frozenset(map(int, file.read().split()))
@@ -211,20 +220,15 @@ def _children() -> frozenset[int]:
         return frozenset()
 
 
-# ----------------------------------------------------------------------------------------------------
-# Progress: what the terminal shows while workers run.
-#
-# On a terminal one live line stays below the rest; otherwise there is a plain line for each change of state. The
-# workers' own output goes to their logs and never here.
-# ----------------------------------------------------------------------------------------------------
+# -- progress ----------------------------------------------------------------------------------------------------------
 
 
 class Progress:
-    """The lines of one run. Use it as a context: the live line is there inside.
+    """The terminal lines of one run. Used as a context: the live line is shown inside the block.
 
     Args:
         settings: the run.
-        out: where to write; the live line needs it to be a terminal.
+        out: the output stream; the live line needs it to be a terminal.
     """
 
     def __init__(self, settings: RunSettings, out: TextIO) -> None:
@@ -234,16 +238,16 @@ class Progress:
         self._console: Any = None
         self._lock = threading.RLock()
         self._began = time.monotonic()
-        # Replaced, never changed: the live line reads them without the lock. Its thread holds rich's lock then, and
-        # `say` takes the two the other way round.
+        # Replaced, never mutated: the live line's thread reads them without this lock. It holds rich's lock at that
+        # time, and `say` takes the two locks in the other order.
         self._running: frozenset[int] = frozenset()
         self._finished: frozenset[int] = frozenset()
         self._failed = False
 
     def __enter__(self) -> Progress:
         if self._out.isatty():
-            from rich.console import Console
-            from rich.live import Live
+            from rich.console import Console  # noqa: PLC0415  for terminals alone
+            from rich.live import Live  # noqa: PLC0415  for terminals alone
 
             self._console = Console(file=self._out, highlight=False, markup=False)
             self._stack.enter_context(
@@ -264,11 +268,11 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """How long the run has taken so far."""
+        """Seconds since the run began."""
         return time.monotonic() - self._began
 
     def say(self, line: str) -> None:
-        """Write one line. A terminal that went away does not end a training run."""
+        """Write one line. A terminal that has gone away does not end a training run."""
         with self._lock:
             try:
                 if self._console is not None:
@@ -279,7 +283,12 @@ class Progress:
                 pass
 
     def started(self, pids: Mapping[int, int], attempt: int = 0) -> None:
-        """The workers of this node run; their process ids by global rank."""
+        """Report that the workers of this node run.
+
+        Args:
+            pids: their process ids by global rank.
+            attempt: the number of restarts so far.
+        """
         with self._lock:
             self._running, self._finished, self._failed = frozenset(pids), frozenset(), False
         first = min(pids)
@@ -289,7 +298,7 @@ class Progress:
         )
 
     def exited(self, exit: WorkerExit) -> None:
-        """One worker ended. After the first failure the others are ended, and only that failure is told."""
+        """Report the end of one worker; after the first failure, which ends the other workers, report nothing more."""
         with self._lock:
             self._running -= {exit.rank}
             if self._failed:
@@ -302,7 +311,7 @@ class Progress:
                 self.say(f"worker {exit.rank} finished")
 
     def ending(self, reason: str) -> None:
-        """The workers are being ended for a reason that is not one of them."""
+        """Report that the workers are being ended for a reason outside of this node's workers."""
         with self._lock:
             if not self._failed:
                 self._failed = True
@@ -326,7 +335,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _ranges(ranks: Iterable[int]) -> str:
-    """``0-3,5``: neighbours together, so that a thousand workers fit on a line."""
+    """Ranks as text, ``0-3,5``: neighbours together, so that a thousand workers fit on a line."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

@@ -1,16 +1,46 @@
-"""The environment: which process of which run this one is, told by whoever started it.
+"""The environment: the place of this process in its run, from the variables that its launcher has set.
 
-Whoever started the process last knows best. In this order:
+The launcher that started the process last has precedence. The order:
 
-1. torchrun and ``shardwright run`` (``TORCHELASTIC_RUN_ID`` is set). What started *them*, ``srun`` or mpirun one
-   process a host, has other ranks, which are not looked at.
+1. torchrun and ``shardwright run`` (``TORCHELASTIC_RUN_ID`` is set). An outer launcher of these, such as ``srun`` or
+   mpirun with one process a host, has other ranks, which are ignored.
 2. ``RANK`` and ``WORLD_SIZE`` set by hand, a rank table (``RANK_TABLE_FILE``, ``RANK_ID``, ``DEVICE_ID``), Open MPI,
-   another MPI over PMI, Slurm. They have to agree where several speak, for nobody can say which is a leftover.
-3. Nobody: all devices are in this process.
+   another MPI over PMI, Slurm. Where several are set they have to agree: a leftover cannot be told from a valid one.
+3. None: all devices are in this process.
 
-Rank 0 listens at ``MASTER_ADDR:MASTER_PORT``. Where they are not set the address is that of the rank table's first
-server or of Slurm's first host, 127.0.0.1 where the run has one host only; the port is 29500, under Open MPI and Slurm
-one from 20000 to 32767 that is made of the job's id, so that runs on one host do not meet each other.
+Rank 0 listens at ``MASTER_ADDR:MASTER_PORT``. Where they are not set, the address is that of the rank table's first
+server or of Slurm's first host, and 127.0.0.1 where the run has one host only. The port is 29500; under Open MPI and
+Slurm it is one from 20000 to 32767, computed from the job's id, so that runs on one host do not meet each other.
+
+Claims (`Claim`): the variables of each launcher.
+
+    ============  ====================================================================================================
+    torchrun      RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; also ``shardwright run``, and set by hand
+    Open MPI      OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+    PMI           PMI_RANK, PMI_SIZE; on the host MPI_LOCALRANKID, MPI_LOCALNRANKS (Hydra: MPICH, Intel MPI), else
+                  PMI_LOCAL_RANK, PMI_LOCAL_SIZE
+    Slurm         SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID,
+                  SLURM_STEP_TASKS_PER_NODE or SLURM_TASKS_PER_NODE, SLURM_STEP_NODELIST or SLURM_NODELIST or
+                  SLURM_JOB_NODELIST
+    ============  ====================================================================================================
+
+One process is no claim: under ``srun -n 1`` or ``mpirun -n 1`` a program is on its own.
+
+Slurm's host lists (`expand`): ``node[01-03,07],gpu[1-2]-[0-1],login`` is written out without asking Slurm.
+
+    list    = item ("," item)*                  commas inside brackets do not separate items
+    item    = (text | "[" ranges "]")*          the product of its brackets, the last one fastest
+    ranges  = (n | n "-" m) ("," ...)*          as wide as the low end is written: 01-03 has zeros, 1-3 has none
+
+Example: ``n[01-02]-[0-1]`` is n01-0, n01-1, n02-0, n02-1.
+
+Network interface (`leading_to`): Gloo listens at the address of the host's own name, which on many machines is a
+loopback address that ranks of other hosts cannot reach. The interface that leads to rank 0's host also leads to the
+other hosts of the run.
+
+Rank tables (`RankTable`): the JSON file, version 1.0, in which a cluster of Ascend devices assigns ranks to devices.
+Ranks count from 0 without a gap. All ranks of one server come before those of the next, in the order of the servers'
+ids as text (``"10.0.0.10"`` comes before ``"10.0.0.9"``). Within a server ranks may be on devices in any order.
 """
 
 from __future__ import annotations
@@ -44,13 +74,7 @@ __all__ = [
 ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Slurm's host lists: ``node[01-03,07],gpu[1-2]-[0-1],login`` written out, without asking Slurm.
-#
-#     list    = item ("," item)*                  commas inside brackets do not count
-#     item    = (text | "[" ranges "]")*          the product of its brackets, the last one fastest
-#     ranges  = (n | n "-" m) ("," ...)*          as wide as the low end is written: 01-03 has zeros, 1-3 has none
-# ----------------------------------------------------------------------------------------------------
+# -- Slurm's host lists ------------------------------------------------------------------------------------------------
 
 _ITEM = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
 _PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
@@ -58,14 +82,14 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def expand(text: str, name: str) -> tuple[str, ...]:
-    """The hosts of a list, in its order.
+    """The hosts of a host list, in its order.
 
     Args:
         text: the list.
         name: the variable that holds it, for errors.
 
     Raises:
-        SettingError: a list that cannot be read.
+        SettingError: the list cannot be read.
     """
     hosts: list[str] = []
     at = 0
@@ -103,21 +127,7 @@ def _ranges(inside: str, text: str, name: str) -> list[str]:
     return numbers
 
 
-# ----------------------------------------------------------------------------------------------------
-# Claims: what the variables of each launcher say about a process.
-#
-# ====================  ==============================================================================================
-# torchrun              RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; also ``shardwright run``, and set by hand
-# Open MPI              OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
-# PMI                   PMI_RANK, PMI_SIZE; of the host MPI_LOCALRANKID, MPI_LOCALNRANKS (Hydra: MPICH, Intel MPI), else
-#                       PMI_LOCAL_RANK, PMI_LOCAL_SIZE
-# Slurm                 SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID,
-#                       SLURM_STEP_TASKS_PER_NODE or SLURM_TASKS_PER_NODE, SLURM_STEP_NODELIST or SLURM_NODELIST or
-#                       SLURM_JOB_NODELIST
-# ====================  ==============================================================================================
-#
-# One process says nothing: under ``srun -n 1`` or ``mpirun -n 1`` a program is on its own.
-# ----------------------------------------------------------------------------------------------------
+# -- claims of launchers -----------------------------------------------------------------------------------------------
 
 LOOPBACK = "127.0.0.1"
 
@@ -126,17 +136,17 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Claim:
-    """What one launcher says of this process; None where it says nothing.
+    """The variables of one launcher for this process; a field is None where its variable is not set.
 
     Args:
-        launcher: its name, for people.
-        rank: of this process.
-        size: how many processes there are.
+        launcher: its name, for messages.
+        rank: the rank of this process.
+        size: the number of processes.
         names: the variables of rank and size.
-        local_rank: among the processes of this host.
-        local_size: how many processes this host has.
+        local_rank: the rank among the processes of this host.
+        local_size: the number of processes on this host.
         master: an address of rank 0's host.
-        job: a text that the processes of one run share, and no other run on these hosts has.
+        job: a text that the processes of one run share, and that no other run on these hosts has.
     """
 
     launcher: str
@@ -161,7 +171,7 @@ class Claim:
 
     @property
     def whole(self) -> bool:
-        """Does it say both which rank this is and of how many?"""
+        """True where both rank and size are known."""
         return self.rank is not None and self.size is not None
 
 
@@ -180,7 +190,7 @@ def number(environ: Environment, name: str) -> int | None:
 
 
 def torchrun(environ: Environment) -> Claim | None:
-    """The variables that torch itself reads. Either of rank and size alone is a claim that is not whole."""
+    """The claim of the variables that torch itself reads; rank or size alone makes a claim that is not whole."""
     rank, size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
     if rank is None and size in (None, 1):
         return None
@@ -195,10 +205,11 @@ def torchrun(environ: Environment) -> Claim | None:
 
 
 def scheduled(environ: Environment) -> Claim | None:
-    """What an MPI launcher says, else Slurm.
+    """The claim of an MPI launcher, or else of Slurm.
 
-    MPI comes first: mpirun in an allocation of Slurm starts its daemons as Slurm's tasks, one a host, and the processes
-    inherit those tasks' variables. Where ``srun`` itself speaks PMI the two say the same, and Slurm says more.
+    MPI comes first: mpirun in an allocation of Slurm starts its daemons as Slurm's tasks, one a host, and the
+    processes inherit those tasks' variables. Where ``srun`` itself provides PMI, both claims agree, and Slurm's has
+    more fields.
     """
     mpi = _open_mpi(environ) or _pmi(environ)
     slurm = _slurm(environ)
@@ -210,7 +221,7 @@ def scheduled(environ: Environment) -> Claim | None:
 
 
 def _pair(environ: Environment, launcher: str, names: tuple[str, str]) -> tuple[int, int] | None:
-    """Rank and size; None where neither is set, or there is one process only."""
+    """Rank and size; None where neither is set, or where there is one process only."""
     rank, size = (number(environ, name) for name in names)
     if rank is None and size is None:
         return None
@@ -252,12 +263,12 @@ def _pmi(environ: Environment) -> Claim | None:
 
 
 def _slurm(environ: Environment) -> Claim | None:
-    # Of the step where it is told: an allocation may have more tasks and hosts than the step that runs this.
+    # The step's variables come first: an allocation may have more tasks and hosts than the step that runs this process.
     size_name = _first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if size_name is None or "SLURM_PROCID" not in environ:
         return None
     if environ.get("ENVIRONMENT") == "BATCH" and not {"SLURM_STEP_ID", "SLURM_STEPID"} & environ.keys():
-        return None  # the batch script itself, which Slurm calls rank 0 of a step that is still to come
+        return None  # the batch script itself: Slurm gives it rank 0 of a step that is still to come
     names = ("SLURM_PROCID", size_name)
     pair = _pair(environ, "Slurm", names)
     if pair is None:
@@ -279,7 +290,10 @@ def _slurm(environ: Environment) -> Claim | None:
 
 
 def _tasks_here(environ: Environment, hosts: int, size: int) -> int | None:
-    """How many tasks this host has: of ``2(x3),1``, two on each of three hosts and one on the fourth, this host's."""
+    """The number of tasks on this host.
+
+    ``2(x3),1`` means two on each of three hosts and one on the fourth.
+    """
     name = _first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     node = number(environ, "SLURM_NODEID")
     if name and node is not None:
@@ -298,22 +312,17 @@ def _first_set(environ: Environment, *names: str) -> str | None:
     return next((name for name in names if environ.get(name)), None)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The network interface that leads to an address.
-#
-# Gloo listens where the host's own name leads, which on many machines is a loopback address: ranks of other hosts then
-# knock in vain. What leads to rank 0's host leads to the others of the run.
-# ----------------------------------------------------------------------------------------------------
+# -- network interface -------------------------------------------------------------------------------------------------
 
 SIOCGIFADDR = 0x8915  # Linux, netdevice(7): the IPv4 address of an interface
 
 
 def leading_to(address: str, port: int) -> str | None:
-    """The name of the interface that this host would use; None if that is the loopback, or cannot be told."""
+    """The name of the interface through which this host reaches an address; None for the loopback, or if unknown."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(target)  # of a datagram socket: asks for the route, sends nothing
+            probe.connect(target)  # on a datagram socket: looks up the route, sends nothing
             own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
     except (OSError, ValueError):
         return None
@@ -323,10 +332,10 @@ def leading_to(address: str, port: int) -> str | None:
 
 
 def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Of an interface: its first IPv4 address and all of IPv6; none where the system is not Linux."""
+    """The addresses of an interface: its first IPv4 address and all IPv6 ones; empty where the system is not Linux."""
     found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
     try:
-        import fcntl
+        import fcntl  # noqa: PLC0415  missing on Windows
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -341,16 +350,10 @@ def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
-# Rank tables: the JSON file, version 1.0, in which a cluster of Ascend devices says which device is which rank.
-#
-# The law of a table: ranks count from 0 without a gap; all ranks of one server come before those of the next, in the
-# order of the servers' ids as text (``"10.0.0.10"`` comes before ``"10.0.0.9"``). Within a server ranks may lie on
-# devices in any order.
-# ----------------------------------------------------------------------------------------------------
+# -- rank tables -------------------------------------------------------------------------------------------------------
 
 VERSION = "1.0"
-READY = "completed"  # what else ``status`` may say, such as "initializing", is a table that is not yet whole
+READY = "completed"  # any other ``status``, such as "initializing", means a table that is not yet whole
 
 
 @dataclass(frozen=True)
@@ -359,8 +362,8 @@ class TableDevice:
 
     Args:
         rank: the rank.
-        server: the id of its server, as a rule the server's address.
-        device: which of the server's devices it is.
+        server: the id of its server, usually the server's address.
+        device: the index of the device on its server.
         ip: the address of that device's own network.
     """
 
@@ -377,7 +380,7 @@ class RankTable:
     Args:
         path: the file.
         devices: its entries, by rank.
-        digest: of what the file says, so that ranks can tell whether they were given the same one.
+        digest: a hash of the file's text, so that ranks can check that they were given the same one.
     """
 
     path: str
@@ -389,7 +392,7 @@ class RankTable:
         """Read and check a table.
 
         Raises:
-            SettingError: the entry at fault, and what would be legal there.
+            SettingError: the entry at fault, and the legal values there.
         """
         try:
             with open(path, encoding="utf-8") as file:
@@ -407,7 +410,7 @@ class RankTable:
         return tuple(dict.fromkeys(device.server for device in self.devices))
 
     def beside(self, rank: int) -> tuple[TableDevice, ...]:
-        """The entries of the server that has this rank, by rank."""
+        """The entries of the server of this rank, by rank."""
         return tuple(device for device in self.devices if device.server == self.devices[rank].server)
 
 
@@ -435,7 +438,7 @@ class _Reading:
         if count != len(servers):
             self._fault("server_count", f"{count}, but server_list has {len(servers)}", f'"{len(servers)}"')
 
-        found: dict[int, tuple[TableDevice, str]] = {}  # by rank, each with the entry that says so
+        found: dict[int, tuple[TableDevice, str]] = {}  # by rank: the device, and its place in the file
         ids: dict[str, str] = {}
         for index, server in enumerate(servers):
             self._server(server, f"server_list[{index}]", ids, found)
@@ -552,14 +555,14 @@ class RankInRun:
     """The place of this process in its run.
 
     Args:
-        launcher: who says so, for people.
-        rank: of this process.
-        size: how many processes the run has, two at least.
+        launcher: the launcher that assigned it, for messages.
+        rank: the rank of this process.
+        size: the number of processes of the run, two at least.
         device: the index of its accelerator on its host.
-        devices: how many accelerators the host must have for that.
-        master_addr: where rank 0 listens.
+        devices: the number of accelerators that the host must have for that.
+        master_addr: the address at which rank 0 listens.
         master_port: the port there.
-        agent: a launcher's agent listens there, in place of rank 0.
+        agent: True where a launcher's agent listens there instead of rank 0.
         table: the rank table, if there is one.
     """
 
@@ -574,7 +577,7 @@ class RankInRun:
     table: RankTable | None = None
 
     def whereabouts(self, rank: int) -> str:
-        """``rank 9``, with its server where a rank table says it."""
+        """``rank 9``, with its server and device where there is a rank table."""
         if self.table is None:
             return f"rank {rank}"
         entry = self.table.devices[rank]
@@ -582,13 +585,13 @@ class RankInRun:
 
 
 def find(environ: Mapping[str, str]) -> RankInRun | None:
-    """The place of this process; None where it is on its own.
+    """The place of this process in its run; None where it is on its own.
 
     Args:
         environ: the environment of the process.
 
     Raises:
-        SettingError: variables that cannot be read, lack their partner or contradict one another, a faulty rank table.
+        SettingError: variables cannot be read, lack their partner or contradict one another; a faulty rank table.
     """
     torch = torchrun(environ)
     agent = torch is not None and torch.whole and "TORCHELASTIC_RUN_ID" in environ
@@ -598,7 +601,9 @@ def find(environ: Mapping[str, str]) -> RankInRun | None:
     claims = [claim for claim in (torch, _ascend(environ, table), scheduler) if claim is not None]
     whole = next((claim for claim in claims if claim.whole), None)
     if whole is None:
-        if claims and "SHARDWRIGHT_DEVICES" not in environ:  # --devices: in this process, whatever else is set
+        if (
+            claims and "SHARDWRIGHT_DEVICES" not in environ
+        ):  # --devices: all in this process, other variables are ignored
             raise _incomplete(claims[0], environ)
         return None
     for claim in claims:
@@ -609,7 +614,7 @@ def find(environ: Mapping[str, str]) -> RankInRun | None:
 
 
 def _ascend(environ: Mapping[str, str], table: RankTable | None) -> Claim | None:
-    """What RANK_ID and the rank table say. RANK_ID alone, or a table alone, is a claim that is not whole."""
+    """The claim of RANK_ID and the rank table; either of them alone makes a claim that is not whole."""
     rank, size = number(environ, "RANK_ID"), number(environ, "RANK_SIZE")
     if table is None:
         return None if rank is None else Claim("rank table", rank, None, ("RANK_ID", "RANK_TABLE_FILE"))
@@ -672,7 +677,7 @@ def _place(
             )
         known = LOOPBACK if len(table.servers) == 1 else table.servers[0]
     else:
-        # One who binds each process to an accelerator of its own says LOCAL_RANK=0 to all: not a contradiction.
+        # A launcher that binds each process to an accelerator of its own sets LOCAL_RANK=0 for all: no contradiction.
         local = next((claim for claim in claims if claim.local_rank is not None), whole)
         device = local.local_rank or 0
         devices = local.local_size or device + 1

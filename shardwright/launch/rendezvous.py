@@ -1,19 +1,25 @@
-"""How the nodes of a run meet, and how one learns that another failed.
+"""Rendezvous: the meeting of a run's nodes, their news of failures, and the meeting of ranks without an agent.
 
-Node 0 listens on ``master_addr:master_port`` and holds a key-value store; the others connect to it; the node ranks are
-given, not found out. That is torchrun's static rendezvous, with five differences that keep it from hanging:
+1. Nodes (`Nodes`). Node 0 listens on ``master_addr:master_port`` and holds a key-value store; the others connect to
+   it; the node ranks are given, not discovered. The protocol is torchrun's static rendezvous, with five differences
+   that keep it from hanging:
 
-1. Waiting is done here, a look every fifth of a second, and not inside the store: Ctrl-C works and a timeout can say
-   which nodes did not come. The first to give up tells the others.
-2. Port 0 is any free port. The store is asked which it got; there is no moment at which another process could take it.
-3. Two nodes with one rank, or of different sizes, are told so.
-4. When a worker fails, its node writes that into the store, and the other nodes end theirs. A store that does not
-   answer counts as a failure of node 0.
-5. Each node counts up in the store while its workers run. Node 0 looks whether the others still do: a host that lost
-   its power or its network tells nobody.
+   a. Waiting is done here, by a look at the store every fifth of a second, and not inside the store: Ctrl-C works,
+      and a timeout names the missing nodes. The first node to give up tells the others.
+   b. Port 0 is any free port. The store itself is asked for the port it got, so no other process can take it between.
+   c. Two nodes with the same rank, or of different sizes, are an error that says so.
+   d. When a worker fails, its node writes the failure into the store, and the other nodes end their workers. A store
+      that does not answer counts as a failure of node 0.
+   e. Each node increments a counter in the store while its workers run. Node 0 checks that the counters still grow: a
+      host that lost its power or its network sends no news.
 
-The store stays for the workers: their ``MASTER_ADDR`` and ``MASTER_PORT`` lead to it, as under torchrun. Those that are
-started again have a new one, on any free port of node 0: they would find in it what the dead ones have left.
+   The store stays for the workers: their ``MASTER_ADDR`` and ``MASTER_PORT`` lead to it, as under torchrun. Restarted
+   workers get a new store, on any free port of node 0: the old one holds keys of the dead workers.
+
+2. Ranks that no agent brings together (`meet`): under a rank table, MPI, Slurm, or started by hand. Rank 0 listens
+   and holds torch's key-value store. Each rank registers there, and the last one writes that all have come. A rank
+   that waits in vain can therefore name the missing ranks, and ranks of two runs, or with two rank tables, are told
+   apart before anything is sent between them.
 """
 
 from __future__ import annotations
@@ -42,14 +48,14 @@ LOOK = 0.2  # seconds between two looks at the store, while there is nothing els
 LISTEN = 1.0  # seconds between two looks while workers run
 ANSWER = 10.0  # seconds in which the store must answer
 LEAVE = 5.0  # seconds that node 0 keeps the store for nodes that may not have read their last news
-SILENT = 20.0  # seconds without a sign of life after which a node is lost; ending its workers may take it more than 10
-NAMED = 8  # how many of the missing nodes an error names
+SILENT = 20.0  # seconds without news after which a node counts as lost; ending its workers may take more than 10
+NAMED = 8  # missing nodes that an error names at most
 
 T = TypeVar("T")
 
 
 class LaunchError(ShardwrightError):
-    """A run that could not be started: nodes that did not come, an address that does not answer."""
+    """A run that could not be started: nodes that did not come, or an address that does not answer."""
 
 
 class _NoAnswer(Exception):
@@ -58,13 +64,13 @@ class _NoAnswer(Exception):
 
 @dataclass(frozen=True)
 class NodeFailure:
-    """Why a node's part of the run ended.
+    """The reason why a node's part of the run ended.
 
     Args:
         node: its rank.
         code: the exit code of the run there.
         text: the reason, as it is shown on other nodes.
-        kind: "worker", one of its workers failed; "signal", it was told to end; "lost", or it is gone.
+        kind: "worker": one of its workers failed; "signal": it was told to end; "lost": it is gone.
     """
 
     node: int
@@ -78,17 +84,17 @@ class Nodes(RendezvousHandler):
 
     Args:
         settings: the run.
-        say: given a line for the user, whenever the number of nodes that have come changes.
+        say: called with a line for the user, whenever the number of nodes that have come changes.
 
     Attributes:
-        attempt: how often the workers have been started again: nodes meet anew for each.
+        attempt: the number of restarts so far: nodes meet anew for each.
     """
 
     def __init__(self, settings: RunSettings, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._say = say
         self._listened = 0.0
-        self._counts: dict[int, tuple[int, float]] = {}  # of other nodes, each with when it was last seen to change
+        self._counts: dict[int, tuple[int, float]] = {}  # other node -> its counter, and the time of its last change
         self._deadline = time.monotonic() + settings.cluster_time_out
         self.attempt = 0
         self._server: TCPStore | None = None
@@ -99,8 +105,8 @@ class Nodes(RendezvousHandler):
         """Meet the other nodes.
 
         Raises:
-            LaunchError: if they do not all come in time, or contradict one another.
-            SettingError: if the port is taken.
+            LaunchError: the nodes do not all come in time, or contradict one another.
+            SettingError: the port is taken.
         """
         settings, attempt = self._settings, self.attempt
         if self._server is None:
@@ -143,7 +149,7 @@ class Nodes(RendezvousHandler):
         return store
 
     def _await_port(self) -> None:
-        """Wait until node 0 listens. The nodes are started by hand or by a scheduler, in any order."""
+        """Wait until node 0 listens: the nodes are started by hand or by a scheduler, in any order."""
         settings = self._settings
         where, told = f"{settings.master_addr}:{settings.master_port}", False
         while True:
@@ -187,7 +193,7 @@ class Nodes(RendezvousHandler):
             raise LaunchError(f"{error} while the nodes were meeting") from error
 
     def _give_up(self, news: Store) -> str:
-        """Say which nodes did not come, here and to those that did."""
+        """Tell the other nodes which nodes did not come; the text."""
         settings = self._settings
         missing = self._ask(lambda: [n for n in range(settings.nodes) if not news.check([f"node/{n}"])])
         more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
@@ -201,7 +207,7 @@ class Nodes(RendezvousHandler):
         return text
 
     def _part(self, news: Store) -> None:
-        """Leave a meeting that came to nothing. Node 0 keeps the store a moment: those that have come read why."""
+        """Leave a failed meeting. Node 0 keeps the store a moment, so that the nodes that came can read the reason."""
         left = self._ask(lambda: news.add("left", 1))
         until = time.monotonic() + LEAVE
         while (
@@ -213,9 +219,9 @@ class Nodes(RendezvousHandler):
             left = self._ask(lambda: news.add("left", 0))
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """Put one question to the store, in a thread of its own.
+        """The answer of the store to one question, asked in a thread of its own.
 
-        A machine that vanished answers never, and the store's client, C++, would wait for it deaf to Ctrl-C and to the
+        A vanished machine never answers, and the store's C++ client would wait for it, deaf to Ctrl-C and to the
         workers.
         """
         answers: queue.SimpleQueue[tuple[T | None, RuntimeError | None]] = queue.SimpleQueue()
@@ -236,7 +242,14 @@ class Nodes(RendezvousHandler):
         return answer
 
     def tell(self, code: int, text: str, node: int | None = None, kind: str = "lost") -> None:
-        """Let the other nodes know that the run has failed here, or on `node`. The first to say so is believed."""
+        """Tell the other nodes that the run has failed here, or on `node`. The first failure written counts.
+
+        Args:
+            code: the exit code of the run.
+            text: the reason, as it is shown on other nodes.
+            node: the node that failed; None: this one.
+            kind: see `NodeFailure`.
+        """
         news = self._news
         if news is None or self._settings.nodes == 1:
             return
@@ -245,10 +258,12 @@ class Nodes(RendezvousHandler):
             self._ask(lambda: news.compare_set("failure", "", failure))
 
     def heard(self, *, now: bool = False) -> NodeFailure | None:
-        """What another node told, or that node 0 is gone; None while all is well, or was a second ago.
+        """The failure that another node told, or the loss of a node; None where the run was well at the last look.
+
+        A look at the store is taken at most once a second.
 
         Args:
-            now: look at once, however recently it was done.
+            now: look at once, however recent the last look is.
         """
         news = self._news
         if news is None or self._settings.nodes == 1:
@@ -268,7 +283,10 @@ class Nodes(RendezvousHandler):
         return lost
 
     def _lost(self, news: Store) -> NodeFailure | None:
-        """On node 0: a node that has come and has not counted up for too long. None leaves before it has told why."""
+        """The failure of a node whose counter has not grown for too long, on node 0; None where there is none.
+
+        A node that ends tells its reason before it leaves, so silence means loss.
+        """
         counts = self._ask(lambda: {node: news.add(f"alive/{node}", 0) for node in range(1, self._settings.nodes)})
         now = time.monotonic()
         for node, count in counts.items():
@@ -281,8 +299,11 @@ class Nodes(RendezvousHandler):
     def leave(self, *, finished: bool) -> NodeFailure | None:
         """Wait for the other nodes before this one leaves.
 
-        A node whose workers have finished waits until all have, or until one tells of a failure, which is returned. A
-        node that failed does not wait, except node 0, which keeps the store a moment so that the others can read why.
+        A node whose workers have finished waits until all have, or until one tells of a failure. A node that failed
+        does not wait, except node 0, which keeps the store a moment so that the others can read the reason.
+
+        Returns:
+            The failure of another node, or None.
         """
         news, nodes = self._news, self._settings.nodes
         if news is None or nodes == 1:
@@ -305,7 +326,7 @@ class Nodes(RendezvousHandler):
             return failure or NodeFailure(0, 1, str(error))
         return failure
 
-    # What the engine asks of a rendezvous beside meeting. Nodes neither join nor leave a running run.
+    # The rest of the engine's rendezvous interface. Nodes neither join nor leave a running run.
 
     @property
     def use_agent_store(self) -> bool:
@@ -330,31 +351,25 @@ class Nodes(RendezvousHandler):
         return True
 
 
-# ----------------------------------------------------------------------------------------------------
-# How the ranks of a run meet that nobody's agent brings together: under a rank table, MPI, Slurm, or by hand.
-#
-# Rank 0 listens and holds torch's key-value store; each rank notes there that it has come, and the last one says that
-# all have. Whoever waits in vain can so name the ranks that are missing, and ranks of two runs, or with two rank
-# tables, are told apart before anything is sent between them.
-# ----------------------------------------------------------------------------------------------------
+# -- ranks without an agent --------------------------------------------------------------------------------------------
 
-PATIENCE = timedelta(seconds=1)  # of one look at the store: Ctrl-C is heard between two
-LEAVE_RANKS = 2.0  # seconds that rank 0 keeps the store, so that the others can read why it ends
-NAMED_RANKS = 8  # how many of the missing ranks an error names
+PATIENCE = timedelta(seconds=1)  # duration of one look at the store: Ctrl-C is handled between two looks
+LEAVE_RANKS = 2.0  # seconds that rank 0 keeps the store after an error, so that the others can read it
+NAMED_RANKS = 8  # missing ranks that an error names at most
 
 
 def meet(place: RankInRun, seconds: float) -> Store:
     """Wait for all ranks.
 
     Args:
-        place: of this process.
-        seconds: how long to wait.
+        place: the place of this process in the run.
+        seconds: the longest wait.
 
     Returns:
-        The store that they share, for a process group.
+        The store that the ranks share, for a process group.
 
     Raises:
-        SettingError: ranks that do not come, come twice, or were told something else; an address that cannot be used.
+        SettingError: ranks do not come, come twice, or have other settings; an address that cannot be used.
     """
     return _Meeting(place, seconds).store()
 
@@ -380,7 +395,7 @@ class _Meeting:
     def _connect(self) -> TCPStore:
         place = self._place
         if place.rank == 0:
-            check_port(place.master_port, "MASTER_PORT", "set another")  # torch would say so in ten lines
+            check_port(place.master_port, "MASTER_PORT", "set another")  # torch's own message has ten lines
         else:
             self._await_rank_0()
         try:
@@ -434,7 +449,7 @@ class _Meeting:
                 raise self._fault(f"{names}{more} did not come to {self._where} within {self._seconds:g} s")
 
     def _told(self, news: Store) -> bool:
-        """Have all come? Waits for a moment. Another rank's fault is raised here too."""
+        """True where all ranks have come; waits for a moment. Another rank's error is raised here too."""
         try:
             news.wait(["end"], PATIENCE)
         except RuntimeError:
@@ -446,7 +461,7 @@ class _Meeting:
         return True
 
     def _part(self, news: Store, error: SettingError) -> None:
-        """Tell the others, who would otherwise learn of it one by one, or from a store that is gone."""
+        """Tell the other ranks the error: otherwise each finds it on its own, or finds the store gone."""
         try:
             news.compare_set("end", "", error.message)
         except RuntimeError:

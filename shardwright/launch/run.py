@@ -1,4 +1,11 @@
-"""``shardwright run``: start the workers of a run, or run a script in this process on several devices."""
+"""``shardwright run``: start the workers of a run, or run a script in this process on several devices.
+
+    --worker_num=4                 4 worker processes (`run_workers`)
+    --worker_num=4 --join=False    the same, in the background (`run_behind`)
+    --devices=4                    no workers: the script in this process, on 4 devices (`run_here`)
+
+The workers are started by `agent.launch`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +23,7 @@ from .run_settings import RunSettings, check_port, check_script
 
 __all__ = ["add_run_parser", "run"]
 
-# Ctrl-C, what kill and schedulers send, a closed terminal, Ctrl-\.
+# Sent by Ctrl-C, by kill and schedulers, by a closed terminal, by Ctrl-\.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 WORKER_OPTIONS = (
@@ -67,17 +74,17 @@ def add_run_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="SECONDS",
     )
     parser.add_argument("script", help="the Python file to run")
-    # Everything after the script is the script's, options as well.
+    # Everything after the script belongs to the script, options as well.
     rest = parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments, untouched")
-    rest.required = False  # argparse would otherwise name it beside a missing script, though it may be empty
+    rest.required = False  # otherwise argparse names it beside a missing script, though it may be empty
     parser.set_defaults(func=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the parsed arguments ask for and return the exit code.
+    """Execute the parsed arguments and return the exit code.
 
-    It is 0 if every worker finished; the exit code of the first worker that failed, ``128 + n`` if signal ``n`` ended
-    it or the launcher; 1 if the nodes did not meet; 2 for a mistake in the arguments.
+    The exit code is 0 if every worker finished; that of the first worker that failed, ``128 + n`` if signal ``n``
+    ended the worker or the launcher; 1 if the nodes did not meet; 2 for a mistake in the arguments.
     """
     try:
         if arguments.devices is not None:
@@ -100,13 +107,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_here(devices: int, script: str, script_args: list[str]) -> int:
-    """Run the script as ``python script.py`` would, in this process, with ``SHARDWRIGHT_DEVICES`` set.
+    """Run the script in this process as ``python script.py`` does, with ``SHARDWRIGHT_DEVICES`` set.
 
-    What the script raises, SystemExit included, goes through: its traceback and exit code are its own.
+    Exceptions of the script, SystemExit included, pass through: traceback and exit code are the script's own.
     """
     os.environ["SHARDWRIGHT_DEVICES"] = str(devices)
     sys.argv = [script, *script_args]
-    # Python puts the script's folder first; what is there now is the folder of this command.
+    # Python puts the script's folder first; at present it is the folder of this command.
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     runpy.run_path(script, run_name="__main__")
     return 0
@@ -127,7 +134,7 @@ def run_behind(settings: RunSettings) -> int:
 
 def run_workers(settings: RunSettings) -> int:
     """Run the workers of this node to their end and return the run's exit code."""
-    stop_signals = [stop for stop in STOP_SIGNALS if signal.getsignal(stop) is not signal.SIG_IGN]  # nohup's, for one
+    stop_signals = [stop for stop in STOP_SIGNALS if signal.getsignal(stop) is not signal.SIG_IGN]  # nohup ignores some
     before = {stop: signal.signal(stop, _stop) for stop in stop_signals}
     if settings.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
@@ -136,7 +143,7 @@ def run_workers(settings: RunSettings) -> int:
     progress = Progress(settings, sys.stdout)
     try:
         with coordinator_log(settings.scheduler_log), progress:
-            from .agent import launch
+            from .agent import launch  # noqa: PLC0415  torch takes seconds to import
 
             outcome = launch(settings, progress, stop_signals)
     except _Stopped as stop:
@@ -180,7 +187,7 @@ def run_workers(settings: RunSettings) -> int:
 
 
 class _Stopped(BaseException):
-    """A stop signal before the engine has taken the signals over. No Exception: an import would swallow that."""
+    """A stop signal before the engine has taken over the signals. Not an Exception: an import would swallow it."""
 
     def __init__(self, number: int) -> None:
         self.signal = signal.Signals(number)

@@ -1,4 +1,7 @@
-"""RunSettings: what one ``shardwright run`` is asked for, checked and with every default filled in."""
+"""`RunSettings`: the settings of one ``shardwright run``, checked and with every default filled in.
+
+Example: ``--worker_num=8 --local_worker_num=4 --node_rank=1`` is the second of two nodes, with global ranks 4 to 7.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,16 @@ class RunSettings:
 
     Args:
         script: the Python file that every worker runs.
-        script_args: its arguments, untouched.
+        script_args: its arguments, unchanged.
         worker_num: workers on all nodes together.
         local_worker_num: workers on this node; every node has the same number.
         master_addr: the address of node 0, where the rendezvous is.
         master_port: the port there; 0 takes any free one, which only a single node can do.
-        node_rank: which node this is. Its workers are ``node_rank * local_worker_num`` and up.
-        log_dir: where ``worker_N.log`` and ``scheduler.log`` are written.
+        node_rank: the number of this node. Its workers are ``node_rank * local_worker_num`` and up.
+        log_dir: the folder of ``worker_N.log`` and ``scheduler.log``.
         cluster_time_out: seconds to wait for all nodes to meet.
         threads: ``OMP_NUM_THREADS`` of each worker; None leaves it as it is set, or 1 where it is not.
-        max_restarts: how often all workers are started again after one has failed.
+        max_restarts: the number of times that all workers are restarted after one has failed.
         grace_period: seconds that workers have to save and end after a signal that ends the run.
     """
 
@@ -47,10 +50,10 @@ class RunSettings:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> RunSettings:
-        """The settings that parsed arguments ask for; an argument that was not given is None.
+        """The settings of parsed arguments; an argument that was not given is None.
 
         Raises:
-            SettingError: for a script that is not there, or numbers of workers and nodes that contradict one another.
+            SettingError: the script does not exist, or numbers of workers and nodes contradict one another.
         """
         check_script(arguments.script)
         local = arguments.local_worker_num or arguments.worker_num
@@ -92,7 +95,7 @@ class RunSettings:
 
     @property
     def nodes(self) -> int:
-        """How many nodes the run has."""
+        """The number of nodes of the run."""
         return self.worker_num // self.local_worker_num
 
     @property
@@ -102,20 +105,20 @@ class RunSettings:
         return range(first, first + self.local_worker_num)
 
     def attempt_dir(self, attempt: int) -> str:
-        """Where the workers of an attempt write: the log directory itself, and one in it for each restart."""
+        """The folder of an attempt's worker logs: the log directory itself, and a subfolder of it for each restart."""
         return os.path.join(self.log_dir, f"restart_{attempt}") if attempt else self.log_dir
 
     def worker_log(self, rank: int, attempt: int = 0) -> str:
-        """The file that holds the output of the worker with this global rank, before or after so many restarts."""
+        """The log file of the worker with this global rank, after `attempt` restarts."""
         return os.path.join(self.attempt_dir(attempt), f"worker_{rank}.log")
 
     @property
     def scheduler_log(self) -> str:
-        """The file that holds the coordinator's own output. Nodes that share a disk do not share it."""
+        """The file of the coordinator's own output. Nodes that share a disk have different ones."""
         return os.path.join(self.log_dir, f"scheduler_{self.node_rank}.log" if self.node_rank else "scheduler.log")
 
     def command_line(self) -> list[str]:
-        """The arguments of ``shardwright run`` that ask for these settings again."""
+        """The arguments of ``shardwright run`` that give these settings again."""
         options = [
             "worker_num",
             "local_worker_num",
@@ -133,7 +136,7 @@ class RunSettings:
 
 
 def check_script(path: str) -> None:
-    """Raise a SettingError if there is no such file, before anything is started that would say so eight times."""
+    """Raise a SettingError if there is no such file, before eight workers start and each report it."""
     if not os.path.isfile(path):
         raise SettingError(f"script {path} is {'not a file' if os.path.exists(path) else 'not found'}")
 
@@ -141,19 +144,19 @@ def check_script(path: str) -> None:
 def check_port(
     port: int, name: str = "--master_port", other: str = "choose another, or 0, for any free one, on a single node"
 ) -> None:
-    """Raise a SettingError if this machine cannot listen on the port. Any port is fine when it is 0.
+    """Raise a SettingError if this machine cannot listen on the port. Port 0 always passes.
 
-    Both families are tried: the rendezvous listens on IPv6 and IPv4 together where the machine has both.
+    Both address families are tried: the rendezvous listens on IPv6 and IPv4 together where the machine has both.
 
     Args:
         port: the port.
-        name: the option or variable that says it.
-        other: what to do where it is in use.
+        name: the option or variable that sets it, for errors.
+        other: the advice of the error where it is in use.
     """
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
-                # As the rendezvous does: a port whose last connections are still fading away is free.
+                # As the rendezvous does: a port whose last connections are in TIME_WAIT counts as free.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -163,4 +166,4 @@ def check_port(
                 raise SettingError(f"port {port} ({name}) is in use by another process; {other}") from None
             if error.errno == errno.EACCES:
                 raise SettingError(f"port {port} ({name}) is not for this user; those from 1024 are") from None
-            # Anything else is a family that this machine does not have.
+            # Any other error: this machine does not have the address family.

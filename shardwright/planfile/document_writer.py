@@ -1,7 +1,10 @@
-"""A plan as the text of its document. What the form is, `document` says, which reads it.
+"""A plan as the text of its document, of one program (`written`) or of a pipeline (`pipeline_written`).
 
-Lines stand in the order of the program, each operator's and each parameter's on one, so that two documents are compared
-line by line.
+`plan_document` and `pipeline_document` describe the formats, and read them. Lines follow the order of the program,
+one line per operator and per parameter, so that two documents can be compared line by line.
+
+The graph of a pipeline's micro-batch is nearly the union of its stages' graphs: it is written without the operators
+and values that the stages have (`_beside`), and put together again by `whole_graph`.
 """
 
 from __future__ import annotations
@@ -44,20 +47,20 @@ __all__ = [
     "written",
 ]
 
-#: The version of the form. It rises when a document of the old form can no longer be read as what it meant.
+#: The version of the format. It rises when documents of the old format can no longer be read with their old meaning.
 SCHEMA = 1
 
-#: Likewise of the form of a pipeline's document.
+#: The version of the format of a pipeline's document, likewise.
 PIPELINE_SCHEMA = 2
 
 
 class Parts(NamedTuple):
-    """What a document says of a plan.
+    """The parts of a plan's document.
 
     Attributes:
         head: its fields.
         operators, parameters: its lines.
-        held: what is packed.
+        held: the content of the packed line.
     """
 
     head: dict[str, Any]
@@ -75,10 +78,11 @@ def written(plan: Plan) -> str:
 
 
 def parts_of(plan: Plan, word: bool = True) -> Parts:
-    """A plan as the parts of its document.
+    """The parts of a plan's document.
 
     Args:
-        word: whether how it is fed is written as one word, where one says it.
+        plan: the plan.
+        word: True: the dataset_strategy is written as one word, where a word gives it.
     """
     setting = plan.hsdp
     head: dict[str, Any] = {
@@ -93,7 +97,7 @@ def parts_of(plan: Plan, word: bool = True) -> Parts:
     if any(d.bound.uneven for d in plan.decisions.values()):
         head["uneven"] = True
     if any(d.open is not None for d in plan.decisions.values()):
-        head["open"] = []  # of the lines that do not say
+        head["open"] = []  # the default of lines without "open"
     if plan.own is not None:
         head["own"] = {"parameters": sorted(plan.own.parameters), "loss": plan.own.loss}
     head["optimizer"] = plan.optimizer
@@ -131,23 +135,23 @@ def parts_of(plan: Plan, word: bool = True) -> Parts:
 
 
 def fields_of(head: Mapping[str, Any], indent: str) -> list[str]:
-    """Fields as text, each on a line."""
+    """Fields as text, one a line."""
     return [f"{indent}{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
 
 
 def section(name: str, lines: Iterable[dict[str, Any]], indent: str = "  ") -> str:
-    """Lines of a document as text."""
+    """A section's lines as text."""
     body = ",\n".join(f"{indent}  {json.dumps(line, ensure_ascii=False)}" for line in lines)
     return f'{indent}"{name}": [\n{body}\n{indent}]' if body else f'{indent}"{name}": []'
 
 
 def fed_by(graph: Graph, devices: int, mode: str, strategy: Any) -> InputPlacement:
-    """How a dataset_strategy feeds in a mode."""
+    """The placement of the inputs under a dataset_strategy, in a parallel mode."""
     return (fed_whole if mode == "hybrid_parallel" else input_placement)(graph, devices, strategy)
 
 
 def dataset_strategy(plan: Plan) -> Any:
-    """The dataset_strategy that feeds as the plan is fed."""
+    """The dataset_strategy that gives the plan's placement of the inputs: a word where there is one, else layouts."""
     for word in ("full_batch", "data_parallel"):
         try:
             if fed_by(plan.graph, plan.devices, plan.mode, word) == plan.fed:
@@ -198,29 +202,25 @@ def _parameters(plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def head_digest(head: Mapping[str, Any]) -> str:
-    """Of what the head says that a search depended on."""
+    """A digest of the head's fields that a search depends on."""
     keys = ("graph", "devices", "dataset_strategy", "hsdp", "uneven", "optimizer", "cluster")
     said = [head.get(key) for key in keys]
-    if (
-        head.get("memory") is not None
-    ):  # only then: documents from before there was such a field have this digest without
+    if head.get("memory") is not None:  # only then: documents older than this field have a digest without it
         said.append(head["memory"])
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:8]
 
 
 def digest(op: Op, decision: Decision) -> str:
-    """Of what a line says that is to be heeded, in normal form: the same however it is written."""
+    """A digest of a line's content that planning depends on, in normal form: independent of its notation."""
     said = (decision.assignment.digits, tuple(map(str, decision.out or ())), decision.open, op.recompute)
     return hashlib.sha256(repr(said).encode()).hexdigest()[:8]
 
 
-# ----------------------------------------------------------------------------------------------------
-# A pipeline's plan as the text of its document. What the form is, `document_pipeline` says, which reads it.
-# ----------------------------------------------------------------------------------------------------
+# -- the document of a pipeline ----------------------------------------------------------------------------------------
 
 
 def pipeline_written(plan: PipelinePlan) -> str:
-    """A plan as the text of its document: the same text for the same plan."""
+    """A pipeline's plan as the text of its document: the same text for the same plan."""
     parts = [parts_of(stage.plan, word=False) for stage in plan.stages]
     head: dict[str, Any] = {
         "schema": PIPELINE_SCHEMA,
@@ -252,7 +252,7 @@ def pipeline_written(plan: PipelinePlan) -> str:
 
 
 def _stage(plan: PipelinePlan, stage: Stage, parts: Parts) -> str:
-    """The text of a stage: what it has of its own."""
+    """The text of a stage: the fields that differ from the head's, and its sections."""
     head = {key: value for key, value in parts.head.items() if key != "dataset_strategy"}
     shared = {"optimizer": plan.optimizer, "cluster": Cluster.of(plan.cluster, stage.devices).to_dict()}
     head = {key: value for key, value in head.items() if key not in shared or value != shared[key]}
@@ -279,7 +279,7 @@ def _from(source: Any) -> str:
 
 
 def pipeline_words(plan: PipelinePlan) -> dict[str, Any]:
-    """What there is to say of the pipeline itself; its actions, where no name says them."""
+    """The fields of the pipeline itself; with its actions, where no schedule name gives them."""
     made = plan.schedule
     out: dict[str, Any] = {"stages": made.groups, "scheduler": made.name, "micro_batches": made.micro_batches}
     if made.stages != made.groups:
@@ -291,7 +291,7 @@ def pipeline_words(plan: PipelinePlan) -> dict[str, Any]:
 
 
 def _named(made: Schedule) -> bool:
-    """Whether a schedule is that of its name."""
+    """True where a schedule equals the standard one of its name."""
     if made.name not in SCHEDULES:
         return False
     try:
@@ -304,7 +304,7 @@ def _named(made: Schedule) -> bool:
 
 
 def fed_of(plan: PipelinePlan) -> dict[int, Layout]:
-    """By index of the model's inputs, the layout in which the first stage that reads it is fed it."""
+    """By index of the model's inputs, the layout in which the first stage that reads the input is fed it."""
     out: dict[int, Layout] = {}
     names = [v.name for v in plan.graph.inputs]
     for stage in plan.stages:
@@ -318,7 +318,7 @@ def fed_of(plan: PipelinePlan) -> dict[int, Layout]:
 
 
 def pipeline_dataset_strategy(plan: PipelinePlan) -> Any:
-    """The dataset_strategy that feeds as the stages are fed; what none of them reads is whole."""
+    """The dataset_strategy that gives the stages' placement of the inputs; an input that no stage reads is whole."""
     inputs = plan.graph.inputs[: len(plan.graph.inputs) - len(plan.micro.totals)]
     alone, found = Graph(inputs, {}, {}, {}, (), ()), fed_of(plan)
     first = plan.stages[0]
@@ -329,7 +329,7 @@ def pipeline_dataset_strategy(plan: PipelinePlan) -> Any:
 
 
 def _fits(word: str, alone: Graph, stage: Stage) -> bool:
-    """Whether a word feeds a stage as it is fed."""
+    """True where a dataset_strategy word gives the stage's placement of its inputs."""
     try:
         fed: InputPlacement = input_placement(alone, stage.devices, word)
     except ShardwrightError:  # a batch that does not divide
@@ -346,8 +346,10 @@ def _fits(word: str, alone: Graph, stage: Stage) -> bool:
 
 
 def _beside(said: dict[str, Any], stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a written graph has that its stages' have not: of an operator that one of them has too, the name; of a value
-    likewise, nothing."""
+    """A written graph reduced by its stages' graphs.
+
+    An operator that a stage has is replaced by its name, a value that a stage has by None.
+    """
     ops, values = _of_stages(stages)
     return said | {
         "ops": [op["name"] if ops.get(op["name"]) == op else op for op in said["ops"]],
@@ -356,7 +358,7 @@ def _beside(said: dict[str, Any], stages: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 def whole_graph(said: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The written graph of which `said` is what its stages' have not."""
+    """The written graph that `_beside` has reduced to `said`."""
     ops, values = _of_stages(stages)
     return {
         **said,
@@ -366,7 +368,7 @@ def whole_graph(said: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) ->
 
 
 def _of_stages(stages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Operators and values of all stages by name."""
+    """The operators and values of all stages, by name."""
     return (
         {op["name"]: op for part in stages for op in part["ops"]},
         {name: value for part in stages for name, value in part["values"].items()},

@@ -1,12 +1,23 @@
-"""A captured graph as JSON, and back: operators with their argument trees, values, how inputs and outputs nest.
+"""A captured graph, its strategies and its layouts as JSON, and back.
 
-What planning needs is there. What only running needs is not: the values of constants, of which shapes and dtypes stay,
-and the plain objects that were given to a user's `torch.autograd.Function`.
+1. Graphs (`write_graph`, `read_graph`): operators with their argument trees, values, the nesting of inputs and
+   outputs. A graph is complete for planning, not for running: constants keep shape and dtype but lose their values,
+   and plain objects that were given to a user's `torch.autograd.Function` are lost.
 
-Values are written once, by name. In an argument tree a leaf that JSON has no word for is an object with one key:
+   Values are written once, by name. In an argument tree a leaf without a JSON type is an object with one key:
 
-    {"%": "matmul1"} a value    {"tuple": [...]}    {"dict": [[key, value], ...]}    {"dtype": "float32"}
-    {"float": "inf"}            {"device": "cpu"}   {"complex": [0.0, 1.0]}          {"object": "its repr"}
+       {"%": "matmul1"} a value    {"tuple": [...]}    {"dict": [[key, value], ...]}    {"dtype": "float32"}
+       {"float": "inf"}            {"device": "cpu"}   {"complex": [0.0, 1.0]}          {"object": "its repr"}
+
+2. Strategies and layouts (`spell_assignment`, `spell_layout`), in the notation in which users write them. A tuple of
+   cuts where it gives the same strategy: ``[[2, 4], [4, 1]]``. Otherwise a `Layout` spelt out: a device matrix, the
+   names of its axes, and one entry per dim:
+
+       "device_matrix": [2, 2, 2], "alias_name": ["a", "b", "c"],
+       "in_strategy": [["c", ["a", "b"]], [["a", "b"], "None"]]
+
+   The axes are the ranks' digits, cut at each boundary of a digit of the strategy. Example on 8 devices: digits 4@2
+   (size 4, stride 2) and 2@1 cut the rank at 2, so the axes are a of size 4 and b of size 2.
 """
 
 from __future__ import annotations
@@ -48,12 +59,12 @@ __all__ = [
     "write_recompute",
 ]
 
-#: Words of torch that stand among arguments -> their class.
+#: Key of a leaf of an argument tree -> the class of torch that it stands for.
 _WORDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
 class UnsavedObject:
-    """An object that a document does not hold; it looks as it did."""
+    """A stand-in for an object that a document does not hold; it has the object's repr."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -108,7 +119,7 @@ def _target(target: Any) -> Any:
 
 
 def _spec(spec: Any) -> str | None:
-    """How a tree nests; None where a class in it cannot be written."""
+    """The nesting of a tree as text; None where it has a class that cannot be written."""
     if spec is None:
         return None
     try:
@@ -123,7 +134,7 @@ def _value(value: Value) -> list:
 
 
 def write_recompute(said: Recompute) -> dict[str, Any]:
-    """What is said of an operator's recomputation, without what is as ever."""
+    """The recomputation of an operator as a dict: ``call``, and the fields that differ from their default."""
     held = {f.name: (getattr(said, f.name), f.default) for f in fields(said)}
     return {name: value for name, (value, default) in held.items() if name == "call" or value != default}
 
@@ -144,7 +155,7 @@ def _op(op: Op) -> dict[str, Any]:
 
 
 def write_graph(graph: Graph) -> dict[str, Any]:
-    """A graph as lists, dicts, numbers and strings; without marks and recomputation, which a plan's lines have."""
+    """A graph as lists, dicts, numbers and strings; without marks and recomputation, which a plan's lines hold."""
     values = {
         v.name: v
         for side in (graph.inputs, *(side for op in graph.ops for side in (op.inputs, op.outputs)))
@@ -172,14 +183,14 @@ def write_graph(graph: Graph) -> dict[str, Any]:
 
 
 def fingerprint(graph: Graph) -> str:
-    """A short hash of a graph: its operators, their arguments, shapes and dtypes; not where they are called."""
+    """A short hash of a graph: its operators, arguments, shapes and dtypes, but not their modules and source lines."""
     said = write_graph(graph)
     said["ops"] = [{key: x for key, x in op.items() if key not in ("module", "source")} for op in said["ops"]]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def packed(said: Any) -> str:
-    """JSON in one line of base64, compressed."""
+    """JSON as one line of base64, compressed."""
     text = json.dumps(said, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
@@ -188,10 +199,10 @@ def packed(said: Any) -> str:
 
 
 def unpacked(text: str) -> Any:
-    """What `packed` packed.
+    """The value that `packed` was given.
 
     Raises:
-        ValueError: it is cut short or damaged.
+        ValueError: the text is cut short or damaged.
     """
     try:
         return json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
@@ -221,7 +232,7 @@ def _leaf_of(x: Any, values: dict[str, Value]) -> Any:
 
 
 def _target_of(said: Any, name: str, source: str | None) -> Any:
-    """The operator of that name.
+    """The operator of a written target.
 
     Raises:
         PlanError: it is not registered in this process.
@@ -245,7 +256,7 @@ def _target_of(said: Any, name: str, source: str | None) -> Any:
 
 
 def _applied(said: dict[str, Any], name: str, source: str | None) -> Applied:
-    """A user's function: looked up where it was defined, and nothing imported for it."""
+    """A user's function, looked up in the module that defined it; nothing is imported."""
     module, _, path = said["function"].partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -266,10 +277,10 @@ def _applied(said: dict[str, Any], name: str, source: str | None) -> Applied:
 
 
 def recompute_of(said: dict[str, Any] | None) -> Recompute | None:
-    """What `write_recompute` wrote.
+    """The recomputation that `write_recompute` wrote; None for None.
 
     Raises:
-        TypeError: it says something else.
+        TypeError: `said` has other fields or types.
     """
     if said is None:
         return None
@@ -285,7 +296,7 @@ def read_graph(said: dict[str, Any]) -> Graph:
 
     Raises:
         PlanError: an operator that is not registered in this process, by name.
-        KeyError, TypeError, ValueError: what no `write_graph` wrote.
+        KeyError, TypeError, ValueError: `said` was not written by `write_graph`.
     """
 
     def value(name: str, shape: list, dtype: str, grad: bool, master: list | None = None) -> Value:
@@ -341,23 +352,14 @@ def read_graph(said: dict[str, Any]) -> Graph:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Strategies and layouts as JSON, in the words in which users write them.
-#
-# A tuple of cuts where that is the same strategy: ``[[2, 4], [4, 1]]``. Else a `Layout` spelled out: a device matrix,
-# the names of its axes, and one entry a dim:
-#
-#     "device_matrix": [2, 2, 2], "alias_name": ["a", "b", "c"], "in_strategy": [["c", ["a", "b"]], [["a", "b"], "None"]]
-#
-# The axes are the ranks' digits, cut where some digit of the strategy begins or ends.
-# ----------------------------------------------------------------------------------------------------
+# -- strategies and layouts --------------------------------------------------------------------------------------------
 
-#: What stands in an entry for a dim that is whole.
+#: The entry of a dim that is whole.
 WHOLE = "None"
 
 
 class _Axes:
-    """A named device matrix in which given digits are products of whole axes."""
+    """A named device matrix of which each given digit is a product of whole axes."""
 
     def __init__(self, devices: int, digits: Iterable[Digit]) -> None:
         edges = sorted({1, devices} | {edge for d in digits for edge in (d.stride, d.span)}, reverse=True)
@@ -369,7 +371,7 @@ class _Axes:
         return {"device_matrix": [axis.size for axis in self.axes], "alias_name": self.names}
 
     def entry(self, digits: Digits) -> str | list[str]:
-        """A dim's digits by the names of their axes, major first."""
+        """The names of the axes that make up a dim's digits, major first."""
         names = [
             name
             for digit in digits
@@ -380,14 +382,17 @@ class _Axes:
 
 
 def spell_assignment(bound: Bound, assignment: Assignment) -> dict[str, Any]:
-    """An operator's strategy as the fields of its line: ``in_strategy``, and where that does not say it in cuts, the
-    named device matrix; ``leaves``, the layouts of the outputs, where inputs alone do not say which digits cut what."""
+    """An operator's strategy as the fields of its line.
+
+    ``in_strategy`` has the cuts, or axes of the named device matrix where cuts cannot express the strategy.
+    ``leaves`` has the layouts of the outputs, where the inputs alone do not determine the digits of each factor.
+    """
     cuts = bound.in_strategy(assignment)
     try:
         if assignment_of(bound, cuts, assignment.devices) == assignment:
             return {"in_strategy": [list(entry) for entry in cuts]}
     except ShardwrightError:
-        pass  # in cuts it cannot be said
+        pass  # cuts cannot express it
     axes = _Axes(assignment.devices, assignment.used)
 
     def written(sides: Sequence[Sequence[tuple[int, ...]]]) -> list[list]:
@@ -401,10 +406,15 @@ def spell_assignment(bound: Bound, assignment: Assignment) -> dict[str, Any]:
 
 
 def read_assignment(bound: Bound, words: Mapping[str, Any], devices: int) -> Assignment:
-    """The assignment that the fields of a line say.
+    """The assignment that the fields of a line describe.
+
+    Args:
+        bound: the operator's notation, bound to its shapes.
+        words: the fields.
+        devices: the number of devices.
 
     Raises:
-        StrategyError, LayoutError: what the operator cannot follow, with what would be legal.
+        StrategyError, LayoutError: a strategy that the operator cannot follow, with the legal ones.
     """
     given = words.get("in_strategy")
     if not isinstance(given, list):
@@ -451,7 +461,7 @@ def _splittable(bound: Bound) -> str:
 
 
 def _matrix(words: Mapping[str, Any]) -> Layout | None:
-    """The named device matrix of a line, None where it has none.
+    """The named device matrix of a line, or None.
 
     Raises:
         LayoutError: sizes or names that make no device matrix.
@@ -461,11 +471,11 @@ def _matrix(words: Mapping[str, Any]) -> Layout | None:
     try:
         return Layout(words.get("device_matrix"), words.get("alias_name"))  # type: ignore[arg-type]
     except LayoutError as error:
-        raise LayoutError(error.message, legal=error.legal) from None  # the line is the file's, not the reader's
+        raise LayoutError(error.message, legal=error.legal) from None  # without the source line of this reader
 
 
 def _entry(matrix: Layout | None, entry: Any) -> Any:
-    """What one tensor's entry says: cuts as a tuple, a `Layout` where it names axes."""
+    """The entry of one tensor: cuts as a tuple, or a `Layout` where it names axes."""
     if not isinstance(entry, list) or not any(isinstance(part, (str, list)) for part in entry):
         return tuple(entry) if isinstance(entry, list) else entry
     if matrix is None:
@@ -480,7 +490,9 @@ def _entry(matrix: Layout | None, entry: Any) -> Any:
 
 
 def spell_layout(layout: Layout) -> Any:
-    """A layout without open sums: a list of cuts, or ``{"device_matrix": ..., "alias_name": ..., "layout": [...]}``."""
+    """A layout without partial sums, as a list of cuts, or else with named axes:
+    ``{"device_matrix": ..., "alias_name": ..., "layout": [...]}``.
+    """
     cuts = layout.cuts
     if Layout.from_cuts(layout.devices, cuts) == layout:
         return list(cuts)
@@ -492,10 +504,13 @@ def read_layout(words: Any, devices: int, shape: Sequence[int], padded: bool = F
     """The layout of a tensor of `shape`.
 
     Args:
-        padded: dims need not divide.
+        words: the layout, as `spell_layout` writes it.
+        devices: the number of devices.
+        shape: the shape of the whole tensor.
+        padded: True: cuts need not divide the dims.
 
     Raises:
-        LayoutError: what is no layout, of so many dims or devices; cuts that do not divide.
+        LayoutError: no layout of so many dims or devices; or cuts that do not divide.
     """
     layout = words
     if isinstance(words, Mapping):
@@ -516,7 +531,7 @@ def read_layout(words: Any, devices: int, shape: Sequence[int], padded: bool = F
 
 
 def spell_digits(devices: int, digits: Digits) -> Any:
-    """Digits by themselves, as those of a sum that an operator lets through: a named device matrix, and their names."""
+    """Digits without a tensor, such as those of a partial sum that an operator passes on: a named device matrix."""
     if not digits:
         return []
     axes = _Axes(devices, digits)
@@ -528,7 +543,7 @@ def read_digits(words: Any, devices: int) -> Digits:
     """The digits that `spell_digits` wrote.
 
     Raises:
-        LayoutError: they are none of these devices.
+        LayoutError: they are not digits of `devices` devices.
     """
     if words == []:
         return ()

@@ -1,8 +1,10 @@
-"""Plans as files: reading and writing, whatever kind of plan it is.
+"""Plans as files: saving and loading a plan of either kind.
 
-save_plan(plan, path)    one device program, or a pipeline: `document_writing`
-load_plan(path)          "pipeline" in the file: a `PipelinePlan`, otherwise a `Plan`
-read_document(path)      the file's lines, before they are a plan: for a model that is to take their strategies
+    save_plan(plan, path)    one device program, or a pipeline: `document_writer`
+    load_plan(path)          a `PipelinePlan` where the file has "pipeline", otherwise a `Plan`
+    read_document(path)      the file's lines before they become a plan, for a model that takes their strategies
+
+`Plan.save` and `Plan.load` call these functions.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ def save_plan(plan: Plan | PipelinePlan, path: str | Path) -> None:
 
 
 def load_plan(path: str | Path) -> Plan | PipelinePlan:
-    """Load a plan from its file. See `Plan.load`."""
+    """The plan of a file. See `Plan.load`."""
     return read_document(path).plan()
 
 
 def read_document(path: str | Path) -> PlanDocument | PipelineDocument:
-    """Read a document.
+    """The document of a file.
 
     Raises:
         PlanError: no such file, not a plan, cut short, of another schema, or with two lines for one operator.
@@ -71,10 +73,10 @@ def read_document(path: str | Path) -> PlanDocument | PipelineDocument:
 def as_document(
     given: PlanDocument | PipelineDocument | str | os.PathLike | None,
 ) -> PlanDocument | PipelineDocument | None:
-    """A document, or that of a path.
+    """The given document, or that of a path; None for None.
 
     Raises:
-        PlanError: a file that holds none.
+        PlanError: the file holds no document.
     """
     return given if given is None or isinstance(given, (PlanDocument, PipelineDocument)) else read_document(given)
 

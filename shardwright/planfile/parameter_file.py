@@ -1,13 +1,15 @@
-"""Where parameters lie, as a file of its own: a line for each, its whole shape, its type, and the layout of its
-storage.
+"""The storage of parameters as a file of its own: a line per parameter, with whole shape, dtype and storage layout.
 
     {"name": "up.weight", "shape": [4096, 1024], "dtype": "float32", "storage": [4, 1]}
 
-A layout is spelled as in a plan's document (`spelling`). Of a pipeline a line also says on which ranks the parameter
-lies, ``"ranks": "4-7"``; its layout is one of these. Buffers have lines of their own. Where some cut does not divide
-its dim, the head says ``"uneven": true``.
+Example: on 4 devices this line stores rows 0 to 1023 on rank 0, and so on to rows 3072 to 4095 on rank 3.
 
-A model that loads such a file stores its parameters so; a checkpoint is cut so without any model.
+A layout is spelt as in a plan's document (`encoding.spell_layout`). In a pipeline a line also has the ranks that hold
+the parameter, ``"ranks": "4-7"``, and its layout is over these ranks. Buffers have lines of their own. Where some cut
+does not divide its dim, the head has ``"uneven": true``.
+
+A model that loads such a file stores its parameters accordingly; a checkpoint is cut accordingly without any model.
+Unlike a plan's document, the file has no strategies of operators and no graph.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ from .plan_document import DocumentLine, read_lines
 
 __all__ = ["ParameterStrategies", "TensorStorage", "as_parameter_strategies"]
 
-#: The version of the form. It rises when a file of the old form can no longer be read as what it meant.
+#: The version of the format. It rises when files of the old format can no longer be read with their old meaning.
 SCHEMA = 1
 
-#: What the head says a file is.
+#: The value of the head's "kind".
 KIND = "parameter strategies"
 
 _LEGAL = "a file that save_param_strategy_file wrote, or a plan"
@@ -46,14 +48,14 @@ _LEGAL = "a file that save_param_strategy_file wrote, or a plan"
 
 @dataclass(frozen=True)
 class TensorStorage:
-    """Where one parameter or buffer lies.
+    """The storage of one parameter or buffer.
 
     Attributes:
-        shape: of the whole.
+        shape: the shape of the whole tensor.
         dtype: such as "float32".
-        layout: on the ranks that hold it.
-        first: the first of these, in the world.
-        where: the line that says so, or "".
+        layout: the layout over the ranks that hold it.
+        first: the first of these ranks, in the world.
+        where: the line of the file that defines it, or "".
     """
 
     shape: tuple[int, ...]
@@ -68,13 +70,16 @@ class TensorStorage:
         return range(self.first, self.first + self.layout.devices)
 
     def slice(self, rank: int) -> tuple[slice, ...]:
-        """The part of the whole that lies on `rank`; nothing of it where it is not held."""
+        """The part of the whole that is stored on `rank`; empty slices where `rank` does not hold it."""
         if rank not in self.ranks:
             return (slice(0, 0),) * len(self.shape)
         return true_slice(self.layout, self.shape, rank - self.first)
 
     def of_rank(self, rank: int) -> tuple[tuple[slice, ...], tuple[int, ...]]:
-        """What lies on `rank`, and the ranks that hold the same, ascending; none where nothing does."""
+        """The part that is stored on `rank`, and the ranks that hold the same part, ascending.
+
+        No ranks are returned where the part is empty.
+        """
         if rank not in self.ranks:
             return self.slice(rank), ()
         box, ranks = _by_rank(self.layout, self.shape)[rank - self.first]
@@ -82,8 +87,10 @@ class TensorStorage:
 
     @property
     def boxes(self) -> tuple[tuple[tuple[slice, ...], tuple[int, ...]], ...]:
-        """The different parts of it, none of them empty, each with the ranks that hold it, ascending. Of a tensor
-        without elements there is one."""
+        """The different parts, none of them empty, each with the ranks that hold it, ascending.
+
+        A tensor without elements has one part.
+        """
         return tuple(
             (box, tuple(self.first + rank for rank in ranks)) for box, ranks in _boxes(self.layout, self.shape)
         )
@@ -91,8 +98,10 @@ class TensorStorage:
 
 @lru_cache(maxsize=4096)
 def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[tuple[slice, ...], tuple[int, ...]], ...]:
-    """As `Storage.boxes`, of the ranks from 0 on. Parameters and their optimizer's state share few layouts and
-    shapes."""
+    """The value of `TensorStorage.boxes`, for ranks from 0 on.
+
+    Cached: parameters and their optimizer state share few layouts and shapes.
+    """
     found: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for rank in range(layout.devices):
         box = true_slice(layout, shape, rank)
@@ -103,13 +112,13 @@ def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[tuple[slice, .
 
 @dataclass(frozen=True)
 class ParameterStrategies:
-    """How the parameters of a model are stored.
+    """The storage of a model's parameters.
 
     Attributes:
-        devices: how many there are, in all.
+        devices: the number of devices, in all.
         parameters, buffers: by name; tied ones under their first name.
-        path: the file that says so, or None.
-        plan: the fingerprint of the plan that says so, or None.
+        path: the file they were read from, or None.
+        plan: the fingerprint of the plan they were taken from, or None.
     """
 
     devices: int
@@ -120,7 +129,7 @@ class ParameterStrategies:
 
     @classmethod
     def of(cls, plan: Plan | PipelinePlan, path: Path | None = None) -> ParameterStrategies:
-        """Those of a plan."""
+        """The storage of a plan's parameters."""
 
         def stored(values: Mapping[str, Value]) -> Iterator[tuple[str, TensorStorage]]:
             for name, value in values.items():
@@ -144,11 +153,11 @@ class ParameterStrategies:
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> ParameterStrategies:
-        """Read a file, or the parameters of a plan that was saved.
+        """Read a file of parameter strategies, or the parameters of a saved plan.
 
         Raises:
-            PlanError: no such file, none of this kind, a line that is none, or two for one name.
-            LayoutError: a line that no layout of such a tensor follows.
+            PlanError: no such file, not of this kind, an invalid line, or two lines for one name.
+            LayoutError: a layout that does not fit the tensor.
         """
         path = Path(path)
         text, words = _object(path)
@@ -183,7 +192,7 @@ class ParameterStrategies:
         Path(path).write_text(self.text(), encoding="utf-8")
 
     def text(self) -> str:
-        """The file's text."""
+        """The text of the file."""
         head: dict[str, Any] = {"schema": SCHEMA, "kind": KIND, "devices": self.devices}
         if any(s.layout.padded(s.shape) != s.shape for s in self.all.values()):
             head["uneven"] = True
@@ -206,7 +215,7 @@ class ParameterStrategies:
 
     @property
     def source(self) -> str:
-        """As errors name it."""
+        """The file's name in errors."""
         return str(self.path or "the strategies")
 
     # -- on a model --
@@ -214,18 +223,20 @@ class ParameterStrategies:
     def onto(
         self, graph: Graph, devices: int, groups: int | str, stored: Mapping[str, Layout] | None, uneven: bool = False
     ) -> dict[str, Layout]:
-        """How a captured model's parameters are stored, where that is settled.
+        """The fixed storage of a captured model's parameters.
 
         Args:
-            groups: into how many a pipeline cuts the devices; 1 without a pipeline, or "auto".
-            stored: how some are stored already.
-            uneven: whether cuts need not divide.
+            graph: the captured model.
+            devices: the number of devices.
+            groups: the number of device groups of the pipeline; 1 without a pipeline, or "auto".
+            stored: parameters whose storage is fixed already.
+            uneven: True where cuts need not divide.
 
         Raises:
-            PlanError: for another model or another number of devices, with the line; or a parameter that is stored
-                otherwise already.
+            PlanError: strategies for another model or another number of devices, with the line; or a parameter whose
+                fixed storage is another one.
             LayoutError: a cut that does not divide, and must; a buffer that is cut.
-            SettingError: stages that are yet to be chosen.
+            SettingError: the stages are still to be chosen.
         """
         if groups == "auto":
             raise SettingError(
@@ -291,10 +302,10 @@ class ParameterStrategies:
     def check_names(
         self, parameters: Sequence[str] | Mapping[str, Any], buffers: Sequence[str] | Mapping[str, Any]
     ) -> None:
-        """That every line is of what a model has.
+        """Check that every line names a parameter or buffer of a model.
 
         Raises:
-            PlanError: the first that is not, with its line.
+            PlanError: the first line that does not, with its place.
         """
         for table, names, what in ((self.parameters, parameters, "parameter"), (self.buffers, buffers, "buffer")):
             for name, held in table.items():
@@ -307,10 +318,10 @@ class ParameterStrategies:
                     )
 
     def check_kept(self, plan: Plan | PipelinePlan) -> None:
-        """That a plan stores every parameter as its line says.
+        """Check that a plan stores every parameter as its line says.
 
         Raises:
-            PlanError: the first that it does not, with its line.
+            PlanError: the first parameter that it stores otherwise, with its line.
         """
         made = ParameterStrategies.of(plan).parameters
         for name, held in self.parameters.items():
@@ -327,17 +338,17 @@ class ParameterStrategies:
 
 
 def as_parameter_strategies(given: ParameterStrategies | str | os.PathLike | None) -> ParameterStrategies | None:
-    """Strategies, or those of a path.
+    """The given strategies, or those of a path; None for None.
 
     Raises:
-        ShardwrightError: a file that holds none.
+        ShardwrightError: the file holds no strategies.
     """
     return given if given is None or isinstance(given, ParameterStrategies) else ParameterStrategies.read(given)
 
 
 @lru_cache(maxsize=4096)
 def _by_rank(layout: Layout, shape: tuple[int, ...]) -> dict[int, tuple[tuple[slice, ...], tuple[int, ...]]]:
-    """As `Storage.of_rank`, of the ranks from 0 on."""
+    """The value of `TensorStorage.of_rank` for each rank, for ranks from 0 on."""
     nothing: tuple[tuple[slice, ...], tuple[int, ...]] = ((slice(0, 0),) * len(shape), ())
     return dict.fromkeys(range(layout.devices), nothing) | {
         rank: (box, ranks) for box, ranks in _boxes(layout, shape) for rank in ranks
@@ -345,7 +356,7 @@ def _by_rank(layout: Layout, shape: tuple[int, ...]) -> dict[int, tuple[tuple[sl
 
 
 def _object(path: Path) -> tuple[str, dict[str, Any]]:
-    """The text of a file, and the JSON object that it holds."""
+    """The text of a file, and the JSON object in it."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -363,10 +374,10 @@ def _object(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _storage(line: DocumentLine, devices: int, uneven: bool) -> TensorStorage:
-    """What a line says.
+    """The storage that a line describes.
 
     Raises:
-        PlanError, LayoutError: what it cannot, with where it stands.
+        PlanError, LayoutError: an invalid value, with the line's place.
     """
     words, who = line.words, f"the parameter {line.name!r}"
     shape, dtype = words.get("shape"), words.get("dtype")

@@ -1,12 +1,16 @@
-"""A pipeline's plan as a document: what it says of each stage is the document of a plan of its own.
+"""A pipeline's plan as a document: each of its stages is described as in the document of a plan of its own.
 
-    head        what holds of all: devices, how the model is fed, the schedule, the cluster
-    stages      for each its devices, its operators and its parameters, a line each, as in a document of one plan
-    captured    a compressed line for each stage, its graph; and one for what there is beside them: where the inputs of
-                stages come from, the graph of a micro-batch, how results of micro-batches are put together
+    head        fields of the whole pipeline: devices, dataset_strategy, schedule, cluster
+    stages      per stage its devices, its operators and its parameters, a line each, as in a document of one plan
+    captured    one compressed line per stage: its graph; and one for the rest: the sources of the stages' inputs, the
+                graph of a micro-batch, the joins of the micro-batches' results
 
-When it is loaded every stage is planned anew in turn, so that a line that was edited changes what later stages are fed.
-The number of micro-batches is that of the graph; another schedule may be written in, if it has the same stages.
+On loading, the stages are planned again in order, so an edited line changes the inputs of later stages. The number of
+micro-batches is fixed by the graph; the schedule may be edited to another one with the same stages. Example: a plan
+of 4 stages keeps ``"micro_batches": 8``, and its ``"scheduler"`` may be replaced by another one on the same
+placement.
+
+`plan_document` reads the plan of one program.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from .plan_document import PlanDocument, section_places
 
 __all__ = ["PipelineDocument"]
 
-#: Of what "pipeline" holds, the kinds.
+#: The types of the fields of "pipeline".
 _KINDS = {"stages": int, "scheduler": str, "micro_batches": int, "placement": list, "split": list}
 
 
@@ -44,8 +48,8 @@ class PipelineDocument:
 
     Attributes:
         head: its fields, without lines.
-        stages: by number.
-        line: where the schedule stands, ``plan.json:9``.
+        stages: the documents of the stages, by number.
+        line: the place of the schedule: ``plan.json:9``.
     """
 
     head: PlanDocument
@@ -54,10 +58,15 @@ class PipelineDocument:
 
     @classmethod
     def of(cls, path: Path, text: str, words: dict[str, Any]) -> PipelineDocument:
-        """The document of an object.
+        """The document of a JSON object.
+
+        Args:
+            path: the file.
+            text: its text.
+            words: the object.
 
         Raises:
-            PlanError: a part that is not there, or is something else.
+            PlanError: a part is missing or invalid.
         """
         legal = "a file that PipelinePlan.save wrote"
         stages, captured = words.pop("stages", None), words.pop("captured", None)
@@ -98,21 +107,21 @@ class PipelineDocument:
 
     @property
     def devices(self) -> int:
-        """How many devices all stages have together."""
+        """The number of devices of all stages together."""
         return self.head.devices
 
     def wrong(self, message: str, legal: str) -> PlanError:
-        """An error of what is said of the pipeline."""
+        """An error about the pipeline's fields."""
         return PlanError(message, source=self.line, legal=legal)
 
     # -- what the head says --
 
     @property
     def setting(self) -> dict[str, Any]:
-        """What is said of the pipeline.
+        """The fields of the pipeline.
 
         Raises:
-            PlanError: something that it cannot be.
+            PlanError: an invalid value.
         """
         given = self.head.words["pipeline"]
         for key, kind in _KINDS.items():
@@ -129,10 +138,10 @@ class PipelineDocument:
         return given
 
     def schedule(self) -> Schedule:
-        """Its schedule.
+        """The schedule of the pipeline.
 
         Raises:
-            PlanError: one that there is not, that deadlocks, or that has other stages, and where.
+            PlanError: an unknown schedule, one that deadlocks, or one of other stages, with its place.
         """
         given = self.setting
         groups, count, placement = given["stages"], given["micro_batches"], tuple(given["placement"])
@@ -170,10 +179,13 @@ class PipelineDocument:
         return made
 
     def sizes(self, made: Schedule) -> tuple[int, ...]:
-        """By group of devices, how many.
+        """The number of devices of each group, by group.
+
+        Args:
+            made: the schedule.
 
         Raises:
-            PlanError: stages of one group on different numbers of devices, or another sum than the plan's devices.
+            PlanError: stages of one group have different numbers of devices, or the sum is not the plan's.
         """
         sizes: dict[int, int] = {}
         for stage, group in zip(self.stages, made.placement):
@@ -194,13 +206,13 @@ class PipelineDocument:
 
     @cached_property
     def held(self) -> dict[str, Any]:
-        """What there is beside the stages' graphs.
+        """The content of the last captured line: everything beside the stages' graphs.
 
         Raises:
             PlanError: it is damaged.
         """
         try:
-            # Files that were written before buffers were joined once a step have no "updates".
+            # Files from before buffers were joined once a step have no "updates".
             held = {"updates": {}, **unpacked(self.head.captured)}
             return {
                 key: held[key] for key in ("graph", "joins", "totals", "counts", "micro_batches", "updates", "stages")
@@ -211,10 +223,13 @@ class PipelineDocument:
             ) from None
 
     def graph(self, own: Sequence[Graph]) -> Graph:
-        """The graph of one micro-batch, as its lines have it recomputed.
+        """The graph of one micro-batch, with the recomputation that its lines give.
 
         Args:
             own: the stages' graphs.
+
+        Raises:
+            PlanError: the graph is not the head's.
         """
         graph = read_graph(whole_graph(self.held["graph"], [stage.held["graph"] for stage in self.stages]))
         if fingerprint(graph) != self.head.words.get("graph"):
@@ -230,10 +245,10 @@ class PipelineDocument:
     # -- as a plan --
 
     def plan(self) -> PipelinePlan:
-        """The plan: every stage's document as `Document.plan` reads it, fed by those before it.
+        """The plan: every stage's document read by `PlanDocument.plan`, fed by the earlier stages.
 
         Raises:
-            ShardwrightError: what cannot be, with where it stands and what would be legal.
+            ShardwrightError: an impossible value, with its place and the legal ones.
         """
         made, devices, cluster = self.schedule(), self.devices, self.head.cluster
         sizes = self.sizes(made)
@@ -265,7 +280,7 @@ class PipelineDocument:
         fed = {size: self.head.fed(alone, size, self.head.mode) for size in sorted(set(sizes))}
 
         def planner(part: Graph, size: int, given: InputPlacement, number: int) -> Plan:
-            if number < 0:  # it counts targets: nothing to be decided
+            if number < 0:  # the graph that counts targets has nothing to decide
                 decided = semi_auto(part, size, given, on_missing_rule="replicate")
                 return Plan(part, size, "semi_auto", given, *decided, cluster=cluster)
             return self.stages[number].plan(part, given)
@@ -288,7 +303,7 @@ class PipelineDocument:
     # -- on a model --
 
     def per_stage(self, planned: Schedule, devices: int) -> tuple[PlanDocument, ...]:
-        """The documents of the stages, for a pipeline of the same stages on as many devices.
+        """The documents of the stages, for a pipeline with the same stages and devices.
 
         Raises:
             PlanError: another number of stages or devices.
@@ -307,7 +322,7 @@ class PipelineDocument:
         return self.stages
 
     def onto(self, *_: Any, **__: Any) -> Any:
-        """As of `Document`, of a model that is no pipeline.
+        """Raise an error: counterpart of `PlanDocument.onto` for a model without a pipeline.
 
         Raises:
             PlanError: always.

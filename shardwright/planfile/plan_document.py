@@ -1,10 +1,18 @@
 """A plan as a document: JSON to read, compare, edit and load.
 
-A line for each operator says its strategy, a line for each parameter where it lies, and one compressed line at the
-end holds the captured graph, so that a plan is loaded without its model. What a line says is checked anew against that
-graph, and whatever follows from it (layouts, conversions, costs) is worked out anew; figures in the document are for
-its reader. Beside the graph stands a digest of what each line said: a strategy that is another one now was edited by
-hand, and is a mark from then on.
+    head           fields of the whole plan: devices, mode, dataset_strategy, cluster, ... (`DocumentHead`)
+    operators      a line per operator: its strategy (`DocumentLine`)
+    parameters     a line per parameter: its storage
+    captured       one compressed line: the captured graph, so that a plan is loaded without its model
+
+On loading, each line is checked against the captured graph, and everything derived from the lines (layouts,
+redistributions, costs) is computed again; figures in the document serve its reader only. The captured line also has a
+digest of each line's content at the time of writing: a strategy that differs from its digest was edited by hand, and
+is a mark from then on. Example: ``"in_strategy": [[2, 1], [1, 2]]`` edited to ``[[4, 1], [1, 1]]`` makes the operator
+a marked one, with cause "mark".
+
+`pipeline_document` reads the plan of a pipeline, whose stages are documents of this format; `document_writer` writes
+both.
 """
 
 from __future__ import annotations
@@ -48,18 +56,17 @@ from .encoding import (
 __all__ = ["DocumentHead", "DocumentLine", "PlanDocument", "called", "field_line", "read_lines", "section_places"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# The head of a plan's document: what its fields say of the whole plan, each checked as it is read.
-# ----------------------------------------------------------------------------------------------------
+# -- the head: fields of the whole plan, each checked on access --------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class DocumentHead:
-    """The fields of a document, but for its sections.
+    """The fields of a document, without its sections.
 
     Attributes:
+        path: the file.
         words: the fields.
-        lines: in which line of the file a field stands, of those that errors name a line of.
+        lines: field -> its line in the file, for fields whose errors name a line.
     """
 
     path: Path
@@ -68,7 +75,7 @@ class DocumentHead:
 
     @property
     def devices(self) -> int:
-        """How many devices it is for."""
+        """The number of devices of the plan."""
         devices = self.words.get("devices")
         if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
             raise self.wrong(f"devices: {devices!r}", "a whole number of at least 1")
@@ -76,25 +83,25 @@ class DocumentHead:
 
     @property
     def uneven(self) -> bool:
-        """Whether cuts need not divide."""
+        """True where cuts need not divide."""
         return self.words.get("uneven") is True
 
     @property
     def mode(self) -> str:
-        """Its parallel mode."""
+        """The parallel mode of the plan."""
         if self.words.get("mode") not in MODES:
             raise self.wrong(f"mode: {self.words.get('mode')!r}", ", ".join(MODES))
         return self.words["mode"]
 
     @property
     def cluster(self) -> Cluster | None:
-        """What it is priced for."""
+        """The cluster for which the plan is priced, or None."""
         given = self.words.get("cluster")
         return None if given is None else Cluster.from_dict(given, f"{self.path}: cluster")
 
     @property
     def hsdp(self) -> OptimizerParallel | None:
-        """Its setting of optimizer parallel."""
+        """The setting of ZeRO/FSDP sharding (optimizer parallel), or None."""
         given = self.words.get("hsdp")
         if given is None:
             return None
@@ -114,7 +121,7 @@ class DocumentHead:
 
     @property
     def own(self) -> OwnPrograms | None:
-        """What there is to know of programs that are each rank's own."""
+        """The parameters and the loss of programs that are each rank's own (hybrid_parallel); None in other modes."""
         given = self.words.get("own")
         if (given is None) != (self.mode != "hybrid_parallel"):
             raise self.wrong(f"own: {given!r} in {self.mode}", "it goes with hybrid_parallel")
@@ -130,7 +137,7 @@ class DocumentHead:
 
     @property
     def optimizer(self) -> Any:
-        """Whose state is reckoned with."""
+        """The optimizer whose state is counted in the memory."""
         given = self.words.get("optimizer", "adam")
         try:
             optimizer_bytes(given)
@@ -140,7 +147,7 @@ class DocumentHead:
 
     @property
     def memory(self) -> float | None:
-        """Within how many bytes a device the plan was searched; None: memory was not looked at, or nothing says so."""
+        """The limit of the search, in bytes a device; None: memory was ignored, or the document has no such field."""
         given = self.words.get("memory")
         if given is None:
             return None
@@ -152,35 +159,37 @@ class DocumentHead:
 
     @property
     def stage(self) -> int | None:
-        """Of which stage of a pipeline it is the part, or None."""
+        """The number of the pipeline stage that the document describes, or None."""
         return self.words.get("stage")
 
     @property
     def where(self) -> str:
-        """As errors name it."""
+        """The document's name in errors."""
         return str(self.path) + (f", stage {self.stage}" if self.stage is not None else "")
 
     def wrong(self, message: str, legal: str, name: str = "") -> PlanError:
-        """The error of what is said.
+        """An error about a field's value.
 
         Args:
-            name: of the field that says it.
+            message: the error.
+            legal: the legal values.
+            name: the name of the field.
         """
         where = f"{self.path}:{self.lines[name]}" if name in self.lines else self.where
         return PlanError(message, source=where, legal=legal)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The lines of a plan's document: what each says of one operator or parameter, and where it stands.
-# ----------------------------------------------------------------------------------------------------
+# -- the lines of operators and parameters -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class DocumentLine:
-    """What a document says of one operator or parameter.
+    """A line of a document: the fields of one operator or parameter.
 
     Attributes:
-        where: ``plan.json:17``.
+        name: the operator or parameter.
+        words: the fields.
+        where: the place of the line: ``plan.json:17``.
     """
 
     name: str
@@ -188,13 +197,17 @@ class DocumentLine:
     where: str
 
     def decision(self, op: Op, devices: int, on_missing_rule: str, uneven: bool, own: bool = False) -> Decision:
-        """The line as a decision of the operator that it names, and whatever cause it gives.
+        """The line as a decision of the operator that it names, with the cause that the line gives.
 
         Args:
-            own: in hybrid_parallel, where every operator runs as it stands.
+            op: the operator.
+            devices: the number of devices.
+            on_missing_rule: "error", or "replicate": an operator without a rule runs whole on every device.
+            uneven: True where cuts need not divide.
+            own: True in hybrid_parallel, where every operator runs unchanged.
 
         Raises:
-            ShardwrightError: what the operator cannot follow, with the line.
+            ShardwrightError: a strategy that the operator cannot follow, with the line.
         """
         if own:
             rule, note = whole_rule(op), None
@@ -225,7 +238,7 @@ class DocumentLine:
             ) from None
 
     def out(self, bound: Bound, devices: int) -> tuple[Layout, ...] | None:
-        """The layouts that the outputs are brought to."""
+        """The layouts to which the outputs are brought, or None."""
         given = self.words.get("out_strategy")
         if given is None:
             return None
@@ -234,10 +247,10 @@ class DocumentLine:
         return output_layouts_of(bound, given, devices)
 
     def check(self, op: Op) -> None:
-        """That the line is of this operator.
+        """Check that the line describes this operator.
 
         Raises:
-            PlanError: it is of another, or of other shapes.
+            PlanError: the line is of another operator, or of other shapes.
         """
         kind, shapes = self.words.get("op"), self.words.get("shapes")
         if kind != op.kind or shapes != types_of(op):
@@ -249,10 +262,10 @@ class DocumentLine:
             )
 
     def recomputed(self, op: Op) -> Op:
-        """The operator, recomputed as the line says.
+        """The operator, with the recomputation that the line gives.
 
         Raises:
-            PlanError: it says something else.
+            PlanError: the line's "recompute" is invalid.
         """
         try:
             return replace(op, recompute=recompute_of(self.words.get("recompute")))
@@ -266,17 +279,17 @@ class DocumentLine:
 
 
 def called(op: Op) -> str | None:
-    """An operator as errors name it."""
+    """The name of an operator in errors."""
     return op.where["operator"]
 
 
 def section_places(text: str, section: str) -> list[int]:
-    """Where lists and objects of that name begin, as indices of the text."""
+    """The indices in the text at which lists and objects of that name begin."""
     return [found.start() for found in re.finditer(rf'(?<!\\)"{section}"\s*:\s*[\[{{]', text)]
 
 
 def field_line(text: str, name: str, value: Any) -> int:
-    """In which line of a text a field of this value stands; the first, where several are alike."""
+    """The line number of the first field of this name and value in a text; 1 where there is none."""
     decoder = json.JSONDecoder()
     for found in re.finditer(rf'(?<!\\)"{name}"\s*:\s*', text):
         try:
@@ -288,10 +301,17 @@ def field_line(text: str, name: str, value: Any) -> int:
 
 
 def read_lines(path: Path, text: str, given: Any, section: str, number: int = -1) -> dict[str, DocumentLine]:
-    """The lines of a section by name, with where they stand.
+    """The lines of a section by name, each with its place in the file.
 
     Args:
-        number: which of the sections of that name, where the text has several.
+        path: the file.
+        text: its text.
+        given: the section's value.
+        section: the section's name.
+        number: the index of the section among those of that name, where the text has several.
+
+    Raises:
+        PlanError: the section is missing, an entry has no name, or two have the same one.
     """
     if not isinstance(given, list):
         raise PlanError(f"the plan has no {section}", source=str(path), legal="a file that Plan.save wrote")
@@ -315,7 +335,7 @@ def read_lines(path: Path, text: str, given: Any, section: str, number: int = -1
     return out
 
 
-#: As those of `make.PLANNERS`.
+#: A planner, as in `planning.PLANNERS`.
 Planner = Callable[..., tuple[dict[str, Decision], dict[str, int]]]
 
 
@@ -325,7 +345,7 @@ class PlanDocument(DocumentHead):
 
     Attributes:
         operators, parameters: its lines by name.
-        captured: the graph, packed.
+        captured: the packed graph, with the digests.
     """
 
     operators: dict[str, DocumentLine]
@@ -334,13 +354,16 @@ class PlanDocument(DocumentHead):
 
     @classmethod
     def of(cls, path: Path, text: str, words: dict[str, Any], number: int = -1) -> PlanDocument:
-        """The document of an object.
+        """The document of a JSON object.
 
         Args:
-            number: which of the sections of one name in the text are its own.
+            path: the file.
+            text: its text.
+            words: the object.
+            number: the index of its sections among those of the same name in the text.
 
         Raises:
-            PlanError: a section that is not there, or two lines for one operator.
+            PlanError: a section is missing, or an operator has two lines.
         """
         operators, parameters = (
             read_lines(path, text, words.pop(section, None), section, number) for section in ("operators", "parameters")
@@ -357,7 +380,7 @@ class PlanDocument(DocumentHead):
 
     @cached_property
     def held(self) -> dict[str, Any]:
-        """What its last line holds: the graph, and what the other lines said when they were written."""
+        """The content of the captured line: graph, search report, and the digests of the other lines when written."""
         try:
             held = unpacked(self.captured)
             said = held["said"]
@@ -374,10 +397,10 @@ class PlanDocument(DocumentHead):
             raise self.wrong(f"the captured graph cannot be read: {error}", "a file that Plan.save wrote") from None
 
     def graph(self) -> Graph:
-        """The captured graph, as its lines have it recomputed.
+        """The captured graph, with the recomputation that its lines give.
 
         Raises:
-            PlanError: it is damaged, is another than the head's, or has an operator that is not registered here.
+            PlanError: the graph is damaged, is not the head's, or has an operator that is not registered here.
         """
         try:
             graph = read_graph(self.held["graph"])
@@ -394,10 +417,14 @@ class PlanDocument(DocumentHead):
         return graph.with_ops(tuple(self.operators[op.name].recomputed(op) for op in graph.ops))
 
     def matched(self, graph: Graph, complete: bool) -> None:
-        """That every line is of an operator of `graph`; with `complete`, that each of those has one.
+        """Check that every line names an operator or parameter of `graph`.
+
+        Args:
+            graph: the captured graph of the plan, or of a model.
+            complete: check also that every operator has a line.
 
         Raises:
-            PlanError: the first that is not, with its line.
+            PlanError: the first line that does not, with its place, or the operators without a line.
         """
         names = dict.fromkeys(op.name for op in graph.ops)
         what = "the model" if self.stage is None else f"stage {self.stage} of the model"
@@ -425,14 +452,14 @@ class PlanDocument(DocumentHead):
             )
 
     def plan(self, graph: Graph | None = None, fed: InputPlacement | None = None) -> Plan:
-        """The plan: every line checked, strategies that were edited as marks, everything else worked out anew.
+        """The plan: every line checked, edited strategies as marks, everything else computed again.
 
         Args:
-            graph: as `graph` reads it, where that was done.
-            fed: how it is fed, of the stage of a pipeline; None: as the head says.
+            graph: the result of `graph`, where the caller has read it.
+            fed: the placement of the inputs of a pipeline stage; None: by the head.
 
         Raises:
-            ShardwrightError: an impossible line, with where it stands and what would be legal.
+            ShardwrightError: an impossible line, with its place and the legal values.
         """
         graph, devices, mode, hsdp = graph or self.graph(), self.devices, self.mode, self.hsdp
         own = self.own
@@ -454,16 +481,18 @@ class PlanDocument(DocumentHead):
         except ShardwrightError as error:
             raise self.unroutable(error, decisions) from None
         limit = memory if found is None else found.limit
-        # Edited lines, and other costs than were reckoned with then, tell in the seconds of a step.
+        # Edited lines, and costs other than those of the search, show in the seconds of a step.
         if found is not None and not math.isclose(made.cost, self.held["found"]["seconds"], rel_tol=1e-9):
             found = None
-        if found is None and limit is not None:  # what was proved is so no longer; what the plan is to keep still is
+        if found is None and limit is not None:  # the bound is no longer proved; the memory limit still holds
             found = SearchResult(made.cost, None, len(decisions), 0, (), limit)
         return replace(made, found=found)
 
     def found(self, fed: InputPlacement) -> SearchResult | None:
-        """What the search said of it, where the head is still what it searched for. Documents that do not say "memory"
-        say the limit only here."""
+        """The search's report, where the head still equals the one that was searched for; otherwise None.
+
+        Documents without "memory" have the memory limit only here.
+        """
         held = self.held["found"]
         head = self.words if self.stage is None else self.words | {"dataset_strategy": [*map(spell_layout, fed.inputs)]}
         if held is None or self.held["said"]["head"] != head_digest(head):
@@ -472,7 +501,7 @@ class PlanDocument(DocumentHead):
         return SearchResult(**told | {"notes": tuple(held["notes"])})
 
     def decided(self, op: Op, devices: int, on_missing_rule: str, uneven: bool, own: bool = False) -> Decision:
-        """What an operator's line decides: as whoever it was decided then, by a mark if it was edited since."""
+        """The decision of an operator's line, with its original cause, or "mark" where the line was edited since."""
         line = self.operators[op.name]
         decision = line.decision(op, devices, on_missing_rule, uneven, own)
         if digest(op, decision) != self.held["said"]["operators"].get(line.name):
@@ -487,7 +516,7 @@ class PlanDocument(DocumentHead):
         return replace(decision, op=replace(op, mark=mark), cause="mark", origin="", via="")
 
     def fed(self, graph: Graph, devices: int, mode: str) -> InputPlacement:
-        """How its batch comes in."""
+        """The placement of the inputs."""
         strategy = self.words.get("dataset_strategy")
         try:
             if isinstance(strategy, list) and len(strategy) == len(graph.inputs):
@@ -499,10 +528,10 @@ class PlanDocument(DocumentHead):
             raise error.located(operator="dataset_strategy", source=str(self.path), strategy=strategy) from None
 
     def settled(self, graph: Graph, devices: int) -> dict[str, Layout] | None:
-        """How parameters are stored of which the document says so: settled when it was written, or edited since.
+        """The storage of parameters that the document fixes (settled when written, or edited since), or None.
 
         Raises:
-            LayoutError: what does not fit the parameter, with the line.
+            LayoutError: a layout that does not fit the parameter, with the line.
         """
         out = {}
         values = graph.parameters | graph.buffers
@@ -523,7 +552,7 @@ class PlanDocument(DocumentHead):
         return out or None
 
     def unroutable(self, error: ShardwrightError, decisions: Mapping[str, Decision]) -> ShardwrightError:
-        """The error of lines that are legal each and impossible together, with the line."""
+        """The error of lines that are each legal and together impossible, with the line at fault."""
         left: dict[str, set] = {}
         for name, decision in decisions.items():
             opened = set(decision.open or ())
@@ -547,10 +576,10 @@ class PlanDocument(DocumentHead):
     # -- on a model --
 
     def per_stage(self, planned: Schedule, devices: int) -> tuple[PlanDocument, ...]:
-        """The documents of the stages of a pipeline.
+        """Raise an error: a plan without a pipeline has no stages.
 
         Raises:
-            PlanError: always: it is a plan of none.
+            PlanError: always.
         """
         raise self.wrong(
             f"the plan is of no pipeline, and {planned.groups} stages are asked for",
@@ -558,12 +587,14 @@ class PlanDocument(DocumentHead):
         )
 
     def renamed(self, graph: Graph) -> PlanDocument:
-        """The document with operators called as in `graph`, where that has the same ones in the same order: a marked
-        operator has another name than the same one without its mark."""
+        """The document with the operator names of `graph`, where `graph` has the same operators in the same order.
+
+        A marked operator has another name than the same one without its mark.
+        """
         try:
             captured = read_graph(self.held["graph"])
         except (PlanError, ValueError, KeyError, TypeError, AttributeError):
-            return self  # what it has to say can be said by names alone
+            return self  # the lines still apply by name
         if _alike(captured) != _alike(graph):
             return self
         names = {old.name: new.name for old, new in zip(captured.ops, graph.ops)}
@@ -580,14 +611,17 @@ class PlanDocument(DocumentHead):
         uneven: bool = False,
         first: bool = True,
     ) -> tuple[Graph, Planner, dict[str, Layout] | None]:
-        """A model's graph with the lines as marks, the planner for it, and how parameters are stored, where that is
-        settled.
+        """A model's graph with the lines as marks, the planner for it, and the fixed storage of parameters or None.
 
         Args:
-            planner: the mode's, for operators that have no line. Where each has one, the lines decide, down to the sums
-                that stay open.
-            first: whether the model is called in the shapes that the plan is for; otherwise its lines hold for the
-                operators that are there, and need not be of their shapes.
+            graph: the model's graph.
+            devices: the number of devices.
+            planner: the mode's planner, for operators that have no line. Where each operator has a line, the lines
+                decide, including the partial sums that stay open.
+            stored: storage of parameters that is fixed already.
+            on_missing_rule, uneven: see `DocumentLine.decision`.
+            first: True where the model is called with the shapes of the plan. Otherwise lines apply to the operators
+                that exist, and shapes may differ.
 
         Raises:
             ShardwrightError: a plan for another model, other shapes or another number of devices, with the line.
@@ -618,10 +652,10 @@ class PlanDocument(DocumentHead):
             carries = batch_dims(graph, {name: decision.bound for name, decision in decisions.items()})
             planner = lambda *_, **__: (decisions, carries)
         elif planner is data_parallel:
-            planner = semi_auto  # it heeds marks
+            planner = semi_auto  # `data_parallel` ignores marks
         return graph, planner, dict(stored) if stored else None
 
 
 def _alike(graph: Graph) -> list[tuple[str, str]]:
-    """What two graphs have in common that differ in the names of their operators."""
+    """The part of a graph that is independent of operator names: kind and module of each operator."""
     return [(op.kind, op.module) for op in graph.ops]
