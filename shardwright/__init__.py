@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from .verification.verify import verify
     from .verification.verify_report import VerifyReport
 
-#: Public name -> its module. A module is imported when one of its names is first used: the launcher needs none of
-#: torch.
+#: Public name -> its module. A module is imported when one of its names is first used, so that the launcher does not
+#: import torch.
 _MODULES = {
     **dict.fromkeys(
         (
@@ -90,14 +90,14 @@ __all__ = sorted([*_MODULES, "__version__", "ops"])
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib import metadata  # lazy: 20 ms that a training worker does not need
+        from importlib import metadata  # noqa: PLC0415  20 ms that a worker does not need
 
         try:
-            return metadata.version("shardwright")  # pyproject.toml's, as it was when the package was installed
-        except metadata.PackageNotFoundError:  # a checkout that is on the path
+            return metadata.version("shardwright")  # the version in pyproject.toml at installation
+        except metadata.PackageNotFoundError:  # a checkout on the path, not installed
             return "0+unknown"
     if name == "ops":
-        return import_module(".ops", __name__)  # a module with public functions of its own
+        return import_module(".ops", __name__)  # a public module, not a name of one
     if name not in _MODULES:
         raise AttributeError(f"module 'shardwright' has no attribute {name!r}")
     value = getattr(import_module(f".{_MODULES[name]}", __name__), name)

@@ -1,4 +1,4 @@
-"""``python -m shardwright`` is the ``shardwright`` command."""
+"""``python -m shardwright`` runs the ``shardwright`` command."""
 
 from __future__ import annotations
 

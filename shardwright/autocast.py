@@ -1,10 +1,8 @@
-"""Autocast written out: which casts an operator gets under ``torch.autocast``, as casts of its inputs.
+"""Autocast made explicit: the casts that an operator gets under ``torch.autocast``, recorded as casts of its inputs.
 
-torch's lists of operators are not copied. An operator is called on fake tensors under autocast, and what it comes to
-below
-autocast is noted: each operator with the dtypes that it takes and returns. The first of these forms that comes to the
-    same
-without autocast is the one that is recorded:
+torch's lists of operators are not copied. An operator is called on fake tensors under autocast, and a dispatch mode
+records the calls below autocast: each operator with the dtypes that it takes and returns (its trace). The first of
+these forms whose trace without autocast is the same is recorded:
 
     1. the operator as it is                              gelu; linear of float64
     2. its argument ``dtype`` set                         sum, cumsum on CUDA: float32
@@ -12,15 +10,15 @@ without autocast is the one that is recorded:
     4. all floating inputs cast to one dtype              norm on CUDA, which autocast calls by another overload
     5. the operator run under autocast                    gru, whose inner products alone are cast; custom operators
 
-"The same" means the same operators on the same dtypes in the same order; views, copies and casts of the operator's own
-inputs do not count. An example, under bfloat16 on a CPU: `aten.linear` of three float32 tensors comes to three casts
-and ``addmm(bfloat16, bfloat16, bfloat16)``; so does form 3. Without autocast it comes to
-``addmm(float32, float32, float32)``.
+Two traces are the same where they have the same operators on the same dtypes in the same order; views, copies and
+casts of the operator's own inputs do not count. Example, under bfloat16 on a CPU: the trace of `aten.linear` of three
+float32 tensors is three casts and ``addmm(bfloat16, bfloat16, bfloat16)``, and so is that of form 3. Without autocast
+it is ``addmm(float32, float32, float32)``.
 
-Gradients are those that the operator has under autocast: a cast's gradient is cast back. One cast of a value is shared
-    by all
-its consumers in a region (of a parameter: by those in one module), as autocast shares those of weights; a shared cast's
-gradients are summed in its own dtype. ``torch.autocast(cache_enabled=False)`` around the call of a model shares none.
+Gradients are those of the operator under autocast: a cast's gradient is cast back. One cast of a value is shared by
+all its consumers in a region (one cast of a parameter: by those in one module), as autocast shares casts of weights;
+a shared cast's gradients are summed in its own dtype. ``torch.autocast(cache_enabled=False)`` around the call of a
+model turns sharing off.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ aten = torch.ops.aten
 
 _LOG = logging.getLogger(f"torch.{NOISY_LOGGERS[1]}")
 
-#: Operators that copy elements and leave them as they are, besides views.
+#: Operators that cast elements, and operators besides views that copy elements unchanged.
 _CASTS = frozenset(operators("_to_copy"))
 _COPIES = frozenset((aten.clone.default, *operators("_unsafe_view"), aten.contiguous.default, aten.lift_fresh.default))
 
@@ -62,11 +60,11 @@ _COPIES = frozenset((aten.clone.default, *operators("_unsafe_view"), aten.contig
 
 @dataclass(frozen=True)
 class Autocast:
-    """For which devices autocast is on.
+    """The state of autocast: the device types for which it is on.
 
     Args:
         dtypes: (device type, the lower precision) for each device type whose autocast is on.
-        shares: whether one cast of a value serves all its consumers in a region.
+        shares: True where one cast of a value serves all its consumers in a region.
     """
 
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
@@ -76,7 +74,7 @@ class Autocast:
         return bool(self.dtypes)
 
     def within(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> Autocast:
-        """The state inside of a region ``torch.autocast(device_type, dtype, enabled)``. Its ``cache_enabled`` is not
+        """The state inside a region ``torch.autocast(device_type, dtype, enabled)``. Its ``cache_enabled`` is not
         known: torch.export turns the cache off while it traces."""
         others = {name: held for name, held in self.dtypes if name != device_type}
         if enabled:
@@ -89,7 +87,7 @@ class Autocast:
 
 
 def current(*device_types: str) -> Autocast:
-    """The state of autocast around the caller, for these types of devices."""
+    """The state of autocast around the caller, for these device types."""
     on = tuple(
         [(name, torch.get_autocast_dtype(name)) for name in sorted({*device_types}) if torch.is_autocast_enabled(name)]
     )
@@ -101,14 +99,17 @@ _OFF = Autocast()
 
 @contextlib.contextmanager
 def entered(state: Autocast, *device_types: str) -> Iterator[None]:
-    """While active, autocast is in this state for its own types of devices and for these, whatever it was before.
-    Devices of that type need not be there, unlike for ``torch.autocast``, which leaves itself off without them."""
+    """Set the state of autocast for its own device types and the given ones inside the ``with`` block, whatever it
+    was before.
+
+    Devices of these types need not exist; ``torch.autocast`` turns itself off without them.
+    """
     on = dict(state.dtypes)
     names = sorted({*on, *device_types})
     before = [(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in names]
     cache = torch.is_autocast_cache_enabled()
     torch.autocast_increment_nesting()
-    torch.set_autocast_cache_enabled(False)  # a cached cast of a tensor would not be seen
+    torch.set_autocast_cache_enabled(False)  # the trace would miss a cast that comes from the cache
     try:
         for name in names:
             torch.set_autocast_enabled(name, name in on)
@@ -128,10 +129,10 @@ def entered(state: Autocast, *device_types: str) -> Iterator[None]:
 
 
 class UnderAutocast:
-    """An operator that is run under autocast: a target of the graph, which has all attributes of the operator inside.
+    """An operator that runs under autocast: a target of the graph, with all attributes of the inner operator.
 
     Attributes:
-        inner: the operator, or a user's `torch.autograd.Function` as an `opaque.Applied`.
+        inner: the operator, or a user's `torch.autograd.Function` as a `capture.regions.Applied`.
         state: the state of autocast.
     """
 
@@ -161,7 +162,7 @@ class UnderAutocast:
 
 @lru_cache(maxsize=1 << 12)
 def under(inner: Any, state: Autocast) -> UnderAutocast:
-    """The operator that runs `inner` under autocast: one object for equal arguments."""
+    """The target that runs `inner` under autocast: one object for equal arguments."""
     return UnderAutocast(inner, state)
 
 
@@ -177,13 +178,13 @@ class Like(NamedTuple):
 
 
 class Casts(NamedTuple):
-    """The form of an operator that does without autocast what the operator does under autocast.
+    """The form of an operator that computes, without autocast, the operator's results under autocast.
 
     Args:
         inputs: for each tensor among the arguments, in call order, the dtype that it is cast to, or None.
         dtype: the operator's argument ``dtype``, or None: left as it is.
-        whole: the operator itself has to run under autocast.
-        made: the dtypes of the tensors that it returns; None where it cannot run on tensors without values.
+        whole: True where the operator itself has to run under autocast.
+        made: the dtypes of the returned tensors; None where the operator cannot run on tensors without values.
     """
 
     inputs: tuple[torch.dtype | None, ...]
@@ -196,12 +197,14 @@ def casts_of(target: Any, args: tuple, kwargs: dict[str, Any], state: Autocast) 
     """The casts that autocast makes for one operator call.
 
     Args:
-        args, kwargs: its arguments, `Like`s in the place of tensors.
+        target: the operator.
+        args, kwargs: its arguments, with a `Like` in place of each tensor.
         state: the state of autocast around the call.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, Like))
     try:
-        return _casts(target, tuple(leaves), spec, tuple(map(type, leaves)), state)  # 1, 1.0 and True are equal keys
+        # the types are part of the cache's key, in which 1, 1.0 and True are equal
+        return _casts(target, tuple(leaves), spec, tuple(map(type, leaves)), state)
     except TypeError:  # an argument without a hash
         return _casts.__wrapped__(target, tuple(leaves), spec, (), state)
 
@@ -216,7 +219,8 @@ def _casts(target: Any, leaves: tuple, spec: Any, kinds: tuple[type, ...], state
         return Casts(plain, whole=True)
     if seen.itself:
         opaque = isinstance(target, OpOverload) and target.namespace not in ("aten", "prims", "shardwright")
-        return Casts(plain, whole=opaque, made=seen.made)  # operators called within a custom one are under autocast too
+        # a custom operator runs under autocast, and so do the operators that it calls
+        return Casts(plain, whole=opaque, made=seen.made)
     without = call.run(_OFF, plain)
     if without is not None and without.exact == seen.exact:
         return Casts(plain, made=seen.made)
@@ -230,7 +234,7 @@ def _casts(target: Any, leaves: tuple, spec: Any, kinds: tuple[type, ...], state
 def _forms(
     call: _Call, seen: _Trace, likes: Sequence[Like]
 ) -> Iterator[tuple[torch.dtype | None, tuple[torch.dtype | None, ...]]]:
-    """Forms that may come to what was seen: (argument ``dtype``, casts of the inputs)."""
+    """Forms that may have the trace `seen`: (argument ``dtype``, casts of the inputs)."""
     plain = (None,) * len(likes)
     floating = [dtype for dtype in seen.made if dtype.is_floating_point]
     if floating and call.takes_dtype:
@@ -273,10 +277,10 @@ class _Call:
     def run(
         self, state: Autocast, inputs: Sequence[torch.dtype | None], dtype: torch.dtype | None = None
     ) -> _Trace | None:
-        """The operators and dtypes that the call runs; None where it cannot run.
+        """The trace of the call; None where it cannot run.
 
         Args:
-            state: the state of autocast that it runs under.
+            state: the state of autocast during the call.
             inputs: for each tensor the dtype that it is given in, or None: its own.
             dtype: its argument of that name, or None: as in the call.
         """
@@ -301,7 +305,7 @@ class _Call:
                 call = _said(self.target, args, kwargs, id) if self.names else ""
                 with entered(state, *types & _KNOWN), _Trace(tensors, call) as trace:
                     made = self.target(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, AssertionError):  # whatever an operator raises on such tensors
+        except (RuntimeError, TypeError, ValueError, AssertionError):  # errors of operators on fake tensors
             return None
         finally:
             _LOG.disabled = logs
@@ -317,27 +321,27 @@ def _knows(name: str) -> bool:
     return True
 
 
-#: Types of devices that have an autocast in this version of torch.
+#: Device types that have an autocast in this version of torch.
 _KNOWN = frozenset(filter(_knows, ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "xla")))
 
 
 class _Trace(TorchDispatchMode):
-    """Notes what an operator comes to below autocast and autograd.
+    """Records the operators that a call runs below autocast and autograd.
 
     Attributes:
         exact: every operator with the dtypes of the tensors among its arguments and results.
-        work: the same without views, copies and casts of the inputs; an argument ``dtype`` as a cast before the
-            operator.
+        work: the same without views, copies and casts of the inputs; an argument ``dtype`` counts as a cast before
+            the operator.
         casts: index of an input -> the dtypes that it, or a view of it, is cast to.
-        itself: whether the operator comes to itself on its own inputs.
-        made: the dtypes of the tensors that it returns.
+        itself: True where the call dispatches to the operator itself, on its own inputs.
+        made: the dtypes of the returned tensors.
     """
 
     def __init__(self, inputs: Sequence[Tensor], call: str) -> None:
         super().__init__()
         self.inputs, self.call = inputs, call
         self.roots = {id(x): i for i, x in enumerate(inputs)}
-        self.held: list[Any] = []  # ids stay taken
+        self.held: list[Any] = []  # keeps tensors alive, so that their ids are not used again
         self.exact: list[str] = []
         self.work: list[str] = []
         self.casts: dict[int, set[torch.dtype]] = {}
@@ -394,12 +398,13 @@ def _given(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _said(func: Any, args: tuple, kwargs: dict[str, Any], of: Callable[[Tensor], Any]) -> str:
-    """A call as text, `of` each tensor in its place."""
+    """A call as text, with `of` each tensor in its place."""
     return repr((func, pytree.tree_map_only(Tensor, of, _given(func, args, kwargs))))
 
 
 def _worked(func: Any, args: tuple, kwargs: dict[str, Any], results: Sequence[Tensor]) -> str:
-    """An operator call as dtypes, whatever overload it is; an argument ``dtype`` as that of the floating inputs."""
+    """An operator call as dtypes, equal for all overloads. An argument ``dtype`` stands for the dtype of the floating
+    inputs."""
     given = {a.name: a.default_value for a in schema_of(func).arguments if a.has_default_value()} | _given(
         func, args, kwargs
     )

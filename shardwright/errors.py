@@ -1,4 +1,4 @@
-"""The family of user errors: who, what, where, and what would be legal.
+"""The errors that a user can cause: the operator, the source line, the mistake, and the legal alternative.
 
 Every error that a user can cause is a `ShardwrightError`. It is raised while planning, from global shapes and the
 plan alone, so that every rank raises the same one; nothing has run or been sent by then.
@@ -29,14 +29,14 @@ PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class ShardwrightError(Exception):
-    """A mistake in how a model, a strategy or a setting was given.
+    """A mistake in a model, a strategy or a setting.
 
     Args:
-        message: what is wrong, with the sizes involved.
-        operator: who: the operator's name as the user knows it (``matmul1``), if it is about one.
-        source: where: ``file.py:41``, the line that calls the operator or makes the mark.
-        strategy: what was asked for.
-        legal: what would be legal instead.
+        message: the mistake, with the sizes involved.
+        operator: the operator's name as the user knows it (``matmul1``), if the error is about one.
+        source: ``file.py:41``, the line that calls the operator or makes the mark.
+        strategy: the requested strategy.
+        legal: the legal alternative.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ShardwrightError(Exception):
     def located(
         self, *, operator: str | None = None, source: str | None = None, strategy: object | None = None
     ) -> ShardwrightError:
-        """The same error with the location filled in where it had none."""
+        """The same error with operator, source and strategy filled in where it had none."""
         return type(self)(
             self.message,
             operator=self.operator or operator,
@@ -74,7 +74,7 @@ class ShardwrightError(Exception):
 
 
 class LayoutError(ShardwrightError):
-    """A Layout that cannot be: axes that repeat, an unknown name, a wrong device count, a cut that does not divide."""
+    """An impossible Layout: axes that repeat, an unknown name, a wrong device count, a cut that does not divide."""
 
 
 class StrategyError(ShardwrightError):
@@ -106,11 +106,11 @@ class RuntimeMismatchError(ShardwrightError):
 
 
 class CheckpointError(ShardwrightError):
-    """A checkpoint that cannot be written, is damaged, or is of something else; its `source` is the file or folder."""
+    """A checkpoint that cannot be written, is damaged, or is not of this model; its `source` is the file or folder."""
 
 
 class StuckError(ShardwrightError):
-    """Ranks wait for one that does not come."""
+    """Ranks wait for a rank that does not come."""
 
 
 class TorchVersionError(ShardwrightError):

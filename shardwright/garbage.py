@@ -1,4 +1,4 @@
-"""Captures and plans without looking for cycles of objects."""
+"""Garbage collection, paused during captures and plans."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ __all__ = ["gc_paused"]
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Cycles are not looked for: what is made lives on, and all of it would be walked again and again (GPT-3 with
-    stages="auto": 58 s without, 65 s with; its search within a limit: 5.5 s without, 6.7 s with)."""
+    """Pause the search for cycles inside the ``with`` block.
+
+    Objects of a capture or a plan stay alive, and each search would walk all of them again (GPT-3 with stages="auto":
+    58 s without the search, 65 s with it; its search within a limit: 5.5 s without, 6.7 s with).
+    """
     was = gc.isenabled()
     gc.disable()
     try:

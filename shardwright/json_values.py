@@ -1,12 +1,14 @@
-"""Values as JSON, and back: what a scheduler, a sampler, a generator or a user keeps beside tensors.
+"""Values as JSON, and back: the states of schedulers, samplers, generators and users that are stored beside tensors.
 
-What JSON has no word for is an object with one key:
+A value that JSON has no word for is an object with one key:
 
     {"tuple": [...]}    {"dict": [[key, value], ...]}    {"set": [...]}       {"counter": [[key, count], ...]}
     {"float": "inf"}    {"bytes": base64}                {"complex": [0, 1]}  {"dtype": "float32"}    {"device": "cpu"}
     {"tensor": base64, "dtype": "float32", "shape": [2]}                      {"array": base64, ...} of numpy
 
-Nothing is unpickled: reading a checkpoint runs no code of whoever wrote it.
+Example: ``(1, float("inf"))`` is ``{"tuple": [1, {"float": "inf"}]}``.
+
+Nothing is unpickled: reading a checkpoint runs no code of its writer.
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ _LEAVES = (bool, int, str, type(None))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """How a dtype is written."""
+    """The name of a dtype, without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(word: str) -> torch.dtype:
-    """The dtype that a word names.
+    """The dtype of a name.
 
     Raises:
-        ValueError: none.
+        ValueError: there is no such dtype.
     """
     dtype = getattr(torch, word, None)
     if not isinstance(dtype, torch.dtype):
@@ -42,13 +44,14 @@ def dtype_named(word: str) -> torch.dtype:
 
 
 def encode(value: Any, where: str = "") -> Any:
-    """A value as `json.dumps` takes it.
+    """A value in the form that `json.dumps` takes.
 
     Args:
-        where: what the value is called, for an error.
+        value: the value.
+        where: the name of the value, for errors.
 
     Raises:
-        TypeError: something in it that there is no word for, by the way to it.
+        TypeError: a part of the value has no form in JSON; the error names the path to it.
     """
     if type(value) in _LEAVES:
         return value
@@ -90,10 +93,13 @@ def encode(value: Any, where: str = "") -> Any:
 
 
 def decode(words: Any) -> Any:
-    """The value that `to_words` wrote.
+    """The value that `encode` wrote.
+
+    Args:
+        words: the JSON.
 
     Raises:
-        ValueError, KeyError, TypeError: it did not write this.
+        ValueError, KeyError, TypeError: `encode` did not write this.
     """
     if isinstance(words, list):
         return [decode(w) for w in words]

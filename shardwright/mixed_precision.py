@@ -1,13 +1,18 @@
-"""Mixed precision: parameters stored in one type, computed with in another, their gradients summed in a third.
+"""Mixed precision: parameters stored in one dtype, computed with in another, their gradients summed in a third.
 
-    stored       what the user's model has: float32, say. The optimizer, clipping and checkpoints see nothing else.
-    computed     each call casts a parameter to `param_dtype` where it is stored, then brings it to its use: a gather, or the
-                 send to another stage, moves the cast values, which are half as many bytes
-    gradient     comes in `param_dtype`, is summed over ranks in `reduce_dtype`, and is handed over in the stored type
+    stored       the dtype of the user's model: float32, say. The optimizer, clipping and checkpoints see nothing else.
+    computed     each call casts a parameter to `param_dtype` where it is stored, then redistributes it to its use: a
+                 gather, or the send to another stage, moves the cast values, which are half as many bytes
+    gradient     is computed in `param_dtype`, summed over ranks in `reduce_dtype`, and handed over in the stored dtype
 
-The casts are no operators of the captured graph. A parameter is captured in the type that operators read, so that a
-mark, a layout, a search sees the model as it computes; `Value.master` says how it is stored, and the conversion that
-brings it from its storage to its use casts on the way (`plan.instructions.Move`).
+Example: a parameter of 1024 x 1024 in float32 is cut over 4 ranks, with param_dtype=torch.bfloat16: a rank stores
+1 MiB, and its slice in the gather is 0.5 MiB.
+
+The casts are no operators of the captured graph. A parameter is captured in the dtype that operators read, so that
+marks, layouts and searches see the model as it computes. `Value.master` has the stored dtype, and the redistribution
+of a parameter from its storage to its use casts on the way (`partition.local_program.Redistribute`).
+
+Unlike `autocast`, which adds casts operator by operator, a policy casts parameters and inputs once a call.
 """
 
 from __future__ import annotations
@@ -34,33 +39,32 @@ _LEGAL = (
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """In which types a model is stored, computed, and its gradients summed: the policy of `torch.distributed.fsdp`
-    (`MixedPrecisionPolicy`), with its words.
+    """The dtypes in which a model is stored and computed, and in which its gradients are summed: the policy of
+    `torch.distributed.fsdp` (`MixedPrecisionPolicy`), with the same arguments.
 
-    The parameters stay as the model has them, float32 say: master weights, which the optimizer updates and checkpoints
-        hold.
-    Every call casts them, and nothing else has to be done: no autocast. Floating parameters of every width are cast,
-        others
-    (integers, bools, complex numbers) are not; buffers keep their type. Under a `param_dtype` of 16 bits batch norms
-    keep their parameters too, in the float32 of their running statistics, as torch's kernels ask (FSDP2 casts them, and
-    torch then refuses). Parameters of `loss_fn` keep their type: the loss gets what the model returns.
+    The parameters stay as the model has them, float32 say: master weights, which the optimizer updates and
+    checkpoints hold. Every call casts them; no autocast is needed. Floating parameters of every width are cast, other
+    parameters (integers, bools, complex numbers) are not; buffers keep their dtype. Under a `param_dtype` of 16 bits
+    batch norms keep their parameters too, in the float32 of their running statistics, as torch's kernels require
+    (FSDP2 casts them, and torch then refuses). Parameters of `loss_fn` keep their dtype: the loss gets the results of
+    the model.
 
     Args:
-        param_dtype: the type in which the model computes, and in which parameters are gathered and sent; None: as they
-            are stored.
-        reduce_dtype: the type in which gradients of parameters are summed over devices; None: `param_dtype`. Each
-            device's own gradient is in `param_dtype`; accumulated over backwards (`no_sync`) or micro-batches it is in
-            the stored type. Where all devices are in one process, the sum of a parameter's gradient may be part of the
-            operator that makes it: then it is rounded once, to `param_dtype`.
-        output_dtype: the type to which floating results of the model are cast, before the loss; None: as they are.
-        cast_forward_inputs: whether floating inputs of the model are cast to `param_dtype`.
+        param_dtype: the dtype in which the model computes, and in which parameters are gathered and sent; None: as
+            they are stored.
+        reduce_dtype: the dtype in which gradients of parameters are summed over devices; None: `param_dtype`. Each
+            device's own gradient is in `param_dtype`; accumulated over backwards (`no_sync`) or micro-batches it is
+            in the stored dtype. Where all devices are in one process, the sum of a parameter's gradient may be part
+            of the operator that computes it: then it is rounded once, to `param_dtype`.
+        output_dtype: the dtype to which floating results of the model are cast, before the loss; None: as they are.
+        cast_forward_inputs: True: floating inputs of the model are cast to `param_dtype`.
 
     Raises:
-        SettingError: not a floating type, or not a bool.
+        SettingError: not a floating dtype, or not a bool.
 
     Example:
-        >>> model = sw.AutoParallel(net, loss_fn, mixed_precision=sw.MixedPrecision(torch.bfloat16,
-        reduce_dtype=torch.float32))
+        >>> policy = sw.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+        >>> model = sw.AutoParallel(net, loss_fn, mixed_precision=policy)
     """
 
     param_dtype: torch.dtype | None = None
@@ -84,18 +88,19 @@ class MixedPrecision:
 
     @classmethod
     def of(cls, given: Any) -> MixedPrecision | None:
-        """A policy from what a user gives: one, one of FSDP2's, a dict of the arguments, a type (`param_dtype`), or
-        None.
+        """The policy of a user's argument: a policy, one of FSDP2's, a dict of the arguments, a dtype
+        (`param_dtype`), or None.
 
         Raises:
-            SettingError: none of these, or an argument that there is not.
+            SettingError: none of these, or an unknown argument.
         """
         if given is None or isinstance(given, cls):
             return given
         if isinstance(given, torch.dtype):
             return cls(given)
         names = [f.name for f in fields(cls)]
-        if is_dataclass(given) and type(given).__name__ == "MixedPrecisionPolicy":  # as this version of torch has it
+        # FSDP2's policy: its fields differ between versions of torch; unknown ones are dropped at their default
+        if is_dataclass(given) and type(given).__name__ == "MixedPrecisionPolicy":
             said = {f.name: getattr(given, f.name) for f in fields(given)}
             given = {name: said[name] for name in said if name in names or said[name] != getattr(type(given)(), name)}
         if not isinstance(given, Mapping) or set(given) - set(names):
@@ -104,14 +109,14 @@ class MixedPrecision:
 
     @property
     def types(self) -> tuple[torch.dtype, ...]:
-        """Those that it names."""
+        """The dtypes that the policy names."""
         return tuple(t for t in (self.param_dtype, self.reduce_dtype, self.output_dtype) if t is not None)
 
 
-#: The types in which operators compute and sums are taken.
+#: The dtypes in which operators compute and gradients are summed.
 _TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-#: What may have running statistics.
+#: Modules that may have running statistics.
 _NORMS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -124,12 +129,15 @@ _NORMS = (
 
 
 def masters(policy: MixedPrecision | None, net: nn.Module) -> dict[str, Master]:
-    """How the parameters of a model are stored, by all their names, of those for which that is not how they are
-    computed.
+    """The stored dtypes of a model's parameters, by all their names, where stored and computed dtypes differ.
+
+    Args:
+        policy: the policy; None: no parameter differs.
+        net: the model.
 
     Raises:
-        SettingError: one that is trained and has fewer bits than float32 to be updated in; running statistics beside
-            which torch normalises nothing of the policy's type.
+        SettingError: a trained parameter has fewer bits than float32, too few for its updates; or torch has no
+            normalisation of the policy's dtype beside the running statistics of a module.
     """
     if policy is None:
         return {}
@@ -158,10 +166,14 @@ def masters(policy: MixedPrecision | None, net: nn.Module) -> dict[str, Master]:
 
 
 def captured_types(policy: MixedPrecision | None, net: nn.Module) -> dict[int, torch.dtype]:
-    """In which types a model's parameters are captured, by their ids, where those are not their own.
+    """The dtypes in which a model's parameters are captured, by the parameters' ids, where they differ from their own.
+
+    Args:
+        policy: the policy; None: no parameter differs.
+        net: the model.
 
     Raises:
-        SettingError: running statistics beside which torch normalises nothing of the policy's type.
+        SettingError: torch has no normalisation of the policy's dtype beside the running statistics of a module.
     """
     if policy is None or policy.param_dtype is None:
         return {}
@@ -174,7 +186,7 @@ def captured_types(policy: MixedPrecision | None, net: nn.Module) -> dict[int, t
 
 
 def _beside_statistics(computed: torch.dtype, net: nn.Module) -> set[int]:
-    """The parameters that keep the type of the running statistics beside them, by their ids."""
+    """The ids of the parameters that keep the dtype of the running statistics beside them."""
     kept: set[int] = set()
     for path, module in net.named_modules():
         running = getattr(module, "running_mean", None)
@@ -194,7 +206,7 @@ def _beside_statistics(computed: torch.dtype, net: nn.Module) -> set[int]:
 
 @contextlib.contextmanager
 def casts(policy: MixedPrecision | None, net: nn.Module) -> Iterator[None]:
-    """While active, a call of the model casts what comes in and goes out, as the policy says."""
+    """Cast the model's inputs and results inside the ``with`` block, as the policy says."""
     if policy is None:
         yield
         return
@@ -215,8 +227,8 @@ def casts(policy: MixedPrecision | None, net: nn.Module) -> Iterator[None]:
 
 
 def one_device(policy: MixedPrecision | None, net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """What a model returns on one device under a policy, in plain PyTorch; its parameters get gradients in their own
-    type."""
+    """The result of a model on one device under a policy, in plain PyTorch. Its parameters get gradients in their own
+    dtype."""
     if policy is None:
         return net(*args, **kwargs)
     types = captured_types(policy, net)
@@ -230,7 +242,7 @@ def one_device(policy: MixedPrecision | None, net: nn.Module, args: tuple, kwarg
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Every floating tensor of a tree, or in an object of it, in one type."""
+    """A tree with every floating tensor in one dtype, including tensors in objects of the tree."""
 
     def leaf(x: Any) -> Any:
         return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype.is_floating_point and x.dtype != dtype else x

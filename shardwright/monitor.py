@@ -1,15 +1,15 @@
-"""`Monitor`: a line every few steps that says how training goes, from rank 0; and TensorBoard, where it is installed.
+"""`Monitor`: a line about the training every few steps, from rank 0; and TensorBoard, where it is installed.
 
     step 120  loss 2.3456  8.31 steps/s  266 samples/s  0.124 TFLOP/s
 
     loss        the mean since the last line
     steps/s     steps since the last line over the time since then; the step that plans the model is in no line's time
     TFLOP/s     steps/s · the model's work in a step: the multiplications and additions of every operator on the whole
-                batch, forward and backward, as one device would do them (`plan.work`); what is repeated or recomputed
-                adds none
+                batch, forward and backward, as on one device (`cost.primitives.work_of`); replicated or recomputed
+                operators add none
 
-The loss is not waited for: on an accelerator its mean is copied beside the computation, and the line is written in the
-first step after the copy is there.
+The monitor does not wait for the loss: on an accelerator its mean is copied beside the computation, and the line is
+written in the first step after the copy has finished.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Monitor"]
 
 @dataclass
 class _Line:
-    """What is to be written once its loss is there."""
+    """A line that waits for its loss."""
 
     step: int
     loss: Tensor | None
@@ -42,17 +42,18 @@ class _Line:
 
 
 class Monitor:
-    """Call `step` once a step, on every rank or on rank 0 alone; or use it as a context, which closes it.
+    """Prints a line every few steps. Call `step` once a step, on every rank or on rank 0 alone. A ``with`` block
+    closes it.
 
     Args:
-        model: an `AutoParallel`, whose work in a step is told if it can be known; None: it is not.
-        every: steps from line to line.
-        tensorboard: a folder for TensorBoard's files; None: none. Where it is not installed, a line says so.
-        samples, tokens: of the whole batch, in a step; None: not told.
-        out: where lines are written; None: standard output.
+        model: an `AutoParallel`, whose work in a step is shown if it is known; None: it is not shown.
+        every: the number of steps from line to line.
+        tensorboard: a folder for TensorBoard's files; None: none. Where TensorBoard is not installed, a line says so.
+        samples, tokens: their numbers in the whole batch of a step; None: not shown.
+        out: the file of the lines; None: standard output.
 
     Raises:
-        SettingError: an `every` that is no whole number from 1.
+        SettingError: an `every` that is no whole number of at least 1.
     """
 
     def __init__(
@@ -71,19 +72,19 @@ class Monitor:
         self._speaks = rank() == 0
         self._writer = self._open(tensorboard) if tensorboard is not None and self._speaks else None
         self._sum: Tensor | None = None
-        self._count = 0  # of losses in the sum
+        self._count = 0  # the number of losses in the sum
         self._next = 0  # the number of the next step, where none is given
         self._steps, self._since = 0, None
         self._waiting: list[_Line] = []
         self._work: float | None = None
 
     def step(self, loss: Tensor | float | None = None, step: int | None = None, **scalars: float) -> None:
-        """A step is done.
+        """Note that a step is done, and write the lines that are due.
 
         Args:
-            loss: its loss; it is not waited for.
+            loss: its loss; the monitor does not wait for it.
             step: its number; None: one more than the last.
-            scalars: whatever else a line and TensorBoard are to show of this step (``lr=…``).
+            scalars: further numbers of this step for the line and TensorBoard (``lr=…``).
         """
         if not self._speaks:
             return
@@ -95,7 +96,7 @@ class Monitor:
             self._count += 1
         now = time.perf_counter()
         if self._since is None:
-            self._since = now  # the first step has planned the model
+            self._since = now  # the first step included planning, which counts in no rate
         else:
             self._steps += 1
         if (number + 1) % self._every == 0:
@@ -104,7 +105,7 @@ class Monitor:
         self._write()
 
     def close(self) -> None:
-        """Write what is still to be written."""
+        """Write the lines that are left, waiting for their losses."""
         self._write(wait=True)
         if self._writer is not None:
             self._writer.close()
@@ -176,7 +177,7 @@ class Monitor:
 
     def _open(self, folder: str | Path) -> Any:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  TensorBoard may not be installed
         except ImportError:
             print(
                 "TensorBoard is not installed (pip install tensorboard): the lines here are all that is written",

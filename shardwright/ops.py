@@ -1,20 +1,21 @@
-"""Collectives that a user places, in ``hybrid_parallel``: each rank runs its own program, and these join them.
+"""Collectives that a user places in the model, in ``hybrid_parallel``: each rank runs its own program.
 
     rank r computes x_r.      all_reduce: y_r = Σ_s x_s      all_gather: y_r = (x_0, x_1, …)      broadcast: y_r = x_root
     reduce_scatter: y_r = part r of Σ_s x_s                  all_to_all: y_r = (part r of x_0, part r of x_1, …)
 
-Their gradients are those of one program on all ranks: with L the mean of the ranks' losses (`loss_fn` inside, or
-`gradients_mean`, the default), dL/dx_r collects what every rank's y owes to x_r,
+Gradients are those of one program on all ranks. With L the mean of the ranks' losses (`loss_fn` inside, or
+`gradients_mean`, the default), dL/dx_r is the sum of the contributions of every rank's y to x_r:
 
     all_reduce: Σ_s dL/dy_s      all_gather: part r of Σ_s dL/dy_s      reduce_scatter: (dL/dy_0, dL/dy_1, …)
-    all_to_all: an all_to_all the other way                    broadcast: Σ_s dL/dy_s on the root, nothing elsewhere
+    all_to_all: an all_to_all the other way                    broadcast: Σ_s dL/dy_s on the root, zero elsewhere
 
-Where all ranks compute one loss, it counts once, as on one device: their mean is that loss. (The gradients that
-torch.distributed's own collectives have are of the losses' sum: as many times too large.)
+Where all ranks compute one loss, it counts once, as on one device: their mean is that loss. Example on 2 ranks: both
+compute the same loss from y = all_reduce(x); each rank's y contributes half of the gradient, and Σ_s dL/dy_s is the
+gradient of one loss. (The gradients of torch.distributed's own collectives are those of the losses' sum: here twice
+as large.)
 
-A group is a `Layout` of one dim: ``mesh("mp")`` of ``mesh = Layout((2, 4), ("dp", "mp"))`` are the ranks that differ
-    along
-"mp" alone; None are all ranks. On one device every collective is the identity.
+A group is a `Layout` of one dim: ``mesh("mp")`` of ``mesh = Layout((2, 4), ("dp", "mp"))`` is the group of the ranks
+that differ along "mp" alone; None is the group of all ranks. On one device every collective is the identity.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ __all__ = ["COLLECTIVES", "all_gather", "all_reduce", "all_to_all", "broadcast",
 
 
 def all_reduce(x: Tensor, op: str = "sum", *, group: Layout | None = None) -> Tensor:
-    """The sum (or "mean") of what the ranks of a group have, on each of them.
+    """The sum (or "mean") over the ranks of a group, on each of them.
+
+    Args:
+        x: this rank's term, of one shape on all ranks.
+        op: "sum" or "mean".
+        group: the group; None: all ranks.
 
     Raises:
         SettingError: another `op`, or no group.
@@ -48,7 +54,12 @@ def all_reduce(x: Tensor, op: str = "sum", *, group: Layout | None = None) -> Te
 
 
 def all_gather(x: Tensor, dim: int = 0, *, group: Layout | None = None) -> Tensor:
-    """What the ranks of a group have, in their order, one after the other along `dim`.
+    """The tensors of the ranks of a group, in rank order, concatenated along `dim`.
+
+    Args:
+        x: this rank's part, of one shape on all ranks.
+        dim: the dim, which grows by the number of ranks.
+        group: the group; None: all ranks.
 
     Raises:
         SettingError: no such dim, or no group.
@@ -57,7 +68,12 @@ def all_gather(x: Tensor, dim: int = 0, *, group: Layout | None = None) -> Tenso
 
 
 def reduce_scatter(x: Tensor, dim: int = 0, *, group: Layout | None = None) -> Tensor:
-    """This rank's part, along `dim`, of the sum of what the ranks of a group have.
+    """This rank's part, along `dim`, of the sum over the ranks of a group.
+
+    Args:
+        x: this rank's term, of one shape on all ranks.
+        dim: the dim, which shrinks by the number of ranks.
+        group: the group; None: all ranks.
 
     Raises:
         SettingError: no such dim or one that the ranks do not divide, or no group.
@@ -68,7 +84,13 @@ def reduce_scatter(x: Tensor, dim: int = 0, *, group: Layout | None = None) -> T
 
 
 def all_to_all(x: Tensor, split_dim: int = 0, concat_dim: int = 0, *, group: Layout | None = None) -> Tensor:
-    """`x` cut along one dim, a part to every rank of a group; the parts received, one after the other along another.
+    """`x` cut along one dim, one part to every rank of a group; the received parts concatenated along another dim.
+
+    Args:
+        x: this rank's tensor, of one shape on all ranks.
+        split_dim: the dim that is cut.
+        concat_dim: the dim along which the received parts are concatenated, in rank order.
+        group: the group; None: all ranks.
 
     Raises:
         SettingError: no such dim or one that the ranks do not divide, or no group.
@@ -83,7 +105,12 @@ def all_to_all(x: Tensor, split_dim: int = 0, concat_dim: int = 0, *, group: Lay
 
 
 def broadcast(x: Tensor, root: int = 0, *, group: Layout | None = None) -> Tensor:
-    """What the rank number `root` of a group has, on each of them.
+    """The tensor of rank number `root` of a group, on each of its ranks.
+
+    Args:
+        x: this rank's tensor, of one shape on all ranks.
+        root: the position of a rank in the group.
+        group: the group; None: all ranks.
 
     Raises:
         SettingError: no such rank, or no group.
@@ -96,11 +123,10 @@ def broadcast(x: Tensor, root: int = 0, *, group: Layout | None = None) -> Tenso
     return all_gather(x.unsqueeze(0), 0, group=group).select(0, root)
 
 
-# -- as operators that a graph holds -----------------------------------------------------------------------------------
+# -- operators of a graph ----------------------------------------------------------------------------------------------
 
-# Digits are written as two lists, of sizes and of strides. What runs is a conversion that the planner of
-# hybrid_parallel puts in their place, so that plans, dumps and both runtimes treat them as any other; on one device
-# they are nothing.
+# Digits are passed as two lists, of sizes and of strides. The planner of hybrid_parallel replaces these operators by
+# redistributions, so that plans, dumps and both runtimes treat them like any other; on one device they are identities.
 
 
 def _operator(name: str, arguments: str, shape: Any) -> Any:
@@ -119,7 +145,7 @@ def _operator(name: str, arguments: str, shape: Any) -> Any:
         return x.new_empty(shape(list(x.shape), math.prod(args[-2]), *args[:-2]))
 
     run.register_fake(fake)
-    # While a model is captured only that there is a gradient is of interest; on one device it is the identity's.
+    # A capture only needs to see that there is a gradient; on one device it is that of the identity.
     run.register_autograd(lambda ctx, gradient: (gradient,) + (None,) * (arguments.count(",") + 2))
     return run
 
@@ -144,16 +170,16 @@ COLLECTIVES = frozenset(
 )
 
 
-# -- what is asked for -------------------------------------------------------------------------------------------------
+# -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-#: How many ranks the model that is being captured is for; None outside of a capture.
+#: The number of ranks of the model that is being captured; None outside a capture.
 _DEVICES: contextvars.ContextVar[int | None] = contextvars.ContextVar("shardwright_ranks", default=None)
 
 
 @contextlib.contextmanager
 def for_ranks(devices: int | None) -> Iterator[None]:
-    """While active, a group that is not named has so many ranks."""
+    """Set the number of ranks of an unnamed group, inside the ``with`` block."""
     token = _DEVICES.set(devices)
     try:
         yield
@@ -165,7 +191,7 @@ def _digits(group: Layout | None) -> Digits:
     if group is None:
         devices = _DEVICES.get()
         if devices is None:
-            from .process import world_size  # above this room, which a plan needs and no runtime
+            from .process import world_size  # noqa: PLC0415  layer above ops; needed outside captures alone
 
             devices = world_size()
         return (Digit(devices, 1),) if devices > 1 else ()

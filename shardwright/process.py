@@ -1,7 +1,15 @@
-"""Where the program runs: in processes that a launcher started, or all devices in this one.
+"""The runtime of this process: one rank of a process group that a launcher started, or all devices in one process.
 
-The one piece of state that outlives a call: a process has one runtime, as it has one default process group. What the
-launcher's environment says is read by `launch.environment`.
+1. `Runtime`, `init`, `current`: a process has one runtime, as it has one default process group. It is the one piece
+   of state that outlives a call. `launch.environment` reads the launcher's environment.
+2. `RandomStream`: the seed of each call of a model that draws random numbers,
+
+    seed of a call = (torch.initial_seed(), number of calls that have drawn since the default generator was seeded)
+
+Each such call takes one number from torch's default generator. After ``torch.manual_seed`` the generator is therefore
+in its first state until the first such call, and the count begins again there. Example: after
+``torch.manual_seed(7)`` the calls have the seeds (7, 0), (7, 1), (7, 2). Ranks need to be seeded alike; numbers that
+their data loading draws from the default generator in between make no difference, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -20,21 +28,23 @@ from .launch.environment import RankInRun, find, leading_to
 
 __all__ = ["RandomStream", "Runtime", "current", "init", "of_micro_batch", "rank", "stream", "world_size"]
 
-#: Without an answer from a peer for this long a collective fails: torch waits 30 minutes by default.
+#: A collective fails after this long without an answer from a peer. torch's own default is 30 minutes.
 DEFAULT_TIMEOUT = timedelta(minutes=5)
-#: Torch itself gives up a collective after so many times that: by then ranks have looked who is missing.
+#: torch itself gives up a collective after this multiple of the timeout: ranks find out the missing one before.
 TORCH_WAITS = 1.5
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Attributes:
-    processes: one process a device; else all devices in this process.
-    devices: how many; None in the local runtime: as many as the model's marks speak of.
-    rank: of this process; 0 in the local runtime.
-    device: where this process computes.
-    timeout: seconds that a rank waits for another.
-    watch: whether ranks look after one another (`peers`).
+    """The place of this process among the devices.
+
+    Attributes:
+        processes: True: one process a device. False: all devices in this process.
+        devices: the number of devices; None in the local runtime: as many as the model's marks refer to.
+        rank: the rank of this process; 0 in the local runtime.
+        device: the device on which this process computes.
+        timeout: seconds that a rank waits for another.
+        watch: True where ranks watch one another (`runtime.distributed.watchdog`).
     """
 
     processes: bool
@@ -51,27 +61,28 @@ _current: list[Runtime] = []
 def init(
     devices: int | None = None, *, backend: str | None = None, timeout: float | None = None, watch: bool | None = None
 ) -> Runtime:
-    """Find out where the program runs. May be called again.
+    """Find out the runtime of this process. May be called again.
 
     Under a launcher (torchrun, ``shardwright run``, mpirun, Slurm's srun, a rank table) it joins the process group of
-    the processes that were started; `launch.environment` says which variables are read and who is believed. Otherwise
-    all devices live in this process, which needs no launcher.
+    the processes that were started; `launch.environment` says which variables are read, and which take precedence.
+    Otherwise all devices are in this process, and no launcher is needed.
 
     Args:
-        devices: how many devices there are in this process when no launcher says. None: as many as the marks of the
-            model speak of.
-        backend: of the process group; None: NCCL, HCCL or Gloo, whichever fits the device.
-        timeout: seconds that all ranks have to come in, and that a rank waits for another in a collective or at the
-            start of a step; None: 300. What ends the run says which rank is missing from what.
-        watch: whether ranks look after one another while they run: that all run the same program, and which of them
-            does not come. With False a collective fails after the timeout, and that is all. None: True, or as before.
+        devices: the number of devices in this process, without a launcher. None: as many as the marks of the model
+            refer to.
+        backend: the backend of the process group; None: NCCL, HCCL or Gloo, by the device.
+        timeout: seconds within which all ranks have to join, and that a rank waits for another in a collective or at
+            the start of a step; None: 300. The error that ends the run names the rank that is missing, and the
+            operation.
+        watch: True: ranks watch one another while they run: all run the same program, and a missing rank is named.
+            False: a collective only fails after the timeout. None: True, or as before.
 
     Returns:
         The runtime.
 
     Raises:
-        SettingError: a number of devices below 1, asked for here or in the environment; variables of launchers, or a
-            rank table, that are faulty or contradict one another; ranks that do not come.
+        SettingError: a number of devices below 1, in the argument or in the environment; variables of launchers, or a
+            rank table, that are faulty or contradict one another; ranks that do not join.
     """
     if devices is not None and (not isinstance(devices, int) or isinstance(devices, bool) or devices < 1):
         raise SettingError(f"init(devices={devices!r})", legal="a whole number of at least 1")
@@ -106,24 +117,25 @@ def init(
 
 
 def _place_in_group() -> RankInRun | None:
-    """The place of this process in a group that the program has made itself; None where the environment has another."""
+    """The place of this process in a group that the program has initialised itself; None where the environment has
+    another."""
     try:
         place = find(os.environ)
     except SettingError:
-        return None  # the group is there, however its ranks were told
+        return None  # the group exists already, so that a faulty environment does not matter
     return place if place is not None and (place.rank, place.size) == (dist.get_rank(), dist.get_world_size()) else None
 
 
 def _join(place: RankInRun, backend: str, timeout: timedelta, collectives: timedelta) -> None:
-    """Join the process group, for which all ranks have `timeout` to come, and its collectives another one."""
+    """Join the process group. All ranks have `timeout` to join; its collectives have the timeout `collectives`."""
     if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ:
         interface = leading_to(place.master_addr, place.master_port)
         if interface is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface  # the only way in which Gloo takes it
+            os.environ["GLOO_SOCKET_IFNAME"] = interface  # Gloo takes an interface in no other way
     if place.agent:
         dist.init_process_group(backend, timeout=collectives)
     else:
-        from .launch.rendezvous import meet
+        from .launch.rendezvous import meet  # noqa: PLC0415  needed only without torchrun's agent
 
         dist.init_process_group(
             backend,
@@ -135,7 +147,7 @@ def _join(place: RankInRun, backend: str, timeout: timedelta, collectives: timed
 
 
 def _device(place: RankInRun | None) -> torch.device:
-    """The accelerator of this process if there is one for every process of this host, else the CPU."""
+    """The accelerator of this process if the host has one for each of its processes, else the CPU."""
     index, needed = (place.device, place.devices) if place is not None else (0, 1)
     if not torch.accelerator.is_available() or torch.accelerator.device_count() < needed:
         return torch.device("cpu")
@@ -144,7 +156,7 @@ def _device(place: RankInRun | None) -> torch.device:
 
 
 def current() -> Runtime:
-    """The runtime of this process; found out now if `init` was not called."""
+    """The runtime of this process, found out now if `init` was not called."""
     return _current[0] if _current else init()
 
 
@@ -154,29 +166,21 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """The number of devices; 1 where all are in one process and nobody has said how many (`init`)."""
+    """The number of devices; 1 where all are in one process and `init` was not given a number."""
     return current().devices or 1
 
 
-# ----------------------------------------------------------------------------------------------------
-# The seed of each call of a model that draws random numbers.
-#
-#     seed of a call = (torch.initial_seed(), how many calls have drawn since the default generator was seeded)
-#
-# Each such call takes one number from torch's default generator, so that after ``torch.manual_seed`` the generator is
-# as
-# new until the first of them: then the count begins again. Ranks need to have been seeded alike; what their data
-# loading draws from the default generator in between makes no difference, and nothing is sent.
-# ----------------------------------------------------------------------------------------------------
+# -- the seed of each call ---------------------------------------------------------------------------------------------
 
 
 class RandomStream:
-    """Counts the calls that draw. Beside a model's parameters this is what a run that goes on later has to restore."""
+    """Counts the calls that draw random numbers. A resumed run has to restore it, in addition to the model's
+    parameters."""
 
     def __init__(self) -> None:
         self.seed: int | None = None
         self.calls = 0
-        self._seen: int | None = None  # the default generator's seed when it was last looked at
+        self._seen: int | None = None  # the default generator's seed at the last call
         self._new: tuple[int, Tensor] | None = None  # a seed, and the state of a generator just seeded with it
 
     def upcoming(self) -> tuple[int, int]:
@@ -186,10 +190,11 @@ class RandomStream:
         return self.seed, self.calls
 
     def draw(self, exact: bool) -> Tensor:
-        """The seed of a call as a tensor in host memory, as `rules.generator` reads it: of its first micro-batch.
+        """The seed of a call's first micro-batch, as a tensor in host memory for `rules.counter_rng`. The call is
+        counted.
 
         Args:
-            exact: the numbers belong to positions, else to operators and slices.
+            exact: True: random numbers belong to positions. False: they belong to operators and slices.
         """
         seed, call = self.upcoming()
         self.calls += 1
@@ -197,17 +202,17 @@ class RandomStream:
         return torch.tensor([seed if seed < 1 << 63 else seed - (1 << 64), call, int(exact), 0], device="cpu")
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes."""
+        """The state for `load_state_dict`."""
         seed, calls = self.upcoming()
         return {"seed": seed, "calls": calls}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, until the default generator is seeded again."""
+        """Continue from a saved state, until the default generator is seeded again."""
         _use_default_generator()
         self.seed, self.calls, self._seen = state["seed"], state["calls"], torch.initial_seed()
 
     def _look(self) -> None:
-        """Begin again where the default generator was seeded since the last call."""
+        """Restart the count where the default generator was seeded since the last call."""
         seed = torch.initial_seed()
         if self._new is None or self._new[0] != seed:
             self._new = seed, torch.Generator().manual_seed(seed).get_state()
@@ -226,5 +231,5 @@ def _use_default_generator() -> None:
     torch.empty((), device="cpu").uniform_()
 
 
-#: Of this process, as torch's default generator is: models that are called in turn do not draw the same numbers.
+#: One stream for the process, like torch's default generator: models that are called in turn draw different numbers.
 stream = RandomStream()

@@ -1,9 +1,9 @@
-"""Inputs and outputs as trees: what torch knows neither as a node nor as a leaf is opened.
+"""Inputs and outputs as trees, also through objects that torch's pytrees take for leaves.
 
-A dataclass, or any plain object whose attributes hold tensors (a cache of keys and values, say), becomes an `Opened`
-node: what holds tensors among its attributes are the children, the rest stays as it is. `closed` makes the object
-again, by its attributes, without calling its class. A plain object that holds none, a dtype or a device is `Kept` as it
-is.
+1. A dataclass, or a plain object whose attributes hold tensors (a cache of keys and values, say), becomes an
+   `OpenedObject` node: its children are the attributes that hold tensors, its other attributes stay as they are.
+2. A plain object without tensors, a dtype or a device becomes a `PlainLeaf`, a node without children.
+3. `closed` restores the objects from their attributes, without calling their classes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ __all__ = ["closed", "holds_objects", "opened"]
 
 @dataclass(eq=False)
 class OpenedObject:
-    """An object taken apart: its class, the attributes that hold tensors, and the others."""
+    """An object taken apart.
+
+    Attributes:
+        cls: its class.
+        held: its attributes that hold tensors.
+        rest: its other attributes.
+    """
 
     cls: type
     held: dict[str, Any]
@@ -30,7 +36,7 @@ class OpenedObject:
 
 @dataclass(eq=False)
 class PlainLeaf:
-    """Something without tensors: a node without children."""
+    """A value without tensors: a node without children."""
 
     value: Any
 
@@ -68,7 +74,7 @@ _SIMPLE = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex
 
 
 def _attributes(leaf: Any) -> dict[str, Any] | None:
-    """What an object consists of; None where it is no such object."""
+    """The attributes of an object; None for a tensor, a module, a class, a callable, and objects without attributes."""
     if isinstance(leaf, (torch.Tensor, torch.nn.Module, type)) or callable(leaf):
         return None
     if is_dataclass(leaf):
@@ -78,7 +84,7 @@ def _attributes(leaf: Any) -> dict[str, Any] | None:
 
 
 def _holds(tree: Any, around: tuple[int, ...] = ()) -> bool:
-    """Whether a tensor is somewhere in it."""
+    """True where a tree holds a tensor, also in the attributes of its leaves."""
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             return True
@@ -89,7 +95,12 @@ def _holds(tree: Any, around: tuple[int, ...] = ()) -> bool:
 
 
 def opened(tree: Any, around: tuple[int, ...] = ()) -> Any:
-    """The tree with every object that holds tensors opened."""
+    """The tree with every object that holds tensors opened.
+
+    Args:
+        tree: the tree.
+        around: the ids of the objects around it, which a cycle may reach again.
+    """
 
     def open_leaf(leaf: Any) -> Any:
         attributes = _attributes(leaf)
@@ -105,7 +116,7 @@ def opened(tree: Any, around: tuple[int, ...] = ()) -> Any:
 
 
 def closed(tree: Any) -> Any:
-    """The tree with the objects made again."""
+    """The tree with the objects restored."""
 
     def close(node: Any) -> Any:
         if isinstance(node, PlainLeaf):
@@ -121,7 +132,7 @@ def closed(tree: Any) -> Any:
 
 
 def holds_objects(spec: Any) -> bool:
-    """Whether a tree of this form needs `closed`."""
+    """True where a tree of this structure needs `closed`."""
     tree = pytree.tree_unflatten([None] * spec.num_leaves, spec)
     return any(map(_is_ours, pytree.tree_leaves(tree, is_leaf=_is_ours)))
 

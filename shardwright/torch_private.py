@@ -189,22 +189,22 @@ def version_of(x: Tensor) -> int:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """A number that tells memory from other memory, of fake and meta tensors too."""
+    """A number that tells one storage from another, for fake and meta tensors too."""
     return _read(storage, "_cdata", "telling views of one tensor from other tensors")
 
 
 def is_view(x: Tensor) -> bool:
-    """Whether autograd knows `x` as a view of another tensor."""
+    """True where autograd knows `x` as a view of another tensor."""
     return _read(x, "_is_view", "pipelines that split the backward")()
 
 
 def local_tensor(x: Any) -> Tensor:
-    """The slice of a DTensor on this rank itself, where ``to_local()`` makes an autograd node and a view (60 us)."""
+    """The slice of a DTensor on this rank itself; ``to_local()`` would make an autograd node and a view (60 us)."""
     return _read(x, "_local_tensor", "parameters that are DTensors")
 
 
 def spec_of(x: Any) -> Any:
-    """Mesh, placements, shape and strides of a DTensor in one object; None for a plain tensor."""
+    """The mesh, placements, shape and strides of a DTensor in one object; None for a plain tensor."""
     spec = getattr(x, "_spec", None)
     if spec is None and hasattr(x, "placements"):
         raise _missing_error("torch.distributed.tensor.DTensor._spec", "parameters that are DTensors")
@@ -212,7 +212,7 @@ def spec_of(x: Any) -> Any:
 
 
 def gradient_hooks(tensor: Tensor) -> GradientHooks:
-    """The hooks that were put on a leaf with ``register_hook`` and ``register_post_accumulate_grad_hook``."""
+    """The hooks of a leaf from ``register_hook`` and ``register_post_accumulate_grad_hook``."""
     return GradientHooks(
         _read(tensor, "_backward_hooks", "hooks of parameters") or {},
         _read(tensor, "_post_accumulate_grad_hooks", "hooks of parameters") or {},
@@ -220,7 +220,7 @@ def gradient_hooks(tensor: Tensor) -> GradientHooks:
 
 
 def move_gradient_hooks(old: Tensor, new: Tensor) -> None:
-    """Put a leaf's hooks onto another, where the handles of the old ones still remove them."""
+    """Put a leaf's hooks onto another leaf. The handles of the old hooks still remove them."""
     held = gradient_hooks(old)
     if held.before:
         new._backward_hooks = held.before
@@ -229,8 +229,7 @@ def move_gradient_hooks(old: Tensor, new: Tensor) -> None:
 
 
 class GradientHooks(NamedTuple):
-    """The hooks of a leaf: number of a hook -> the hook, of those called with its gradient, and with the leaf after
-    it."""
+    """The hooks of a leaf, by number: `before` get its gradient, `after` get the leaf once its gradient is added."""
 
     before: dict[int, Any]
     after: dict[int, Any]
@@ -266,7 +265,7 @@ class ModuleHooks(NamedTuple):
 
 
 class HooksOfAllModules(NamedTuple):
-    """The same of the hooks that every module has."""
+    """The tables of the global hooks, which every module runs: number of a hook -> the hook."""
 
     forward_pre: dict[int, Any]
     forward: dict[int, Any]
@@ -289,7 +288,7 @@ def hooks_of(module: nn.Module) -> ModuleHooks:
 
 
 def hooks_of_all_modules() -> HooksOfAllModules:
-    """The hooks of all modules."""
+    """The global hooks of modules."""
     held = nn.modules.module
     return HooksOfAllModules(
         held._global_forward_pre_hooks,
@@ -302,7 +301,7 @@ def hooks_of_all_modules() -> HooksOfAllModules:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called; False where a version of torch has no such thing."""
+    """True where ``module.compile()`` was called; False where a version of torch has no such method."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -310,7 +309,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def schema_of(target: Any) -> Any:
-    """The schema of an overload; None for what is no overload, such as a plain function."""
+    """The schema of an overload; None for anything else, such as a plain function."""
     try:
         return target._schema
     except AttributeError:
@@ -320,7 +319,7 @@ def schema_of(target: Any) -> Any:
 
 
 def overload_name(target: Any) -> str:
-    """``"Tensor"`` of ``aten.add.Tensor``; empty for what is no overload."""
+    """``"Tensor"`` for ``aten.add.Tensor``; empty for anything but an overload."""
     name = getattr(target, "_overloadname", None)
     if name is None and isinstance(target, OpOverload):
         raise _missing_error("torch._ops.OpOverload._overloadname", "reading a captured model")
@@ -335,17 +334,17 @@ def overload_of(custom_op: Any) -> Any:
 
 
 def operators(*names: str) -> tuple[Any, ...]:
-    """Overloads of ATen that not every version of torch has, or whose names are private: those that this version has.
+    """Overloads of ATen that not every version of torch has, or whose names are private: those of this version.
 
     Args:
-        names: such as ``"_softmax.default"``; without an overload's name it is the default one.
+        names: such as ``"_softmax.default"``; a name without an overload means the default one.
     """
     found = (_found(f"torch.ops.aten.{name if '.' in name else name + '.default'}") for name in names)
     return tuple(overload for overload in found if overload is not None)
 
 
 def torch_function(name: str) -> Any:
-    """The function ``torch.NAME`` as torch's C++ part has it, without a Python layer; None if it has none."""
+    """The function ``torch.NAME`` of torch's C++ part, without a Python layer; None if there is none."""
     return getattr(_found("torch._C._VariableFunctions"), name, None)
 
 
@@ -356,7 +355,7 @@ def fused_optimizers() -> frozenset[Any]:
 
 
 def vmap_function(target: Any) -> str:
-    """The name of a function of functorch's that a captured torch.vmap calls, else nothing."""
+    """The name of a functorch function that a captured torch.vmap calls; "" for any other target."""
     return target.__name__ if getattr(target, "__module__", "") == "torch._functorch.predispatch" else ""
 
 
@@ -365,9 +364,9 @@ def vmap_function(target: Any) -> str:
 
 @contextlib.contextmanager
 def without_cudnn(device_types: Collection[str]) -> Iterator[None]:
-    """While active, operators on fake tensors of GPUs that this machine has not are asked for without cuDNN.
+    """Turn cuDNN off inside the ``with`` block, for operators on fake tensors of GPUs that this machine does not have.
 
-    A CUDA build of torch asks cuDNN, and so the driver, how a convolution lays out its result.
+    A CUDA build of torch asks cuDNN, and so the driver, for the layout of a convolution's result.
     """
     read, write = _found("torch._C._get_cudnn_enabled"), _found("torch._C._set_cudnn_enabled")
     if "cuda" not in device_types or read is None or write is None or not read() or torch.cuda.is_available():
@@ -381,20 +380,20 @@ def without_cudnn(device_types: Collection[str]) -> Iterator[None]:
 
 
 def register_node(*args: Any, **kwargs: Any) -> None:
-    """As `torch.utils._pytree.register_pytree_node`; nothing where there are no trees, of which a capture says so."""
+    """Call `torch.utils._pytree.register_pytree_node`; do nothing where torch has no pytrees: captures report that."""
     if not isinstance(_attribute("pytree"), _Missing):
         _attribute("pytree").register_pytree_node(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def stack_lines(keep: Callable[[Any, Any], Any], captured: Any) -> Iterator[None]:
-    """While active, an operator that is traced keeps other lines of its stack.
+    """Make traced operators keep other lines of their stack, inside the ``with`` block.
 
-    Where a version of torch has not these two places, it keeps the lines that export chooses.
+    Where a version of torch lacks these two names, operators keep the lines that export chooses.
 
     Args:
-        keep: ``(tracer, frames) -> frames``, in the place of export's own choice.
-        captured: in the place of the class that finds the stack, and describes every line of it.
+        keep: ``(tracer, frames) -> frames``, in place of export's own choice.
+        captured: in place of the class that finds the stack, and describes every line of it.
     """
     with contextlib.ExitStack() as stack:
         for owner, name, ours in (
@@ -409,8 +408,8 @@ def stack_lines(keep: Callable[[Any, Any], Any], captured: Any) -> Iterator[None
 
 @contextlib.contextmanager
 def _replaced(module: str, name: str, value: Any) -> Iterator[None]:
-    """A private name of a module with another value while active; a version of torch without the name is left as it
-    is."""
+    """Give a private name of a module another value inside the ``with`` block; without effect where torch lacks the
+    name."""
     held = _found(module)
     before = getattr(held, name, None)
     if before is not None:
@@ -424,10 +423,10 @@ def _replaced(module: str, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attributes_unchecked() -> Iterator[None]:
-    """While active, export looks for no attributes that the forward assigned: the caller does.
+    """Turn off export's check for attributes that the forward assigned, inside the ``with`` block: the caller checks.
 
-    In torch 2.9 export fails where the forward deleted one, or put a new key into a dict, before anyone else can say
-    so.
+    In torch 2.9 export fails where the forward deleted an attribute, or put a new key into a dict, before the
+    caller's own check could report it.
     """
     with _replaced("torch.export._trace", "_detect_attribute_assignment", lambda module: contextlib.nullcontext()):
         yield
@@ -435,9 +434,10 @@ def attributes_unchecked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def layouts_unrecorded() -> Iterator[None]:
-    """While active, traced operators keep no ``tensor_meta``, for which torch looks through the strides of every
-    result: of symbolic sizes, a seventh of what a capture takes. Whoever reads it has the traced tensor itself, in
-        ``val``.
+    """Trace operators without ``tensor_meta``, for which torch reads the strides of every result, inside the ``with``
+    block.
+
+    With symbolic sizes that takes a seventh of a capture. The traced tensor itself is in ``val``.
     """
     with _replaced("torch.fx.experimental.proxy_tensor", "_extract_tensor_metadata", lambda tensor: None):
         yield
@@ -445,8 +445,9 @@ def layouts_unrecorded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def code_written_late() -> Iterator[None]:
-    """While active, a module of traced operators writes its Python code when it is called first. Export has it written
-    six times, a quarter of what a capture takes, and never calls it.
+    """Write a traced module's Python code at its first call, inside the ``with`` block.
+
+    Export has the code written six times, a quarter of a capture's time, and never calls it.
     """
     owner = torch.fx.GraphModule
     plain = owner.recompile
@@ -459,7 +460,7 @@ def code_written_late() -> Iterator[None]:
             plain(self)
             return type(self).forward(self, *args, **kwargs)
 
-        type(module).forward = forward  # a class of this module alone, as `recompile` has it
+        type(module).forward = forward  # each GraphModule has a class of its own; `recompile` relies on it too
         module.__dict__.setdefault("_code", "")
         return None
 
@@ -472,11 +473,10 @@ def code_written_late() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sizes_reckoned_once() -> Iterator[None]:
-    """While active, what two symbolic sizes make is reckoned once: a GPT of 12 layers asks 19,000 times for 200 sums,
-    products and comparisons, a third of what its capture takes. Numbers that a traced program reckons itself are none
-    of these.
+    """Cache the results of operations on two symbolic sizes, inside the ``with`` block.
 
-    Where a version of torch has other names for them, they are reckoned each time.
+    A GPT of 12 layers asks 19,000 times for 200 sums, products and comparisons, a third of its capture's time. Sizes
+    that a traced program computes itself are not cached. Without effect where torch has other names for them.
     """
     owner = _found("torch.fx.experimental.sym_node.SymNode")
     tracing = _found("torch.fx.experimental.proxy_tensor.get_proxy_mode")
@@ -490,7 +490,7 @@ def sizes_reckoned_once() -> Iterator[None]:
             setattr(owner, name, plain)
 
 
-#: Methods of symbolic sizes that take another one.
+#: Methods of a symbolic size that take a second one.
 _RECKONED = (
     "_add",
     "_sub",
@@ -514,7 +514,7 @@ def _reckoned_once(plain: Callable[[Any, Any], Any], tracing: Callable[[], Any])
     def reckoned(mine: Any, other: Any) -> Any:
         if tracing() is not None:
             return plain(mine, other)
-        # 2 and 2.0 are equal, and so are symbols of one name in two captures: the environment tells these apart.
+        # 2 and 2.0 are equal, which the type tells apart; so are symbols of two captures, which the environment does.
         key = id(mine.shape_env), mine._expr, mine.pytype, id(other.shape_env), other._expr, other.pytype
         if key not in known:
             known[key] = plain(mine, other)
@@ -525,8 +525,9 @@ def _reckoned_once(plain: Callable[[Any, Any], Any], tracing: Callable[[], Any])
 
 @contextlib.contextmanager
 def recurrent_states() -> Iterator[None]:
-    """While active, the last states of an LSTM on fake tensors have the shapes that they have on real ones: torch 2.9
-    gives them a dim too many where the batch has more than one row.
+    """Correct the shapes of an LSTM's last states on fake tensors, inside the ``with`` block.
+
+    torch 2.9 gives them one dim too many where the batch has more than one row.
     """
     held, name = _found("torch._decomp.decompositions"), "one_layer_lstm"
     theirs = getattr(held, name, None)
@@ -546,16 +547,15 @@ def recurrent_states() -> Iterator[None]:
 
 
 class _Weights(list):
-    """A list that export does not look into."""
+    """A list that export does not inspect."""
 
 
 @contextlib.contextmanager
 def recurrent_weights(module: nn.Module) -> Iterator[None]:
-    """While active, recurrent layers compute with the parameters in their tables: they hold a list of these beside,
-    which is put back as it was.
+    """Make recurrent layers compute with the parameters in their tables, inside the ``with`` block.
 
-    Export exchanges the list's tensors, which torch 2.9 takes for an assignment by the model where the list is a plain
-    one.
+    The layers hold a second list of them, which is restored at the end. Export exchanges the tensors of that list;
+    torch 2.9 takes this for an assignment by the model where the list is a plain one.
     """
     held = [
         (layer, layer._flat_weights)
@@ -573,10 +573,10 @@ def recurrent_weights(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_place_of_checkpoint(ours: Callable[..., Any]) -> Iterator[None]:
-    """While active, calls of `torch.utils.checkpoint.checkpoint` come to `ours`, under whatever name users hold it.
+    """Redirect calls of `torch.utils.checkpoint.checkpoint` to `ours` inside the ``with`` block, under any name of it.
 
-    It is a wrapper which calls the attribute ``__dynamo_disable`` of what it wraps. Where a version of torch has
-    another wrapper, the function is replaced in its module, and a warning says that names held elsewhere are missed.
+    The function is a wrapper which calls the attribute ``__dynamo_disable`` of its inner function. Where a version of
+    torch has another wrapper, the function is replaced in its module, and a warning says that other names are missed.
     """
     wrapper, name = checkpoint.checkpoint, "__dynamo_disable"
     owner = getattr(wrapper, "__wrapped__", None)
@@ -608,7 +608,7 @@ def default_store() -> Any:
 
 
 def group_timeout(device: torch.device | str) -> timedelta | None:
-    """How long collectives of the default process group wait; None if its backend does not tell."""
+    """The timeout of collectives of the default process group; None if its backend does not tell."""
     try:
         return torch.distributed.group.WORLD._get_backend(torch.device(device)).options._timeout
     except (AttributeError, RuntimeError):
@@ -616,7 +616,8 @@ def group_timeout(device: torch.device | str) -> timedelta | None:
 
 
 def number_of_groups() -> int:
-    """How many process groups this process has made. torch names groups that their members alone make after it."""
+    """The number of process groups that this process has made. torch names groups that only their members make after
+    it."""
     return len(_needed("torch.distributed.distributed_c10d._world.pg_names", "pipelines on ranks in processes"))
 
 
@@ -626,8 +627,7 @@ def worker_processes(agent: Any) -> Any:
 
 
 def computation(action: Any) -> str:
-    """The letter of an action of torch's own schedules: F, B, I or W. It is the value of an enum, or its text in torch
-    2.9."""
+    """The letter of an action of torch's own schedules, F, B, I or W: the value of an enum, in torch 2.9 its text."""
     value = action.computation_type.value
     return value if isinstance(value, str) else str(action.computation_type)
 
@@ -640,8 +640,8 @@ class _Probe(torch.autograd.Function):
 
 @functools.cache
 def backward_can_start_at_functions() -> bool:
-    """Whether a backward may start at a node of a torch.autograd.Function, as one to the weights alone does; not in
-    torch 2.9."""
+    """True where a backward, such as one to the weights alone, may start at a torch.autograd.Function; not in torch
+    2.9."""
     with torch.enable_grad():
         node = _Probe.apply(torch.ones(1, requires_grad=True)).grad_fn
     try:
@@ -651,9 +651,9 @@ def backward_can_start_at_functions() -> bool:
 
 
 def schedule_without_transfers(base: type) -> type:
-    """A schedule class of torch.distributed.pipelining whose constructor makes the order of computations alone.
+    """A schedule class of torch.distributed.pipelining whose constructor only makes the order of computations.
 
-    The sends and receives that it would add follow from a plan, and making them takes seconds for long schedules.
+    Its sends and receives follow from a plan, and torch takes seconds to make them for long schedules.
     """
     return type(base.__name__, (base,), {"_prepare_schedule_with_comms": lambda self, order: None})
 
@@ -667,12 +667,12 @@ def formula_of(number: Any) -> Any:
 
 
 def environment_of(tensor: Tensor) -> Any:
-    """What is assumed of the symbols in a fake tensor's shape."""
+    """The assumptions of a capture about the symbols in a fake tensor's shape."""
     return tensor.fake_mode.shape_env  # type: ignore[attr-defined]
 
 
 def number_at(formula: Any, chosen: Mapping[Any, int]) -> int | float:
-    """The number that Python reckons: sympy rounds roots and quotients otherwise in the last place."""
+    """The value of a formula as Python computes it: sympy rounds roots and quotients otherwise in the last place."""
     if formula.is_integer:
         return int(formula.xreplace(_sympy(chosen)))
     interpret = _needed("torch.utils._sympy.interp.sympy_interp", "a model at other sizes of its inputs")
@@ -681,7 +681,7 @@ def number_at(formula: Any, chosen: Mapping[Any, int]) -> int | float:
 
 
 def holds_at(environment: Any, chosen: Mapping[Any, int]) -> bool:
-    """Whether sizes are within all that a capture assumed of them."""
+    """True where the sizes are within all assumptions of the capture."""
     if environment is None:
         return True
     for symbol, size in chosen.items():
@@ -689,12 +689,12 @@ def holds_at(environment: Any, chosen: Mapping[Any, int]) -> bool:
         if within is not None and not (within.lower <= size <= within.upper):
             return False
     at = _sympy(chosen)
-    # Symbols that a guard found equal to others are in no shape any more, but in the guards of before.
+    # Symbols that a guard set equal to others occur in no shape any more, but still in earlier guards.
     at |= {symbol: formula.xreplace(at) for symbol, formula in environment.replacements.items() if symbol not in at}
     return all(guard.expr.xreplace(at) == True for guard in environment.guards)  # noqa: E712  a truth value of sympy
 
 
 def _sympy(chosen: Mapping[Any, int]) -> dict[Any, Any]:
-    import sympy  # lazy: half a second that a script with one shape does without
+    import sympy  # noqa: PLC0415  half a second to import
 
     return {symbol: sympy.Integer(size) for symbol, size in chosen.items()}

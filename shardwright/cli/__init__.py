@@ -1,7 +1,10 @@
 """The command line. `main` has the parser; each other module adds one command, or one family of commands.
 
-    plan_command, calibrate_command, checkpoint_command, solve_command
-    script               what a command is pointed at: a training script, or a function
+    plan_command         plan, plan diff, explain, simulate, verify
+    calibrate_command    calibrate
+    checkpoint_command   checkpoint info, verify, merge, transform
+    solve_command        solve
+    script               the target of a command: a training script, or a function
 
 ``shardwright run`` is `launch.run`, which needs no torch.
 """

@@ -1,7 +1,7 @@
-"""``shardwright calibrate``: measure the cluster that is here and write it as a file for planners.
+"""``shardwright calibrate``: measure the cluster at hand and write it as a file for planners.
 
-Under a launcher (``torchrun -m shardwright calibrate``) it measures the ranks that were started. Otherwise it starts
-processes on this machine through the launcher, which run the same command.
+1. Under a launcher (``torchrun -m shardwright calibrate``) the ranks that were started are measured (`_measure`).
+2. Otherwise processes are started on this machine through the launcher, and run the same command (`_start`).
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def add_calibrate_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
-    """Do what the parsed arguments ask for and return the exit code: 0, or 1 where the ranks cannot be measured."""
-    import torch.distributed as dist
+    """Run the command and return the exit code: 0, or 1 where the ranks cannot be measured."""
+    import torch.distributed as dist  # noqa: PLC0415  torch takes seconds to import
 
-    from ..process import init
+    from ..process import init  # noqa: PLC0415  imports torch
 
     joined = dist.is_initialized()
     try:
@@ -77,8 +77,8 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _measure(runtime: Runtime, arguments: argparse.Namespace) -> int:
-    """On one of the ranks that a launcher started."""
-    from ..runtime.distributed.calibrate import calibrate as measure
+    """Measure on one of the ranks that a launcher started."""
+    from ..runtime.distributed.calibrate import calibrate as measure  # noqa: PLC0415  imports torch
 
     if arguments.devices not in (None, runtime.devices):
         raise SettingError(
@@ -100,12 +100,12 @@ def _measure(runtime: Runtime, arguments: argparse.Namespace) -> int:
 
 
 def _by_rank_0(runtime: Runtime, act: Callable[[], None]) -> None:
-    """What rank 0 alone does while the others wait.
+    """Run a function on rank 0, while the others wait for it.
 
     Raises:
-        SettingError: on every rank, where it is raised on rank 0.
+        SettingError: on every rank, where rank 0 raises it.
     """
-    import torch.distributed as dist
+    import torch.distributed as dist  # noqa: PLC0415  torch takes seconds to import
 
     failed: list[SettingError | None] = [None]
     if runtime.rank == 0:
@@ -119,15 +119,15 @@ def _by_rank_0(runtime: Runtime, act: Callable[[], None]) -> None:
 
 
 def _start(arguments: argparse.Namespace) -> int:
-    """Start processes on this machine and show what they wrote."""
+    """Start processes on this machine and print the cluster that they wrote."""
     try:
         _check_writable(arguments.output)
     except SettingError as error:
         arguments.parser.error(error.message)
-    import torch
+    import torch  # noqa: PLC0415  torch takes seconds to import
 
-    from ..cluster import Cluster
-    from ..launch import run
+    from ..cluster import Cluster  # noqa: PLC0415  needed only where processes are started
+    from ..launch import run  # noqa: PLC0415  needed only where processes are started
 
     devices = arguments.devices or max(2, torch.accelerator.device_count() or len(os.sched_getaffinity(0)))
     script_args = ["calibrate", f"--output={arguments.output.absolute()}", f"--rounds={arguments.rounds}"]

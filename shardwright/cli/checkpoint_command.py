@@ -1,6 +1,10 @@
-"""``shardwright checkpoint``: look at a checkpoint, look for damage in it, merge it, or cut it for other devices.
+"""``shardwright checkpoint``: inspect a checkpoint, verify it, merge it, or cut it for other devices.
 
-One process, without a process group or devices; there is never more in memory than the largest tensor takes.
+1. ``info`` prints a checkpoint: its step, its files, its tensors and their layouts (`words`, `show`).
+2. ``verify`` reads every byte and reports damaged files.
+3. ``merge`` writes whole tensors; ``transform`` writes the shards of another plan.
+
+The command is one process, without a process group or devices. Its memory never exceeds that of the largest tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from ..report.table_parts import UNLIMITED, table
 
 __all__ = ["add_checkpoint_parser", "info", "merge", "show", "transform", "verify", "words"]
 
-#: Exit codes. Of ``verify`` FAILED says that a checkpoint is damaged; WRONG, of all, that there is none.
+#: Exit codes. FAILED of ``verify``: the checkpoint is damaged. WRONG of every command: there is no checkpoint.
 DONE, FAILED, WRONG = 0, 1, 2
 
 
@@ -72,8 +76,8 @@ def add_checkpoint_parser(subparsers: argparse._SubParsersAction) -> None:
         "SRC",
         "DST",
         help="parts into whole files",
-        description="Make a checkpoint of whole tensors, in the safetensors format, of one in parts. Exit code 0: done, "
-        "1: it cannot be done, and nothing is left of it.",
+        description="Make a checkpoint of whole tensors, in the safetensors format, of one in parts. Exit code 0: "
+        "done, 1: it cannot be done, and nothing is left of it.",
     )
     made = command(
         "transform",
@@ -102,8 +106,8 @@ def add_checkpoint_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def info(arguments: argparse.Namespace) -> int:
-    """Print what a checkpoint holds, and return the exit code."""
-    from ..checkpoint.transform import opened
+    """Print a checkpoint and return the exit code."""
+    from ..checkpoint.transform import opened  # noqa: PLC0415  needed only by this command
 
     try:
         with opened(arguments.path, arguments.step) as stored:
@@ -117,10 +121,10 @@ def info(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Look for damage, print what there is, and return the exit code."""
-    from ..checkpoint.manifest import verify as problems_of
-    from ..checkpoint.transform import to_verify
-    from ..report.format import size_text
+    """Look for damage, print the findings, and return the exit code."""
+    from ..checkpoint.manifest import verify as problems_of  # noqa: PLC0415  needed only by this command
+    from ..checkpoint.transform import to_verify  # noqa: PLC0415  needed only by this command
+    from ..report.format import size_text  # noqa: PLC0415  also imported at the top
 
     try:
         folders = to_verify(arguments.path, arguments.step)
@@ -139,8 +143,8 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def merge(arguments: argparse.Namespace) -> int:
-    """Make whole files of parts, and return the exit code."""
-    from ..checkpoint.transform import merge as made
+    """Write whole tensors from shards, and return the exit code."""
+    from ..checkpoint.transform import merge as made  # noqa: PLC0415  needed only by this command
 
     return _made(
         "merge", arguments, lambda progress: made(arguments.src, arguments.dst, step=arguments.step, progress=progress)
@@ -148,9 +152,9 @@ def merge(arguments: argparse.Namespace) -> int:
 
 
 def transform(arguments: argparse.Namespace) -> int:
-    """Cut a checkpoint anew, and return the exit code."""
-    from ..checkpoint.transform import transform as made
-    from .script import Nothing, import_modules
+    """Cut a checkpoint for another plan, and return the exit code."""
+    from ..checkpoint.transform import transform as made  # noqa: PLC0415  needed only by this command
+    from .script import Nothing, import_modules  # noqa: PLC0415  needed only by this command
 
     try:
         import_modules(arguments.imports)
@@ -164,9 +168,9 @@ def transform(arguments: argparse.Namespace) -> int:
 
 
 def _made(command: str, arguments: argparse.Namespace, make: Callable[[Any], Path]) -> int:
-    """Make a checkpoint, say how far it is, and return the exit code."""
-    from ..checkpoint import manifest
-    from ..report.format import size_text
+    """Make a checkpoint, show the progress, and return the exit code."""
+    from ..checkpoint import manifest  # noqa: PLC0415  needed only by these commands
+    from ..report.format import size_text  # noqa: PLC0415  also imported at the top
 
     try:
         with _shown() as progress:
@@ -184,9 +188,11 @@ def _made(command: str, arguments: argparse.Namespace, make: Callable[[Any], Pat
 
 @contextlib.contextmanager
 def _shown() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each thing that is being done; on standard error, and a line for each where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    """Show a progress bar for each task on standard error; a line for each where that is no terminal."""
+    from rich.console import Console  # noqa: PLC0415  also imported at the top
+
+    # rich.progress: needed only to show progress
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
     console = Console(stderr=True, highlight=False)
     with Progress(
@@ -214,13 +220,11 @@ def _said(command: str, error: ShardwrightError, code: int) -> int:
     return code
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a terminal shows of a checkpoint: what it is, its files, its tensors and where they lay.
-# ----------------------------------------------------------------------------------------------------
+# -- a checkpoint in a terminal ----------------------------------------------------------------------------------------
 
 
 def words(stored: StoredTensors) -> dict[str, Any]:
-    """A checkpoint as JSON: what its manifest says, with the bytes of each tensor."""
+    """A checkpoint as JSON: the contents of its manifest, and the bytes of each tensor."""
     made = stored.manifest
     tensors = {
         name: {"shape": list(e.shape), "dtype": e.dtype, "layout": e.layout, "bytes": e.bytes}
@@ -241,12 +245,13 @@ def words(stored: StoredTensors) -> dict[str, Any]:
 
 
 def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Print a checkpoint: a line of what it is, and a table of its tensors, those of the optimizer in one line for each
-    key.
+    """Print a checkpoint: its kind and origin, and a table of its tensors. Tensors of the optimizer share one line
+    for each key.
 
     Args:
-        file: where to print; None: to standard output.
-        width: of the text, in characters; None: the terminal's, or as needed where there is none.
+        stored: the checkpoint.
+        file: the file to print to; None: standard output.
+        width: the width of the text, in characters; None: the terminal's, or as needed where there is none.
     """
     said = words(stored)
     console = Console(file=file, width=width, highlight=False, soft_wrap=True)
@@ -282,7 +287,7 @@ def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None =
 
 
 def cut(tensor: Mapping[str, Any]) -> str:
-    """How a tensor lay: ``2x4 of 8``; on which ranks, where not on all from the first on."""
+    """The cuts of a stored tensor: ``2x4 of 8``, with the first rank where that is not rank 0."""
     said = tensor["layout"]
     if said is None:
         return ""

@@ -1,9 +1,9 @@
 """The command line: ``shardwright <command> ...``.
 
-A command is a function ``add_..._parser(subparsers)``. It adds its parser and sets the defaults ``func``,
-which takes the parsed arguments and returns the exit code, and ``parser``, its parser, for errors found later. The
-function's module imports nothing heavy while it is imported, so that ``shardwright --help`` answers at once; torch is
-imported by the functions that use it.
+A command is a function ``add_..._parser(subparsers)``. It adds its parser and sets two defaults: ``func``, which
+takes the parsed arguments and returns the exit code, and ``parser``, its parser, for errors found later. Modules of
+commands import torch inside the functions that use it, so that ``shardwright --help`` answers at once.
+`checkpoint_command` does not yet: its imports at the top need torch.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ COMMANDS = (
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line: the mistake is not lost below thirty lines of usage."""
+    """An ArgumentParser whose errors are one line, so that the mistake is not lost below thirty lines of usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 class _Version(argparse.Action):
-    """Prints the version. An action of our own, because it is looked up only when asked for."""
+    """Print the version. An action of the package's own looks the version up only when it is asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         print(f"shardwright {shardwright.__version__}")
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        # Said by the command that was called: argparse itself would name the outer one, whose help does not help.
+        # The error names the command that was called: argparse itself would name the outer one, and its help.
         getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     return arguments.func(arguments)
 

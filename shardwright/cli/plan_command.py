@@ -1,8 +1,14 @@
-"""``shardwright plan``: plan a training script as it stands, or a function's model, for any number of devices; and
-``shardwright plan diff``: compare two plans.
+"""The commands about plans: ``plan``, ``plan diff``, ``explain``, ``simulate`` and ``verify``.
 
-No process group, no devices, no weights: the model is built on the meta device. Of a script the first call of its
-`AutoParallel` model is planned, with its model, loss, settings and batch.
+1. ``shardwright plan``: plan a training script as it stands, or a function's model, for any number of devices. It
+   needs no process group, no devices and no weights: the model is built on the meta device.
+2. ``shardwright plan diff``: compare two plans.
+3. ``shardwright explain``: the cost of a plan, and the reasons for an operator's strategy.
+4. ``shardwright simulate``: a step of a plan over time, as text, as a trace and as a picture.
+5. ``shardwright verify``: compare a plan with one device.
+
+For a script, ``plan`` and ``verify`` take the first call of its `AutoParallel` model, with its model, loss, settings
+and batch.
 """
 
 from __future__ import annotations
@@ -130,8 +136,8 @@ def pipeline_of(text: str) -> dict[str, Any]:
 
 
 def _piped(said: Any, asked: dict[str, Any] | None) -> dict[str, Any]:
-    """The setting of a pipeline as a keyword argument: what a target says, and over it what was asked for. Where nobody
-    says how many micro-batches, there are as many as stages."""
+    """The setting of a pipeline as a keyword argument. The command line's setting overrides the target's. Where
+    neither gives the number of micro-batches, it is the number of stages."""
     if asked is None:
         return {} if said is None else {"pipeline": said}
     held = {} if said is None else dict(said) if isinstance(said, Mapping) else vars(said)
@@ -145,7 +151,7 @@ def _piped(said: Any, asked: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _with_options_behind(arguments: argparse.Namespace) -> None:
-    """Options that stand behind the target are taken from among the script's arguments."""
+    """Take options that stand behind the target out of the script's arguments."""
     given = arguments.script_args
     end = given.index("--") if "--" in given else len(given)
     parser = type(arguments.parser)(prog=arguments.parser.prog, add_help=False, allow_abbrev=False)
@@ -155,10 +161,7 @@ def _with_options_behind(arguments: argparse.Namespace) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Do what the parsed arguments ask for and return the exit code.
-
-    What the script or function itself raises goes through.
-    """
+    """Run the command and return the exit code. Errors of the script or function itself are raised as they are."""
     _with_options_behind(arguments)
     try:
         import_modules(arguments.imports)
@@ -172,14 +175,14 @@ def plan(arguments: argparse.Namespace) -> int:
     except ShardwrightError as error:
         print(f"shardwright plan: error: {error}", file=sys.stderr)
         return 1
-    except (NotImplementedError, RuntimeError) as error:  # as torch refuses what a tensor without values cannot give
+    except (NotImplementedError, RuntimeError) as error:  # torch's errors for a read of a tensor without values
         if "meta" in str(error) and not arguments.with_weights:
             print(
                 "shardwright plan: the model was built without its weights; --with-weights builds it with them",
                 file=sys.stderr,
             )
         raise
-    from ..report.tables import summary
+    from ..report.tables import summary  # noqa: PLC0415  imports torch
 
     summary(made)
     print(f"written to {arguments.output}", flush=True)
@@ -187,7 +190,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
-    """The plan of a script's first call, or of what a function returns."""
+    """The plan of a script's first call, or of a function's model."""
     given = {
         key: value
         for key, value in (
@@ -210,13 +213,13 @@ def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
         if os.path.isfile(arguments.target):
 
             def take(model: AutoParallel, args: tuple, kwargs: dict[str, Any]) -> Plan | PipelinePlan:
-                building.close()  # the model is there: capture works on modules of its own
+                building.close()  # the model is built; capture makes modules of its own
                 piped = _piped(model.plan_settings()["pipeline"], arguments.pipeline)
                 return plan_call(model, args, kwargs, devices, **given | piped)
 
             return first_call(arguments.target, arguments.script_args, devices, take)
         found = arguments_of(arguments.target, arguments.script_args, "shardwright.plan")
-    from ..planning import plan as make
+    from ..planning import plan as make  # noqa: PLC0415  imports torch
 
     given |= _piped(found.get("pipeline"), arguments.pipeline)
     return make(**found | given | ({"devices": devices} if devices else {}))
@@ -228,21 +231,22 @@ def plan_call(
     """Plan one call of a wrapped model, with its settings.
 
     Args:
-        args, kwargs: what it is called with: the whole batch.
-        devices: None: as many as it would run on.
-        settings: of `shardwright.plan`, in the place of the wrapper's.
+        model: the wrapped model.
+        args, kwargs: the arguments of the call: the whole batch.
+        devices: the number of devices; None: as many as the model would run on.
+        settings: arguments of `shardwright.plan`, which override the wrapper's.
 
     Raises:
-        ShardwrightError: what cannot be planned; nothing says how many devices.
+        ShardwrightError: a model that cannot be planned; the number of devices is not known.
     """
-    from ..planning import plan as make
-    from ..process import current
+    from ..planning import plan as make  # noqa: PLC0415  imports torch
+    from ..process import current  # noqa: PLC0415  imports torch
 
     loss = {} if model.loss_fn is None else {"loss_fn": model.loss_fn, "targets": args[-1]}
     given = model.plan_settings() | loss | settings
     devices = devices or current().devices
     if devices is None:
-        from ..planners.implied_inputs import implied_devices
+        from ..planners.implied_inputs import implied_devices  # noqa: PLC0415  imports torch
 
         devices = implied_devices(model.net)
     if given["parallel_mode"] == "stand_alone":
@@ -251,11 +255,11 @@ def plan_call(
 
 
 def diff(arguments: argparse.Namespace) -> int:
-    """Compare two plans that were written, and return the exit code."""
+    """Compare two saved plans, and return the exit code."""
     if len(arguments.script_args) != 2:
         arguments.parser.error(f"diff takes two plans, but got {' '.join(arguments.script_args) or 'none'}")
-    from ..report.plan_diff import difference
-    from ..sharded_plan import Plan
+    from ..report.plan_diff import difference  # noqa: PLC0415  imports torch
+    from ..sharded_plan import Plan  # noqa: PLC0415  imports torch
 
     try:
         before, after = map(Plan.load, arguments.script_args)
@@ -268,10 +272,10 @@ def diff(arguments: argparse.Namespace) -> int:
 
 
 def _of_cluster(cluster: str | None) -> int | None:
-    """How many devices a cluster that was asked for has."""
+    """The number of devices of the cluster on the command line; None: no cluster is given."""
     if cluster is None:
         return None
-    from ..cluster import Cluster
+    from ..cluster import Cluster  # noqa: PLC0415  needed only by some of the commands
 
     return Cluster.of(cluster).devices
 
@@ -285,9 +289,7 @@ def _check_writable(path: Path) -> None:
         raise Nothing(f"--output={path} cannot be written to")
 
 
-# ----------------------------------------------------------------------------------------------------
-# ``shardwright explain``: what a plan costs, and why an operator is split as it is.
-# ----------------------------------------------------------------------------------------------------
+# -- ``shardwright explain`` ---------------------------------------------------------------------------------------
 
 
 def add_explain_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -296,8 +298,9 @@ def add_explain_parser(subparsers: argparse._SubParsersAction) -> None:
         "explain",
         allow_abbrev=False,
         help="what a plan costs, and why an operator is split as it is",
-        description="Of a plan that was written: what a step takes and where, its lower bound. Of one of its operators: what "
-        "it costs, its best alternatives and what a step would take with each, and what holds it where it is. "
+        description="Of a plan that was written: what a step takes and where, its lower bound. Of one of its "
+        "operators: what it costs, its best alternatives and what a step would take with each, and what holds it "
+        "where it is. "
         "Exit code 0: explained, 2: the plan cannot be read, or has no such operator.",
     )
     parser.add_argument("--alternatives", type=int, default=3, metavar="N", help="how many alternatives (default: 3)")
@@ -321,11 +324,11 @@ def add_explain_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def explain(arguments: argparse.Namespace) -> int:
     """Explain a plan or one of its operators, and return the exit code."""
-    from ..cluster import Cluster, memory_of
-    from ..explain import explained
-    from ..report.explanations import costs, explanation
-    from ..sharded_plan import Plan
-    from .script import Nothing, import_modules
+    from ..cluster import Cluster, memory_of  # noqa: PLC0415  needed only by some of the commands
+    from ..explain import explained  # noqa: PLC0415  imports torch
+    from ..report.explanations import costs, explanation  # noqa: PLC0415  imports torch
+    from ..sharded_plan import Plan  # noqa: PLC0415  imports torch
+    from .script import Nothing, import_modules  # noqa: PLC0415  also imported at the top
 
     if arguments.alternatives < 1:
         arguments.parser.error(f"--alternatives={arguments.alternatives} is below 1")
@@ -345,11 +348,9 @@ def explain(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# ----------------------------------------------------------------------------------------------------
-# ``shardwright simulate``: a step of a plan in time, as text, as a trace and as a picture.
-# ----------------------------------------------------------------------------------------------------
+# -- ``shardwright simulate`` --------------------------------------------------------------------------------------
 
-#: The most operators of all actions together that a trace has; more make it slow to open.
+#: The largest number of operators, over all actions, that a trace shows; more make the trace slow to open.
 OPERATORS = 200_000
 
 
@@ -379,14 +380,14 @@ def add_simulate_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def simulate(arguments: argparse.Namespace) -> int:
     """Simulate a step of a plan, and return the exit code."""
-    import json
-    from pathlib import Path
+    import json  # noqa: PLC0415  needed only by this command
+    from pathlib import Path  # noqa: PLC0415  also imported at the top
 
-    from ..cluster import Cluster
-    from ..pipeline.pipeline_plan import moments, timeline_of
-    from ..report.timeline import picture, simulated, trace
-    from ..sharded_plan import Plan
-    from .script import Nothing, import_modules
+    from ..cluster import Cluster  # noqa: PLC0415  needed only by some of the commands
+    from ..pipeline.pipeline_plan import moments, timeline_of  # noqa: PLC0415  imports torch
+    from ..report.timeline import picture, simulated, trace  # noqa: PLC0415  imports torch
+    from ..sharded_plan import Plan  # noqa: PLC0415  imports torch
+    from .script import Nothing, import_modules  # noqa: PLC0415  also imported at the top
 
     if arguments.picture is not None and not arguments.picture.lower().endswith(".svg"):
         arguments.parser.error(f"--picture={arguments.picture} is no SVG file: its name ends with .svg")
@@ -417,11 +418,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# ----------------------------------------------------------------------------------------------------
-# ``shardwright verify``: compare a plan with one device, for a training script as it stands or for a function's model.
-#
-# Of a script the first call of its `AutoParallel` model is verified, with its model, loss, settings and batch.
-# ----------------------------------------------------------------------------------------------------
+# -- ``shardwright verify`` ----------------------------------------------------------------------------------------
 
 
 def add_verify_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -454,10 +451,7 @@ def add_verify_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Do what the parsed arguments ask for and return the exit code.
-
-    What the script or function itself raises goes through.
-    """
+    """Run the command and return the exit code. Errors of the script or function itself are raised as they are."""
     try:
         if os.path.isfile(arguments.target):
             report = verify_script(
@@ -481,10 +475,17 @@ def verify_script(
 ) -> VerifyReport:
     """Run a script until it first calls an `AutoParallel` model, and verify that call.
 
+    Args:
+        script: the path of the script.
+        script_args: its arguments.
+        devices: the number of devices; None: as the script says.
+        steps: the number of optimizer steps; None: 3.
+        cut: see `shardwright.verify`.
+
     Raises:
         ShardwrightError: the model cannot be planned.
     """
-    from ..verification.verify import verify_call
+    from ..verification.verify import verify_call  # noqa: PLC0415  imports torch
 
     return first_call(
         script,
@@ -497,13 +498,20 @@ def verify_script(
 def verify_function(
     target: str, rest: list[str], devices: int | None, steps: int | None, cut: bool = False
 ) -> VerifyReport:
-    """Verify what a function returns.
+    """Verify the model that a function returns.
+
+    Args:
+        target: ``module:function`` or ``file.py:function``.
+        rest: the words behind the target, of which there may be none.
+        devices: the number of devices; None: as the function or `shardwright.verify` says.
+        steps: the number of optimizer steps; None: as the function or `shardwright.verify` says.
+        cut: see `shardwright.verify`.
 
     Raises:
         ShardwrightError: the model cannot be planned, or the function returns something else.
     """
     given = arguments_of(target, rest, "shardwright.verify")
-    from ..verification.verify import verify as compare
+    from ..verification.verify import verify as compare  # noqa: PLC0415  imports torch
 
     told = (("devices", devices), ("steps", steps), ("cut", cut or None))
     given |= {key: value for key, value in told if value is not None}

@@ -1,7 +1,8 @@
-"""What a command line can be pointed at: a training script as it stands, or a function that returns what to work on.
+"""The target of a command: a training script as it stands, or a function that returns the arguments to work on.
 
-A script runs as ``python script.py`` would, up to the first call of its `AutoParallel` model. That call is handed over,
-and the script goes no further.
+1. A script runs as ``python script.py`` would, up to the first call of its `AutoParallel` model. That call is handed
+   over, and the script ends (`first_call`).
+2. A function returns keyword arguments, or (net, inputs, targets, loss_fn) (`arguments_of`).
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ __all__ = ["Nothing", "arguments_of", "first_call", "import_modules", "positive"
 
 
 class Nothing(Exception):
-    """There is nothing to work on."""
+    """The command line names no target to work on."""
 
 
 class _Stop(BaseException):
-    """Ends the script. No Exception: the script must not catch it."""
+    """Ends the script. It is no Exception, so that the script does not catch it."""
 
     def __init__(self, result: Any, error: ShardwrightError | None = None) -> None:
         self.result, self.error = result, error
@@ -47,17 +48,19 @@ def first_call(
     """Run a script until it first calls an `AutoParallel` model.
 
     Args:
-        devices: how many the script is to find; None: as it says itself.
-        take: what to do with the call: it gets the model and its arguments. The script ends with that.
+        script: the path of the script.
+        script_args: its arguments.
+        devices: the number of devices that the script finds; None: as it says itself.
+        take: called with the model and the call's args and kwargs. The script ends after it.
 
     Returns:
-        What `take` returns.
+        The result of `take`.
 
     Raises:
         Nothing: the script ended without such a call.
-        ShardwrightError: what `take` raises. What the script itself raises goes through.
+        ShardwrightError: an error of `take`. Errors of the script itself are raised as they are.
     """
-    from ..parallel.auto_parallel import observed
+    from ..parallel.auto_parallel import observed  # noqa: PLC0415  imports torch
 
     def observer(model: AutoParallel, args: tuple, kwargs: dict[str, Any]) -> None:
         try:
@@ -69,7 +72,7 @@ def first_call(
     if devices is not None:
         os.environ["SHARDWRIGHT_DEVICES"] = str(devices)
     sys.argv = [script, *script_args]
-    sys.path[0] = os.path.dirname(os.path.abspath(script))  # as Python does; what is there is this command's folder
+    sys.path[0] = os.path.dirname(os.path.abspath(script))  # like Python, in place of this command's own folder
     try:
         with observed(observer):
             runpy.run_path(script, run_name="__main__")
@@ -84,16 +87,16 @@ def first_call(
 
 
 def arguments_of(target: str, rest: Sequence[str], taker: str) -> dict[str, Any]:
-    """What a function returns, as keyword arguments.
+    """The result of a function, as keyword arguments.
 
     Args:
         target: ``module:function`` or ``file.py:function``.
-        rest: what stands behind it on the command line, where nothing may.
-        taker: the function that they are for, such as "shardwright.verify".
+        rest: the words behind the target on the command line, of which there may be none.
+        taker: the function that takes the arguments, such as "shardwright.verify".
 
     Raises:
         Nothing: there is no such function.
-        SettingError: it returns something else.
+        SettingError: the function returns something else.
     """
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name.isidentifier():
@@ -134,15 +137,15 @@ def _module(place: str) -> Any:
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
-    """While active, modules keep the shapes and types of their parameters alone, on the meta device.
+    """Keep only shapes and dtypes of parameters, on the meta device, inside the ``with`` block.
 
-    A parameter loses its values where a module takes it, so that what builds the model afterwards fills nothing, and a
-    model that fits no memory can be built. Moving a module to a device leaves them where they are.
+    A parameter loses its values when a module registers it, so that later initialisation fills nothing, and a model
+    larger than the memory can be built. Moving a module to a device leaves such parameters on the meta device.
 
-    Private here: ``nn.Module._apply`` is what all of ``to``, ``cuda`` and their like go through.
+    Private here: ``nn.Module._apply``, through which ``to``, ``cuda`` and their like go.
     """
-    from torch import nn
-    from torch.nn.modules.module import register_module_parameter_registration_hook
+    from torch import nn  # noqa: PLC0415  torch takes seconds to import
+    from torch.nn.modules.module import register_module_parameter_registration_hook  # noqa: PLC0415  imports torch
 
     shells: dict[int, tuple[weakref.ref, nn.Parameter]] = {}
 
@@ -150,7 +153,7 @@ def without_weights() -> Iterator[None]:
         if parameter is None or parameter.is_meta or nn.parameter.is_lazy(parameter):
             return None
         held = shells.get(id(parameter))
-        if held is None or held[0]() is not parameter:  # tied parameters stay one
+        if held is None or held[0]() is not parameter:  # one meta parameter for each: tied ones stay tied
             made = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             vars(made).update(vars(parameter))
             held = shells[id(parameter)] = weakref.ref(parameter), made
@@ -171,8 +174,8 @@ def without_weights() -> Iterator[None]:
 
 
 def _moved(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """A tensor as `function` would have it; one without values stays without."""
-    import torch
+    """The result of `function` for a tensor; a tensor without values only takes the dtype of the result."""
+    import torch  # noqa: PLC0415  torch takes seconds to import
 
     if not x.is_meta:
         return function(x)
@@ -180,14 +183,14 @@ def _moved(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) ->
 
 
 def positive(text: str) -> int:
-    """A whole number from 1, for a parser."""
+    """A whole number of at least 1, for a parser."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
     return int(text)
 
 
 def import_modules(modules: list[str]) -> None:
-    """Import modules of the user's, which register operators.
+    """Import the user's modules, which register operators.
 
     Raises:
         Nothing: there is no such module.

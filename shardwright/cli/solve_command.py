@@ -1,4 +1,17 @@
-"""``shardwright solve``: one strategy per node of a problem in the format of the ASPLOS 2025 contest."""
+"""``shardwright solve``: one strategy per node of a problem of the ASPLOS 2025 / EuroSys 2025 contest.
+
+The contest is about intra-operator parallelism (github.com/google/iopddl). Its format is one JSON object, plain or
+gzipped, with the field `problem`:
+
+    nodes.costs[i][s]       the cost of strategy s of node i
+    nodes.usages[i][s]      its memory
+    nodes.intervals[i]      [from, to): the live range of node i
+    edges.nodes[e]          the nodes of edge e; one may occur twice, and there may be one, two or more
+    edges.costs[e]          one cost for each joint choice of strategies, the last node's running fastest
+    usage_limit             the limit of the live nodes' summed memory, at every moment; absent: none
+
+A cost of 10^18 or more is forbidden. The answer is a JSON list with the strategy number of each node.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +73,8 @@ def _seconds(text: str) -> float:
 
 
 def solve(arguments: argparse.Namespace) -> int:
-    """Do what the parsed arguments ask for and return the exit code."""
-    from ..solver import solve as exact
+    """Run the command and return the exit code."""
+    from ..solver import solve as exact  # noqa: PLC0415  loads the solvers only to solve
 
     start = time.monotonic()
     try:
@@ -88,39 +101,26 @@ def solve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# ----------------------------------------------------------------------------------------------------
-# The format of the ASPLOS 2025 / EuroSys 2025 contest on intra-operator parallelism (github.com/google/iopddl).
-#
-# One JSON object, plain or gzipped, with the field `problem`:
-#
-#     nodes.costs[i][s]       the cost of strategy s of node i
-#     nodes.usages[i][s]      its memory
-#     nodes.intervals[i]      [from, to): the moments at which node i lives
-#     edges.nodes[e]          the nodes of edge e; one may occur twice, and there may be one, two or more
-#     edges.costs[e]          one cost for each joint choice of strategies, the last node's running fastest
-#     usage_limit             of the sum of the living nodes' memory, at every moment; absent: none
-#
-# A cost of 10^18 or more is forbidden. The answer is a JSON list: of each node the number of its strategy.
-# ----------------------------------------------------------------------------------------------------
+# -- the contest's format ----------------------------------------------------------------------------------------------
 
 FORBIDDEN = 10**18
 
 
 @dataclass(frozen=True)
 class Contest:
-    """A contest's problem.
+    """A problem of the contest.
 
     Attributes:
-        problem: its energy. After the contest's own nodes one more for each edge that names three or more: its states
-            are the allowed joint choices.
-        count: of the contest's own nodes.
+        problem: its cost graph. The contest's own nodes are followed by one more for each edge that names three or
+            more nodes; the states of such a node are the allowed joint choices.
+        count: the number of the contest's own nodes.
     """
 
     problem: Problem
     count: int
 
     def assignment(self, states: Sequence[int]) -> list[int]:
-        """What the contest asks for, of the states of all nodes of the problem."""
+        """The contest's answer, from the states of all nodes of the problem."""
         return [int(state) for state in states[: self.count]]
 
 
@@ -128,8 +128,8 @@ def read_contest(path: str | Path) -> Contest:
     """The problem in a contest file, `.json` or `.json.gz`.
 
     Raises:
-        PlanError: a file that cannot be read, is cut short, lacks a field or contradicts itself; it names the file and
-            the node or edge.
+        PlanError: a file that cannot be read, is cut short, lacks a field or contradicts itself; the error names the
+            file and the node or edge.
     """
     path = Path(path)
     try:
@@ -161,12 +161,12 @@ def read_contest(path: str | Path) -> Contest:
 
 
 def write_assignment(path: str | Path, assignment: Sequence[int]) -> None:
-    """A JSON list of strategy numbers, one a node."""
+    """Write a JSON list of strategy numbers, one a node."""
     Path(path).write_text(json.dumps([int(state) for state in assignment]) + "\n")
 
 
 def _field(given: Any, name: str, kind: type, *, of: str) -> Any:
-    """The field of a JSON object; `of`: what the object is called."""
+    """The field of a JSON object; `of` names the object in errors."""
     if not isinstance(given, dict) or name not in given:
         raise PlanError(f"{of} has no field {name!r}")
     if not isinstance(given[name], kind):
@@ -175,11 +175,11 @@ def _field(given: Any, name: str, kind: type, *, of: str) -> Any:
 
 
 def _numbers(values: Any, what: str, count: int | None = None) -> np.ndarray:
-    """A list of numbers as float64; infinite where forbidden.
+    """A list of numbers as float64; forbidden costs are infinite.
 
     Args:
-        what: it is, for errors.
-        count: how many there have to be.
+        what: the name of the list, for errors.
+        count: the required length; None: any.
     """
     try:
         out = np.array(values, dtype=np.float64)

@@ -2,12 +2,12 @@
 
 auto_parallel        `AutoParallel`: plans at the first call, then runs
 call_planning        the plan of one call, on which all ranks agree
-settings             its settings, as methods
-graph_cache          the graphs of one model at the sizes that it is called with
-sequence_buckets     sequences padded to a few lengths
-whole_model          the plain model with whole parameters, for a while
+settings             the settings of `AutoParallel`, as methods
+graph_cache          captured graphs of one model, one for each set of input sizes
+sequence_buckets     sequences padded to one of a few lengths
+whole_model          the plain model with whole parameters, inside a ``with`` block
 model_copies         ``copy.deepcopy`` of a wrapped model
-foreign_wrappers     DDP, FSDP2 and torch.compile around or inside of the model: errors
+foreign_wrappers     DDP, FSDP2 and torch.compile around or inside the model: errors
 """
 
 from __future__ import annotations

@@ -1,6 +1,14 @@
-"""`AutoParallel`: a one-device model as a parallel one, driven by the user's own loop.
+"""`AutoParallel`: a one-device model as a parallel one, driven by the user's own training loop.
 
-It ties the rooms together: capture, plan, lower, run. Nothing happens before the first call; settings come before it.
+The first call captures the model, plans it, lowers the plan and runs it. Later calls run the program that was built:
+
+1. the inputs' structure, shapes, dtypes and the autocast type select the programs built for such inputs (`_found`);
+2. the guards of a program hold: the program runs;
+3. no guards hold: the model is captured and planned anew (`_build`). `_announce` warns of it, but for a mere change
+   between training and evaluation.
+
+Settings are methods that are called before the first call (`settings.Settings`); planning of one call is
+`call_planning.CallPlanning`.
 """
 
 from __future__ import annotations
@@ -52,7 +60,12 @@ _OBSERVER: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("sha
 
 @contextlib.contextmanager
 def observed(observer: Callable[[AutoParallel, tuple, dict[str, Any]], None] | None) -> Iterator[None]:
-    """While active, `observer` sees each call of a model that is about to be planned; what it raises ends that call."""
+    """Call `observer` before each planning of a model inside the ``with`` block; an exception of the observer ends
+    that call.
+
+    Args:
+        observer: called with (model, args, kwargs); None: no observer.
+    """
     token = _OBSERVER.set(observer)
     try:
         yield
@@ -61,63 +74,67 @@ def observed(observer: Callable[[AutoParallel, tuple, dict[str, Any]], None] | N
 
 
 class RecaptureWarning(UserWarning):
-    """The model was called with inputs of another shape, or something that its forward reads was changed: a program is
-    made for it."""
+    """Warned when a further program is built: the inputs have other shapes, or something that the forward reads was
+    changed."""
 
 
 class AutoParallel(CallPlanning, nn.Module):
-    """A model trained on all devices; use it as the model it wraps.
+    """A model trained on all devices, used like the model that it wraps.
 
-    ``state_dict``, ``parameters`` and names are those of the wrapped model. The first call captures and plans it; all
-    errors in marks and settings are raised then, before anything runs, on every rank alike.
+    ``state_dict``, ``parameters`` and names are those of the wrapped model. The first call captures and plans the
+    model; all errors in marks and settings are raised at that call, before anything runs, on every rank alike.
 
     Args:
         net: the model, written for one device. Operators may be marked with `shardwright.shard`.
         loss_fn: if given, the model is called as ``model(*inputs, target)`` and returns the loss of the whole batch,
             the same on every rank.
-        parallel_mode: "stand_alone", "data_parallel", "semi_auto", or "hybrid_parallel": each rank runs the model as it
-            is on its own part of the batch, parameters marked with `layerwise_parallel` are its own, and
-            `shardwright.ops` in the model join the ranks. A loss outside is each rank's own, and gradients are those of
-            their mean.
+        parallel_mode: "stand_alone", "data_parallel", "semi_auto", or "hybrid_parallel": each rank runs the unchanged
+            model on its own part of the batch, parameters marked with `layerwise_parallel` differ from rank to rank,
+            and `shardwright.ops` in the model communicate between ranks. A loss outside the model is each rank's own,
+            and gradients are those of the mean of the ranks' losses.
         on_missing_rule: "error", or "replicate": operators without a rule run whole on every device.
         save_graphs: a directory for the IR dumps of every rank; None: none are written.
-        sync_batch_norm: in data_parallel, whether batch norms train by the statistics of the whole batch; otherwise
-            each device's part has its own, and the running ones are averaged. In the other modes they always do.
+        sync_batch_norm: in data_parallel, True: batch norms train by the statistics of the whole batch. False: each
+            device uses the statistics of its own part, and the running statistics are averaged. The other modes
+            always use the whole batch.
         random: "exact": random operators give the numbers that one device gives for the same seed, under every plan.
-            "fast": those of torch's own generators, others under each plan; replicas agree.
-        recompute: which operators' results are dropped and computed again in the backward, besides what
+            "fast": random operators use torch's own generators and give other numbers under each plan; replicas
+            agree.
+        recompute: the operators whose results are recomputed in the backward, in addition to those that
             `shardwright.capture.regions` marks: a function of an operator (its ``name``, ``kind``, ``module``,
-            ``source``) that says True, or "save" to keep its results in a recomputed module too, or None; or a list of
-            the operators that are saved, all others being recomputed.
-        parameter_broadcast: in processes, whether parameters and buffers begin with the values that they have on rank
-            0; otherwise they must begin alike, and ranks that differ are named in an error.
-        uneven: whether cuts may be asked for that do not divide a dim: it is padded where it is cut so, into parts of
-            one length, and the padding is left out of every sum. Otherwise such a cut is an error.
-        compile: whether ``torch.compile`` compiles the planned program, or the name of its backend; a process that
-            plays several devices runs it operator by operator all the same, and says so.
-        cluster: the devices and their links, as costs are reckoned: a `Cluster`, the name of a preset, a JSON file;
-            None: see `Cluster.of`.
-        memory: how much a device may hold, in the modes that search: bytes, "70GB", or "cluster" for its own.
-        optimizer: what keeps state for each parameter, to reckon with its memory: "adam", "momentum", "sgd", or its
-            bytes an element.
-        max_programs: how many programs are kept, one for each shape of the inputs and state of the model. Beyond it the
-            one that was not used for the longest time is forgotten, and made anew when it is needed.
-        varying: dims of the inputs whose sizes will differ from call to call, such as (0, 1) for batch and sequence:
-            the first call captures the model with symbols for them too, which takes longer, and no later one has to.
-            Otherwise the second size does that. With several `buckets` they are dim 0 and that of the sequence.
-        mixed_precision: a `MixedPrecision`, or what `MixedPrecision.of` takes: parameters stay as they are for the
-            optimizer and checkpoints, the model computes in another type, gradients are summed in a third. None: as the
-            model is.
-        search_memory: by how much host memory the process may grow while it searches: bytes or text such as "2GB";
-            None: half of what is free.
-        search_progress: what a long search calls every few seconds; None: a line on a terminal, False: nothing; see
-            `shardwright.plan`.
+            ``source``) that returns True (recompute), "save" (save the results even in a recomputed module) or None;
+            or a list of the operators that are saved, all others being recomputed.
+        parameter_broadcast: in processes, True: parameters and buffers begin with the values of rank 0. False: all
+            ranks must begin with equal values; ranks that differ are named in an error.
+        uneven: True: a strategy may cut a dim that it does not divide. The dim is padded, so that all parts have one
+            length, and the padding is left out of every sum. False: such a cut is an error.
+        compile: True: ``torch.compile`` compiles the planned program; a text: the same, with the backend of that
+            name. A process that plays several devices warns and runs the program operator by operator.
+        cluster: the devices and their links, which the cost model uses: a `Cluster`, the name of a preset, a JSON
+            file; None: see `Cluster.of`.
+        memory: the memory limit of a device, in the modes that search: bytes, "70GB", or "cluster" for the device's
+            own memory.
+        optimizer: the optimizer whose state counts in each device's memory: "adam", "momentum", "sgd", or bytes of
+            state an element.
+        max_programs: the number of programs that are kept, one for each set of input shapes and state of the model.
+            The least recently used program is dropped first, and built anew when it is needed.
+        varying: dims of the inputs whose sizes differ from call to call, such as (0, 1) for batch and sequence: the
+            first call also captures the model with symbols for these dims, which takes longer, and no later call has
+            to. Without it the second size triggers that capture. With several `buckets` the dims are dim 0 and the
+            sequence dim.
+        mixed_precision: a `MixedPrecision`, or an argument of `MixedPrecision.of`: optimizer and checkpoints see
+            parameters of their own dtype, the model computes in a second dtype, gradients are summed in a third.
+            None: dtypes as the model has them.
+        search_memory: the host memory by which the process may grow during the search: bytes or text such as "2GB";
+            None: half of the free memory.
+        search_progress: a function that a long search calls every few seconds; None: a line on a terminal; False:
+            nothing; see `shardwright.plan`.
 
     Raises:
         SettingError: an unknown mode or setting.
     """
 
-    #: What a wrapper holds besides its settings: `shardwright.verify` gives its copies everything else.
+    #: Attributes that are no settings. `shardwright.verify` gives its copies all other attributes.
     _NOT_SETTINGS = frozenset(
         {
             *vars(nn.Module()),
@@ -198,7 +215,7 @@ class AutoParallel(CallPlanning, nn.Module):
         self._broadcast, self.recompute, self.uneven = bool(parameter_broadcast), recompute, bool(uneven)
         self._cluster, self._memory, self._optimizer = cluster, memory, optimizer
         self.mixed_precision = MixedPrecision.of(mixed_precision)
-        budget_of(search_memory, search_progress)  # what there is not is said now
+        budget_of(search_memory, search_progress)  # an unknown value is an error here, not at the first call
         self._search_memory, self._search_progress = search_memory, search_progress
         self.compiled = "inductor" if compile is True else compile or None
         self._fusion, self.__dict__["_accumulation"] = Fusion(), Accumulation()
@@ -212,7 +229,7 @@ class AutoParallel(CallPlanning, nn.Module):
         self.__dict__["_strategy_files"] = []
         self.__dict__["_awaited"]: list[
             Callable[[], None]
-        ] = []  # what loads a checkpoint's values, once there are slices
+        ] = []  # functions that load a checkpoint after the first plan
         self.__dict__["_copies"], self.__dict__["_whole"], self.__dict__["_first_ranks"] = [], None, {}
         self._stored: dict[str, Layout] | None = None
         self._used: dict[str, Layout] | None = None
@@ -221,8 +238,8 @@ class AutoParallel(CallPlanning, nn.Module):
     # -- running ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module; hooks of all modules (`register_module_forward_hook`) run with the model itself, not with
-        the wrapper around it."""
+        """Call the model, like any module. Global hooks (`register_module_forward_hook`) run with the wrapped model,
+        not with the wrapper."""
         if not has_global_hooks():
             return super().__call__(*args, **kwargs)
         if hooks_of(self).backward or hooks_of(self).backward_pre:
@@ -239,7 +256,7 @@ class AutoParallel(CallPlanning, nn.Module):
 
     @signed_as_net
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs, or with `loss_fn` the loss of the whole batch. The last positional argument is then
+        """The model's outputs, or with `loss_fn` the loss of the whole batch; the last positional argument is then
         the target.
 
         Raises:
@@ -251,18 +268,18 @@ class AutoParallel(CallPlanning, nn.Module):
         return call.cropped(self._between_hooks(call.args, call.kwargs))
 
     def _agreed_bucket(self, index: int) -> int:
-        """The longest bucket that any process needs, where each feeds its own part of the batch."""
+        """The index of the longest bucket that any process needs, where processes feed different parts of the batch."""
         runtime = self._runtime()
         if not runtime.processes or self._dataset_strategy == "full_batch" or self.parallel_mode == "stand_alone":
             return index
-        from torch import distributed  # see runtime/run.py
+        from torch import distributed  # noqa: PLC0415  needed by runs in processes alone
 
         needed = torch.tensor(index, device=runtime.device)
         distributed.all_reduce(needed, distributed.ReduceOp.MAX)
         return int(needed)
 
     def _between_hooks(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A call with the hooks of the outermost module around it."""
+        """Run a call with the hooks of the outermost module around it."""
         net = self.net
         hooks = hooks_of(net)
         if hooks.forward_pre or (hooks.forward and self.loss_fn is None):
@@ -270,11 +287,11 @@ class AutoParallel(CallPlanning, nn.Module):
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """A call between the model's own hooks."""
+        """Run a call between the model's own hooks."""
         if self._loss_trains and self.loss_fn.training is not self.training:
             self.loss_fn.train(self.training)
         if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
-            leaves, spec = args, len(args)  # as most calls are; the tree takes longer than all the rest here
+            leaves, spec = args, len(args)  # the usual call: flattening a tree would take most of the time here
         else:
             leaves, spec = pytree.tree_flatten(opened((args, kwargs)))
         fed = tuple(
@@ -291,7 +308,7 @@ class AutoParallel(CallPlanning, nn.Module):
             program = self._build(args, kwargs, self._announce(feed))
             self._keep(feed, program)
         if torch.is_autocast_enabled(self._kind):
-            with torch.autocast(self._kind, enabled=False):  # the program has the casts in it
+            with torch.autocast(self._kind, enabled=False):  # the program contains the casts
                 result = program(*leaves)
         else:
             result = program(*leaves)
@@ -300,10 +317,12 @@ class AutoParallel(CallPlanning, nn.Module):
         return result
 
     def _found(self, feed: tuple) -> StepProgram | PipelineProgram | None:
-        """The program of such inputs whose guards hold: one of several that differ in the model's state.
+        """The program whose guards hold, of those built for such inputs; None: no guards hold.
+
+        Programs of equal inputs differ in the state of the model that they were captured in.
 
         Args:
-            feed: how the inputs nest, the type of autocast, and the inputs' shapes and types.
+            feed: the inputs' structure, the type of autocast, and the inputs' shapes and dtypes.
         """
         states = self._states.get(feed)
         if states is None:
@@ -318,7 +337,7 @@ class AutoParallel(CallPlanning, nn.Module):
         return None
 
     def _keep(self, feed: tuple, program: StepProgram | PipelineProgram) -> None:
-        """Keep a new program, and take the values of a checkpoint that was loaded before the first call."""
+        """Keep a new program, and load the values of a checkpoint that waited for the first plan."""
         self._programs[(*feed, program.guards)] = program
         self._states.setdefault(feed, []).insert(0, program.guards)
         try:
@@ -327,7 +346,7 @@ class AutoParallel(CallPlanning, nn.Module):
                 del self._awaited[0]
             program.guards.settle()
         except BaseException:
-            self._forget((*feed, program.guards))  # nothing runs without them
+            self._forget((*feed, program.guards))  # no call may run without the values of the checkpoint
             raise
         while len(self._programs) > self.max_programs:
             self._forget(next(iter(self._programs)))
@@ -342,14 +361,14 @@ class AutoParallel(CallPlanning, nn.Module):
             del self._states[tuple(feed)]
 
     def train(self, mode: bool = True) -> AutoParallel:
-        """Training or evaluation mode, for the wrapped model too."""
+        """Set training or evaluation mode, for the wrapped model too."""
         super().train(mode)
         self.net.train(mode)
         return self
 
     def _announce(self, feed: tuple) -> str:
-        """Say that the model is captured anew: once for inputs of other shapes, in one line for each change of its
-        state, which is returned."""
+        """Warn that the model is captured anew: once for inputs of other shapes, and once for each change of its
+        state. The change of state is returned; "": none."""
         if not self._programs:
             return ""
         known = [key for key in self._programs if _shapes(key) != _shapes(feed) and key[3].hold()]
@@ -373,11 +392,12 @@ class AutoParallel(CallPlanning, nn.Module):
     def _build(
         self, args: tuple, kwargs: dict[str, Any], why: str = "", hooks_around: bool = True
     ) -> StepProgram | PipelineProgram:
-        """Capture, plan and put a call on the runtime.
+        """Capture a call, plan it and build its program.
 
         Args:
-            why: what has changed since it was planned before.
-            hooks_around: whether the model's own hooks run around the program; otherwise they are a part of it.
+            why: the change of the model's state since the last plan.
+            hooks_around: True: the model's own hooks run around the program. False: they are captured into the
+                program.
         """
         observer = _OBSERVER.get()
         if observer is not None:
@@ -418,22 +438,25 @@ class AutoParallel(CallPlanning, nn.Module):
                 self._first_ranks.update((name, parameter.ranks.start) for name, parameter in plan.parameters.items())
             followers.follow()
         if self.save_graphs is not None:
-            from ..report.ir_dump import write_dumps
+            from ..report.ir_dump import write_dumps  # noqa: PLC0415  needed only when dumps are written
 
             parts = runtime.processes and self.parallel_mode != "stand_alone"
             write_dumps(plan, self.save_graphs, [runtime.rank] if parts else range(plan.devices))
         return program
 
     def _before(self) -> StepProgram | PipelineProgram | None:
-        """The model's latest program, by which its parameters are stored; None: there is none, or, in one process,
-        which has them whole, parameters or submodules have been replaced since."""
+        """The model's latest program, which tells how its parameters are stored.
+
+        None where there is no program, or where parameters or submodules were replaced since in a single process,
+        which stores parameters whole.
+        """
         before = next(reversed(self._programs.values()), None)
         if before is None or before.held is not None or not before.guards.parts_changed():
             return before
         self._stored = self._used = None
         return None
 
-    # -- looking ----------------------------------------------------------------------------------------------------
+    # -- inspection -------------------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan | PipelinePlan:
@@ -450,16 +473,16 @@ class AutoParallel(CallPlanning, nn.Module):
         return list(self._programs.values())[-1].plan
 
     def infer_layout(self, *args: Any, **kwargs: Any) -> dict[str, ParameterPlan]:
-        """Where each parameter and buffer lies, by name, without a step: the call is planned and does not run. No
-        parameter is cut or made. Files that `save_operator_strategy_file` and `save_param_strategy_file` wait to write
-        are written.
+        """Plan a call without running it, and return the layout of each parameter and buffer. No parameter is cut or
+        allocated. Files that `save_operator_strategy_file` and `save_param_strategy_file` still have to write are
+        written.
 
         Args:
-            args, kwargs: what the model would be called with. In processes every rank calls it.
+            args, kwargs: the arguments of a call of the model. In processes every rank calls `infer_layout`.
 
         Returns:
-            By name: the whole ``shape``, the ``layout`` of its use, that of its ``storage``, ``slice(rank)`` and
-            ``local_shape(rank)``.
+            By name: the whole ``shape``, the ``layout`` in which the parameter is used, the layout of its
+                ``storage``, ``slice(rank)`` and ``local_shape(rank)``.
 
         Raises:
             ShardwrightError: whatever cannot be planned.
@@ -471,47 +494,47 @@ class AutoParallel(CallPlanning, nn.Module):
         return plan.parameters
 
     def whole(self, rank: int | None = None) -> WholeModel:
-        """The plain model, with whole parameters, for a while: ``with model.whole() as net: net.generate(…)``.
+        """The plain model with whole parameters, inside a ``with`` block: ``with model.whole() as net:
+        net.generate(…)``.
 
-        In processes, parameters are slices (DTensors). Inside, `net` has ordinary parameters with whole values, for
-        generation, evaluation, export, ``save_pretrained``; after it the sharded parameters are back, the same objects,
-        so that optimizers go on. All ranks enter and leave together; in between each does what it likes. In one process
-        parameters are whole already. Parameters of other stages of a pipeline are there too.
+        In processes, parameters are slices (DTensors). Inside the block, `net` has ordinary parameters with whole
+        values, for generation, evaluation, export, ``save_pretrained``; after the block the sharded parameters are
+        back, the same objects, so that optimizers go on. All ranks enter and leave the block together; inside it each
+        rank runs what it likes. In one process parameters are whole already. Parameters of other pipeline stages are
+        included.
 
-        Changed values of parameters and buffers, however they were changed, are written back at the end. A change that
-        cannot
-        be is an error on every rank, and then nothing is written back: new, removed or reshaped parameters, gradients,
-            other
-        values on other ranks. So is an error in the body, on any rank. The parallel model itself and steps of its
-        optimizer are refused inside.
+        Changed values of parameters and buffers, however they were changed, are written back at the end. A change
+        that cannot be written back is an error on every rank, and then nothing is written back: new, removed or
+        reshaped parameters, gradients, values that differ between ranks. An error in the body, on any rank, has the
+        same effect. The parallel model itself and steps of its optimizer are refused inside.
 
         Args:
-            rank: the rank that gets whole parameters, where memory or a file wants one alone; None: all ranks.
+            rank: the rank that gets whole parameters, where memory or a file wants one rank alone; None: all ranks.
 
         Returns:
-            A context manager. Its value is the plain model, or None on ranks that have not got whole parameters.
+            A context manager. Its value is the plain model, or None on ranks that do not get whole parameters.
 
         Raises:
-            SettingError: a rank that there is not; parameters that have no values yet, or of which each rank has its
-                own (`layerwise_parallel`).
+            SettingError: no such rank; parameters that have no values yet, or that differ from rank to rank by design
+                (`layerwise_parallel`).
         """
         return WholeModel(self, rank)
 
     def explain(self, name: str | None = None) -> None:
-        """Print the plan as a table: every operator, where it is called, its strategy, layouts and conversions; or one
-        operator: what it costs, its three best alternatives and what a step would take with each, and what holds it
-            there.
+        """Print the plan as a table: every operator, its call site, its strategy, layouts and redistributions. With a
+        name, print one operator: its cost, its three best alternatives, the time of a step with each, and the reasons
+        that hold its strategy.
 
         Args:
-            name: of an operator, or the path of a module that calls just one.
+            name: the name of an operator, or the path of a module that calls just one.
         """
-        from ..report.tables import explain
+        from ..report.tables import explain  # noqa: PLC0415  needed only to print
 
         if name is None:
             explain(self.plan)
             return
-        from ..explain import explained
-        from ..report.explanations import explanation
+        from ..explain import explained  # noqa: PLC0415  needed only to print
+        from ..report.explanations import explanation  # noqa: PLC0415  needed only to print
 
         explanation(explained(self.plan, name))
 
@@ -526,7 +549,7 @@ class AutoParallel(CallPlanning, nn.Module):
         super().__setattr__(name, value)
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **kwargs: Any) -> Any:
-        refuse_class(type(getattr(hook, "__self__", None)))  # as ``fully_shard`` begins
+        refuse_class(type(getattr(hook, "__self__", None)))  # the first thing that ``fully_shard`` does to a module
         return super().register_forward_pre_hook(hook, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,11 @@
-"""The plan of one call of a wrapped model, on which all ranks agree."""
+"""The plan of one call of a wrapped model, on which all ranks agree.
+
+1. The global inputs of the call follow from the local ones and the `dataset_strategy`.
+2. The model is captured at these sizes (`graph_cache`); a pipeline captures one micro-batch.
+3. `planning.make_plan` or `planning.make_pipeline` plans the graph.
+4. In processes the ranks compare their plans, settings, first values and random state (`Agreement`). A rank whose
+   planning failed tells the others, so that none waits for it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +42,7 @@ Earlier = TypeVar("Earlier", Plan, PipelinePlan)
 
 
 class CallPlanning(Settings):
-    """How a wrapped model is planned. `AutoParallel` has the attributes that are read here."""
+    """The planning of a wrapped model, as a base class: `AutoParallel` has the attributes that are read here."""
 
     def _planned(
         self,
@@ -48,13 +55,13 @@ class CallPlanning(Settings):
         recording: Recording | None = None,
         hooks_around: bool = True,
     ) -> Plan | PipelinePlan:
-        """The plan of a call, on which all ranks agree. Nothing of the model changes.
+        """The plan of a call, on which all ranks agree. The model is not changed.
 
         Args:
             before: the program of an earlier call, or None.
-            runs: whether it is about to run, so that ranks must hold the same values too.
-            recording: takes what the captures see of the model besides operators.
-            hooks_around: as of `_build`.
+            runs: True where the plan is about to run, so that ranks must hold the same values too.
+            recording: receives what the captures observe of the model besides operators.
+            hooks_around: see `AutoParallel._build`.
         """
         args, kwargs = opened((args, kwargs))
         runtime = self._runtime()
@@ -66,10 +73,7 @@ class CallPlanning(Settings):
         fed: list[tuple[tuple[int, ...], str]] = []
         ranks = None
         if parts:
-            from ..runtime.distributed.agreement import (
-                Agreement,  # see runtime/run.py
-                begin_planning,  # likewise
-            )
+            from ..runtime.distributed.agreement import Agreement, begin_planning  # noqa: PLC0415  in processes alone
 
             begin_planning("" if recording is None else recording.why)
             ranks = Agreement(self.parallel_mode, fed)
@@ -78,7 +82,7 @@ class CallPlanning(Settings):
             check_inside(self.net)
             stored = self._stored
             if before is None and parts and stored is None:
-                from ..runtime.distributed.parameters import held_layouts  # see runtime/run.py
+                from ..runtime.distributed.parameters import held_layouts  # noqa: PLC0415  in processes alone
 
                 stored = held_layouts(module)
             hybrid = self.parallel_mode == "hybrid_parallel"
@@ -188,7 +192,7 @@ class CallPlanning(Settings):
                 self._parameter_strategies.check_kept(plan)
         except Exception as error:
             if ranks is not None:
-                ranks.missed(error)  # the others have to hear of it
+                ranks.missed(error)  # the other ranks wait for this one's plan
             raise
         if ranks is not None:
             begin = {} if before is not None or self._broadcast or self._awaited or not runs else beginnings(module)
@@ -201,16 +205,16 @@ class CallPlanning(Settings):
         return plan
 
     def _earlier(self, kind: type[Earlier]) -> list[Earlier]:
-        """Plans of one kind, the latest first: those of the same model at other sizes, perhaps."""
+        """Plans of one kind, the latest first: candidates for the plan of the same model at other sizes."""
         return [program.plan for program in reversed(self._programs.values()) if isinstance(program.plan, kind)]
 
     def _varying(self) -> tuple[int, ...]:
-        """The dims of the inputs of which it is known beforehand that their sizes will differ."""
+        """The dims of the inputs that are known beforehand to differ in size from call to call."""
         buckets = self._buckets
         return self.varying if self.varying or buckets is None or len(buckets.seq) == 1 else (0, buckets.dim)
 
     def _groups(self, devices: int | None) -> int:
-        """Into how many groups a pipeline cuts the devices, where they can be."""
+        """The number of device groups of a pipeline, where it is known and divides `devices`; else 1."""
         groups = 1 if self._pipeline is None or self._pipeline.stages == "auto" else self._pipeline.stages
         return groups if devices is None or devices % groups == 0 else 1
 

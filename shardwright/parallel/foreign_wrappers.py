@@ -1,11 +1,10 @@
-"""Other libraries' wrappers around a parallel model, inside of it or in its place: an error that says what to do
-instead.
+"""Errors for other libraries' wrappers around a parallel model, inside it, or in its place, with the alternative.
 
-around     DDP(model), nn.DataParallel(model), FSDP(model), torch.compile(model): each registers the model as a submodule of
-           its own, which torch's hook for registrations sees; fully_shard(model) puts a hook on it, and changes its
-           class
-inside     AutoParallel(DDP(net)), torch.compile on a block, fully_shard(net), net.compile(): looked for when the model is
-           wrapped, and before each planning
+around     DDP(model), nn.DataParallel(model), FSDP(model), torch.compile(model): each registers the model as a
+           submodule of its own, which torch's hook for registrations sees; fully_shard(model) puts a hook on the
+           model and changes its class
+inside     AutoParallel(DDP(net)), torch.compile on a block, fully_shard(net), net.compile(): `check_inside` looks
+           for them when the model is wrapped, and before each planning
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _SHARDS = (
 )
 _ACCELERATE = "; in HF Trainer, accelerate or Lightning: see shardwright.integrations"
 
-#: The module in which a wrapper's class is made -> its name, and what to do instead.
+#: The module that defines a wrapper's class -> the wrapper's name, and the alternative.
 _KINDS = {
     COMPILER: ("torch.compile", _COMPILE),
     "torch.nn.parallel.distributed": ("DistributedDataParallel", _REPLICAS + _ACCELERATE),
@@ -42,7 +41,7 @@ _KINDS = {
 
 
 def _kind(cls: type) -> tuple[str, str] | None:
-    """The wrapper that a class is, and what to do instead of it; None: none that is known."""
+    """The known wrapper that a class is or inherits from, and the alternative to it; None: none."""
     for base in cls.__mro__:
         for module, kind in _KINDS.items():
             if base.__module__ == module or base.__module__.startswith(f"{module}."):
@@ -51,10 +50,13 @@ def _kind(cls: type) -> tuple[str, str] | None:
 
 
 def check_inside(net: nn.Module) -> None:
-    """See that no other wrapper is in a model.
+    """Check that no module of a model is wrapped by another library.
+
+    Args:
+        net: the model.
 
     Raises:
-        SettingError: with the path of the module.
+        SettingError: a module is wrapped; the error names its path.
     """
     for path, module in net.named_modules():
         kind = _kind(type(module))
@@ -66,15 +68,19 @@ def check_inside(net: nn.Module) -> None:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """``module.compile()`` was called."""
+    """True where ``module.compile()`` was called."""
     return is_compiled(module)
 
 
 def refuse_class(cls: type) -> None:
-    """See that the class which a parallel model is given, or of what is hooked to it, is no other wrapper's.
+    """Check that a class is no other library's wrapper: the new class of a parallel model, or the class of a hook's
+    owner.
+
+    Args:
+        cls: the class.
 
     Raises:
-        SettingError: it is.
+        SettingError: the class is such a wrapper.
     """
     kind = _kind(cls)
     if kind is not None:
@@ -82,7 +88,7 @@ def refuse_class(cls: type) -> None:
 
 
 def compile_instead(*args: Any, **kwargs: Any) -> None:
-    """In the place of ``Module.compile``.
+    """Refuse ``Module.compile``, in its place.
 
     Raises:
         SettingError: always.
@@ -94,8 +100,12 @@ _watching: list[Any] = []
 
 
 def watch_wrapping(kind: type[nn.Module]) -> None:
-    """From now on, another library's wrapper is an error around a module of this class, what holds one, or a model
-    whose parameters are slices."""
+    """Refuse, from now on, other libraries' wrappers around a module of a class, around a module that contains one,
+    or around a model whose parameters are slices.
+
+    Args:
+        kind: the class of parallel models. Only the first call of this function has an effect.
+    """
     if _watching:
         return
 

@@ -1,16 +1,19 @@
-"""The graphs of one model at the sizes that it is called with.
+"""Captured graphs of one model, one for each set of input sizes.
 
     first sizes      a plain capture
-    second sizes     a capture that scales (`scaling`), with symbols for the dims that differ from the first
-    further sizes    the same graph, its formulas evaluated: milliseconds
+    second sizes     a capture with symbols for the dims that differ from the first (`capture.scaling`)
+    further sizes    the same symbolic graph, its formulas evaluated: milliseconds
 
-A pipeline needs two graphs a call, of one micro-batch and of more rows (`plan.micro`): two plain captures at the first
-call, both from the one that scales at later ones. Where the dims that will differ are said beforehand (`ahead`), the
-first call makes both captures.
+Example: a model is called with [8, 512], then with [8, 640], then with [8, 700]. The first call captures it plainly,
+the second captures it with a symbol for dim 1, the third evaluates that capture at 700.
 
-Sizes that no scalable capture covers (a guard that fails, another dim that differs, a size of 1) are captured anew. A
-scalable capture is used only once it has given the graphs of plain ones, operator by operator, at sizes that are not
-its own.
+A pipeline needs two graphs a call: one of a micro-batch, one of more rows (`pipeline.microbatch`). The first call
+makes two plain captures; later calls take both graphs from the symbolic one. Where the dims that differ are known
+beforehand (argument `ahead`), the first call makes the plain and the symbolic captures.
+
+Sizes that no symbolic capture covers (a guard that fails, another dim that differs, a size of 1) are captured anew. A
+symbolic capture is used only after it has reproduced plain captures, operator by operator, at sizes that are not its
+own.
 """
 
 from __future__ import annotations
@@ -31,11 +34,11 @@ __all__ = ["GraphCache"]
 
 Shapes = tuple[tuple[int, ...], ...]
 
-#: How many kinds of calls (types of inputs, say), and of each how many states of the model (training, evaluation), have
-#: their graphs kept.
+#: The most kinds of calls (by structure and dtypes of inputs) whose graphs are kept, and for each kind the most states
+#: of the model (training, evaluation).
 CALLS, STATES = 16, 4
 
-#: How often a scalable capture is tried for one state: models with more branches are captured at each size.
+#: The most symbolic captures that are tried for one state. Models with more branches are captured at each size.
 TRIES = 4
 
 
@@ -43,7 +46,8 @@ class _Inputs:
     """The inputs of one capture.
 
     Attributes:
-        shapes: of those that are tensors, in order.
+        leaves, spec: the flattened (args, kwargs) and their structure.
+        shapes: the shapes of the leaves that are tensors, in order.
     """
 
     def __init__(self, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -59,7 +63,8 @@ class _Inputs:
         )
 
     def resized(self, dims: Collection[int]) -> _Inputs:
-        """Inputs of other sizes in some dims: half of each, twice of one below 4. What is equal stays so."""
+        """Inputs on the meta device with other sizes in some dims: a size below 2 is kept, 2 and 3 are doubled,
+        larger sizes are halved. Equal sizes stay equal."""
 
         def other(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
@@ -72,7 +77,11 @@ class _Inputs:
 
 @dataclass(eq=False)
 class _Scalable:
-    """A capture that scales, and whether it has given the graphs of plain ones at other sizes than its own."""
+    """A symbolic capture.
+
+    Attributes:
+        proven: True once it has reproduced plain captures at sizes other than its own.
+    """
 
     graph: ScalableGraph
     proven: bool = False
@@ -83,11 +92,11 @@ class _Known:
     """Graphs of one state of the model.
 
     Attributes:
-        graphs: those of the first call, by the sizes of their inputs.
-        recording: of their captures; its guards tell whether the model is in that state.
+        graphs: those of the first call, by the shapes of their inputs.
+        recording: observations of these captures; its guards tell whether the model is in that state.
         varying: per input the dims that have differed.
-        scalable: captures that scale, one for each branch of the model's code.
-        tries: how often one was captured for these dims.
+        scalable: symbolic captures, one for each branch of the model's code.
+        tries: the number of symbolic captures that were tried for these dims.
     """
 
     graphs: dict[Shapes, Graph]
@@ -97,7 +106,7 @@ class _Known:
     tries: int = 0
 
     def vary(self, shapes: Shapes) -> None:
-        """Note the dims that differ; a capture that scales is for those that are known to."""
+        """Note the dims that differ. A new dim drops the symbolic captures, which have no symbol for it."""
         for dims, before, now in zip(self.varying, next(iter(self.graphs)), shapes, strict=True):
             further = {d for d, (a, b) in enumerate(zip(before, now)) if a != b} - dims
             if further:
@@ -105,7 +114,7 @@ class _Known:
                 self.scalable, self.tries = [], 0
 
     def proved(self, made: ScalableGraph) -> _Scalable | None:
-        """A new capture that scales, compared with the plain ones of the first call; None: it is another program."""
+        """A new symbolic capture, compared with the plain ones of the first call; None where it is another program."""
         named, proven = made, False
         for shapes, graph in self.graphs.items():
             if made.at(shapes) is None:  # a size of 1, or another branch of the model's code
@@ -118,13 +127,13 @@ class _Known:
 
 
 class GraphCache:
-    """See the module's header."""
+    """The captured graphs of one model. See the module's header."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, list[_Known]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict) -> GraphCache:
-        return GraphCache()  # a copied model is captured by itself
+        return GraphCache()  # a copy of a model is captured anew
 
     def graphs(
         self,
@@ -135,16 +144,16 @@ class GraphCache:
         capture_scalable: Callable[..., ScalableGraph | None],
         ahead: Collection[int] = (),
     ) -> tuple[Graph, ...]:
-        """The graphs of inputs that differ in their sizes alone, those with most rows last.
+        """The graphs of inputs that differ in their sizes alone, in the order of `calls`, the one with most rows last.
 
         Args:
             casting: the state of autocast.
             calls: (args, kwargs) of each.
-            recording: takes what the captures have seen of the model besides operators.
+            recording: receives what the captures observe of the model besides operators.
             capture: ``capture(args, kwargs, recording=...)`` captures the model.
             capture_scalable: ``capture_scalable(args, kwargs, vary=..., recording=...)`` captures it with the given
                 dims of each input as symbols.
-            ahead: the dims of the inputs whose sizes will differ, where that is known at the first call.
+            ahead: the dims of the inputs whose sizes will differ, where they are known at the first call.
         """
         wanted = [_Inputs(*call) for call in calls]
         key = casting, wanted[0].key
@@ -186,7 +195,7 @@ class GraphCache:
         capture: Callable[..., Graph],
         capture_scalable: Callable[..., ScalableGraph | None],
     ) -> Graph | None:
-        """The graph at sizes that a known capture covers; None: none does."""
+        """The graph at sizes that a known or a new symbolic capture covers; None: none does."""
         shapes = inputs.shapes
         if shapes in known.graphs:
             return known.graphs[shapes]
@@ -208,7 +217,7 @@ class GraphCache:
     def _scalable(
         self, known: _Known, inputs: _Inputs, capture_scalable: Callable[..., ScalableGraph | None]
     ) -> _Scalable | None:
-        """A further capture that scales, at some sizes; None: there is none."""
+        """A further symbolic capture, at some sizes; None: it was not tried, or it failed."""
         if known.tries == TRIES or any(shape[d] < 2 for shape, dims in zip(inputs.shapes, known.varying) for d in dims):
             return None
         known.tries += 1

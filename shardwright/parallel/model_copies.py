@@ -1,10 +1,11 @@
 """``copy.deepcopy`` of a wrapped model, as `torch.optim.swa_utils.AveragedModel` makes it.
 
-    before the first call   the copy has whole parameters; when the model is called first, and its parameters are cut, those
-                            of its copies are cut the same way, so that averages can be taken of slices
-    after it                the copy has slices of its own, on the same ranks
+    before the first call   the copy has whole parameters; when the model is called first and its parameters are cut,
+                            those of its copies are cut alike, so that slices can be averaged
+    after the first call    the copy has slices of its own, on the same ranks
 
-A copy plans at its own first call, with its parameters as they are stored then, and trains by itself. Nothing is sent.
+A copy plans at its own first call, with its parameters as they are stored then, and trains independently. Copying
+sends nothing between ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .settings import Settings
 
 __all__ = ["Followers", "copied"]
 
-#: Of a wrapper: settings and layouts, values that a copy may share.
+#: Attributes of a wrapper whose values a copy shares: settings and layouts.
 _SHARED = frozenset(
     {
         "_dataset_strategy",
@@ -55,9 +56,14 @@ _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 def copied(model: Settings, memo: dict[int, Any]) -> Settings:
     """A deep copy of a wrapper and its model.
 
+    Args:
+        model: the wrapper.
+        memo: see `copy.deepcopy`.
+
     Raises:
-        SettingError: the model waits for its first call to take loaded values, has whole parameters on one rank alone,
-            or another ``forward``, which would go on calling the model itself.
+        SettingError: the model waits for its first call to take loaded values, or has whole parameters on one rank
+            alone (`whole`); or its ``forward`` was replaced on the object, since a copy of that would go on calling
+            the original.
     """
     if model._awaited:
         raise SettingError(
@@ -107,10 +113,11 @@ def copied(model: Settings, memo: dict[int, Any]) -> Settings:
 
 
 def with_slice(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter with a copy of a rank's slice, and all that was noted on it; without a gradient, as torch has it."""
-    from torch.distributed.tensor import DTensor
+    """A parameter with a copy of a rank's slice and the attributes of the original, without a gradient (as torch
+    copies)."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415  DTensor takes long to import
 
-    from ..runtime.distributed.dtensors import beginning, leaf_of
+    from ..runtime.distributed.dtensors import beginning, leaf_of  # noqa: PLC0415  imports DTensor
 
     with torch.no_grad():
         local = parameter.to_local()
@@ -131,10 +138,11 @@ def with_slice(parameter: nn.Parameter) -> nn.Parameter:
 
 
 class Followers:
-    """The copies of a model that is about to be called first, and what of them has the model's values.
+    """The copies of a model that is called for the first time, and for each copy the names of values equal to the
+    model's.
 
     Args:
-        model: the wrapper, with its parameters as they were.
+        model: the wrapper, with its parameters before they are cut.
     """
 
     def __init__(self, model: Settings) -> None:
@@ -152,8 +160,8 @@ class Followers:
                 self._copies.append((made, {n for n in mine if n in theirs and _alike(mine[n], theirs[n])}))
 
     def follow(self) -> None:
-        """Cut the copies' parameters as the model's are now; give values to those that had none, as the model's
-        have."""
+        """Cut the copies' parameters like the model's. A parameter of a copy that has no values yet takes the model's
+        values."""
         self._model._copies.clear()
         for made, alike in self._copies:
             mine, theirs = _named(self._model), _named(made)
@@ -166,7 +174,7 @@ class Followers:
             further.follow()
 
     def _cut(self, made: Settings, mine: dict[str, Tensor], theirs: dict[str, Tensor], alike: set[str]) -> None:
-        from ..runtime.distributed.dtensors import with_values  # imports DTensor
+        from ..runtime.distributed.dtensors import with_values  # noqa: PLC0415  imports DTensor
 
         successors: dict[int, nn.Parameter] = {}
         for name, old in theirs.items():
@@ -193,7 +201,7 @@ def _named(model: Settings) -> dict[str, Tensor]:
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Two tensors have the same values, or neither has any."""
+    """True where two tensors have the same values, or neither has any."""
     if a.is_meta or b.is_meta:
         return a.is_meta and b.is_meta and a.shape == b.shape
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.detach(), b.detach())

@@ -7,9 +7,11 @@ A call with sequences of L tokens runs at the smallest bucket b with b >= L:
     labels, target  [B, L] -> [B, b]    filled up with the index that the loss ignores (-100)
     results         [B, b, …] -> [B, L, …]
 
-Padding is on the right. Losses and gradients are those of the plain call where the model pays no attention to masked
-positions and the loss ignores their labels, as with the models of Hugging Face transformers. Statistics over all
-positions (batch norms, the balancing losses of some mixtures of experts) count the padding.
+Example: with the buckets 512, 1024 and 2048, sequences of 600 tokens run at 1024, with 424 positions of padding.
+
+Padding is on the right. Losses and gradients equal those of the plain call where the model pays no attention to
+masked positions and the loss ignores their labels, as with the models of Hugging Face transformers. Statistics over
+all positions (batch norms, the balancing losses of some mixtures of experts) count the padding.
 """
 
 from __future__ import annotations
@@ -48,12 +50,13 @@ class SequenceBuckets:
 
     Args:
         seq: the lengths, ascending.
-        dim: the dim of the inputs that is the sequence.
-        fill: name of an input -> the value that fills it up, besides `FILLS`; "target" is what the loss is given.
-        mask: the input of the model that masks padding; None: the model needs none, because it is causal.
+        dim: the sequence dim of the inputs.
+        fill: name of an input -> the value that fills it up, in addition to `FILLS`; "target" is the target of the
+            loss.
+        mask: the input of the model that masks padding; None: the model needs no mask, because it is causal.
 
     Raises:
-        SettingError: lengths that are no whole numbers, or a dim that is negative.
+        SettingError: lengths that are not ascending whole numbers of at least 1, or a dim that is negative.
     """
 
     seq: tuple[int, ...]
@@ -85,7 +88,8 @@ class SequenceBuckets:
 
         Args:
             net, loss_fn: the model and its loss, which takes the last of `args`, or None.
-            agree: the index of the bucket that this process needs -> the one that all processes take.
+            args, kwargs: the arguments of the call.
+            agree: maps the index of the bucket that this process needs to the index that all processes take.
 
         Raises:
             SettingError: a sequence longer than the last bucket, an input whose padding is not known, a model that
@@ -152,7 +156,7 @@ class SequenceBuckets:
 
 @dataclass
 class PaddedCall:
-    """A call whose sequences are padded from `length` to `bucket`."""
+    """A call whose sequences are padded from `length` to `bucket` along `dim`."""
 
     args: tuple
     kwargs: dict[str, Any]
@@ -161,7 +165,8 @@ class PaddedCall:
     bucket: int
 
     def cropped(self, result: Any) -> Any:
-        """A result of the call, without the positions of the padding."""
+        """A result of the call, without the positions of the padding. Tensors whose dim `dim` is not of the bucket's
+        length stay as they are."""
         if self.bucket == self.length:
             return result
 

@@ -28,20 +28,19 @@ __all__ = ["Settings"]
 
 
 class Settings:
-    """What `AutoParallel` may be told."""
+    """The settings of `AutoParallel`, as a base class. Each setter returns the model, so that calls can be chained."""
 
-    #: The library that hands batches to the processes, and the dataset_strategy by which it does; None: the user's own
-    #: loop.
+    #: The library that hands batches to the processes, and its dataset_strategy; None: the user's own loop.
     _handed: tuple[str, Any] | None = None
 
     def dataset_strategy(self, strategy: str | tuple) -> Self:
-        """How the batch is fed.
+        """Set the way in which the batch is fed.
 
         Args:
-            strategy: "data_parallel" (default): each process feeds its own part, the whole batch is their
+            strategy: "data_parallel" (default): each process feeds its own part, and the whole batch is their
                 concatenation in the order of the ranks. "full_batch": every process feeds the same whole batch. A
-                tuple with one entry per tensor input, a tuple of cuts or a `Layout`: each feeds the slice that this
-                gives it. In the local runtime the one process feeds the whole batch in every case.
+                tuple with one entry per tensor input, a tuple of cuts or a `Layout`: each process feeds the slice of
+                its rank. In the local runtime the one process feeds the whole batch in every case.
 
         Raises:
             SettingError: after the first call, or an unknown word.
@@ -55,8 +54,11 @@ class Settings:
         return self
 
     def enable_gradients_mean(self, enabled: bool = True) -> Self:
-        """With the loss outside and each rank feeding its own part: whether gradients are those of the mean of the
-        ranks' losses (True; the default of data_parallel) or of their sum. With `loss_fn` it makes no difference.
+        """Set whether gradients are those of the mean of the ranks' losses or of their sum. It matters where the loss
+        is outside the model and each rank feeds its own part; with `loss_fn` it makes no difference.
+
+        Args:
+            enabled: True: the mean, the default of data_parallel and hybrid_parallel. False: the sum.
 
         Raises:
             SettingError: after the first call.
@@ -65,8 +67,12 @@ class Settings:
         return self
 
     def parameter_broadcast(self, enabled: bool = True) -> Self:
-        """In processes, whether parameters and buffers begin with the values that they have on rank 0; otherwise (the
-        default) they must begin alike, and ranks that differ are named in an error. In one process it changes nothing.
+        """Set whether parameters and buffers begin with the values of rank 0, in processes. In one process it changes
+        nothing.
+
+        Args:
+            enabled: False (the state without this call): all ranks must begin with equal values; ranks that differ
+                are named in an error.
 
         Raises:
             SettingError: after the first call.
@@ -77,18 +83,18 @@ class Settings:
     def comm_fusion(
         self, config: dict[str, Any] | None = None, *, allreduce: Any = None, openstate: bool = True
     ) -> Self:
-        """Which gradients are summed over ranks in one collective: they wait for one another, and travel while the
-        backward goes on.
+        """Set the buckets of gradients. The gradients of a bucket are summed over ranks in one collective: they wait
+        for one another, and the collective runs while the backward goes on.
 
         Args:
             config: the arguments below as a dict.
-            allreduce: ``{"mode": "auto"}`` (the default): buckets of a size that suits. ``{"mode": "size", "config":
-                25}``, or 25: a bucket is full at 25 MB. ``{"mode": "index", "config": [10, 20]}``, or the list: buckets
-                begin before the parameters of these indices, counted in the order of ``model.parameters()`` among those
-                that are trained.
-            openstate: False: each gradient by itself.
+            allreduce: ``{"mode": "auto"}`` (the default): the package chooses the buckets' size. ``{"mode": "size",
+                "config": 25}``, or 25: a bucket is full at 25 MB. ``{"mode": "index", "config": [10, 20]}``, or the
+                list: buckets begin before the parameters of these indices, counted in the order of
+                ``model.parameters()`` among the trained ones.
+            openstate: False: one collective for each gradient.
 
-        In one process it changes nothing but what is refused.
+        In one process the buckets change nothing, but wrong arguments are refused all the same.
 
         Raises:
             SettingError: after the first call, an unknown mode or key, or a config that does not fit the mode.
@@ -108,17 +114,20 @@ class Settings:
         return self
 
     def hsdp(self, shard_size: int = -1, threshold: float = 64, optimizer_level: str = "level1") -> Self:
-        """Optimizer parallel: parameters that several devices hold alike are stored in parts, on top of what operators'
-        own strategies cut; gathered before use, their gradients summed and scattered. What is computed stays the same.
+        """Set ZeRO/FSDP sharding (optimizer parallel): parameters that are replicated on several devices are stored
+        in shards, on top of the cuts of the operators' own strategies. They are gathered before use; their gradients
+        are summed and scattered. The computed values stay the same.
 
         Args:
-            shard_size: over how many of its replicas a parameter is cut, neighbouring ones; -1: all. The gradient is
-                then summed over the rest.
-            threshold: KB (1024 bytes) of the whole parameter from which on it is cut. One whose slices' dim 0 does not
-                divide stays whole, and the plan says so; so does what `shardwright.no_optimizer_parallel` names.
-            optimizer_level: "level1": parameters and the optimizer's state are cut; under `no_sync` gradients are held
-                whole. "level2": they are cut as well. "level3": weights are not kept from the forward for the backward
-                either, but gathered again. (With `compile` the compiler decides what is kept, and gradients are cut.)
+            shard_size: the number of neighbouring replicas over which a parameter is cut; -1: all of its replicas.
+                The gradient is then summed over the rest.
+            threshold: the least size of a whole parameter, in KB (1024 bytes), that is cut. A parameter stays whole,
+                and the plan notes it, where dim 0 of its slices does not divide, or where
+                `shardwright.no_optimizer_parallel` names it.
+            optimizer_level: "level1": parameters and the optimizer's state are cut; under `no_sync` gradients are
+                whole. "level2": gradients are cut as well. "level3": weights are also resharded after the forward,
+                and gathered again for the backward. (With `compile` the compiler decides which gathered weights are
+                saved, and gradients are cut.)
 
         Raises:
             SettingError: after the first call, or an unknown value. At the first call: a `shard_size` that does not
@@ -135,32 +144,33 @@ class Settings:
         stage_config: Mapping[str, int] | None = None,
         chunks: int | None = None,
     ) -> Self:
-        """Put parts of the model on different devices, and batches through them in pieces.
+        """Cut the model into stages on different groups of devices, and split each batch into micro-batches.
 
-        Of N devices, stage s has the ranks from s·N/S to (s+1)·N/S; strategies and layouts inside of it speak of these
-        N/S. With ``dataset_strategy("data_parallel")`` ranks at one position in their stages feed the same part of the
-        batch. The batch, the first dim of every tensor input whose first dim is as long as the first's, is split;
-        losses and gradients are those of the whole batch. Batch norms train by the statistics of each micro-batch.
+        Of N devices and S stages, stage s has the ranks from s·N/S to (s+1)·N/S; with 8 devices and 2 stages, stage 1
+        has ranks 4 to 7. Strategies and layouts inside a stage refer to these N/S devices. With
+        ``dataset_strategy("data_parallel")`` ranks at one position in their stages feed the same part of the batch.
+        The batch is split: dim 0 of every tensor input whose dim 0 is as long as that of the first input. Losses and
+        gradients are those of the whole batch. Batch norms train by the statistics of each micro-batch.
 
         A pipeline runs forward and backward together: the model needs its loss, by `loss_fn` or in itself, and
-        ``loss.backward()`` hands over gradients that are there already. Under ``torch.no_grad()`` it runs the forward
-        alone, and returns what the model returns.
+        ``loss.backward()`` hands over gradients that were computed already. Under ``torch.no_grad()`` a pipeline runs
+        the forward alone, and returns the results of the model.
 
         Args:
-            stages: how many groups the devices are cut into, or "auto": a search decides where the model is cut, how
-                many devices each stage has, and what is computed again (see `PipelinePlan.alternatives`). Processes
-                then feed the whole batch.
-            scheduler: "1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", or a CSV file with a row for each group of
-                devices and an action in each cell, such as 2F3 (stage 2, forward, micro-batch 3).
-            micro_batches: into how many pieces a batch is split, at least `stages`; with stages="auto" also "auto".
-                None: 4, or "auto".
-            stage_config: path of a module -> its stage, besides what `shardwright.set_stage` says.
-            chunks: how many stages each group of devices has: `stages` · `chunks` in all. None: 2 for "interleaved" and
-                "zbv", else 1.
+            stages: the number of groups of devices, or "auto": a search decides where the model is cut, how many
+                devices each stage has, and what is recomputed (see `PipelinePlan.alternatives`). Processes then feed
+                the whole batch.
+            scheduler: "1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", or a CSV file with a row for each group
+                of devices and an action in each cell, such as 2F3 (stage 2, forward, micro-batch 3).
+            micro_batches: the number of micro-batches, at least `stages`; with stages="auto" also "auto". None: 4, or
+                "auto" with stages="auto".
+            stage_config: path of a module -> its stage, in addition to `shardwright.set_stage`.
+            chunks: the number of stages of each group of devices: `stages` · `chunks` in all. None: 2 for
+                "interleaved" and "zbv", else 1.
 
         Raises:
-            SettingError: after the first call, or a value that there is not. At the first call: stages that the model
-                or the devices cannot have.
+            SettingError: after the first call, or an unknown value. At the first call: stages that do not fit the
+                model or the devices.
         """
         if micro_batches is None:
             micro_batches = "auto" if stages == "auto" else 4
@@ -179,33 +189,32 @@ class Settings:
     ) -> Self:
         """Pad sequences to one of a few lengths, so that a language model fed with many lengths has few programs.
 
-        Each call is padded on the right to the shortest bucket that holds it. Padding is masked, its labels are ignored
-        by the loss, and results are cut back to the sequence's own length. Where each process feeds its own part of the
-        batch, all processes take the longest bucket that one of them needs. With several buckets the first
-        call captures the model for all of them (``varying``).
+        Each call is padded on the right to the shortest bucket that holds it. Padding is masked, its labels are
+        ignored by the loss, and results are cut back to the sequence's own length. Where each process feeds its own
+        part of the batch, all processes take the longest bucket that one of them needs. With several buckets the
+        first call captures the model for all of them (``varying``).
 
             model.buckets(seq=[512, 1024, 2048])
 
         Args:
             seq: the lengths, ascending.
-            dim: the dim of the inputs that is the sequence.
-            fill: name of an input of the model -> the value that fills it up, besides the names that models of Hugging
-                Face transformers use; "target" is the input of the loss, by default its ``ignore_index``.
-            mask: the input of the model that is 1 where there is a token and 0 in padding; made where a call gives
-                none.
-                None: the model needs no mask, because its earlier positions do not depend on later ones.
+            dim: the sequence dim of the inputs.
+            fill: name of an input of the model -> the value that fills it up, in addition to the names that models of
+                Hugging Face transformers use; "target" is the input of the loss, by default its ``ignore_index``.
+            mask: the input of the model that is 1 at tokens and 0 in padding; made where a call gives none. None: the
+                model needs no mask, because its earlier positions do not depend on later ones.
 
         Raises:
-            SettingError: after the first call, or lengths that make no sense. At a call: a sequence longer than the
-                longest bucket, an input whose padding is not known, a model without such a mask.
+            SettingError: after the first call, or invalid lengths. At a call: a sequence longer than the longest
+                bucket, an input whose padding is not known, a model without such a mask.
         """
         value = SequenceBuckets(tuple(seq), dim, dict(fill or {}), mask)
         self._buckets = self._before_first_call("buckets", value)
         return self
 
     def load_operator_strategy_file(self, path: str | Path) -> Self:
-        """Split operators as a plan says that was saved: each line is a mark, over what the model's own marks say.
-        Operators without a line are left to the mode; where each has one, the plan is that of the file.
+        """Read operators' strategies from a saved plan: each line acts as a mark, and overrides the model's own
+        marks. Operators without a line are left to the mode; where each has one, the plan is that of the file.
 
         Args:
             path: a file that `save_operator_strategy_file` or `Plan.save` wrote, edited or not.
@@ -225,8 +234,11 @@ class Settings:
         return self
 
     def save_operator_strategy_file(self, path: str | Path) -> Self:
-        """Write the plan as a document (`Plan.save`): now, or when it is made, at the first call or by `infer_layout`.
-        In processes the first rank writes.
+        """Write the plan as a document (`Plan.save`): now, or as soon as it exists, at the first call or by
+        `infer_layout`. In processes rank 0 writes.
+
+        Args:
+            path: the file.
 
         Raises:
             SettingError: there is no such folder.
@@ -236,17 +248,17 @@ class Settings:
         return self
 
     def load_param_strategy_file(self, path: str | Path) -> Self:
-        """Store parameters as a file says. Operators are split as marks and the mode say; what brings a parameter from
-        there to its use is part of the plan, and searches reckon with it. Parameters without a line are stored as the
-        mode and `hsdp` say.
+        """Read the stored layouts of parameters from a file. Operators are split as marks and the mode say; the
+        redistribution of a parameter from its stored layout to its use is part of the plan, and searches count its
+        cost. Parameters without a line are stored as the mode and `hsdp` say.
 
         Args:
             path: a file that `save_param_strategy_file` wrote, edited or not, or a plan that was saved.
 
         Raises:
             SettingError: after the first call, or in a mode in which parameters are stored as they are.
-            PlanError: no such file, or none of this kind. At the first call: a line of a parameter that the model has
-                not, or of another shape or type; another number of devices.
+            PlanError: no such file, or none of this kind. At the first call: a line of a parameter that the model
+                does not have, or that has another shape or type; another number of devices.
             LayoutError: a line that no layout of the parameter follows.
         """
         if self.parallel_mode in ("stand_alone", "hybrid_parallel"):
@@ -259,8 +271,12 @@ class Settings:
         return self
 
     def save_param_strategy_file(self, path: str | Path) -> Self:
-        """Write how each parameter is stored, a line for each (`ParameterStrategies`): now, or when the plan is made,
-        at the first call or by `infer_layout`. In processes the first rank writes. Checkpoints are transformed by it.
+        """Write the stored layout of each parameter, one line each (`ParameterStrategies`): now, or as soon as the
+        plan exists, at the first call or by `infer_layout`. In processes rank 0 writes. Checkpoints are transformed
+        by such files.
+
+        Args:
+            path: the file.
 
         Raises:
             SettingError: there is no such folder.
@@ -287,14 +303,14 @@ class Settings:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside leave the gradients as each rank has them; the next backward outside sums them together with
-        its own, once: as cheap as one backward, and the same gradients as without.
+        """Leave the gradients of backwards inside the ``with`` block unsummed on each rank. The next backward outside
+        sums them together with its own, once: the communication of one backward, and the same gradients as without
+        `no_sync`.
 
-        Between the two they are no gradients yet: an optimizer's step and ``clip_grad_norm_`` are refused
-            (`SettingError`),
-        ``zero_grad`` drops them. Sums that lie inside of the program, such as those of a cut parameter's activations,
-        are taken as ever. In one process, where gradients are whole, it changes nothing; nor where parameters have
-        hooks, which are to see the gradient of each backward.
+        Between the two, the sums are not complete: an optimizer's step and ``clip_grad_norm_`` are refused
+        (`SettingError`), ``zero_grad`` drops them. Sums inside the program, such as those of a cut parameter's
+        activations, are taken as ever. It changes nothing in one process, where gradients are whole, nor where
+        parameters have hooks, which need the gradient of each backward.
         """
         trained = [*self.parameters(), *(self.loss_fn.parameters() if isinstance(self.loss_fn, nn.Module) else ())]
         before, self._accumulation.open = self._accumulation.open, not any(any(gradient_hooks(p)) for p in trained)
@@ -312,14 +328,14 @@ class Settings:
         return value
 
     def _check_handed(self, handed: tuple[str, Any] | None) -> None:
-        """See that the settings fit the way in which a library hands out batches.
+        """Check that the settings fit the way in which a library hands out batches.
 
         Args:
-            handed: as of `_handed`.
+            handed: see `_handed`.
 
         Raises:
-            SettingError: a pipeline whose stages would get different parts of a batch; another `dataset_strategy` than
-                the library was told.
+            SettingError: a pipeline whose stages would get different parts of a batch; another `dataset_strategy`
+                than the library was given.
         """
         if handed is None:
             return
@@ -338,7 +354,7 @@ class Settings:
             )
 
     def plan_settings(self) -> dict[str, Any]:
-        """What of the settings decides a plan, as `shardwright.plan` takes it."""
+        """The settings that decide a plan, as keyword arguments of `shardwright.plan`."""
         return {
             "parallel_mode": self.parallel_mode,
             "dataset_strategy": self._dataset_strategy,

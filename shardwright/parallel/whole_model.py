@@ -1,14 +1,17 @@
-"""`AutoParallel.whole`: the plain model with plain whole parameters, for a while.
+"""`AutoParallel.whole`: the plain model with plain whole parameters, inside a ``with`` block.
 
     enter   per parameter: its slices are gathered, and an ordinary `nn.Parameter` takes its place in the model
     body    the user's own model: generate, evaluation, export, save_pretrained
     exit    the sharded parameters come back, the same objects; a changed value is written into the slices
 
 A change is found by comparison with the slices, which are gathered again: `_version` does not count writes through
-    ``.data``.
-The exit ends in an error, alike on every rank, where a change cannot be written back: a gradient, a parameter that is
-    new or
-of another shape, values that differ between the ranks. Then, and after an error in the body, nothing is written back.
+``.data``. The exit ends in an error, alike on every rank, where a change cannot be written back: a gradient, a
+parameter that is new or of another shape, values that differ between the ranks. Then, and after an error in the body,
+nothing is written back.
+
+The file also decides which attributes and calls reach the wrapped model: `attribute_of_net` (``generate`` and
+``save_pretrained`` run inside `whole`), `signed_as_net` (the signature of ``forward``), `refuse_calls_of_parts` (a
+module with slices that is called by itself).
 """
 
 from __future__ import annotations
@@ -41,19 +44,19 @@ if TYPE_CHECKING:
 
 __all__ = ["WholeModel", "attribute_of_net", "refuse_calls_of_parts", "signed_as_net"]
 
-#: Methods of a model that need whole parameters: on every rank, or on the first alone, which writes.
+#: Methods of a model that need whole parameters: on every rank, or on rank 0 alone, which writes files.
 _ON_ALL, _ON_FIRST = frozenset({"generate"}), frozenset({"save_pretrained", "push_to_hub"})
 
 _CALLS = "with model.whole() as net: net(…), net.generate(…), …; model(…) is the parallel model"
 
 
 class WholeModel:
-    """The context of `AutoParallel.whole`.
+    """The context manager of `AutoParallel.whole`.
 
     Args:
         model: the wrapper.
         rank: the rank that gets whole parameters; None: all ranks.
-        device: of the whole parameters; None: that of the run.
+        device: the device of the whole parameters; None: that of the run.
     """
 
     def __init__(self, model: Settings, rank: int | None = None, device: torch.device | None = None) -> None:
@@ -97,10 +100,10 @@ class WholeModel:
 
 
 def _check(model: Settings) -> None:
-    """See that there is a whole model.
+    """Check that the model has whole values.
 
     Raises:
-        SettingError: parameters without values, or of which each rank has its own.
+        SettingError: parameters without values, or that differ from rank to rank by design.
     """
     holder = ModelAndLoss(model.net, model.loss_fn)
     own = sorted(own_parameters(holder))
@@ -129,14 +132,12 @@ class _Swapped:
     """Whole parameters in the place of slices.
 
     Args:
-        rank: which rank gets them; None: all.
+        rank: the rank that gets them; None: all.
         here: this rank.
     """
 
     def __init__(self, model: Settings, rank: int | None, here: int, device: torch.device | None) -> None:
-        from ..runtime.distributed.coordination import (
-            ranks_of_now,  # above this file's other needs, and of use to processes alone
-        )
+        from ..runtime.distributed.coordination import ranks_of_now  # noqa: PLC0415  needed in processes alone
 
         self.holder = ModelAndLoss(model.net, model.loss_fn)
         self.rank, self.mine = rank, rank is None or rank == here
@@ -147,7 +148,7 @@ class _Swapped:
                 f"whole() is asked for {', '.join(f'rank={r}' for r in asked)} on ranks 0 to {len(asked) - 1}",
                 legal="the same on every rank",
             )
-        #: Name -> the rank that broadcasts it, of what lies in one stage of a pipeline.
+        #: Name of a parameter or buffer of one pipeline stage -> the rank that broadcasts it.
         self.stage: dict[str, int] = model._first_ranks
         named = {id(p): (n, p) for n, p in reversed(list(self.holder.named_parameters())) if hasattr(p, CUT)}
         self.cut: dict[str, nn.Parameter] = dict(reversed(named.values()))
@@ -168,7 +169,7 @@ class _Swapped:
                     if not _same(value, buffer):
                         buffer.copy_(value)
         self.began = {name: buffer.clone() for name, buffer in self.buffers.items()}
-        #: The tables of each module, with what was in them.
+        #: The parameter and buffer table of each module, with its entries before the swap.
         self.tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         names = {id(p): n for n, p in self.cut.items()}
         for module in self.holder.modules():
@@ -186,10 +187,10 @@ class _Swapped:
 
     def _gathered(self, name: str, parameter: DTensor) -> Tensor:
         """The whole value of a parameter, on every rank, in memory of its own."""
-        from ..runtime.distributed.dtensors import gathered  # imports DTensor
+        from ..runtime.distributed.dtensors import gathered  # noqa: PLC0415  imports DTensor
 
         with torch.no_grad():
-            if whole_shape(parameter) != parameter.shape:  # of another stage
+            if whole_shape(parameter) != parameter.shape:  # a parameter of another pipeline stage
                 value = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device=parameter.device)
             else:
                 value = gathered(parameter)
@@ -199,7 +200,7 @@ class _Swapped:
         """Put the sharded parameters back; write changed values into the slices.
 
         Args:
-            error: that the body has ended with; None: none.
+            error: the exception that ended the body; None: none.
 
         Raises:
             ShardwrightError: the error of another rank's body; a change that cannot be written back.
@@ -207,7 +208,7 @@ class _Swapped:
         wrong, now = self._restored()
         if error is not None:
             self._undo()
-            if isinstance(error, Exception):  # the others wait; this rank raises its own
+            if isinstance(error, Exception):  # the other ranks wait for its error; this rank raises its own
                 with contextlib.suppress(Exception):
                     self.ranks.agreed(error)
             return
@@ -219,7 +220,8 @@ class _Swapped:
             raise
 
     def _restored(self) -> tuple[SettingError | None, dict[str, Tensor]]:
-        """The model as it was, but for values; an error for a change that has no value, and the values by name."""
+        """Restore the tables of the model, but for values. Returned are an error for a change that cannot be written
+        back, and the tensors that the body left, by name."""
         names = {id(p): n for n, p in self.cut.items()} | {id(b): n for n, b in self.buffers.items()}
         back = {id(w) for w in self.whole.values()}
         now: dict[str, Tensor] = {}
@@ -300,7 +302,7 @@ class _Swapped:
         ), now
 
     def _undo(self) -> None:
-        """Modules and buffers as they were."""
+        """Restore the modules and buffers from before the body."""
         for table, children in self.children:
             if table != children:
                 table.clear()
@@ -311,12 +313,15 @@ class _Swapped:
                     buffer.copy_(self.began[name])
 
     def _write_back(self, now: dict[str, Tensor]) -> None:
-        """Changed values into slices and buffers.
+        """Write changed values into slices and buffers.
+
+        Args:
+            now: the tensors that the body left, by name.
 
         Raises:
-            SettingError: ranks that have changed different things.
+            SettingError: ranks have changed different tensors, or have different values.
         """
-        from ..runtime.distributed.dtensors import with_values  # imports DTensor
+        from ..runtime.distributed.dtensors import with_values  # noqa: PLC0415  imports DTensor
 
         tensors = {**self.cut, **self.buffers}
         changed: list[str] = []
@@ -348,7 +353,7 @@ class _Swapped:
                 value = _broadcast(value, giver)
                 if self.mine and not _same(value, now[name].detach().to(value.device)):
                     differ.append(name)
-                if self.rank is not None:  # else each rank has its own
+                if self.rank is not None:  # otherwise each rank has the whole value already
                     values[name] = value
             self.ranks.agreed(_differ(differ, "the ranks have different values") if differ else None)
             for name in said[giver]:
@@ -369,20 +374,20 @@ def _differ(names: list[str], how: str) -> SettingError:
 
 
 def _versions(parameter: DTensor) -> tuple[int, int]:
-    """How often a parameter and its slice were changed in place."""
+    """The numbers of in-place changes of a parameter and of its slice."""
     with torch.no_grad():
         return version_of(parameter), version_of(parameter.to_local())
 
 
 def _broadcast(tensor: Tensor, source: int) -> Tensor:
-    """The values that a tensor has on rank `source`, on every rank; of any dtype, in contiguous memory."""
+    """The values that a tensor has on rank `source`, on every rank; for any dtype, in contiguous memory."""
     tensor = tensor.detach().contiguous()
     dist.broadcast(tensor.reshape(-1).view(torch.uint8), source)
     return tensor
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Two tensors have the same values: equal or both NaN, element by element."""
+    """True where two tensors have the same values: equal or both NaN, element by element."""
     return torch.equal(a, b) or (a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all()))
 
 
@@ -390,11 +395,15 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def attribute_of_net(model: Settings, name: str) -> Any:
-    """An attribute of the wrapped model. Its ``generate`` runs under `whole`, on every rank; ``save_pretrained`` and
-    ``push_to_hub`` do on rank 0, for which the others wait.
+    """An attribute of the wrapped model. ``generate`` runs under `whole` on every rank; ``save_pretrained`` and
+    ``push_to_hub`` run under `whole` on rank 0, and the other ranks wait for it.
+
+    Args:
+        model: the wrapper.
+        name: the attribute.
 
     Raises:
-        AttributeError: it has none.
+        AttributeError: the wrapped model has no such attribute.
     """
     value = getattr(model.__dict__["net"], name)
     if name not in _ON_ALL | _ON_FIRST or not callable(value):
@@ -420,7 +429,7 @@ def attribute_of_net(model: Settings, name: str) -> Any:
 
 
 class signed_as_net:
-    """Decorator of the wrapper's ``forward``: `inspect.signature` says of it what it says of the wrapped model's, by
+    """Decorator of the wrapper's ``forward``: `inspect.signature` returns the signature of the wrapped model, from
     which trainers tell which columns of the data the model takes."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -435,7 +444,7 @@ class signed_as_net:
 
 
 class _Bound(functools.partial):
-    """A wrapper's ``forward``."""
+    """A wrapper's ``forward`` with the signature of the wrapped model."""
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -446,8 +455,8 @@ _refusing: list[Any] = []
 
 
 def refuse_calls_of_parts() -> None:
-    """From now on, a module that is called by itself while its parameters are slices is an error that says what to
-    do."""
+    """Refuse, from now on, a call of a module by itself while its parameters are slices. The error names the
+    alternative."""
     if not _refusing:
         _refusing.append(register_module_forward_pre_hook(_refuse))
 
@@ -458,9 +467,8 @@ def _refuse(module: nn.Module, args: tuple) -> None:
     for key, parameter in module._parameters.items():
         if parameter is not None and CUT in vars(parameter):
             frames = [(f.filename, f.lineno or 0) for f in traceback.extract_stack()]
-            frames = [
-                f for f in frames if "site-packages" not in f[0]
-            ] or frames  # a library's model is called by the user
+            # the call site to name is the user's, not a library's in between
+            frames = [f for f in frames if "site-packages" not in f[0]] or frames
             raise SettingError(
                 f"{type(module).__name__} is called by itself, and of its {key!r} (parameter "
                 f"{getattr(parameter, CUT)!r}) this rank has a slice",
@@ -469,5 +477,5 @@ def _refuse(module: nn.Module, args: tuple) -> None:
             )
 
 
-#: No hook of the user's: what runs the hooks of all modules around a program, or looks for them, leaves it out.
+#: Marks a hook that is not the user's. Code that runs or looks for global hooks of modules skips it.
 _refuse.of_shardwright = True  # type: ignore[attr-defined]

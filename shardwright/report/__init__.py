@@ -1,9 +1,9 @@
-"""What a person reads of a plan.
+"""Texts and pictures of a plan, for people.
 
 tables               a plan in a terminal
 pipeline_tables      a pipeline in a terminal
 table_parts          rows, columns and notes that both have
-explanations         why a plan is as it is, in a terminal
+explanations         the reasons for a plan, in a terminal
 ir_dump              the program of one rank as plain text, one operator a line
 format               units, types, layouts and numbers in these texts
 plan_diff            two plans compared

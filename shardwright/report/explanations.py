@@ -1,4 +1,11 @@
-"""What a terminal shows of why a plan is as it is: its dearest operators, or one of them with what else it could be."""
+"""The reasons for a plan, as text in a terminal: its most expensive operators, or one operator with its alternatives.
+
+1. `costs` prints totals, bound and gap, the most expensive communications, and the `DEAREST` most expensive operators.
+2. `explanation` prints one operator: its strategy and the cause of it, its share of the step, its best alternatives,
+   and the memory limit or the neighbours that hold its strategy.
+
+`tables` prints all operators of a plan without reasons; the figures come from `shardwright.explain`.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +26,20 @@ from .tables import summary
 
 __all__ = ["costs", "explanation"]
 
-#: How many operators are shown.
+#: The number of operators that are shown.
 DEAREST = 10
 
-#: How far the search's price of a plan may be from what the plan costs, relative, without a word about it.
+#: The largest relative difference between the search's price of a plan and its cost that is not mentioned.
 UNEQUAL = 1e-6
 
 
 def costs(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
-    """Print what a plan costs and where: totals, bound and gap, the dearest communications and operators."""
+    """Print the cost of a plan: totals, bound and gap, the most expensive communications and operators.
+
+    Args:
+        plan: the plan.
+        file: the file to print to; None: standard output.
+    """
     summary(plan, file)
     staged = isinstance(plan, PipelinePlan)
     plans = {stage.number: stage.plan for stage in plan.stages} if staged else {0: plan}
@@ -50,7 +62,7 @@ def costs(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
     )
     for seconds, stage, name in spent[:DEAREST]:
         decision, number = plans[stage].decisions.get(name), (str(stage),) if staged else ()
-        if decision is None:  # what outputs and buffers ask for
+        if decision is None:  # redistributions of outputs and buffers, which are no operator
             table.add_row(name, *number, "", "", "", time_text(seconds), part(seconds), "")
         else:
             table.add_row(
@@ -98,7 +110,12 @@ def costs(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
 
 
 def explanation(said: Explanation, file: IO[str] | None = None) -> None:
-    """Print what an operator costs, its best alternatives and what holds it where it is."""
+    """Print the cost of an operator, its best alternatives and the reasons that hold its strategy.
+
+    Args:
+        said: the explanation, of `shardwright.explain.explained`.
+        file: the file to print to; None: standard output.
+    """
     console, decision, cost = _console(file), said.decision, said.plan.cost
     say = lambda text: console.print(Text(text))
     op = decision.op
@@ -170,7 +187,7 @@ def explanation(said: Explanation, file: IO[str] | None = None) -> None:
 
 
 def _total(other: Alternative) -> str:
-    """What a whole step takes with it."""
+    """The time of a whole step with an alternative."""
     if math.isinf(other.total):
         return "does not fit"
     if other.proved or other.bound is None:
@@ -183,7 +200,7 @@ def _more(other: Alternative, cost: float) -> str:
 
 
 def _decided(said: Explanation) -> str:
-    """Who decided, and what keeps it so."""
+    """The cause of an operator's strategy, and the reasons that hold it."""
     decision, op = said.decision, said.decision.op
     if decision.cause == "mark":
         where = f" at {op.mark.source}" if op.mark is not None and op.mark.source else ""
@@ -202,7 +219,7 @@ def _decided(said: Explanation) -> str:
 
 
 def _memory(held: Alternative) -> str:
-    """What keeps an operator from what it would be without the limit."""
+    """The strategy that an operator would have without the memory limit."""
     assert held.over is not None and held.aside is not None
     return (
         f"memory: without the limit {strategy_text(held.decision)} would do, in all {time_text(held.aside)}, but "
@@ -211,7 +228,7 @@ def _memory(held: Alternative) -> str:
 
 
 def _held(other: Alternative) -> str:
-    """What keeps the operator from another strategy."""
+    """The reasons that keep an operator from another strategy."""
     words = []
     if other.over is not None and other.aside is not None:
         words.append(f"memory: in all {time_text(other.aside)} without the limit, but {_row(other.over)}")

@@ -1,4 +1,9 @@
-"""The pieces of a dump's text: what heads it, lines, types, layouts, numbers, arguments."""
+"""The pieces of a dump's text, and numbers with their units.
+
+1. Dumps: the header, the lines of stored and fed values, operators, types, layouts, results (`header` to
+   `results_lines`).
+2. Units, in dumps and tables alike: bytes (`size_text`, ``392 KiB``) and seconds (`time_text`, ``1.23 ms``).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,7 @@ __all__ = [
 
 
 def header(plan: Plan | PipelinePlan, rank: int, title: str) -> Iterator[str]:
-    """What a dump is of.
+    """The first lines of a dump: its title, the plan, the rank, and the notation of layouts.
 
     Raises:
         PlanError: a rank outside the plan's devices.
@@ -46,7 +51,7 @@ def header(plan: Plan | PipelinePlan, rank: int, title: str) -> Iterator[str]:
 
 
 def held_lines(plan: Plan, rank: int) -> Iterator[str]:
-    """What a rank is fed and has stored, and the plan's notes."""
+    """A line for each value that is fed to a rank or stored on it, and the plan's notes."""
     routed = plan.routed
     tables = [
         ("input", {i.name: i for i in routed.inputs}),
@@ -82,7 +87,7 @@ def _used(value: Value, used: Layout | None, stored: Layout) -> str:
 
 
 def sources(plan: Plan) -> Iterator[Value]:
-    """What is fed, stored or drawn, and no operator makes."""
+    """The values that no operator produces: inputs, parameters, buffers, constants and the seed."""
     yield from plan.graph.sources()
     yield from (i.value for i in plan.routed.constants.values())
     if plan.routed.seed is not None:
@@ -103,7 +108,7 @@ def written_line(
 
 
 def where(name: str, module: str, source: str) -> str:
-    """Which operator a line is of, and where it is called."""
+    """The operator of a line, its module, and its call site."""
     inside = module and module != name and not name.startswith(module + ".")
     return "  ".join(filter(None, (f"{name} in {module}" if inside else name, source)))
 
@@ -124,14 +129,18 @@ def layout_text(layout: Layout) -> str:
 
 
 class ValueNumbers(dict):
-    """Name of a value -> how it is written: ``%4`` for what is made, ``%w1`` for what is fed or stored."""
+    """Name of a value -> its text in a dump: ``%4`` for a produced value, ``%w1`` for a fed or stored one.
+
+    Args:
+        sources: the names of the values that are fed or stored.
+    """
 
     def __init__(self, sources: Iterable[str]) -> None:
         super().__init__((name, f"%{name}") for name in sources)
         self._taken, self._last = set(self.values()), 0
 
     def number(self) -> str:
-        """The next number; one that is a parameter's name, as in a ParameterList, is left out."""
+        """The next number that is not also the name of a source, such as that of a parameter in a ParameterList."""
         self._last += 1
         return f"%{self._last}" if f"%{self._last}" not in self._taken else self.number()
 
@@ -141,7 +150,7 @@ class ValueNumbers(dict):
 
 
 def arguments(args: tuple, kwargs: dict[str, Any], names: dict[str, str]) -> list[str]:
-    """An operator's arguments, values by how they are written."""
+    """An operator's arguments as text, values by their text in `names`."""
     return [_argument(a, names) for a in args] + [f"{k}={_argument(a, names)}" for k, a in kwargs.items()]
 
 
@@ -158,14 +167,12 @@ def _argument(leaf: Any, names: dict[str, str]) -> str:
 def results_lines(
     keys: Sequence[Any], outputs: Sequence[Any], updates: dict[str, str], names: dict[str, str]
 ) -> list[str]:
-    """What is handed out, and the new values of buffers."""
+    """The line of the results, and a line for the new value of each buffer."""
     shown = [names[k] if isinstance(o, (Value, PlacedValue)) else _argument(o, names) for k, o in zip(keys, outputs)]
     return [f"return {', '.join(shown)}"] + [f"update %{name} = {names[made]}" for name, made in updates.items()]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Numbers with their units, as people read them.
-# ----------------------------------------------------------------------------------------------------
+# -- numbers with their units -------------------------------------------------------------------------
 
 
 def size_text(count: float) -> str:

@@ -1,12 +1,25 @@
-"""The dumps of a plan: what was asked for, and what one rank runs, as plain text with one operator a line.
+"""The dumps of a plan: the user's operators, and the program of one rank, as plain text with one operator a line.
 
-    %3 = matmul(%1, %w1)  {in_strategy: ((2, 4), (4, 1))}  f32[32, 784], f32[784, 512] -> f32[32, 512]   # matmul1  net.py:41
+1. ``step_parallel_begin.ir`` (`begin_text`) has the user's operators, with global shapes:
+
+    %3 = matmul(%1, %w1)  {in_strategy: ((2, 4), (4, 1))}  f32[32, 784], f32[784, 512] -> f32[32, 512]   # matmul1
+
+2. ``execute.ir`` (`execute_text`, `Execute`) has the local program, forward then backward:
+
     %5 = matmul(%4, %w1)  f32[16, 196], f32[196, 512] -> f32[16, 512]   # matmul1  net.py:41
     %6 = all_reduce(%5)  {ranks: (4, 5, 6, 7), bytes: 32768}  f32[16, 512] -> f32[16, 512]   # completes %5
 
-The first is of ``step_parallel_begin.ir``: the user's operators, global shapes. The others are of ``execute.ir``: the
-local program, forward then backward. What operators make has a number, what is fed or stored has its name. A dump is a
-function of the plan and the rank alone, and asks for no other rank.
+3. A pipeline (`staged_texts`) has the schedule of the rank's group, and the program of each of its stages, for one
+   micro-batch:
+
+    %relu_1 = recv()  {ranks: (1, 5), bytes: 128}  f64[1, 16]   # from stage 0
+    send(%7)  {ranks: (5, 1), bytes: 128}  f64[1, 16]   # gradient of %relu_1, to stage 0
+
+   Ranks are those of the world, sender first; slices and layouts are those of the stage's own devices. Operations of
+   once a step stand apart: the sums of the gradients of parameters, and parameters that several stages share.
+
+A produced value has a number, a fed or stored value has its name. A dump is a function of the plan and the rank
+alone, and needs no other rank.
 """
 
 from __future__ import annotations
@@ -40,12 +53,15 @@ __all__ = ["BEGIN", "Execute", "begin_lines", "begin_text", "execute_text", "sta
 
 
 def write_dumps(plan: Plan | PipelinePlan, directory: str | Path, ranks: Iterable[int]) -> None:
-    """Write ``rank_R/step_parallel_begin.ir`` and ``rank_R/execute.ir`` below a directory, which is made if need be.
+    """Write ``rank_R/step_parallel_begin.ir`` and ``rank_R/execute.ir`` below a directory, which is created where
+    needed.
 
     Files of an earlier plan are replaced. The same plan gives the same bytes.
 
     Args:
-        ranks: the ranks to write; the others cost nothing.
+        plan: the plan.
+        directory: the directory.
+        ranks: the ranks to write; other ranks take no time.
 
     Raises:
         PlanError: a rank outside the plan's devices.
@@ -63,7 +79,7 @@ def write_dumps(plan: Plan | PipelinePlan, directory: str | Path, ranks: Iterabl
 
 
 def begin_text(plan: Plan, rank: int) -> str:
-    """The user's operators, each with its strategy, its global shapes and where it is called.
+    """The user's operators, each with its strategy, its global shapes and its call site.
 
     Raises:
         PlanError: a rank outside the plan's devices.
@@ -81,7 +97,7 @@ def begin_text(plan: Plan, rank: int) -> str:
     )
 
 
-#: What a reader of the user's operators has to know.
+#: The line above the user's operators, which explains the last column.
 BEGIN = "# a word in parentheses at the end says who chose the strategy where no mark did"
 
 
@@ -146,7 +162,9 @@ class Execute:
     """The program of one rank, line by line.
 
     Args:
-        first: of the ranks of the world, the plan's first.
+        plan: the plan.
+        rank: the rank within the plan's devices.
+        first: the world rank of the plan's first device.
     """
 
     def __init__(self, plan: Plan, rank: int, first: int = 0) -> None:
@@ -161,9 +179,9 @@ class Execute:
         for i in plan.routed.instructions:
             self.known.update((o.name, o) for o in made_by(i))
         self.lines: list[str] = []
-        self.gradients: dict[str, list[str]] = {}  # instance name -> what its uses have brought
-        self.again: dict[str, str] = {}  # instance name -> how it is written once it is computed again
-        self.region: Any = None  # the region of which the latest line is
+        self.gradients: dict[str, list[str]] = {}  # instance name -> the gradients of its uses so far
+        self.again: dict[str, str] = {}  # instance name -> the number of the recomputed value
+        self.region: Any = None  # the recomputed region of the latest line
 
     def run(self) -> list[str]:
         self.forward(self.plan.routed.instructions)
@@ -216,7 +234,7 @@ class Execute:
         def comment(step: RedistributionStep) -> str:
             if not step.reduces:
                 return given
-            # An all-reduce leaves what the operator itself would have left; a reduce-scatter is for the next one.
+            # An all-reduce completes the operator's own result; a reduce-scatter also serves the consumer.
             return f"completes {written}" if step.kind == "all_reduce" else f"completes {written} {given}"
 
         target = instruction.target.value
@@ -238,7 +256,8 @@ class Execute:
         collectives: Iterator,
         comment: Callable[[RedistributionStep], str],
     ) -> str:
-        """A line for each step of a conversion; what its result is written as: itself where there are none."""
+        """Write a line for each step of a redistribution. The number of its result is returned, or `written` where it
+        has no steps."""
         shapes = steps.local_shapes(shape)
         for step, before, after in zip(steps.steps, shapes, shapes[1:]):
             if step.communicates:
@@ -261,7 +280,7 @@ class Execute:
         return written
 
     def cast(self, before: Value, after: Value, shape: tuple[int, ...], written: str, comment: str) -> str:
-        """A line for a change of type, if there is one."""
+        """Write a line for a change of dtype, if there is one. The number of its result is returned."""
         if before.dtype == after.dtype:
             return written
         made = self.names.number()
@@ -271,7 +290,7 @@ class Execute:
         return made
 
     def group(self, digits: Any) -> tuple[int, ...]:
-        """The ranks of the world that a collective joins."""
+        """The world ranks that take part in a collective."""
         return tuple(self.first + rank for rank in group_of(self.rank, digits))
 
     # -- backward --
@@ -281,7 +300,7 @@ class Execute:
         self.back(self.plan.backward)
 
     def given(self, outputs: Iterable[Any], comment: str = "given by the caller; 1 for a loss") -> None:
-        """The gradients that the caller gives."""
+        """Write a line for each gradient that the caller passes to the backward."""
         seen: set[str] = set()
         for output in outputs:
             if isinstance(output, PlacedValue) and output.value.requires_grad and output.name not in seen:
@@ -292,7 +311,7 @@ class Execute:
                 self.bring(output.name, made)
 
     def back(self, instructions: Iterable[Any]) -> None:
-        """The backwards of instructions."""
+        """Write the backwards of instructions."""
         for instruction in instructions:
             if isinstance(instruction, LocalOp):
                 self.compute_backward(instruction)
@@ -314,7 +333,7 @@ class Execute:
         self.gradients.setdefault(name, []).append(gradient)
 
     def total(self, name: str) -> str:
-        """The gradient of an instance from all its uses."""
+        """The sum of an instance's gradients from all its uses."""
         parts = self.gradients[name]
         if len(parts) > 1:
             made = self.names.number()
@@ -374,7 +393,7 @@ class Execute:
         self.bring(source.name, gradient)
 
     def recompute(self, instruction: RecomputedInstruction) -> None:
-        """A line of the forward once more: what it makes has another number, and is read by that in its region."""
+        """Write a line of the forward once more. Its result gets a new number, for the backward of its region."""
         if instruction.region is not self.region:
             self.region = instruction.region
             self.lines.append(f"# {self.region.path} is computed again, for the backward of {instruction.operator}")
@@ -399,7 +418,8 @@ class Execute:
         )
 
     def extreme_backward(self, instruction: GlobalExtreme) -> None:
-        """Each rank gets the share of the gradient that its ties are of the ties of all ranks."""
+        """Write the backward of a maximum or minimum over ranks: a rank's share of the gradient is its part of all
+        ties."""
         source, reduced = instruction.source, self.names[instruction.source.name]
         gradient = self.total(instruction.target.name)
         layout = source.layout
@@ -442,7 +462,7 @@ def _kind(instruction: LocalOp) -> str:
 
 
 def _details(step: RedistributionStep) -> str:
-    """What a collective does with dims, and what it reduces by if not a sum."""
+    """The dims of a collective, and its reduction if it is no sum."""
     parts = []
     for word, attribute in (("scatter_dim", "scattered"), ("gather_dim", "gathered")):
         dims = [d for d, atoms in enumerate(step.dims) if any(getattr(a, attribute) is not None for a in atoms)]
@@ -454,7 +474,8 @@ def _details(step: RedistributionStep) -> str:
 
 
 def _index(step: RedistributionStep, shape: tuple[int, ...], rank: int) -> str:
-    """The part of its local tensor that a rank keeps: ranges a dim, or where those have gaps an index of a view."""
+    """The part of its local tensor that a rank keeps: a range for each dim, or an index of a view where the part has
+    gaps."""
     geometry = step.geometry(shape)
     if geometry.cuts is None:
         chosen = {axis: str(digit.value(rank)) for axis, digit in geometry.select}
@@ -469,19 +490,11 @@ def _index(step: RedistributionStep, shape: tuple[int, ...], rank: int) -> str:
     return f"index: [{', '.join(ranges)}]"
 
 
-# ----------------------------------------------------------------------------------------------------
-# The dumps of a pipeline: the schedule of a rank's group, and the program of each of its stages, for one micro-batch.
-#
-#     %relu_1 = recv()  {ranks: (1, 5), bytes: 128}  f64[1, 16]   # from stage 0
-#     send(%7)  {ranks: (5, 1), bytes: 128}  f64[1, 16]   # gradient of %relu_1, to stage 0
-#
-# Ranks are those of the world, sender first; parts and layouts are those of the stage's own devices. What is done once
-# a step, the sums of the gradients of parameters and what several stages share, stands by itself.
-# ----------------------------------------------------------------------------------------------------
+# -- the dumps of a pipeline -------------------------------------------------------------------------------------------
 
 
 def staged_texts(plan: PipelinePlan, rank: int) -> dict[str, str]:
-    """The dumps of one rank by the names of their files.
+    """The dumps of one rank of a pipeline, by file name.
 
     Raises:
         PlanError: a rank outside the plan's devices.
@@ -501,7 +514,7 @@ def staged_texts(plan: PipelinePlan, rank: int) -> dict[str, str]:
 
 
 def _schedule(plan: PipelinePlan) -> Iterator[str]:
-    """Who does what when."""
+    """The actions of each group in order, and the grid of the schedule."""
     made = plan.schedule
     yield (
         f"# {made.name}: {made.stages} stages, {made.micro_batches} micro-batches; "
@@ -531,7 +544,7 @@ class _Staged(Execute):
         self.results_of_model, self.sent = outputs[: len(stage.results)], outputs[len(stage.results) :]
 
     def run(self) -> list[str]:
-        """Its lines."""
+        """The lines of the stage's program."""
         parameters = self.stage.plan.routed.parameters
         shared = [
             (parameters[t.name].name, t)
@@ -587,21 +600,21 @@ class _Staged(Execute):
         return self.lines
 
     def compute(self, instruction: LocalOp) -> None:
-        """An operator; what is sent is what it is."""
+        """Write an operator. A `send` is an identity, so that it takes the number of its operand and no line."""
         if instruction.op.target is send:
             self.names[instruction.outputs[0].name] = self.names[read_by(instruction)[0]]
             return
         super().compute(instruction)
 
     def compute_backward(self, instruction: LocalOp) -> None:
-        """Its backward."""
+        """Write the backward of an operator. A `send` passes its gradient on without a line."""
         if instruction.op.target is send:
             self.bring(read_by(instruction)[0], self.total(instruction.outputs[0].name))
             return
         super().compute_backward(instruction)
 
     def results(self) -> None:
-        """What of the model's results the stage has."""
+        """Write the model's results that the stage produces."""
         outputs = self.results_of_model
         if outputs or self.plan.routed.updates:
             self.lines += results_lines(
@@ -609,14 +622,14 @@ class _Staged(Execute):
             )
 
     def leaving(self) -> Iterator[tuple[str, Transfer]]:
-        """What it sends with every micro-batch: by what name, and to whom."""
+        """The values that the stage sends with every micro-batch: (instance name, transfer)."""
         for name, instance in zip(self.stage.sent, self.sent):
             for t in self.whole.transfers:
                 if (t.kind, t.name, t.source) == ("value", name, self.stage.number):
                     yield instance.name, t
 
     def takes(self, t: Transfer, name: str, what: str, made: str | None = None) -> None:
-        """A line that receives; as what `made` says, or as its own name."""
+        """Write the lines that receive a value under the number `made`, or under its own name where that is None."""
         back = made is not None
         other = t.target if back else t.source
         types, comment = self.types((), [name]), ", ".join(filter(None, (what, f"from stage {other}")))
@@ -630,7 +643,7 @@ class _Staged(Execute):
             )
 
     def gives(self, t: Transfer, name: str, what: str, written: str | None = None) -> None:
-        """A line that sends `written`, or the value of that name."""
+        """Write the lines that send `written`, or the value of that name where that is None."""
         back = written is not None
         other = t.source if back else t.target
         types, comment = self.types((), [name]), ", ".join(filter(None, (what, f"to stage {other}")))
@@ -644,5 +657,5 @@ class _Staged(Execute):
             )
 
     def here(self, t: Transfer) -> bool:
-        """Whether both of its stages are this rank's."""
+        """True where both stages of a transfer run on this rank."""
         return self.world in self.whole.stages[t.source].ranks and self.world in self.whole.stages[t.target].ranks

@@ -1,4 +1,10 @@
-"""What a terminal shows of a pipeline: its stages, what crosses between them, each stage's operators and parameters."""
+"""A pipeline in a terminal: its stages, the transfers between them, each stage's operators and parameters.
+
+1. `explain_pipeline` prints every operator and parameter of every stage, and the schedule as a grid.
+2. `summary_of_pipeline` prints the simulated step, a line for each stage, and the most expensive communications.
+
+Plans without stages are printed by `tables`.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +43,26 @@ __all__ = ["explain_pipeline", "grid", "ranks_text", "summary_of_pipeline"]
 
 
 def ranks_text(ranks: range) -> str:
-    """``0-3``: ranks of the world."""
+    """World ranks as text: ``0-3``."""
     return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
 
 
 def grid(plan: PipelinePlan) -> str | None:
-    """The schedule as a grid of actions; None where that would be too long or too wide to read."""
+    """The schedule as a grid of actions; None where the grid would be too long or too wide to read."""
     text = plan.schedule.grid()
     lines = text.splitlines()
     return text if len(lines) <= LINES and max(map(len, lines), default=0) <= COLUMNS else None
 
 
 def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Print a pipeline: for each stage what `tables.explain` prints of a plan, of one micro-batch; what crosses."""
+    """Print a pipeline: each stage for one micro-batch, as `tables.explain` prints a plan, and the transfers between
+    stages.
+
+    Args:
+        plan: the pipeline.
+        file: the file to print to; None: standard output.
+        width: see `tables.explain`.
+    """
     sent = {stage.number: stage.plan.collectives(0) for stage in plan.stages}
     lines = {stage.number: list(rows(stage.plan, sent[stage.number], (send,))) for stage in plan.stages}
     tables = {number: wide(of) for number, of in lines.items()}
@@ -86,7 +99,8 @@ def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int
 
 
 def say_chosen(plan: PipelinePlan, console: Console) -> None:
-    """Print what stages="auto" priced and chose, if it did."""
+    """Print the alternatives that stages="auto" priced and its choice. Nothing is printed where the stages were
+    given."""
     if plan.chosen is not None:
         console.print(alternatives_of(plan.chosen))
         for line in cuts_of(plan.chosen):
@@ -113,7 +127,7 @@ def _on(plan: PipelinePlan, first: Stage) -> str:
 
 
 def _crossing(plan: PipelinePlan) -> Table:
-    """What stages send one another."""
+    """The transfers between stages, a row each."""
     made = table("crosses", "from", "to", "shape", "cuts", "a rank sends", "when", "gradient", right=("a rank sends",))
     for t in plan.transfers:
         when = "each micro-batch" if t.kind == "value" else "once a step"
@@ -138,12 +152,12 @@ def _crossing(plan: PipelinePlan) -> Table:
 
 def _sent(plan: PipelinePlan, t: Transfer) -> str:
     if plan.stages[t.source].first == plan.stages[t.target].first:
-        return "nothing"  # it stays where it is
+        return "nothing"  # both stages run on the same devices
     return size_text(t.nbytes)
 
 
 def summary_of_pipeline(plan: PipelinePlan, file: IO[str] | None = None) -> None:
-    """Print what a pipeline costs: a step in time, and each stage's part of it."""
+    """Print the cost of a pipeline: the time of a step, and each stage's share of it."""
     console = Console(file=file, highlight=False, soft_wrap=True)
     console = console if console.is_terminal else Console(file=file, highlight=False, width=200)
     say = lambda text: console.print(Text(text))
@@ -170,7 +184,7 @@ def summary_of_pipeline(plan: PipelinePlan, file: IO[str] | None = None) -> None
 
 
 def _stages(plan: PipelinePlan, simulation: Simulation) -> Table:
-    """A line for each stage: seconds of one micro-batch, bytes on a device."""
+    """The table of the stages, a row each: seconds of one micro-batch, bytes on a device."""
     kinds = list(dict.fromkeys(kind for stage in plan.stages for kind in stage.plan.memory(0)))
     numbers = ("operators", "forward", "backward", "once a step", "kept", *kinds, "waits", "peak")
     made = table("stage", "ranks", *numbers, right=numbers)
@@ -193,7 +207,7 @@ def _stages(plan: PipelinePlan, simulation: Simulation) -> Table:
 
 
 def _seconds(simulation: Simulation, stage: Stage) -> tuple[float, float, float]:
-    """Seconds of a stage: the forward and the backward of its first micro-batch, and what it does once a step."""
+    """Seconds of a stage: the forward and the backward of its first micro-batch, and its operations of once a step."""
     spent = {"forward": 0.0, "backward": 0.0, "once": 0.0}
     for span in simulation.spans:
         if span.action.stage == stage.number:
@@ -205,8 +219,8 @@ def _seconds(simulation: Simulation, stage: Stage) -> tuple[float, float, float]
 
 
 def _dearest_stage(spent: Iterable[tuple[PricedCollective, Stage]], cluster: Cluster) -> Table:
-    """The dearest communications inside of stages, with one micro-batch: those alike as one, of stages alike likewise,
-    counted in one of them."""
+    """The most expensive communications inside stages, for one micro-batch. Equal communications share a row; a row
+    that several stages share counts one of them, the most expensive."""
     alike: dict[tuple, dict[int, list[PricedCollective]]] = {}
     for c, stage in spent:
         key = c.kind, c.digits, c.bytes, c.phase, stage.devices
@@ -248,7 +262,7 @@ def _dearest_stage(spent: Iterable[tuple[PricedCollective, Stage]], cluster: Clu
 
 
 def _numbers(numbers: Sequence[int]) -> str:
-    """``0-3, 5``"""
+    """Ascending numbers with runs joined: ``0-3, 5``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -1,4 +1,8 @@
-"""Two plans, compared: which operators are split in another way, and what a step takes under each."""
+"""Two plans compared: settings, operators and parameters that differ, and the time of a step under each.
+
+A line begins with ``-`` (only in the first plan), ``+`` (only in the second) or ``~`` (in both, and different).
+Operators and parameters are matched by name. Costs of a pipeline's operators are those of one micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +26,13 @@ __all__ = ["Difference", "difference", "strategy_text"]
 
 @dataclass(frozen=True)
 class Difference:
-    """How a plan differs from another.
+    """The difference of two plans.
 
     Attributes:
+        before, after: the plans.
         settings: a line for each setting that differs.
-        operators: a line for each operator that is split in another way, that one has and the other has not, or whose
-            shapes are others.
-        parameters: a line for each parameter that is stored in another way.
+        operators: a line for each operator that only one plan has, or whose strategy, stage or shapes differ.
+        parameters: a line for each parameter that only one plan has, or whose storage differs.
     """
 
     before: Plan | PipelinePlan
@@ -39,12 +43,12 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether the plans say the same."""
+        """True where no line differs."""
         return not (self.settings or self.operators or self.parameters)
 
     @cached_property
     def lines(self) -> tuple[str, ...]:
-        """All of it, and what a step takes."""
+        """All lines, and last the number of differences, the time of a step and the peak memory of both plans."""
         totals = f"a step: {time_text(self.before.cost)} -> {time_text(self.after.cost)}"
         if self.before.cost:
             totals += f" ({self.after.cost / self.before.cost - 1:+.2%})"
@@ -62,8 +66,11 @@ class Difference:
 
 
 def difference(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Difference:
-    """Compare two plans, operators and parameters by their names. What operators of a pipeline take is that of one
-    micro-batch."""
+    """Compare two plans, operators and parameters by their names.
+
+    Args:
+        before, after: the plans. Costs of a pipeline's operators are those of one micro-batch.
+    """
     return Difference(
         before,
         after,
@@ -97,7 +104,7 @@ def _settings(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterat
 
 
 def _parts(plan: Plan | PipelinePlan) -> dict[int | None, Plan]:
-    """The plans of the stages by number; of a plan that is no pipeline, itself."""
+    """The plans of the stages by number; for a plan without a pipeline, the plan itself under None."""
     return {stage.number: stage.plan for stage in plan.stages} if isinstance(plan, PipelinePlan) else {None: plan}
 
 
@@ -106,20 +113,20 @@ def _fed(plan: Plan | PipelinePlan) -> Any:
 
 
 def _hsdp(plan: Plan | PipelinePlan) -> Any:
-    """The setting; of stages that have several, all."""
+    """The optimizer-parallel setting; where the stages have several, a list of them."""
     found = list(dict.fromkeys(part.hsdp for part in _parts(plan).values()))
     return found[0] if len(found) == 1 else found
 
 
 def _memory(plan: Plan | PipelinePlan) -> str:
-    """The limit within which it was searched; of stages that have several, all."""
+    """The memory limit of the search; where the stages have several, all of them."""
     limits = [None if part.found is None else part.found.limit for part in _parts(plan).values()]
     said = ["no limit" if limit is None else f"{limit:.15g} bytes a device" for limit in dict.fromkeys(limits)]
     return ", ".join(said)
 
 
 def _pipeline(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[tuple[str, Any, Any]]:
-    """What is said of pipelines, of two plans."""
+    """The settings of two plans that concern pipelines alone: (name, first, second)."""
     one, other = ({} if isinstance(plan, Plan) else pipeline_words(plan) for plan in (before, after))
     words = {
         "stages": "groups of devices",
@@ -141,12 +148,12 @@ def _cluster(plan: Plan | PipelinePlan) -> Cluster:
 
 
 class _Placed(NamedTuple):
-    """An operator where it is.
+    """An operator in a plan.
 
     Attributes:
-        stage: its number, or None.
-        decision: with the sum that it lets through.
-        seconds: of a step, or of one micro-batch.
+        stage: the number of its stage; None without a pipeline.
+        decision: its strategy, with the partial sums that it lets through.
+        seconds: its cost in a step, or with one micro-batch.
     """
 
     stage: int | None
@@ -158,7 +165,7 @@ class _Placed(NamedTuple):
 
     @property
     def shapes(self) -> str:
-        """What it is and of which shapes."""
+        """The kind of the operator and its shapes."""
         return f"{self.decision.op.kind} {types_of(self.decision.op)}"
 
 
@@ -207,7 +214,7 @@ def _stored(parameter: ParameterPlan) -> str:
 
 
 def _place(parameter: ParameterPlan) -> tuple[Any, ...]:
-    """All that says where it is."""
+    """The layout, shape and stage of a parameter's storage."""
     staged = (parameter.stage, parameter.ranks) if isinstance(parameter, StageParameter) else ()
     return parameter.storage, parameter.shape, *staged
 
@@ -225,7 +232,7 @@ def _entries(entry: list) -> str:
 
 
 def strategy_text(decision: Decision) -> str:
-    """A strategy as one writes it, on a line: its in_strategy, and what else it says."""
+    """A strategy on one line: its in_strategy as a user writes it, then its other settings."""
     words = spell_assignment(decision.bound, decision.assignment)
     if "device_matrix" in words:
         text = f"Layout({tuple(words['device_matrix'])}, {tuple(words['alias_name'])}): " + ", ".join(

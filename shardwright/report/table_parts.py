@@ -1,4 +1,10 @@
-"""Parts that the tables of plans and pipelines share: rows, columns, widths, notes."""
+"""Parts that the tables of plans (`tables`) and of pipelines (`pipeline_tables`) share.
+
+1. A table of operators: `rows`, laid out by `wide` (a line each) or `narrow` (a few lines each).
+2. A table of `parameters`, and the lines `memory_line` and `total`.
+3. The search of stages="auto": its priced alternatives, the best first (`alternatives_of`), and its cuts of the model
+   (`cuts_of`).
+"""
 
 from __future__ import annotations
 
@@ -33,11 +39,11 @@ __all__ = [
 ]
 
 
-#: Wide enough for everything: what a table is measured in, and as wide as it needs where no terminal limits it.
+#: A width, in characters, in which every table fits; tables are measured in it.
 UNLIMITED = 10_000
 
 
-#: What the digits of a layout mean.
+#: The notation of layouts.
 LEGEND = "layouts by dim: 4@2 cuts into 4 parts, of which rank r has number r // 2 % 4; - keeps the dim whole"
 
 
@@ -55,16 +61,17 @@ class _Row:
 
 
 def memory_line(kinds: Mapping[str, int]) -> str:
-    """What a device holds, by kind."""
+    """The memory of a device, by kind."""
     return ", ".join(f"{kind} {size_text(count)}" for kind, count in kinds.items())
 
 
 def rows(plan: Plan, sent: Iterable[Collective], without: Collection[Any] = ()) -> list[_Row]:
-    """A line for each operator.
+    """A row for each operator. A further row has the collectives that bring a result into the layout of the outputs.
 
     Args:
+        plan: the plan.
         sent: the collectives of a rank.
-        without: the targets of operators that have none of their own.
+        without: the targets of operators that get no row.
     """
     of: dict[str, list[Collective]] = {}
     for collective in sent:
@@ -86,7 +93,7 @@ def rows(plan: Plan, sent: Iterable[Collective], without: Collection[Any] = ()) 
                 *_traffic(of.pop(operator.name, [])),
             )
         )
-    for name, mine in of.items():  # what brings results into the layout in which they are handed out
+    for name, mine in of.items():  # redistributions of the results, which belong to no operator
         out.append(_Row(name, "", "", "", "", *_traffic(mine)))
     return out
 
@@ -100,7 +107,7 @@ def table(*columns: str, right: tuple[str, ...] = (), lines: bool = False) -> Ta
 
 
 def wide(lines: Iterable[_Row]) -> Table:
-    """A line for each operator."""
+    """The table of operators with one line each."""
     made = table(
         "operator",
         "where",
@@ -134,7 +141,7 @@ def wide(lines: Iterable[_Row]) -> Table:
 
 
 def narrow(lines: Iterable[_Row]) -> Table:
-    """The same for a narrow terminal: a few lines for each operator."""
+    """The table of operators for a narrow terminal, with a few lines each."""
     made = table("operator, where", "strategy, layouts, local shapes", "before, after, sent", lines=True)
     for row in lines:
         traffic = [
@@ -168,7 +175,7 @@ def _shape(shape: Iterable[int]) -> str:
 
 
 def _traffic(collectives: list[Collective]) -> tuple[str, str, str, str]:
-    """(conversions before an operator, reductions after it, bytes forward, bytes backward)."""
+    """(redistributions before an operator, reductions after it, bytes forward, bytes backward)."""
     forward = [c for c in collectives if c.phase in ("forward", "storage") and not c.again]
     backward = [c for c in collectives if c.phase not in ("forward", "storage") or c.again]
     before = [c for c in forward if c.cause != "operator"]
@@ -181,7 +188,7 @@ def _traffic(collectives: list[Collective]) -> tuple[str, str, str, str]:
 
 
 def _names(collectives: list[Collective]) -> str:
-    """``all_gather/4``: the collectives with the sizes of their groups."""
+    """Collectives with the sizes of their groups: ``all_gather/4``."""
     counts: dict[str, int] = {}
     for c in collectives:
         name = f"{c.op}/{len(c.ranks)}"
@@ -190,7 +197,13 @@ def _names(collectives: list[Collective]) -> str:
 
 
 def total(plan: Plan, sent: Iterable[Collective], when: str = "in a step") -> str:
-    """What a rank sends, by phase."""
+    """The bytes that a rank sends, by phase, as a line.
+
+    Args:
+        plan: the plan.
+        sent: the collectives of a rank.
+        when: the words for the period.
+    """
     phases = {"forward": 0, "backward": 0, "gradient": 0}
     for c in sent:
         phases[c.phase] = phases.get(c.phase, 0) + c.sent
@@ -199,7 +212,7 @@ def total(plan: Plan, sent: Iterable[Collective], when: str = "in a step") -> st
 
 
 def parameters(plan: Plan) -> Table:
-    """Where parameters lie."""
+    """The table of parameters: shapes, cuts, layouts and bytes on a device."""
     cut = plan.hsdp is not None or any(p.storage != p.layout for p in plan.parameters.values())
     made = table(
         "parameter",
@@ -241,21 +254,21 @@ def parameters(plan: Plan) -> Table:
 
 
 def _cut(parameter: ParameterPlan) -> str:
-    """Over how many replicas it is stored in parts, or why not."""
+    """The number of replicas over which a parameter is sharded, or the reason why it is not."""
     further = digits_size(parameter.storage.carried) // digits_size(parameter.layout.carried)
     return f"cut over {further}" if further > 1 else parameter.note or ""
 
 
-#: How many communications, and how many notes, are shown.
+#: The numbers of communications and of notes that are shown.
 DEAREST, NOTES = 10, 20
 
 
-#: How many alternatives are shown.
+#: The number of alternatives that are shown.
 MOST = 24
 
 
 def alternatives_of(chosen: PipelineSearchResult) -> Table:
-    """A line for each that was priced; the first is the one that was taken."""
+    """The table of the priced alternatives, a row each; the first is the chosen one."""
     made = table(
         "priced",
         "devices a stage",
@@ -291,7 +304,7 @@ def alternatives_of(chosen: PipelineSearchResult) -> Table:
 
 
 def cuts_of(chosen: PipelineSearchResult) -> Iterator[str]:
-    """A line for each stage: its modules, and whether they are computed again."""
+    """A line for each stage: its devices, its modules, and whether they are recomputed."""
     for s, stage in enumerate(chosen.stages):
         modules = [path for paths in chosen.paths[stage.first : stage.last] for path in paths if path]
         words = ", ".join(modules) if len(modules) <= 3 else f"{modules[0]} to {modules[-1]} ({len(modules)} modules)"
@@ -301,6 +314,6 @@ def cuts_of(chosen: PipelineSearchResult) -> Iterator[str]:
 
 
 def _devices(alternative: PricedPipeline) -> str:
-    """``4 x 8``: neighbours that have as many together."""
+    """Devices by stage, runs of equal numbers joined: ``4 x 8``."""
     runs = [(len(list(group)), devices) for devices, group in groupby(alternative.devices)]
     return ", ".join(f"{count} x {devices}" if count > 1 else str(devices) for count, devices in runs)

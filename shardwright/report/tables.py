@@ -1,4 +1,10 @@
-"""What a terminal shows of a plan: operators with their strategies and traffic, parameters with their places."""
+"""A plan in a terminal.
+
+1. `explain` prints every operator with its strategy and traffic, and every parameter with its layout.
+2. `summary` prints a plan at a glance: the time of a step, the memory of a device, the most expensive communications.
+
+Both hand a pipeline to `pipeline_tables`.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +29,16 @@ __all__ = ["explain", "summary"]
 
 
 def explain(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Print a plan: every operator, where it is called, its strategy, layouts, local shapes and what is sent. Of a
-    pipeline stage by stage, with what crosses.
+    """Print a plan: every operator, its call site, its strategy, layouts, local shapes and traffic. A pipeline is
+    printed stage by stage, with the transfers between stages.
 
     All numbers are those of the plan's own collectives, for one rank; every rank sends as much.
 
     Args:
-        file: where to print; None: to standard output.
-        width: of the text, in characters; None: the terminal's, or as needed where there is none. Operators that do not
-            fit on a line each take several; nothing is cut off.
+        plan: the plan.
+        file: the file to print to; None: standard output.
+        width: the width of the text, in characters; None: the terminal's, or as needed where there is none. Operators
+            that do not fit on one line take several; nothing is cut off.
     """
     if isinstance(plan, PipelinePlan):
         explain_pipeline(plan, file, width)
@@ -57,13 +64,16 @@ def explain(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
         console.print(Text(f"note: {note}"))
 
 
-# ----------------------------------------------------------------------------------------------------
-# A plan at a glance, in a terminal: what a step takes, what a device holds, which communication is dearest.
-# ----------------------------------------------------------------------------------------------------
+# -- a plan at a glance ------------------------------------------------------------------------------------------------
 
 
 def summary(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
-    """Print what a plan costs, for one rank; every rank has as much, but those of other stages of a pipeline."""
+    """Print the cost of a plan for one rank. Every rank has the same cost, except those of other stages of a pipeline.
+
+    Args:
+        plan: the plan.
+        file: the file to print to; None: standard output.
+    """
     if isinstance(plan, PipelinePlan):
         summary_of_pipeline(plan, file)
         return
@@ -110,7 +120,7 @@ def _table(*columns: str, right: tuple[str, ...]) -> Table:
 
 
 def _memory(kinds: dict[str, float], peak: float, cluster: Cluster) -> Table:
-    """What there is at the fullest moment of a step."""
+    """The memory of a device at the peak of a step, by kind."""
     table = _table("on a device, when it holds most", "bytes", right=("bytes",))
     for kind, count in kinds.items():
         table.add_row(kind, size_text(count))
@@ -120,7 +130,7 @@ def _memory(kinds: dict[str, float], peak: float, cluster: Cluster) -> Table:
 
 
 def _dearest(collectives: Iterable[PricedCollective], together: float, cluster: Cluster) -> Table:
-    """The dearest communications, those alike as one."""
+    """The most expensive communications; equal ones share a row."""
     alike: dict[tuple, list[PricedCollective]] = {}
     for c in collectives:
         alike.setdefault((c.kind, c.digits, c.bytes, c.phase), []).append(c)
@@ -176,14 +186,3 @@ def _dearest(collectives: Iterable[PricedCollective], together: float, cluster: 
             )
         )
     return table
-
-
-# ----------------------------------------------------------------------------------------------------
-# What stages="auto" priced, the best first, and where it cut the model.
-# ----------------------------------------------------------------------------------------------------
-
-
-# -- every operator ----------------------------------------------------------------------------------------------------
-
-
-# -- at a glance -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,10 @@
-"""A simulated step as a trace for Perfetto or chrome://tracing, and as a picture.
+"""A simulated step as a trace, as a picture, and as text.
 
-The trace has a process for each group of devices, in it what the group does, what it holds, and where it is asked for
-the operators within. Its times are microseconds, to the nanosecond.
+1. `trace`: the Trace Event Format, for Perfetto or chrome://tracing. A process stands for each group of devices, with
+   its actions, its memory and, if asked for, the operators within the actions. Times are microseconds, rounded to the
+   nanosecond.
+2. `picture`: SVG, with a row for each group.
+3. `simulated`: text in a terminal: the time of a step, each group's waiting time and memory, and the schedule's grid.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from .format import size_text, time_text
 
 __all__ = ["KINDS", "headline", "picture", "simulated", "trace"]
 
-#: What a kind of span is called, and its colour: Okabe and Ito's, told apart by the colour-blind too.
+#: Kind of a span -> its name, and its colour from the palette of Okabe and Ito, made for the colour-blind too.
 KINDS = {
     "F": ("forward", "#56b4e9"),
     "B": ("backward", "#e69f00"),
@@ -34,7 +37,7 @@ KINDS = {
 
 
 def headline(simulation: Simulation) -> str:
-    """What a step takes, and the bubble's part of it."""
+    """The time of a step and the bubble's share of it, as a line."""
     made = simulation.schedule
     if made.stages == 1:
         return f"{time_text(simulation.total)} a step, without a pipeline"
@@ -62,12 +65,14 @@ def trace(
     ranks: Sequence[Sequence[int]] | None = None,
     operators: Mapping[int, Sequence[Moment]] | None = None,
 ) -> dict[str, Any]:
-    """A step in the Trace Event Format: complete events for what is done, counters for bytes.
+    """A step in the Trace Event Format: complete events for actions, counters for bytes.
 
     Args:
-        names: of the groups.
-        ranks: by group, its ranks: each gets a row; None: one row a group.
-        operators: by stage, what its forward and its backward consist of; drawn below each, stretched to its length.
+        simulation: the simulated step.
+        names: the names of the groups.
+        ranks: by group, its ranks, each of which gets a row; None: one row a group.
+        operators: by stage, the moments of its forward and its backward; drawn below each action, stretched to its
+            length.
     """
     events: list[dict[str, Any]] = []
     for group in range(simulation.schedule.groups):
@@ -107,8 +112,11 @@ def _stamp(seconds: float) -> float:
 
 
 def _counts(simulation: Simulation, group: int) -> Iterator[tuple[float, float]]:
-    """(microseconds, bytes) of a group, up to the end of the step. A viewer shows the last of several at one time: the
-    most, where it is there for no time, gets a nanosecond."""
+    """(microseconds, bytes) of a group, up to the end of the step.
+
+    A viewer shows the last of several counts at one time. A peak that lasts for no time is therefore drawn for a
+    nanosecond.
+    """
     held: dict[float, list[float]] = {}
     for seconds, nbytes in simulation.memory(group):
         held.setdefault(_stamp(seconds), []).append(nbytes)
@@ -140,7 +148,7 @@ def _event(
 
 
 def _parts(span: Span, operators: Mapping[int, Sequence[Moment]]) -> Iterator[tuple[str, str, float, float]]:
-    """The operators of an action: (name, kind, start, stop). Neighbouring moments of one operator are one."""
+    """The operators of an action: (name, kind, start, stop). Neighbouring moments of one operator are joined."""
     half = {"F": "forward", "B": "backward"}.get(span.action.kind)
     within = [m for m in operators.get(span.action.stage, ()) if m.half == half]
     total = math.fsum(m.seconds for m in within)
@@ -159,22 +167,23 @@ def _parts(span: Span, operators: Mapping[int, Sequence[Moment]]) -> Iterator[tu
 
 # -- pictures --------------------------------------------------------------------------------------------------------
 
-#: Sizes in pixels: the margin, the height of a row of spans, of what it holds below it, between rows, of the head.
+#: Sizes in pixels: the margin; the heights of a row of spans, of the memory below it, of the gap, of the head.
 MARGIN, ROW, HELD, GAP, HEAD = 16, 26, 22, 10, 66
 
-#: Of text, and of that in a span which has little room; how wide a character is of its size.
+#: The sizes of text and of text in a narrow span; the width of a character relative to its size.
 FONT, SMALL, WIDE = 11.0, 8.0, 0.58
 
-#: The narrowest and the widest that the time is drawn, and what is wanted for an action of average length.
+#: The least and the largest width of the time axis in pixels, and the wanted width of an average action.
 NARROW, WIDEST, EACH = 880, 2600, 36
 
 
 def picture(simulation: Simulation, names: Sequence[str] | None = None, title: str | None = None) -> str:
-    """A step as SVG: a row for each group, its spans coloured by kind and labelled where there is room, with the bytes
-    that it holds below; an axis of time; bubble and peaks as text.
+    """A step as SVG: a row for each group, its spans coloured by kind and labelled where there is room, its memory
+    below; an axis of time; bubble and peaks as text.
 
     Args:
-        names: of the groups.
+        simulation: the simulated step.
+        names: the names of the groups.
         title: None: `headline`.
     """
     return "\n".join(_Picture(simulation, names, title or headline(simulation)).lines()) + "\n"
@@ -193,13 +202,13 @@ class _Picture:
         peaks = [f"peak {size_text(simulation.peak(group))}" for group in self.groups]
         self.labels = list(zip(self.names, peaks if self.holds else [""] * made.groups))
         self.left = MARGIN + 10 + FONT * WIDE * max((len(text) for pair in self.labels for text in pair), default=0)
-        # As wide as the actions at work at one time, plus the bubble, ask for.
+        # wide enough that an average action has EACH pixels, after the bubble has taken its share of the axis
         actions = max((len(row) for row in simulation.by_group), default=1)
         self.span = min(max(NARROW, EACH * actions / max(0.05, 1 - simulation.bubble)), WIDEST)
         self.width = self.left + self.span + MARGIN + 8
         self.bottom = HEAD + self.pitch * made.groups
         self.height = self.bottom + 40
-        # Of the stages of a group, by their order: later ones are paler.
+        # stage -> the number of earlier stages of its group: later stages are paler
         self.depth = {
             stage: sum(home == made.placement[stage] for home in made.placement[:stage]) for stage in range(made.stages)
         }
@@ -282,7 +291,7 @@ class _Picture:
             yield _text(x + width / 2, top + ROW / 2 + 0.36 * size, label, size=size, anchor="middle")
 
     def area(self, group: int, top: float, height: float) -> str:
-        """What a group holds, as steps over a ground of nothing."""
+        """The memory of a group over time, as steps above a base line of zero."""
         floor = top + height
         scale = (height - 2) / self.most
         points, before = [f"M{self.left:.1f} {floor:.1f}"], ""
@@ -303,17 +312,17 @@ class _Picture:
         )
 
 
-#: Where a group waits; what it holds of micro-batches, and always.
+#: The colours of waiting, of the memory of micro-batches, and of the memory that is always used.
 WAITS, MEMORY, ALWAYS = "#f2f2f2", "#cc79a7", "#ecd3e1"
 
 
 def _paler(colour: str, part: float) -> str:
-    """A colour mixed with so much white."""
+    """A colour mixed with white; `part` is the share of white."""
     return "#" + "".join(f"{round(int(colour[i : i + 2], 16) * (1 - part) + 255 * part):02x}" for i in (1, 3, 5))
 
 
 def _round_step(total: float, count: int) -> float:
-    """The least of 1, 2, 5, 10, ... times a power of ten of which at most `count` make up the total."""
+    """The least of 1, 2, 5, 10, ... times a power of ten that divides the total into at most `count` steps."""
     least = total / count or 1.0
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
@@ -329,20 +338,20 @@ def _text(
     return f"<text {' '.join(f'{name}={quoteattr(value)}' for name, value in given.items())}>{escape(text)}</text>"
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a terminal shows of a simulated step: what it takes, who waits how long and holds how much, and the schedule.
-# ----------------------------------------------------------------------------------------------------
+# -- text in a terminal ----------------------------------------------------------------------------------------------
 
 #: The most lines and columns of a schedule's grid that are shown.
 LINES, COLUMNS = 64, 120
 
 
 def simulated(simulation: Simulation, ranks: Sequence[range], memory: float, file: IO[str] | None = None) -> None:
-    """Print a step in time.
+    """Print a simulated step: its time, each group's work, waiting and memory, and the schedule.
 
     Args:
-        ranks: by group.
-        memory: bytes that a device has.
+        simulation: the simulated step.
+        ranks: by group, its ranks.
+        memory: the bytes of a device's memory.
+        file: the file to print to; None: standard output.
     """
     console = Console(file=file, highlight=False, soft_wrap=True)
     console = console if console.is_terminal else Console(file=file, highlight=False, width=200)

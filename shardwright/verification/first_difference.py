@@ -1,13 +1,13 @@
-"""Where a plan leaves the one-device program: the first operator, in program order, whose result is not the same.
+"""The first operator, in program order, whose result under a plan differs from the one-device program.
 
-The local program runs once, node by node, beside the captured graph on whole tensors (`node_comparison`). In the backward
-the first is the one that runs first: a value whose gradient differs while those of everything computed from it agree.
-Which of its consumers is to blame shows when each runs alone, on the reference's inputs and gradients.
+1. Capture: the captured graph runs on whole tensors; its results are compared with those of the model.
+2. Forward: the local program runs once, node by node, next to the captured graph (`node_comparison`).
+3. Backward: the first difference is the value whose gradient differs while those of everything computed from it
+   agree. Each of its consumers then runs alone, on the reference's inputs and gradients, to find the faulty one.
+4. Pipeline: the stages run by their schedule, each forward next to the captured graph on that micro-batch:
 
-A pipeline's stages run by their schedule, each forward beside the captured graph on that micro-batch:
-
-    total     = Σ over micro-batches k of what counts in k          the further inputs of the graph
-    gradient  = 1 / m of a loss that is a mean over micro-batches, else 1, given to each of the m
+    total     = Σ over micro-batches k of the counts of k           further inputs of the graph
+    gradient  = 1 / m of a loss that is a mean over micro-batches, else 1, given to each of the m micro-batches
     parameter : Σ_k of its gradients
 """
 
@@ -45,15 +45,15 @@ def find_first_difference(
     loss_of: Callable[[Any], Tensor | None],
     allowed: Allowed,
 ) -> FirstDifference | None:
-    """Search the first step of a plan for the first thing that is not as on one device.
+    """Search the first step of a plan for the first difference from one device.
 
     Args:
         program: the plan on the local runtime.
         state: parameters and buffers by the graph's names, as before the first step.
         inputs: the whole input tensors.
-        plain: what the model itself returned for them.
-        loss_of: the scalar of a result that the backward starts from.
-        allowed: how large a relative difference of each tensor may be.
+        plain: the result of the model itself for these inputs.
+        loss_of: maps a result to the scalar from which the backward starts, or to None.
+        allowed: the largest relative difference allowed of each tensor.
 
     Returns:
         None where everything in the step agrees.
@@ -74,7 +74,7 @@ class _Search:
         self.program, self.plan, self.graph = program, program.plan, program.plan.graph
         self.inputs, self.state, self.loss_of, self.allowed = inputs, state, loss_of, allowed
         before, random = stream.state_dict(), torch.get_rng_state()
-        self.seed = stream.draw(program.exact)  # the one that the program will draw
+        self.seed = stream.draw(program.exact)  # the seed that the program will draw: the stream is put back
         stream.load_state_dict(before), torch.set_rng_state(random)
         self.dtype = next(
             (t.dtype for t in (*state.values(), *inputs) if t.is_floating_point()), torch.get_default_dtype()
@@ -96,7 +96,7 @@ class _Search:
         return made.found or made.buffers(self.state) or self.backward(made, result)
 
     def captured(self, outputs: Sequence[Any], plain: Any) -> FirstDifference | None:
-        """A result of the captured graph that is not the model's."""
+        """The first result of the captured graph that is not the model's; None: all agree."""
         for output, value, given in zip(self.graph.outputs, outputs, pytree.tree_leaves(opened(plain))):
             if not isinstance(output, Value):
                 continue
@@ -128,7 +128,8 @@ class _Search:
         return made.gradients(message) or made.parameters(self.state, message)
 
     def went_back(self, loss: Tensor) -> str:
-        """Run the program's backward; what it raised: what came before that is compared all the same."""
+        """Run the program's backward. The text of its exception is returned; gradients from before it are compared
+        all the same."""
         for name in self.graph.parameters:
             self.state[name].grad = None
         try:
@@ -139,7 +140,7 @@ class _Search:
 
 
 class _OfStages(_Search):
-    """The same of a pipeline."""
+    """The search in a pipeline."""
 
     def run(self, plain: Any) -> FirstDifference | None:
         plan = self.plan
@@ -158,7 +159,7 @@ class _OfStages(_Search):
         }
         self.played: list[tuple[int, int]] = []
         self.bodies: dict[int, LocalExecutor] = {}
-        # A backward in two is one here: what is computed is the same.
+        # A backward that the schedule splits in two (I, W) runs as one here, and computes the same gradients.
         program = PipelineProgram(
             replace(plan, schedule=_whole_backwards(plan.schedule)),
             {s: replace(body, run=_Recorded(self, body.stage)) for s, body in self.program.bodies.items()},
@@ -176,8 +177,11 @@ class _OfStages(_Search):
         return self.forwards() or last.buffers(self.state, after) or self.backwards(program, result)
 
     def micro_references(self) -> tuple[list[Reference], dict[str, Tensor]]:
-        """The captured graph on each micro-batch, with buffers as the one before it left them, or as the step began;
-        and the new values of those that change once a step."""
+        """The captured graph on each micro-batch, and the new values of the buffers that change once a step.
+
+        Buffers begin a micro-batch as the one before left them; those that change once a step begin it as the step
+        began.
+        """
         plan, count = self.plan, self.plan.micro_batches
         parts = [
             [x.detach().chunk(count)[k] if split else x.detach() for x, split in zip(self.inputs, plan.split)]
@@ -202,7 +206,8 @@ class _OfStages(_Search):
         return made, after
 
     def forwards(self) -> FirstDifference | None:
-        """Of what was played, the first that differs in the order of the stages, hence of the program."""
+        """The first difference in the order of the stages, hence of the program, among the forwards that ran; None:
+        they agree."""
         return next((self.made[key].found for key in sorted(self.played) if self.made[key].found is not None), None)
 
     def backwards(self, program: PipelineProgram, result: Any) -> FirstDifference | None:
@@ -225,10 +230,10 @@ class _OfStages(_Search):
 
 
 class _Stage(Comparison):
-    """The program of a stage beside the reference."""
+    """The program of a stage next to the reference."""
 
     def arrived(self, stage: Stage, fed: Sequence[Tensor]) -> None:
-        """Compare what comes from other stages; the first operator that reads it is named."""
+        """Compare the values from other stages; the first operator that reads a differing value is named."""
         for value, source, tensor in zip(stage.plan.graph.inputs, stage.sources, fed, strict=True):
             apart = difference(self.reference.values[value.name], tensor, self.reference.scales.get(value.name, 0.0))
             precision = self.allowed.value(value.name)
@@ -275,7 +280,7 @@ class _Recorded:
 
 
 def _whole_backwards(schedule: Schedule) -> Schedule:
-    """A schedule with each backward in one, at the place of its first part."""
+    """A schedule with each split backward as one action, at the place of its first part."""
     return replace(
         schedule,
         actions=tuple(
@@ -286,13 +291,13 @@ def _whole_backwards(schedule: Schedule) -> Schedule:
 
 
 def _counted(counts: Graph, whole: Graph, state: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """What counts in one micro-batch."""
+    """The counts of one micro-batch."""
     fed = {v.name: x for v, x in zip(whole.inputs, inputs)}
     return Reference(counts, state, [fed[v.name] for v in counts.inputs], torch.empty(0)).outputs
 
 
 def _joined(parts: Sequence[Any], how: str, dim: int) -> Any:
-    """Results of micro-batches as that of the whole batch."""
+    """The result of the whole batch, from those of its micro-batches."""
     if not isinstance(parts[0], Tensor) or how == "same":
         return parts[-1]
     parts = [x.detach() for x in parts]

@@ -1,7 +1,12 @@
-"""A plan's program beside the captured graph, node by node: what either makes, and the gradients that come to it.
+"""A plan's program compared with the captured graph, node by node: produced values and their gradients.
 
-reference   the captured graph on whole tensors, operator by operator, in plain torch
-program     the plan's local program on all ranks; after each node the ranks' slices are put together and compared
+reference   the captured graph on whole tensors, operator by operator, in plain torch (`Reference`)
+program     the plan's local program on all ranks; after each node the ranks' slices are assembled and compared with
+            the reference (`Comparison`)
+
+The difference of two tensors is max |a − b| / max(|a|, |b|, floor). The floor of an operator's result is the size of
+its terms, of which rounding is a fraction: for a product Σ |x| |w|, for other operators their inputs. Example: the sum
+of 1e8, 1 and −1e8 in float32 is 0 or 1, depending on the order; relative to 1e8 the two agree.
 """
 
 from __future__ import annotations
@@ -33,14 +38,15 @@ def largest(x: Tensor) -> float:
     """The largest finite magnitude in a tensor; 0 where there is none."""
     if x.numel() == 0:
         return 0.0
-    size = x.detach().abs() if x.is_complex() else x.detach().double().abs()  # as of bools, which have no abs
+    size = x.detach().abs() if x.is_complex() else x.detach().double().abs()  # bools have no abs
     return size.double().nan_to_num(0.0, 0.0, 0.0).max().item()
 
 
 def difference(reference: Tensor, other: Tensor, floor: float = 0.0) -> float:
     """The largest difference of two tensors, relative to the largest value of either (and at least to `floor`).
 
-    NaN agrees with NaN and an infinity with its like. Infinite where shapes differ, or where just one is NaN.
+    NaN agrees with NaN, and an infinity with an equal one. The result is infinite where shapes differ, or where just
+    one element is NaN.
     """
     if reference.shape != other.shape:
         return math.inf
@@ -61,12 +67,14 @@ def worst(
     allowed: Allowed,
     floor: float = 0.0,
 ) -> Worst:
-    """The pair of tensors of one name that differs most, measured by what is allowed of it. A gradient that is not
-    there is zero.
+    """The pair of tensors of one name that differs most, as a multiple of its tolerance. A missing gradient counts as
+    zero.
 
     Args:
-        precision: of the tensor of a name; None: nothing is rounded.
-        floor: what is small beside this part of the largest tensor is measured by that part.
+        reference, other: tensors by name.
+        precision: maps a name to the precision of its tensor; None: nothing is rounded.
+        allowed: the tolerance of each precision.
+        floor: tensors smaller than this fraction of the largest tensor are measured relative to that fraction.
     """
     floating = [x for x in reference.values() if x is not None and x.is_floating_point()]
     floor *= max(map(largest, floating), default=0.0)
@@ -83,12 +91,18 @@ def worst(
 
 
 class Reference:
-    """The captured graph on whole tensors, one operator after the other."""
+    """The captured graph on whole tensors, one operator after the other.
+
+    Attributes:
+        values: by value name, the tensor.
+        scales: by value name, the floor of its relative difference.
+        outputs: the results of the graph.
+    """
 
     def __init__(self, graph: Graph, state: dict[str, Tensor], inputs: Sequence[Tensor], seed: Tensor) -> None:
         self.graph = graph
         self.values: dict[str, Tensor] = {}
-        self.scales: dict[str, float] = {}  # value name -> what a difference of it is measured by
+        self.scales: dict[str, float] = {}
         for name, value in (*graph.parameters.items(), *graph.buffers.items()):
             self.values[value.name] = (
                 state[name].detach().to(value.dtype, copy=True).requires_grad_(value.requires_grad)
@@ -111,7 +125,7 @@ class Reference:
         self.outputs = [self.values[o.name] if isinstance(o, Value) else o for o in graph.outputs]
 
     def terms(self, op: Op) -> float:
-        """The size of the terms of an operator, which rounding is a part of: of a product Σ |x| |w|, of others their
+        """The size of an operator's terms, of which rounding is a fraction: for a product Σ |x| |w|, for others their
         inputs."""
         rule, floating = find_rule(op), [v for v in dict.fromkeys(op.inputs) if v.dtype.is_floating_point]
         if rule is None or not rule.is_product(op):
@@ -135,13 +149,14 @@ def call(op: Op, values: dict[str, Tensor]) -> Sequence[Any]:
 
 
 class Comparison:
-    """One program of a plan beside the reference.
+    """One program of a plan next to the reference.
 
     Args:
-        plan: whose program it is.
-        reference: of the same inputs.
-        allowed: how large a difference of each tensor may be.
-        plans: of which plan each operator of the reference is, where the program is a stage of several; None: of this.
+        plan: the plan of the program.
+        reference: the captured graph on the same inputs.
+        allowed: the largest difference allowed of each tensor.
+        dtype: the dtype of the run.
+        plans: operator of the reference -> its plan, where the program is one stage of several; None: `plan` for all.
 
     Attributes:
         found: the first difference of the forward, or None.
@@ -168,11 +183,11 @@ class Comparison:
         }
         self.found: FirstDifference | None = None
         self.last: torch.fx.Node | None = None
-        self.made: dict[str, tuple[Sequence[Tensor], Layout]] = {}  # value name -> its shards, whose gradients are kept
+        self.made: dict[str, tuple[Sequence[Tensor], Layout]] = {}  # value name -> shards that retain their gradients
         self.seen: set[int] = set()
 
     def failed(self, body: LocalExecutor, error: Exception) -> FirstDifference | None:
-        """The operator that could not run: the one after the last that did."""
+        """The operator that raised an error: the one after the last that ran."""
         nodes = [n for n in body.lowered.graph.nodes if n.op == "call_function"]
         at = nodes.index(self.last) + 1 if self.last is not None else 0
         if at >= len(nodes):
@@ -192,7 +207,7 @@ class Comparison:
         precision: Precision | None = None,
     ) -> FirstDifference:
         part = "conversion" if isinstance(instruction, Redistribute) else "operator"
-        if op is None:  # a conversion to the layout in which a result is handed out: after the operator that made it
+        if op is None:  # the redistribution of a result of the model: named after its producer
             op = self.ops.get(getattr(instruction, "producer", ""))
         made = instruction.target.value.name if not isinstance(instruction, LocalOp) else instruction.op.name
         who = (op.name, op.kind, op.source) if op is not None else (instruction.operator, "", "")
@@ -201,11 +216,11 @@ class Comparison:
         )
 
     def decided(self, precision: Precision | None) -> tuple[float, Precision | None]:
-        """The largest difference that is allowed of a tensor of this precision, and the precision."""
+        """The largest difference allowed of a tensor of this precision, and the precision."""
         return self.allowed.tolerance(precision), precision
 
     def differs(self, apart: float, precision: Precision | None) -> bool:
-        """True where a difference is more than this precision allows."""
+        """True where a difference is larger than this precision allows."""
         return apart > self.allowed.tolerance(precision)
 
     # -- forward --
@@ -217,7 +232,7 @@ class Comparison:
             return
         name = self.original.get(instance.value.name)
         if name is None or name not in self.reference.values:
-            return  # inside of an operator that is worked out in several
+            return  # an intermediate value of an operator that was expanded into several
         if self.found is None:
             apart, message = self.compare(name, shards, instance.layout)
             precision = self.allowed.value(name)
@@ -244,11 +259,11 @@ class Comparison:
         return difference(reference, whole, self.reference.scales.get(name, 0.0)), message
 
     def keep(self, name: str, shards: Sequence[Tensor], instruction: Any, instance: PlacedValue) -> None:
-        """Have the shards of what an operator makes keep their gradients."""
+        """Make the shards of an operator's result retain their gradients."""
         if isinstance(instruction, Redistribute) or (
             isinstance(instruction, LocalOp) and instance.layout.reduction != "sum"
         ):
-            return  # the gradient of an open maximum is shared out among ranks: the finished one is looked at
+            return  # the gradient of a partial maximum is split among ranks: that of the completed one is compared
         if not shards[0].requires_grad or id(shards[0]) in self.seen:
             return
         self.seen.update(map(id, shards))
@@ -264,10 +279,10 @@ class Comparison:
     # -- backward --
 
     def gradients(self, message: str = "") -> FirstDifference | None:
-        """The value, the last in program order, whose gradient differs.
+        """The value, the last in program order, whose gradient differs; None: all agree.
 
         Args:
-            message: what else happened.
+            message: the error of the backward, if any.
         """
         for op in reversed(self.graph.ops):
             for value in op.outputs:
@@ -279,10 +294,11 @@ class Comparison:
         return None
 
     def parameters(self, state: Mapping[str, Tensor], message: str = "") -> FirstDifference | None:
-        """The parameter, that of the last operator first, whose gradient differs.
+        """The parameter whose gradient differs, that of the last operator first; None: all agree.
 
         Args:
             state: parameters by the graph's names, with the gradients of the program.
+            message: the error of the backward, if any.
         """
         position = {
             name: max((self.graph.ops.index(op) for op, _ in uses), default=-1)
@@ -299,10 +315,11 @@ class Comparison:
     def buffers(
         self, state: Mapping[str, Tensor], after_step: Mapping[str, Tensor] | None = None
     ) -> FirstDifference | None:
-        """A buffer that the step leaves with another value; its first user is named.
+        """The first buffer whose value after the step differs, with its first consumer; None: all agree.
 
         Args:
-            after_step: the values that some buffers are to have, instead of those of the reference.
+            state: buffers by the graph's names, after the step.
+            after_step: the expected values of some buffers, in place of those of the reference.
         """
         for name, value in self.graph.buffers.items():
             after = self.reference.values[self.graph.updates[name].name if name in self.graph.updates else value.name]
@@ -335,7 +352,8 @@ class Comparison:
         except ReplicasDiffer as error:
             return math.inf, str(error)
         whole = self.true(name, whole)
-        # What cancels to nothing in a gradient is as large as the gradients that it is made of.
+        # The terms of a gradient may cancel. Rounding is relative to the terms, which are as large as the gradients of
+        # the consumers' outputs.
         made_of = [
             self.reference.gradient(v.name)
             for op, _ in self.graph.consumers().get(name, ())
@@ -346,7 +364,8 @@ class Comparison:
         return difference(torch.zeros_like(whole) if expected is None else expected, whole, floor), ""
 
     def blame(self, name: str, apart: float, message: str) -> FirstDifference:
-        """Which use of a value brings it a wrong gradient: an operator that does so alone, else a conversion."""
+        """The consumer that gives a value a wrong gradient: an operator that does so when run alone, else a
+        redistribution."""
         users = [op for op, _ in self.graph.consumers().get(name, ())][::-1]
         assert users, f"a gradient of {name}, which nothing uses"
         guilty = next((op for op in users if self.differs(self.alone(op), self.allowed.alone(op))), None)
@@ -378,7 +397,8 @@ class Comparison:
         )
 
     def alone(self, op: Op) -> float:
-        """How far off the gradients of one operator's inputs are when it is given the right ones of its outputs."""
+        """The error of the gradients of one operator's inputs, when the operator gets the right gradients of its
+        outputs."""
         plan, seed = self.plans[op.name], self.reference.values[SEED.name]
         decision, inputs = plan.decisions[op.name], tuple(dict.fromkeys(op.inputs))
         outputs = tuple(v for v in op.outputs if v is not None)
@@ -428,7 +448,7 @@ class Comparison:
 
 
 def _of(node: torch.fx.Node) -> tuple[Any, PlacedValue | None]:
-    """The instruction of a node of the program, and what the node holds: None while several outputs are one tuple."""
+    """The instruction of a program's node, and its value; None for a node whose value is a tuple of outputs."""
     instruction = node.meta.get("instruction")
     if instruction is None:
         instruction = node.args[0].meta["instruction"]
@@ -436,14 +456,14 @@ def _of(node: torch.fx.Node) -> tuple[Any, PlacedValue | None]:
 
 
 def _instances(plan: Plan) -> Iterator[PlacedValue]:
-    """Everything that operators of a program make, and its parameters."""
+    """The parameters of a program and all values that its operators produce."""
     yield from plan.routed.parameters.values()
     for instruction in plan.routed.instructions:
         yield from made_by(instruction)
 
 
 def _originals(plan: Plan) -> dict[str, str]:
-    """Value of the local program -> the value of the captured graph that it is."""
+    """Name of a value in the local program -> its name in the captured graph."""
     out = {v.name: v.name for v in plan.graph.sources()} | {name: name for name in plan.graph.constants}
     for decision in plan.decisions.values():
         _, renamed = expand(decision.op, decision.rule, decision.bound, decision.assignment)

@@ -1,11 +1,11 @@
-"""How precise a captured graph's values and gradients are: the coarsest floating type on the way to each of them.
+"""The precision of a captured graph's values and gradients: the coarsest floating dtype on the way to each of them.
 
-    p(output)            = coarsest of its own type and of p(input), over the floating inputs of its operator
-    p(gradient of v)     = coarsest of v's type and, over the operators that read v, of p(gradient of its outputs)
-                           and of p(its inputs and outputs), which its derivative is made of
-    p(parameter, step t) = coarsest of its own type and of p(its gradient) in step t - 1
+    p(output)            = coarsest of its own dtype and of p(input), over the floating inputs of its operator
+    p(gradient of v)     = coarsest of v's dtype and, over the consumers of v, of p(gradient of their outputs)
+                           and of p(their inputs and outputs), from which the derivative is computed
+    p(parameter, step t) = coarsest of its own dtype and of p(its gradient) in step t - 1
 
-A float64 value that was computed through a float32 operator is a float32 number: two runs that add up in another order
+A float64 value that was computed through a float32 operator is a float32 number: two runs that add in another order
 differ by float32's rounding. Integers and booleans carry no rounding.
 """
 
@@ -23,12 +23,12 @@ __all__ = ["Allowed", "Precision", "Precisions", "coarsest", "precisions"]
 
 @dataclass(frozen=True)
 class Precision:
-    """A floating type, and which operator brought it in.
+    """A floating dtype, and the operator that brought it in.
 
     Attributes:
-        dtype: the type.
-        operator: the first operator on the way that has it, as in ``plan.operator(name)``; "": the value's own type, or
-            that of an input or a parameter.
+        dtype: the dtype.
+        operator: the first operator on the way that has it, as in ``plan.operator(name)``; "": the value's own dtype,
+            or that of an input or a parameter.
         source: ``file.py:41``, the line that calls the operator.
     """
 
@@ -43,14 +43,14 @@ class Precision:
 
 
 def coarsest(given: Iterable[Precision | None]) -> Precision | None:
-    """The one of the largest rounding error, the first where several are alike; None where nothing is rounded."""
+    """The precision with the largest rounding error, the first of several equal ones; None where nothing is rounded."""
     found = [p for p in given if p is not None]
     return max(found, key=lambda p: torch.finfo(p.dtype).eps, default=None)
 
 
 @dataclass(frozen=True)
 class Precisions:
-    """The precision of everything that a run of a graph leaves.
+    """The precision of every value, gradient and state that a run of a graph produces.
 
     Attributes:
         values: by value name, in the last step.
@@ -64,11 +64,11 @@ class Precisions:
 
 
 def precisions(graph: Graph, steps: int = 1) -> Precisions:
-    """How precise a graph's values, gradients and state are in training.
+    """The precision of a graph's values, gradients and state in training.
 
     Args:
         graph: a captured graph.
-        steps: how many steps of an optimizer, each of which hands the precision of gradients on to parameters.
+        steps: the number of optimizer steps. Each step passes the precision of gradients on to parameters.
     """
     state = {name: _of(v.dtype) for name, v in (*graph.parameters.items(), *graph.buffers.items())}
     first = None
@@ -91,13 +91,13 @@ def precisions(graph: Graph, steps: int = 1) -> Precisions:
 
 
 class Allowed:
-    """How large a relative difference of each tensor may be, and which type decides it: the tolerance of its precision.
+    """The largest relative difference allowed of each tensor, and the dtype that decides it.
 
     Args:
-        graph: what runs.
-        dtype: in which the run is done: nothing finer than this is asked of what is computed in a coarser type.
-        tolerances: by type; other types: the root of their precision.
-        steps: how many steps of an optimizer.
+        graph: the captured graph.
+        dtype: the dtype of the run. No tensor gets a smaller tolerance than this dtype's.
+        tolerances: by dtype; for other dtypes: the root of their precision.
+        steps: the number of optimizer steps.
     """
 
     def __init__(
@@ -108,8 +108,7 @@ class Allowed:
         self.step = self.run if steps == 1 else precisions(graph)
 
     def tolerance(self, precision: Precision | None) -> float:
-        """The largest difference allowed of a value of this precision: not less than what is allowed in the run's own
-        type."""
+        """The largest difference allowed of a value of this precision, at least that of the run's own dtype."""
         own = self._of(self.dtype)
         return own if precision is None else max(own, self._of(precision.dtype))
 
@@ -140,7 +139,7 @@ class Allowed:
         return self.run.state.get(self.graph.aliases.get(name, name))
 
     def alone(self, op: Op) -> Precision | None:
-        """The precision of what one operator makes of given inputs: the coarsest type that it reads or writes."""
+        """The precision of one operator's results from given inputs: the coarsest dtype that it reads or writes."""
         return coarsest(_of(v.dtype, op) for v in (*op.inputs, *op.outputs) if v is not None)
 
 
@@ -164,7 +163,7 @@ def _forward(graph: Graph, state: Mapping[str, Precision | None]) -> dict[str, P
 
 
 def _backward(graph: Graph, values: Mapping[str, Precision | None]) -> dict[str, Precision | None]:
-    """Gradients by the value's name; those of values that no gradient reaches are missing."""
+    """Precisions of gradients by the value's name; values that no gradient reaches are missing."""
     gradients = {o.name: values[o.name] for o in graph.outputs if isinstance(o, Value) and o.requires_grad}
     for op in reversed(graph.ops):
         made = [v for v in op.outputs if v is not None and v.name in gradients]

@@ -1,14 +1,13 @@
-"""The plan against one device: the same model, batch and optimizer, run both ways.
+"""A plan compared with one device: the same model, batch and optimizer, run both ways.
 
-    plain      deep copies of the model in plain PyTorch; with random operators, whose numbers are our own, under
-               `AutoParallel` on one device
+    plain      deep copies of the model in plain PyTorch; where operators draw random numbers, which the package
+               generates itself, under `AutoParallel` on one device
     parallel   the same under `AutoParallel`, all ranks in this process (the local runtime, whatever the current one is)
     difference of two tensors = max |a − b| / max(|a|, |b|)
 
-It is done in float64, where anything beyond rounding shows, and in float32. What a model computes in a coarser type all
-the same, and whatever is computed from that, is compared with the tolerance of that type: see `precision`. Where the
-    two
-differ, the first operator that does is looked for: see `first_difference`.
+The comparison runs in float64, where anything beyond rounding shows, and in float32. A value that the model computes
+in a coarser dtype all the same, and everything computed from it, gets the tolerance of that dtype: see
+`value_precision`. Where the two runs differ, the first operator that differs is searched for: see `first_difference`.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ from .verify_report import Differences, FirstDifference, VerifyReport, Worst
 
 __all__ = ["Differences", "FirstDifference", "VerifyReport", "verify", "verify_call"]
 
-#: How large a relative difference may be; other types: the root of their precision.
+#: The largest relative difference allowed; for other dtypes: the root of their precision.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 
-#: A gradient or parameter that is nothing but rounding (a bias that a normalisation takes away again) is measured by
-#: this part of the largest one.
+#: A gradient or parameter smaller than this fraction of the largest one is measured relative to that fraction. Such a
+#: tensor may be nothing but rounding, as the gradient of a bias that a normalisation subtracts again.
 FLOOR = 1e-2
 
-#: Operators that use statistics of what they are given, by their plain names, and what a pipeline makes of that.
+#: Operators that compute statistics of their input, by their plain names, and the note about them in a pipeline.
 _OWN_STATISTICS = ("batch_norm", "instance_norm")
 _OWN_NOTE = "a batch norm that trains normalises each micro-batch by itself, which is not what one device computes"
 
@@ -80,41 +79,42 @@ def verify(
 ) -> VerifyReport:
     """Compare a model under a plan with the same model on one device.
 
-    Copies of the model train for a few steps on one batch, in each type: in plain PyTorch, and planned for `devices`
-    devices, all in this process. The model itself is left as it is; parameters that are not there yet
-    (`no_init_parameters`) get their values in the copies.
+    Copies of the model train for a few steps on one batch, in each dtype: in plain PyTorch, and planned for `devices`
+    devices, all in this process. The model itself is not changed; parameters without values (`no_init_parameters`)
+    are initialised in the copies.
 
     Args:
         net: the model.
-        inputs: the model's inputs, whole tensors. Floating ones take each type in turn, as does the default type of
-            torch while they run; others stay as they are.
+        inputs: the model's inputs, whole tensors. Floating inputs take each dtype in turn, as does torch's default
+            dtype while they run; other inputs stay as they are.
         targets, loss_fn: the loss, called as ``loss_fn(net(*inputs), targets)``. Without one the backward starts from
             the sum, over the floating outputs, of the mean of their squares, and `max_loss_difference` is that of the
             outputs themselves.
-        devices, parallel_mode, dataset_strategy, on_missing_rule, uneven, cluster, memory: as for `AutoParallel`. Batch
-            norms train by the whole batch's statistics in every mode: each device's own are another function of it.
-        steps: how many steps of the optimizer.
-        optimizer: ``parameters -> optimizer``; None: SGD with a learning rate of 0.01. One that divides by the size of
-            the gradient, as Adam does, makes steps of what is mere rounding in a gradient of nothing.
-        dtypes: floating types.
-        tolerances: the largest relative difference that is allowed in a type; default: 1e-10 in float64, 1e-4 in
-            float32. A value that an operator of a coarser type has a part in, such as a norm that the model computes in
-            float32, is allowed that type's; the report says which operator decided.
+        devices, parallel_mode, dataset_strategy, on_missing_rule, uneven, cluster, memory: as for `AutoParallel`.
+            Batch norms train by the whole batch's statistics in every mode: the statistics of each device's part
+            define another function.
+        steps: the number of optimizer steps.
+        optimizer: ``parameters -> optimizer``; None: SGD with a learning rate of 0.01. An optimizer that divides by
+            the size of the gradient, as Adam does, turns the rounding of a gradient that should be zero into a whole
+            step.
+        dtypes: floating dtypes.
+        tolerances: the largest relative difference allowed in a dtype; default: 1e-10 in float64, 1e-4 in float32. A
+            value that depends on an operator of a coarser dtype, such as a norm that the model computes in float32,
+            gets the tolerance of that dtype; the report names the operator.
         kwargs: further inputs, by name.
         pipeline: the arguments of `AutoParallel.pipeline` as a dict; None: no pipeline. The backward then starts from
-            the one loss of what the model returns.
-        mixed_precision: as for `AutoParallel`. Both sides compute in its types, from parameters of each of `dtypes`;
-            the largest difference that is allowed is at least the root of their precision.
-        cut: plan on links that are next to free, so that a search cuts whatever can be cut. A plan that cuts nothing,
-            or
-            sends nothing, proves nothing: `VerifyReport.unproved` says so.
+            the one loss among the model's results.
+        mixed_precision: as for `AutoParallel`. Both sides compute in its dtypes, from parameters of each of `dtypes`;
+            the tolerance is at least the root of their precision.
+        cut: True: plan with links that cost almost nothing, so that a search cuts whatever can be cut. A plan that
+            cuts nothing, or sends nothing, proves nothing: see `VerifyReport.unproved`.
 
     Returns:
         The report: ``.ok``, ``.proved``, ``.max_loss_difference``, ``.first_difference``, ``.summary()``, …
 
     Raises:
-        ShardwrightError: what cannot be planned, or a setting that makes no sense. Whatever the model itself raises on
-            one device goes through; what only the parallel run raises is a finding, and in the report.
+        ShardwrightError: a model that cannot be planned, or an invalid setting. An error of the model itself on one
+            device is raised as it is; an error of the parallel run alone is a finding, and in the report.
     """
     args = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     if loss_fn is not None:
@@ -158,25 +158,25 @@ def verify_call(
     steps: int = 3,
     cut: bool = False,
 ) -> VerifyReport:
-    """Verify one call of a wrapped model, with its settings; the model itself is left as it is.
+    """Verify one call of a wrapped model, with its settings. The model itself is not changed.
 
     Args:
         model: the wrapped model, in the local runtime.
-        args, kwargs: what it is called with.
-        devices: None: as many as it would run on.
-        steps: how many steps of plain SGD.
-        cut: plan on links that are next to free, as `verify`.
+        args, kwargs: the arguments of the call.
+        devices: the number of devices; None: as many as the model would run on.
+        steps: the number of steps of plain SGD.
+        cut: True: plan with links that cost almost nothing, as in `verify`.
 
     Raises:
-        SettingError: nothing says how many devices.
+        SettingError: the number of devices is not known.
     """
     devices = devices or current().devices or implied_devices(model.net)
 
     def wrap(twin: nn.Module, loss: Any, runtime: Runtime) -> AutoParallel:
         wrapped = _OnOneMachine(twin, loss, model.parallel_mode, runtime=runtime)
         wrapped.__dict__.update((k, v) for k, v in vars(model).items() if k not in model._NOT_SETTINGS)
-        wrapped.random = "exact"  # fast numbers are others under each plan
-        wrapped.sync_batch_norm = True  # and so are statistics of each device's own
+        wrapped.random = "exact"  # "fast" numbers differ from plan to plan
+        wrapped.sync_batch_norm = True  # the statistics of each device's part do as well
         if cut:
             wrapped._cluster = Cluster.of(wrapped._cluster, runtime.devices).with_free_links()
         return wrapped
@@ -197,7 +197,7 @@ def verify_call(
 
 
 class _OnOneMachine(AutoParallel):
-    """All devices in this process, whatever the current runtime is; no files are written."""
+    """A wrapper with all devices in this process, whatever the current runtime is. No files are written."""
 
     def __init__(self, *args: Any, runtime: Runtime, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -209,7 +209,7 @@ class _OnOneMachine(AutoParallel):
 
 @dataclass
 class _Twin:
-    """A copy of everything in one type."""
+    """A copy of the model, the loss and the inputs in one dtype."""
 
     net: nn.Module
     loss_fn: Any
@@ -223,7 +223,7 @@ class _Twin:
         return self.loss_fn(one_device(self.policy, self.net, self.args[:-1], self.kwargs), self.args[-1])
 
     def named(self) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-        """Parameters and buffers by the names that a plan has for them."""
+        """Parameters and buffers by their names in a plan."""
         parts = [("", self.net)] + ([("loss_fn.", self.loss_fn)] if isinstance(self.loss_fn, nn.Module) else [])
         return (
             {prefix + name: p for prefix, part in parts for name, p in part.named_parameters()},
@@ -233,7 +233,7 @@ class _Twin:
 
 @dataclass
 class _Run:
-    """What a run leaves: results of every step, gradients of the first, the state after the last."""
+    """The outcome of a run: results of every step, gradients of the first, the state after the last."""
 
     results: list[list[Tensor]] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
@@ -285,7 +285,8 @@ class _Verification:
                         row, plan = self.compare(dtype, notes)
                         rows.append(row)
                         if found is None and (not row.ok or row.coarser):
-                            # What a coarse type leaves of a small error in the results shows operator by operator.
+                            # A coarse tolerance can hide a small error in the results; a comparison operator by
+                            # operator finds it.
                             found = self.search(dtype)
             finally:
                 self.rewind()
@@ -293,7 +294,7 @@ class _Verification:
         return VerifyReport(tuple(rows), found, plan.devices, plan.mode, self.steps, tuple(notes), plan)
 
     def twin(self, dtype: torch.dtype) -> _Twin:
-        """Fresh copies. What is one tensor in the model is one in its copy."""
+        """Fresh copies of model, loss and inputs. Tensors that the model shares are shared in its copy."""
 
         def cast(x: Any) -> Any:
             if not isinstance(x, Tensor):
@@ -305,7 +306,7 @@ class _Verification:
             new = cast(value)
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            new.__dict__.update(vars(tensor))  # what was said of a parameter is said of its copy
+            new.__dict__.update(vars(tensor))  # marks on a parameter hold for its copy
             memo[id(tensor)] = new
         try:
             net, loss_fn = copy.deepcopy((self.net, self.loss_fn), memo)
@@ -350,12 +351,12 @@ class _Verification:
         return Differences(dtype, losses, gradients, parameters, self.tolerances[dtype], parallel.failure), plan
 
     def program(self, twin: _Twin) -> StepProgram | PipelineProgram:
-        """The copy, planned. What cannot be planned is the user's to hear."""
+        """The program of a copy. Errors of planning are raised to the user."""
         return self.wrap(twin.net, twin.loss_fn, self.runtime)._build(twin.args, twin.kwargs, hooks_around=False)
 
     def on_one_device(self, one: _Twin, program: StepProgram | PipelineProgram) -> Callable[[], Any]:
-        """The call on one device: in plain PyTorch, or where it draws random numbers, which are ours, planned for
-        one."""
+        """The call on one device: in plain PyTorch, or, where the model draws random numbers, under a plan for one
+        device."""
         if not program.plan.draws:
             return one.plain
         alone = _OnOneMachine(
@@ -364,7 +365,7 @@ class _Verification:
         return lambda: alone(*one.args, **one.kwargs)
 
     def rewind(self) -> None:
-        """Random numbers as at the beginning."""
+        """Restore the random state of the beginning."""
         stream.load_state_dict(self.stream)
         torch.set_rng_state(self.random)
 
@@ -413,14 +414,14 @@ class _Verification:
 
 
 def _values(net: nn.Module, loss_fn: Any, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """(tensor, its value) of every parameter, buffer and tensor attribute; parameters may not be there yet."""
+    """(tensor, its value) of each parameter, buffer and tensor attribute. Parameters without values are initialised."""
     values: dict[int, tuple[Tensor, Tensor]] = {}
     for part in (net, loss_fn):
         if not isinstance(part, nn.Module):
             continue
 
         def take(name: str, tensor: Tensor, whole: Tensor) -> None:
-            values[id(tensor)] = tensor, whole.detach().clone()  # the model keeps what it has
+            values[id(tensor)] = tensor, whole.detach().clone()  # a clone: training must not change the model
 
         materialize(part, take, device)
         for module in part.modules():
@@ -431,7 +432,8 @@ def _values(net: nn.Module, loss_fn: Any, device: torch.device) -> list[tuple[Te
 
 
 def _loss_of(result: Any) -> Tensor | None:
-    """Where the backward starts: the one number of a result, else the mean squares of its floating tensors, summed."""
+    """The start of the backward: the only number of a result, else the sum of the mean squares of its floating
+    tensors."""
     tensors = [x for x in pytree.tree_leaves(opened(result)) if isinstance(x, Tensor) and x.is_floating_point()]
     if len(tensors) == 1 and tensors[0].dim() == 0:
         return tensors[0]
@@ -440,7 +442,7 @@ def _loss_of(result: Any) -> Tensor | None:
 
 
 def _loss_among(result: Any, index: int | None) -> Tensor | None:
-    """The loss of a pipeline: that of its results at `index`."""
+    """The loss of a pipeline: its result at `index`; None without one."""
     return None if index is None else pytree.tree_leaves(opened(result))[index]
 
 

@@ -1,4 +1,10 @@
-"""What a verification found: the numbers, and the text that a person reads."""
+"""The findings of a verification: the numbers, and the text of the report.
+
+1. `Worst`: the tensor that differs most, relative to its tolerance.
+2. `Differences`: the worst loss, gradient and parameter in one dtype.
+3. `FirstDifference`: the first operator that differs, from `first_difference`.
+4. `VerifyReport`: all of these, the verdict, and its text (`summary`).
+"""
 
 from __future__ import annotations
 
@@ -16,23 +22,23 @@ __all__ = ["Differences", "FirstDifference", "VerifyReport", "Worst"]
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first thing that a plan does differently.
+    """The first operator or tensor of a plan that differs from one device.
 
     Attributes:
-        operator: the operator's name, as in ``plan.operator(name)``; "" for a part of "capture".
+        operator: the operator's name, as in ``plan.operator(name)``; "" where `part` is "capture".
         op: its plain name, such as "matmul".
         source: ``file.py:41``, the line that calls it.
-        phase: "forward", or "gradient": everything is the same up to the backward.
-        part: "operator": what it computes on slices; "conversion": how a tensor came to it, or its gradient back;
-            "capture": the graph that was captured is not the model.
+        phase: "forward", or "gradient": everything up to the backward agrees.
+        part: "operator": its computation on slices; "conversion": the redistribution of an input to it, or of its
+            gradient back; "capture": the captured graph differs from the model.
         tensor: the value (or, for a gradient, the value or parameter) that differs.
         difference: the largest difference, relative to the largest value of the operator's output and of its terms: Σ
-            |x| |w| of a product, the inputs of others;
-            infinite where the shapes or the replicas differ, or where it could not run at all.
-        dtype: the type in which it was found.
-        tolerance: what was allowed.
-        precision: which type decided that, and which operator brought it in.
-        message: what happened, where there is more to say.
+            |x| |w| of a product, the inputs of others; infinite where the shapes or the replicas differ, or where the
+            operator could not run.
+        dtype: the dtype of the run in which it was found.
+        tolerance: the largest difference allowed.
+        precision: the dtype that decided the tolerance, and the operator that brought it in.
+        message: further explanation; "": none.
     """
 
     operator: str
@@ -64,13 +70,14 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Worst:
-    """The tensor that differs most of several, measured by what is allowed of it.
+    """The tensor among several that differs most, relative to its tolerance.
 
     Attributes:
         difference: relative to the largest value of the tensor.
-        tolerance: the largest difference that is allowed of this tensor.
+        tolerance: the largest difference allowed of this tensor.
         tensor: its name; "" where none differs.
-        precision: which type decided the tolerance, and which operator brought that type in; None: nothing is rounded.
+        precision: the dtype that decided the tolerance, and the operator that brought it in; None: nothing is
+            rounded.
     """
 
     difference: float = 0.0
@@ -90,14 +97,15 @@ class Worst:
 
 @dataclass(frozen=True)
 class Differences:
-    """How far the plan is from one device in one type; differences are relative to the largest value of a tensor.
+    """The differences between the plan and one device in one dtype, relative to the largest value of a tensor.
 
     Attributes:
+        dtype: the dtype of the run.
         losses: of the results of all steps: the loss, or without `loss_fn` the outputs.
         gradients: of the gradients of the first step, by the parameter.
         parameters: of the parameters and buffers after the last step.
-        tolerance: what is allowed of what was computed in this type throughout.
-        failure: what the parallel run was ended by, or None.
+        tolerance: the tolerance of a value that was computed in this dtype throughout.
+        failure: the error that ended the parallel run, or None.
     """
 
     dtype: torch.dtype
@@ -139,7 +147,8 @@ class Differences:
 
     @property
     def coarser(self) -> tuple[tuple[str, Precision], ...]:
-        """The results that have the tolerance of a coarser type than the run's, and the operator that decided it."""
+        """The results ("loss", "gradients", "parameters") that have the tolerance of a dtype other than the run's,
+        with their precision."""
         each = (("loss", self.losses), ("gradients", self.gradients), ("parameters", self.parameters))
         return tuple(
             (what, w.precision) for what, w in each if w.precision is not None and w.precision.dtype != self.dtype
@@ -148,13 +157,14 @@ class Differences:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a verification found. The headline numbers are those of float64, else of the first type.
+    """The findings of a verification. The headline numbers are those of float64, else of the first dtype.
 
     Attributes:
-        differences: for each type.
+        differences: for each dtype.
         first_difference: the first operator that differs in the first step, or None.
+        devices, parallel_mode, steps: the number of devices, the mode and the number of steps that were verified.
+        notes: further remarks.
         plan: the plan that was verified.
-        notes: what the reader should know besides.
     """
 
     differences: tuple[Differences, ...]
@@ -167,13 +177,13 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """True where the plan computes what one device computes, in every type, and no operator of the first step
+        """True where the plan computes the results of one device, in every dtype, and no operator of the first step
         differs."""
         return all(d.ok for d in self.differences) and self.first_difference is None
 
     @property
     def headline(self) -> Differences:
-        """The differences in float64, or in the first type if it is not among them."""
+        """The differences in float64, or in the first dtype if float64 is not among them."""
         return next((d for d in self.differences if d.dtype == torch.float64), self.differences[0])
 
     @property
@@ -193,8 +203,8 @@ class VerifyReport:
 
     @property
     def unproved(self) -> str:
-        """Why the comparison proves nothing of the plan: it cuts no operator, or it sends nothing; "" where it does
-        both. The stages of a pipeline are cuts, and so are the ranks' own programs of hybrid_parallel."""
+        """The reason why the comparison proves nothing of the plan: it cuts no operator, or it sends nothing; ""
+        where it does both. The stages of a pipeline are cuts, and so are the ranks' own programs of hybrid_parallel."""
         if self.plan is None:
             return ""
         cut, operators = self.cut
@@ -204,19 +214,19 @@ class VerifyReport:
 
     @property
     def proved(self) -> bool:
-        """True where the plan cuts operators, sends something, and computes what one device computes."""
+        """True where the plan cuts operators, sends something, and computes the results of one device."""
         return self.ok and not self.unproved
 
     @property
     def cut(self) -> tuple[int, int]:
-        """How many operators the plan cuts, and how many there are."""
+        """The number of operators that the plan cuts, and the number of all operators."""
         plans = [stage.plan for stage in self.plan.stages] if isinstance(self.plan, PipelinePlan) else [self.plan]
         decisions = [d for plan in plans if plan is not None for d in plan.decisions.values()]
         return sum(bool(d.assignment.used) for d in decisions), len(decisions)
 
     @property
     def sent(self) -> int:
-        """How many collectives, sends and receives the first device takes part in, in one step."""
+        """The number of collectives, sends and receives of rank 0 in one step."""
         return len(self.plan.collectives(0)) if self.plan is not None else 0
 
     def summary(self) -> str:
@@ -268,7 +278,7 @@ class VerifyReport:
         return f" in {made.stages} stages, {made.name}, {made.micro_batches} micro-batches,"
 
 
-#: What to verify instead of a plan that proves nothing.
+#: The alternatives to verifying a plan that proves nothing.
 _INSTEAD = (
     "verify(..., cut=True) or `shardwright verify --cut` plans on links that are free, where searches cut whatever "
     'can be cut; parallel_mode="data_parallel" cuts the batch; with a loss and trained parameters gradients are '
@@ -285,6 +295,6 @@ def _named(value: float, name: str) -> str:
 
 
 def _allowed(d: Differences) -> str:
-    """The tolerances of the three, once where they are one."""
+    """The tolerances of loss, gradients and parameters, once where they are equal."""
     each = [f"{w.tolerance:.0e}" for w in (d.losses, d.gradients, d.parameters)]
     return each[0] if len(set(each)) == 1 else " ".join(each)
