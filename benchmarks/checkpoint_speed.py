@@ -9,13 +9,13 @@ A network of layers of 2048 x 2048, its weights cut over the ranks in rows and i
 AdamW besides. Gloo processes of one thread each, on one disk.
 
     parts           each rank its own: against dcp.save
-    integrated      one whole file for any reader of safetensors: against dcp.save with Hugging Face's storage, which writes
-                    parts and then makes one file of them
+    integrated      one whole file for any reader of safetensors: against dcp.save with Hugging Face's storage, which
+                    writes parts and then makes one file of them
 
-    save, load      each contender in turn, in the same processes; into a fresh folder, through to the disk; from the page cache
-    background      the seconds of the call; of the call and what the next training step takes longer than one alone, which
-                    has to wait for copies and shares the processor with the save; of the call and all steps until the
-                    save is done; each against the seconds of the same save that is waited for; theirs, async_save, for
+    save, load      each contender in turn, in the same processes; into a fresh folder, to the disk; from the cache
+    background      the seconds of the call; of the call and what the next training step takes longer than one alone,
+                    which has to wait for copies and shares the processor with the save; of the call and all steps until
+                    the save is done; each against the seconds of the same save that is waited for; async_save, for
                     comparison
 
 Each puts every byte through to the disk with fsync before it says that it is done. Ours besides makes a digest of every

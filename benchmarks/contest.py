@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from iopddl import read_contest
 from race import ROOT, machine
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardwright.cli.solve_command import read_contest
 from shardwright.solver.solve import solve
 
 

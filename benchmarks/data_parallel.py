@@ -6,8 +6,8 @@
     python benchmarks/data_parallel.py --devices 2 --only mlp
 
     mlp         8 layers of 1024 x 1024, 32 rows a rank: 32 MiB of gradients and little to compute meanwhile
-    convs       a stem and 6 residual pairs of convolutions with batch norms, 64 to 256 channels, 4 pictures of 16 x 16 a rank;
-                running statistics are averaged over the ranks by us, sent from rank 0 by DDP
+    convs       a stem and 6 residual pairs of convolutions with batch norms, 64 to 256 channels, 4 pictures of 16 x 16
+                a rank; running statistics are averaged over the ranks by us, sent from rank 0 by DDP
 
 Gloo processes of one thread each. Contenders take turns, see `race`. Before anything is timed, losses and parameters of
 all are compared with those of DDP.

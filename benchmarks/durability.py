@@ -9,8 +9,8 @@ step; whoever runs it is killed by SIGKILL at a random moment, while it starts, 
 again, until the run is at its end. It is one process that plays four devices, or two Gloo processes of which one or
 both are killed; checkpoints are whole or in parts, saved at once or in the background. After each kill:
 
-    lost        a checkpoint whose save had returned is not there any more, though it is among those to be kept, or it is
-                damaged; or any folder under its final name is not whole
+    lost        a checkpoint whose save had returned is not there any more, though it is among those to be kept, or it
+                is damaged; or any folder under its final name is not whole
     wrong       a loss of a resumed run is not, to the bit, that of the run that nobody killed
 
 Damages are those of `damage`: bits are flipped, files cut, replaced by those of another step or another model, removed,

@@ -5,7 +5,7 @@
     python benchmarks/pipeline.py --only gpt --schedules 1f1b
 
     mlp     8 stages of two layers of 512 x 512, 256 rows
-    gpt     8 stages of one block of 128, 4 heads; tokens and positions in the first, the head in the last; 16 passages of 64
+    gpt     8 stages of one block of 128, 4 heads; tokens and positions first, the head last; 16 rows of 64
 
 Eight Gloo processes of one thread each, each a stage of its own, eight micro-batches: what is compared is the
 schedules' work and what is sent between stages; how operators and sums within a stage compare is told by `step_time`

@@ -38,9 +38,9 @@ from shardwright.cluster import Cluster, memory_of
 from shardwright.cost.cost_model import CostModel
 from shardwright.cost.memory_timeline import optimizer_bytes
 from shardwright.partition.local_program import input_placement
-from shardwright.planners.graph_problem import Search
 from shardwright.planners.memory_fit import CUT, ENOUGH
 from shardwright.planners.memory_problem import holding
+from shardwright.planners.plan_search import Search
 from shardwright.planners.recursive import recursive_programming
 from shardwright.solver.solve import solve
 

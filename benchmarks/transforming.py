@@ -1,8 +1,8 @@
 """A checkpoint cut for other devices without any: how much memory it takes, and how long.
 
-    python benchmarks/transforming.py                     2 GiB: a GPT with Adam's state, 8 parts to 4 under other strategies
+    python benchmarks/transforming.py                     2 GiB: a GPT with Adam's state, 8 parts to 4, other strategies
     python benchmarks/transforming.py --quick             96 MiB
-    python benchmarks/transforming.py --folder /scratch   where the files go (three times the size); default: a temporary folder
+    python benchmarks/transforming.py --folder /scratch   where the files go (three times the size)
 
     whole -> 8     whole files to the parts of 8 ranks: data by 2, operators by 4, the rest cut over replicas
     8 -> 4         those to the parts of 4 ranks, whose matrices are cut in the other dim

@@ -41,8 +41,9 @@ from .partition.local_program import Decision, Decisions, GlobalExtreme, LocalOp
 from .partition.parameter_sharding import OptimizerParallel
 from .partition.rematerialization import RecomputedInstruction, Regather
 from .pipeline.pipeline_plan import PipelinePlan
-from .planners.graph_problem import CostGraph, Search
+from .planners.graph_problem import CostGraph
 from .planners.memory_fit import CUT, ENOUGH, TooLittleMemoryError, fit
+from .planners.plan_search import Search
 from .planners.search_space import Strategy, strategy_of
 from .sharded_plan import Plan
 from .solver.solve import marginals, solve

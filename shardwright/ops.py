@@ -1,6 +1,6 @@
 """Collectives that a user places in the model, in ``hybrid_parallel``: each rank runs its own program.
 
-    rank r computes x_r.      all_reduce: y_r = Σ_s x_s      all_gather: y_r = (x_0, x_1, …)      broadcast: y_r = x_root
+    rank r computes x_r.     all_reduce: y_r = Σ_s x_s     all_gather: y_r = (x_0, x_1, …)     broadcast: y_r = x_root
     reduce_scatter: y_r = part r of Σ_s x_s                  all_to_all: y_r = (part r of x_0, part r of x_1, …)
 
 Gradients are those of one program on all ranks. With L the mean of the ranks' losses (`loss_fn` inside, or

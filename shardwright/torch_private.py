@@ -408,8 +408,7 @@ def stack_lines(keep: Callable[[Any, Any], Any], captured: Any) -> Iterator[None
 
 @contextlib.contextmanager
 def _replaced(module: str, name: str, value: Any) -> Iterator[None]:
-    """Give a private name of a module another value inside the ``with`` block; without effect where torch lacks the
-    name."""
+    """Give a private name of a module another value inside the ``with`` block; nothing happens where torch lacks it."""
     held = _found(module)
     before = getattr(held, name, None)
     if before is not None:
@@ -434,10 +433,10 @@ def attributes_unchecked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def layouts_unrecorded() -> Iterator[None]:
-    """Trace operators without ``tensor_meta``, for which torch reads the strides of every result, inside the ``with``
-    block.
+    """Trace operators without ``tensor_meta`` inside the ``with`` block.
 
-    With symbolic sizes that takes a seventh of a capture. The traced tensor itself is in ``val``.
+    torch reads the strides of every result for it: with symbolic sizes a seventh of a capture. ``val`` has the
+    traced tensor itself.
     """
     with _replaced("torch.fx.experimental.proxy_tensor", "_extract_tensor_metadata", lambda tensor: None):
         yield
@@ -616,8 +615,7 @@ def group_timeout(device: torch.device | str) -> timedelta | None:
 
 
 def number_of_groups() -> int:
-    """The number of process groups that this process has made. torch names groups that only their members make after
-    it."""
+    """The number of process groups made by this process. torch uses it to name groups that only their members make."""
     return len(_needed("torch.distributed.distributed_c10d._world.pg_names", "pipelines on ranks in processes"))
 
 
@@ -640,8 +638,7 @@ class _Probe(torch.autograd.Function):
 
 @functools.cache
 def backward_can_start_at_functions() -> bool:
-    """True where a backward, such as one to the weights alone, may start at a torch.autograd.Function; not in torch
-    2.9."""
+    """True where a backward may start at a torch.autograd.Function, as one to the weights does; False in torch 2.9."""
     with torch.enable_grad():
         node = _Probe.apply(torch.ones(1, requires_grad=True)).grad_fn
     try:

@@ -170,7 +170,8 @@ def test_twenty_steps(name: str, dtype: torch.dtype) -> None:
     products = [op for op in model.plan.graph.ops if op.kind in ("linear", "conv2d", "matmul", "addmm")]
     assert products and all(op.outputs[0].dtype == dtype == op.inputs[0].dtype for op in products)
     print(
-        f"{name} {dtype}: gradients {away:.2g} from float64's, one device's {its_away:.2g}; losses {max(apart):.2g} apart"
+        f"{name} {dtype}: gradients {away:.2g} from float64's, one device's {its_away:.2g}; "
+        f"losses {max(apart):.2g} apart"
     )
 
 

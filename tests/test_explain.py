@@ -21,7 +21,7 @@ import shardwright as sw
 from shardwright.cli import main as cli
 from shardwright.cost.cost_model import CostModel
 from shardwright.explain import _Neighbourhood, explained, opened, shares_of
-from shardwright.planners.graph_problem import Search
+from shardwright.planners.plan_search import Search
 from shardwright.planners.search_space import strategy_of
 from shardwright.report import explanations as report
 from shardwright.solver.problem import Problem

@@ -12,6 +12,7 @@ A checkpoint is written under a name that begins with a dot and gets its own nam
     save, writer            saving: the content of a checkpoint, and its writing by all ranks together
     state                   the tensors of a model and an optimizer on one rank
     formats                 the tensor files, and the assignment of each tensor's boxes to ranks
+    box_joining             short runs of a file put together into long ones
     manifest                the manifest, digests, folders
     load, tensor_reader     loading, and reading any slice of a stored tensor
     target_placement        placement of the tensors under the strategies of another run

@@ -26,18 +26,8 @@ from ..pipeline.pipeline_plan import PipelinePlan
 from ..runtime.distributed.coordination import SingleRank
 from ..sharded_plan import Plan
 from . import manifest as folders
-from .formats import (
-    DcpItem,
-    Joint,
-    PartFile,
-    WholeFiles,
-    WrittenBox,
-    entries_of,
-    joined,
-    joints_of,
-    scattered,
-    write_metadata,
-)
+from .box_joining import Joint, joined, joints_of, scattered
+from .formats import DcpItem, PartFile, WholeFiles, WrittenBox, entries_of, write_metadata
 from .manifest import CheckpointFile, Manifest, TensorEntry, digest, model_fingerprint, shares, write as write_manifest
 
 __all__ = ["CONFIG", "PLAN", "STATE", "Described", "SaveJob", "located", "sealed"]

@@ -3,7 +3,7 @@
     plan_command         plan, plan diff, explain, simulate, verify
     calibrate_command    calibrate
     checkpoint_command   checkpoint info, verify, merge, transform
-    solve_command        solve
+    checkpoint_tables    a checkpoint in a terminal
     script               the target of a command: a training script, or a function
 
 ``shardwright run`` is `launch.run`, which needs no torch.

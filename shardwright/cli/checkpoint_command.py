@@ -1,6 +1,6 @@
 """``shardwright checkpoint``: inspect a checkpoint, verify it, merge it, or cut it for other devices.
 
-1. ``info`` prints a checkpoint: its step, its files, its tensors and their layouts (`words`, `show`).
+1. ``info`` prints a checkpoint: its step, its files, its tensors and their layouts (`checkpoint_tables`).
 2. ``verify`` reads every byte and reports damaged files.
 3. ``merge`` writes whole tensors; ``transform`` writes the shards of another plan.
 
@@ -13,20 +13,13 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
-from ..checkpoint.tensor_reader import StoredTensors
 from ..errors import ShardwrightError
-from ..planfile.encoding import read_layout
-from ..report.format import size_text
-from ..report.table_parts import UNLIMITED, table
 
-__all__ = ["add_checkpoint_parser", "info", "merge", "show", "transform", "verify", "words"]
+__all__ = ["add_checkpoint_parser", "info", "merge", "transform", "verify"]
 
 #: Exit codes. FAILED of ``verify``: the checkpoint is damaged. WRONG of every command: there is no checkpoint.
 DONE, FAILED, WRONG = 0, 1, 2
@@ -108,6 +101,7 @@ def add_checkpoint_parser(subparsers: argparse._SubParsersAction) -> None:
 def info(arguments: argparse.Namespace) -> int:
     """Print a checkpoint and return the exit code."""
     from ..checkpoint.transform import opened  # noqa: PLC0415  needed only by this command
+    from .checkpoint_tables import show, words  # noqa: PLC0415  needed only by this command
 
     try:
         with opened(arguments.path, arguments.step) as stored:
@@ -124,7 +118,7 @@ def verify(arguments: argparse.Namespace) -> int:
     """Look for damage, print the findings, and return the exit code."""
     from ..checkpoint.manifest import verify as problems_of  # noqa: PLC0415  needed only by this command
     from ..checkpoint.transform import to_verify  # noqa: PLC0415  needed only by this command
-    from ..report.format import size_text  # noqa: PLC0415  also imported at the top
+    from ..report.format import size_text  # noqa: PLC0415  imports torch
 
     try:
         folders = to_verify(arguments.path, arguments.step)
@@ -170,7 +164,7 @@ def transform(arguments: argparse.Namespace) -> int:
 def _made(command: str, arguments: argparse.Namespace, make: Callable[[Any], Path]) -> int:
     """Make a checkpoint, show the progress, and return the exit code."""
     from ..checkpoint import manifest  # noqa: PLC0415  needed only by these commands
-    from ..report.format import size_text  # noqa: PLC0415  also imported at the top
+    from ..report.format import size_text  # noqa: PLC0415  imports torch
 
     try:
         with _shown() as progress:
@@ -189,9 +183,9 @@ def _made(command: str, arguments: argparse.Namespace, make: Callable[[Any], Pat
 @contextlib.contextmanager
 def _shown() -> Iterator[Callable[[str, int, int], None]]:
     """Show a progress bar for each task on standard error; a line for each where that is no terminal."""
-    from rich.console import Console  # noqa: PLC0415  also imported at the top
 
     # rich.progress: needed only to show progress
+    from rich.console import Console  # noqa: PLC0415  needed only to show progress
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
     console = Console(stderr=True, highlight=False)
@@ -221,79 +215,3 @@ def _said(command: str, error: ShardwrightError, code: int) -> int:
 
 
 # -- a checkpoint in a terminal ----------------------------------------------------------------------------------------
-
-
-def words(stored: StoredTensors) -> dict[str, Any]:
-    """A checkpoint as JSON: the contents of its manifest, and the bytes of each tensor."""
-    made = stored.manifest
-    tensors = {
-        name: {"shape": list(e.shape), "dtype": e.dtype, "layout": e.layout, "bytes": e.bytes}
-        for name, e in stored.entries.items()
-    }
-    head: dict[str, Any] = {"path": str(stored.folder), "kind": "Hugging Face"}
-    if made is not None:
-        head |= {
-            "kind": made.kind,
-            "step": made.step,
-            "id": made.id,
-            "model": made.model,
-            "plan": made.plan,
-            "world": made.world,
-            "files": {name: file.bytes for name, file in made.files.items()},
-        }
-    return head | {"bytes": sum(t["bytes"] for t in tensors.values()), "tensors": tensors}
-
-
-def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Print a checkpoint: its kind and origin, and a table of its tensors. Tensors of the optimizer share one line
-    for each key.
-
-    Args:
-        stored: the checkpoint.
-        file: the file to print to; None: standard output.
-        width: the width of the text, in characters; None: the terminal's, or as needed where there is none.
-    """
-    said = words(stored)
-    console = Console(file=file, width=width, highlight=False, soft_wrap=True)
-    head = f"{said['path']}: {said['kind']}"
-    if stored.manifest is not None:
-        head = (
-            f"{said['path']}: step {said['step']}, {said['kind']}, saved by {said['world']} "
-            f"rank{'s' * (said['world'] != 1)}"
-        )
-        ids = f"model {said['model']}, plan {said['plan'] or 'none'}, save {said['id']}"
-        head += f"\n{ids}\n{len(said['files'])} files, {size_text(sum(said['files'].values()))}"
-    console.print(Text(head))
-    shown = table("tensor", "shape", "dtype", "cut", "bytes", right=("bytes",))
-    states: dict[str, list[int]] = {}
-    for name, tensor in said["tensors"].items():
-        if name.startswith("optimizer."):
-            states.setdefault(name.rpartition(".")[2], []).append(tensor["bytes"])
-            continue
-        shown.add_row(
-            name,
-            "x".join(map(str, tensor["shape"])) or "scalar",
-            tensor["dtype"],
-            cut(tensor),
-            size_text(tensor["bytes"]),
-        )
-    for key, sizes in states.items():
-        shown.add_row(f"optimizer.*.{key}", f"{len(sizes)} tensors", "", "", size_text(sum(sizes)))
-    shown.add_row("together", f"{len(said['tensors'])} tensors", "", "", size_text(said["bytes"]), style="bold")
-    needed = console.measure(shown, options=console.options.update(max_width=UNLIMITED)).maximum
-    if width is None and not console.is_terminal:
-        console = Console(file=file, width=max(needed, 100), highlight=False)
-    console.print(shown)
-
-
-def cut(tensor: Mapping[str, Any]) -> str:
-    """The cuts of a stored tensor: ``2x4 of 8``, with the first rank where that is not rank 0."""
-    said = tensor["layout"]
-    if said is None:
-        return ""
-    try:
-        cuts = read_layout(said["layout"], said["devices"], tensor["shape"], True).cuts
-    except (ShardwrightError, KeyError, TypeError):
-        return "?"
-    text = f"{'x'.join(map(str, cuts)) or 'whole'} of {said['devices']}"
-    return text + (f" from rank {said['first']}" if said.get("first") else "")

@@ -3,7 +3,6 @@
 A command is a function ``add_..._parser(subparsers)``. It adds its parser and sets two defaults: ``func``, which
 takes the parsed arguments and returns the exit code, and ``parser``, its parser, for errors found later. Modules of
 commands import torch inside the functions that use it, so that ``shardwright --help`` answers at once.
-`checkpoint_command` does not yet: its imports at the top need torch.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from ..launch.run import add_run_parser
 from .calibrate_command import add_calibrate_parser
 from .checkpoint_command import add_checkpoint_parser
 from .plan_command import add_explain_parser, add_plan_parser, add_simulate_parser, add_verify_parser
-from .solve_command import add_solve_parser
 
 __all__ = ["main"]
 
@@ -28,7 +26,6 @@ COMMANDS = (
     add_plan_parser,
     add_explain_parser,
     add_simulate_parser,
-    add_solve_parser,
     add_verify_parser,
     add_checkpoint_parser,
     add_calibrate_parser,

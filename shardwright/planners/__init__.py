@@ -8,6 +8,7 @@ memory_fit           the cheapest plan that fits into a device's memory
 demands              the cuts of operators that follow the marks
 search_space         the strategies that a search considers for an operator
 graph_problem        a graph as a problem of nodes, states and costs, and back
+plan_search          the part that all searching planners share
 memory_problem       the same problem with bytes and a limit
 remat_states         the choice between saving and recomputing a value
 implied_inputs       devices that marks imply; the whole batch of which a process feeds a part

@@ -33,8 +33,8 @@ from ..layout import Layout
 from ..partition.local_program import Decisions, InputPlacement
 from ..partition.parameter_sharding import OptimizerParallel
 from ..solver.solve import solve
-from .graph_problem import Search
 from .memory_fit import CUT, TooLittleMemoryError, fit, fits, limited
+from .plan_search import Search
 from .propagation import sharding_propagation
 from .recursive import recursive_programming
 from .semi_auto import semi_auto

@@ -13,43 +13,29 @@
 The cost of a plan is then the cost of its partitioned program. Where several consumers share more than one use of a
 value, the program is cheaper than the cost graph says: with uses a, a, b, b the state serves a once and b twice.
 
-`CostGraph` is the problem with its nodes' meaning, `cost_graph` builds it, and `Search` holds what the searching
-planners have in common: the operators, the decisions of marks, and the way from a solution to a plan.
-`memory_problem` adds memory to a `CostGraph`.
+`CostGraph` is the problem with the meaning of its nodes, and `cost_graph` builds it. `plan_search` has the way from a
+solution to a plan; `memory_problem` adds memory to a `CostGraph`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import PlanError, ShardwrightError
-from ..graph import SEED, Graph, Op, Value
-from ..layout import Digits, Layout
-from ..partition.local_program import Decision, Decisions, InputPlacement, SearchResult, batch_dims, output_layouts
+from ..graph import SEED, Op, Value
+from ..layout import Layout
+from ..partition.local_program import Decision, InputPlacement, output_layouts
 from ..partition.parameter_sharding import OptimizerParallel, stored_layouts
-from ..partition.partitioner import Use, wanted_in_two
-from ..solver.problem import Problem, Solution
+from ..partition.partitioner import Use
+from ..solver.problem import Problem
 from ..solver.search_memory import current
-from .search_space import (
-    EdgeCosts,
-    OpCost,
-    OperatorTable,
-    Strategy,
-    atoms_of,
-    op_cost,
-    options_of,
-    saved_inputs,
-    strategy_of,
-)
-from .semi_auto import marked_decision, marked_output
+from .search_space import EdgeCosts, OpCost, OperatorTable, Strategy, op_cost, saved_inputs
 
-__all__ = ["CostGraph", "Search", "SharedState", "StorageState", "cost_graph"]
+__all__ = ["CostGraph", "SharedState", "StorageState", "cost_graph"]
 
 #: Most uses of a shared value, in each layout that it may be left in, that are tried as the use that is served once.
 MOST_SHARED = 8
@@ -551,166 +537,3 @@ def _kind(value: Value) -> tuple[int, bool, Any]:
 
 
 # -- the search --
-
-
-@dataclass(frozen=True)
-class Search:
-    """The givens of a search, shared by the searching planners.
-
-    Args:
-        described: the operators.
-        fed: the layouts of the inputs, and the handling of the results.
-        costs: a `Costs`.
-        stored: layouts of parameters and buffers that are settled already.
-        hsdp: ZeRO/FSDP sharding of the other parameters.
-    """
-
-    described: OperatorTable
-    fed: InputPlacement
-    costs: Any
-    stored: Mapping[str, Layout] | None = None
-    hsdp: OptimizerParallel | None = None
-
-    @classmethod
-    def of(
-        cls,
-        graph: Graph,
-        devices: int,
-        fed: InputPlacement,
-        costs: Any,
-        *,
-        on_missing_rule: str = "error",
-        stored: Mapping[str, Layout] | None = None,
-        uneven: bool = False,
-        hsdp: OptimizerParallel | None = None,
-    ) -> Search:
-        """The search of a graph, with the rule of every operator.
-
-        Raises:
-            MissingRuleError: an operator without a rule.
-        """
-        return cls(OperatorTable.of(graph, devices, on_missing_rule, uneven), fed, costs, stored, hsdp)
-
-    def check(self) -> Search:
-        """The search itself, where there is anything to search.
-
-        Raises:
-            PlanError: nothing of the model can be cut for so many devices, or two marks ask for a parameter in
-                different layouts.
-        """
-        own = {v.name for n, v in self.described.graph.parameters.items() if n not in (self.stored or {})}
-        wants: dict[str, tuple[Layout, Op]] = {}
-        for op in self.described.graph.ops:
-            for i, value in enumerate(op.inputs if op.name in self.fixed else ()):
-                mine = self.fixed[op.name].wanted(i), op
-                if value.name in own and wants.setdefault(value.name, mine)[0] != mine[0]:
-                    raise wanted_in_two(value, wants[value.name], mine)
-        devices = self.described.devices
-        factors = [f for _, bound, _ in self.described.rules.values() for f in bound.factors if f.splittable]
-        sizes = {f.size for f in factors}
-        if (
-            devices > 1
-            and not self.fixed
-            and not any(f.pads for f in factors)
-            and all(math.gcd(size, devices) == 1 for size in sizes)
-        ):
-            counts = [n for n in range(devices - 1, 1, -1) if any(math.gcd(size, n) > 1 for size in sizes)]
-            raise PlanError(
-                f"no dim that may be cut divides by {devices} or a factor of it: all {devices} devices would "
-                "repeat the same work",
-                strategy=f"devices={devices}",
-                legal=f"{', '.join(map(str, counts[:3]))} devices" if counts else "one device, or uneven=True",
-            )
-        return self
-
-    @cached_property
-    def carries(self) -> dict[str, int]:
-        """Value name -> the dim that carries the batch."""
-        return batch_dims(self.described.graph, {n: bound for n, (_, bound, _) in self.described.rules.items()})
-
-    @cached_property
-    def fixed(self) -> dict[str, Decision]:
-        """The decisions of operators that marks settle.
-
-        Raises:
-            StrategyError, LayoutError: a mark that the operator cannot follow.
-        """
-        out = {}
-        for op in self.described.graph.ops:
-            if op.mark is not None and op.mark.in_strategy is not None:
-                rule, bound, note = self.described.rules[op.name]
-                decision = marked_decision(op, rule, bound, self.described.devices)
-                out[op.name] = replace(decision, note=note, open=(), out=self.outs.get(op.name))
-        return out
-
-    @cached_property
-    def outs(self) -> dict[str, tuple[Layout, ...]]:
-        """By operator, the output layouts that marks settle."""
-        return {
-            op.name: marked_output(op, self.described.rules[op.name][1], self.described.devices)
-            for op in self.described.graph.ops
-            if op.mark is not None and op.mark.out_strategy is not None
-        }
-
-    @cached_property
-    def atoms(self) -> Digits:
-        """The digits of the rank that the search assigns to factors."""
-        return atoms_of(self.described.devices, [level.size for level in self.costs.cluster.levels])
-
-    @cached_property
-    def deliveries(self) -> EdgeCosts:
-        """Prices that all cost graphs of the search share."""
-        return EdgeCosts(self.costs)
-
-    def options(
-        self, known: Iterable[Mapping[str, Decision]] = (), atoms: Digits | None = None
-    ) -> dict[str, tuple[Strategy, ...]]:
-        """The strategies of every operator, those of known plans among them.
-
-        Args:
-            known: plans by operator.
-            atoms: the digits to assign; None: `self.atoms`.
-        """
-        return options_of(self.described, self.atoms if atoms is None else atoms, self.fixed, self.outs, known)
-
-    def energy(
-        self,
-        options: Mapping[str, tuple[Strategy, ...]],
-        known: Iterable[Mapping[str, Decision]] = (),
-        cut: OptimizerParallel | None = None,
-    ) -> CostGraph:
-        """The cost graph over the options. Its minimum is no dearer than a known plan whose strategies are among the
-        options.
-
-        Args:
-            options: by operator, its strategies.
-            known: plans whose shared uses are among those that may be served once.
-            cut: a further storage of each parameter whose storage nothing settles.
-        """
-        plans = [{name: strategy_of(decision) for name, decision in plan.items()} for plan in known]
-        return cost_graph(
-            self.described,
-            options,
-            self.fed,
-            self.carries,
-            self.costs,
-            stored=self.stored,
-            hsdp=self.hsdp,
-            cut=cut,
-            known=plans,
-            deliveries=self.deliveries,
-        )
-
-    def decided(self, made: CostGraph, solution: Solution, cause: str, proved: bool = True) -> Decisions:
-        """A solution as a planner's result.
-
-        Args:
-            made: the cost graph.
-            solution: its solution.
-            cause: the cause of the decisions that no mark settles.
-            proved: False drops the solution's bound.
-        """
-        decisions = made.decisions(solution.states, self.fixed, cause)
-        count = sum(map(len, made.options.values()))
-        found = SearchResult(solution.cost, solution.bound if proved else None, len(decisions), count, solution.notes)
-        return Decisions(decisions, self.carries, found)

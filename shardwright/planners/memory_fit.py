@@ -28,8 +28,9 @@ from ..sharded_plan import Plan
 from ..solver.least_memory import InfeasibleMemoryError
 from ..solver.problem import Problem, Solution
 from ..solver.solve import solve
-from .graph_problem import CostGraph, Search
+from .graph_problem import CostGraph
 from .memory_problem import MemoryProblem, holding
+from .plan_search import Search
 
 __all__ = ["CUT", "ENOUGH", "TooLittleMemoryError", "fit", "fits", "limited"]
 

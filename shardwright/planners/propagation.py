@@ -38,7 +38,8 @@ from ..rules import Assignment, Bound
 from ..sharded_plan import Plan
 from ..solver.solve import solve
 from .demands import Demand, demands_of, ranking, within
-from .graph_problem import CostGraph, Search
+from .graph_problem import CostGraph
+from .plan_search import Search
 from .search_space import OperatorTable, Strategy, options_of, strategy_of
 from .semi_auto import semi_auto
 

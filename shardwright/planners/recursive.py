@@ -32,9 +32,9 @@ from ..partition.parameter_sharding import OptimizerParallel
 from ..rules import Assignment, Bound
 from ..solver.problem import Problem, Solution
 from ..solver.solve import solve
-from .graph_problem import Search
 from .memory_fit import CUT, TooLittleMemoryError, fit, fits, limited
 from .memory_problem import holding
+from .plan_search import Search
 from .search_space import atoms_of, options_among
 
 __all__ = ["recursive_programming"]

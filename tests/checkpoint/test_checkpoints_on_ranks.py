@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.checkpoint import (
-    formats as joining,
+    box_joining as joining,
     formats as whole_files,
     manifest,
     save as copies,
@@ -291,9 +291,9 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         model, written, patch = known("rows and columns"), [], pytest.MonkeyPatch()
         optimizer, path = sgd(model), folder / "joined"
         sw.load_checkpoint(model, optimizer, of("rows and columns")[1])
-        kept, run = (joining._LARGE, joining._SHORT, joining._STEP), whole_files.WholeFiles.write_run
+        kept, run = (joining.LARGE, joining.SHORT, joining.STEP), whole_files.WholeFiles.write_run
         # One matrix is cut in columns: 16 rows of 128 bytes, of which a rank has 32, joined in two steps.
-        joining._LARGE, joining._SHORT, joining._STEP = 1, 32, 3 * 128
+        joining.LARGE, joining.SHORT, joining.STEP = 1, 32, 3 * 128
 
         def noted(files: Any, part: Path, name: str, first: int, rows: Tensor) -> None:
             written.append((name, first, rows.numel()))
@@ -335,20 +335,20 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         finally:
             patch.undo()
             whole_files.WholeFiles.write_run = run
-            joining._LARGE, joining._SHORT, joining._STEP = kept
+            joining.LARGE, joining.SHORT, joining.STEP = kept
 
     def columns_without_memory_to_share(rank: int, world: int) -> None:
         model, path = known("rows and columns"), folder / "apart"
-        optimizer, ranks_before, sizes = sgd(model), dict(checkpoint_ranks._ranks), (joining._LARGE, joining._SHORT)
+        optimizer, ranks_before, sizes = sgd(model), dict(checkpoint_ranks._ranks), (joining.LARGE, joining.SHORT)
         sw.load_checkpoint(model, optimizer, of("rows and columns")[1])
-        joining._LARGE, joining._SHORT = 1, 32
+        joining.LARGE, joining.SHORT = 1, 32
         checkpoint_ranks._ranks.clear()
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("SHARDWRIGHT_SHARED_MEMORY", "0")
                 saving = save(model, optimizer, path, True)
         finally:
-            joining._LARGE, joining._SHORT = sizes
+            joining.LARGE, joining.SHORT = sizes
             checkpoint_ranks._ranks.update(ranks_before)
         stored, expected = StoredTensors(saving.path), StoredTensors(of("rows and columns")[0] / "step-00000002")
         assert all(torch.equal(stored.read(name), expected.read(name)) for name in expected.names)

@@ -22,8 +22,8 @@ from torch import nn
 import shardwright as sw
 from shardwright import json_values as words
 from shardwright.checkpoint import (
+    box_joining as joining,
     callback,
-    formats as joining,
     formats as whole_files,
     manifest,
     manifest as folders,

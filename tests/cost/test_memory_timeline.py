@@ -21,9 +21,9 @@ from shardwright.cost.cost_model import CostModel
 from shardwright.cost.memory_timeline import optimizer_bytes, timeline
 from shardwright.partition.local_program import input_placement
 from shardwright.partition.rematerialization import segments_of, with_recompute
-from shardwright.planners.graph_problem import Search
 from shardwright.planners.memory_fit import CUT
 from shardwright.planners.memory_problem import holding
+from shardwright.planners.plan_search import Search
 from shardwright.sharded_plan import Plan
 from shardwright.solver.milp import milp
 from shardwright.solver.solve import solve

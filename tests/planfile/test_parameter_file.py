@@ -97,8 +97,8 @@ def test_the_file_is_small_stable_and_reviewable(tmp_path: Path) -> None:
   "kind": "parameter strategies",
   "devices": 8,
   "parameters": [
-    {"name": "w1", "shape": [8, 16], "dtype": "float64", "storage": {"device_matrix": [2, 4], "alias_name": ["a", "b"], \
-"layout": [["b", "a"], "None"]}},
+    {"name": "w1", "shape": [8, 16], "dtype": "float64", "storage": {"device_matrix": [2, 4], "alias_name": \
+["a", "b"], "layout": [["b", "a"], "None"]}},
     {"name": "w2", "shape": [16, 16], "dtype": "float64", "storage": [8, 1]},
     {"name": "head.weight", "shape": [8, 16], "dtype": "float64", "storage": [8, 1]},
     {"name": "head.bias", "shape": [8], "dtype": "float64", "storage": [8]}

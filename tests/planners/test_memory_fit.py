@@ -19,9 +19,9 @@ from shardwright.errors import PlanError
 from shardwright.partition.local_program import Decisions, input_placement
 from shardwright.planners import dynamic
 from shardwright.planners.dynamic import dynamic_programming
-from shardwright.planners.graph_problem import Search
 from shardwright.planners.memory_fit import CUT, MOST_TRIES, TooLittleMemoryError, _Fitting, fit, fits
 from shardwright.planners.memory_problem import holding
+from shardwright.planners.plan_search import Search
 from shardwright.planners.recursive import recursive_programming
 from shardwright.planners.search_space import strategy_of
 from shardwright.solver.problem import Problem, Solution

@@ -25,7 +25,7 @@ from shardwright.cluster import Cluster, Level
 from shardwright.cost.cost_model import CostModel
 from shardwright.layout import Digit
 from shardwright.partition.local_program import input_placement
-from shardwright.planners.graph_problem import Search
+from shardwright.planners.plan_search import Search
 from shardwright.planners.recursive import recursive_programming
 from shardwright.planners.search_space import options_among, strategy_of
 from shardwright.rules import bound_rule

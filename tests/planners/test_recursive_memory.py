@@ -17,8 +17,8 @@ from shardwright.cost.cost_model import CostModel
 from shardwright.errors import PlanError
 from shardwright.partition.local_program import input_placement
 from shardwright.planners import recursive
-from shardwright.planners.graph_problem import Search
 from shardwright.planners.memory_fit import CUT
+from shardwright.planners.plan_search import Search
 from shardwright.solver.milp import milp
 from shardwright.solver.problem import Problem, Solution
 from shardwright.solver.solve import solve

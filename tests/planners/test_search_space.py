@@ -18,7 +18,7 @@ from shardwright.capture.export import capture
 from shardwright.cost.cost_model import CostModel
 from shardwright.errors import PlanError, SettingError
 from shardwright.partition.local_program import input_placement
-from shardwright.planners.graph_problem import Search
+from shardwright.planners.plan_search import Search
 from shardwright.planners.search_space import Strategy, assignments, atoms_of, prime_factors, strategy_of
 from shardwright.planners.semi_auto import semi_auto
 from shardwright.sharded_plan import Plan

@@ -78,7 +78,8 @@ def test_an_import_upwards_is_found(tmp_path: Path) -> None:
     (package / "high.py").write_text("")
     (package / "low.py").write_text("def late():\n    from . import high\n")
     (tmp_path / "contract.toml").write_text(
-        '[tool.importlinter]\nroot_package = "upside"\n[[tool.importlinter.contracts]]\nname = "layers"\ntype = "layers"\n'
+        '[tool.importlinter]\nroot_package = "upside"\n[[tool.importlinter.contracts]]\nname = "layers"\n'
+        'type = "layers"\n'
         'containers = ["upside"]\nlayers = ["high", "low"]\n'
     )
     assert "upside.low -> upside.high" in broken_contracts(tmp_path / "contract.toml", tmp_path)

@@ -12,7 +12,7 @@ SUPPORT = ROOT / "tests" / "support"
 #: Scripts that tests start in processes of their own.
 SCRIPTS = SUPPORT / "launch_scripts"
 
-#: The folder of facts about other systems, which is not part of the repository: beside it, or named by SHARDWRIGHT_SHARED.
+#: The folder of facts about other systems, not part of the repository: beside it, or named by SHARDWRIGHT_SHARED.
 SHARED = Path(os.environ.get("SHARDWRIGHT_SHARED") or ROOT.parent / "shared").resolve()
 
 #: The reason of a test that is skipped without that folder.

@@ -1,6 +1,6 @@
 """The zoo: models of several libraries as they are written, small and with random weights. Nothing is downloaded.
 
-Each builder returns a model in float64, inputs, a target, and a loss of what the model returns. The table of the results
+Each builder returns a model in float64, inputs, a target, and a loss of what the model returns. The table of results
 has the models in the order of these modules.
 """
 

@@ -1,7 +1,7 @@
 """Gradient fusion: which gradients are summed together, and whether a backward sums at all.
 
-A sum of many small gradients is sent as one bucket. Example: 8 layers of 1024 x 1024 in float32 have 32 MiB of gradients,
-which are two buckets of 16 MiB (`AUTO`).
+A sum of many small gradients is sent as one bucket. Example: 8 layers of 1024 x 1024 in float32 have 32 MiB of
+gradients, which are two buckets of 16 MiB (`AUTO`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A worker without torch: says who it is, then does what its first argument says.
 
 ``say ...``               ends
-``fail RANK HOW``         the worker of that rank dies, the others sleep: ``HOW`` is raise, exit (7), os_exit (3) or kill
+``fail RANK HOW``         that worker dies, the others sleep: ``HOW`` is raise, exit (7), os_exit (3) or kill
 ``sleep``                 sleeps until it is ended
 ``stubborn``              the same, deaf to Ctrl-C and SIGTERM
 """

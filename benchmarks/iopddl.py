@@ -1,4 +1,6 @@
-"""``shardwright solve``: one strategy per node of a problem of the ASPLOS 2025 / EuroSys 2025 contest.
+"""One strategy per node of a problem of the ASPLOS 2025 / EuroSys 2025 contest.
+
+    python benchmarks/iopddl.py FILE [--seconds 60] [--output OUT] [--solver exact|milp] [--merge]
 
 The contest is about intra-operator parallelism (github.com/google/iopddl). Its format is one JSON object, plain or
 gzipped, with the field `problem`:
@@ -29,22 +31,30 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import PlanError, ShardwrightError
-from ..solver.problem import MemoryUsage, Problem
+from shardwright.errors import PlanError, ShardwrightError
+from shardwright.solver import solve as exact
+from shardwright.solver.problem import MemoryUsage, Problem
 
-__all__ = ["FORBIDDEN", "Contest", "add_solve_parser", "read_contest", "solve", "write_assignment"]
+__all__ = ["FORBIDDEN", "Contest", "main", "read_contest", "write_assignment"]
 
 
-def add_solve_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add ``solve`` to the commands."""
-    parser = subparsers.add_parser(
-        "solve",
-        allow_abbrev=False,
-        help="solve a sharding problem of the ASPLOS 2025 contest",
-        description="Choose one strategy per node, of least total cost within the memory limit, and print the cost, a "
-        "lower bound of every choice's cost, and the gap. Exit code 0: solved, 1: there is no choice or "
-        "the file cannot be read.",
-    )
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Solve one problem, print the cost, a lower bound of every assignment's cost, and the gap.
+
+    Returns:
+        The exit code. 0: solved. 1: no assignment is allowed, or a file cannot be read or written.
+    """
+    parser = argparse.ArgumentParser(description="Choose one strategy per node, of least total cost within the limit.")
     parser.add_argument("problem", metavar="problem.json", help="the contest's format, plain or gzipped")
     parser.add_argument("--seconds", type=_seconds, default=60.0, metavar="N", help="to search (default: 60)")
     parser.add_argument("--output", metavar="FILE", help="write the choice: a JSON list of strategy numbers")
@@ -59,23 +69,7 @@ def add_solve_parser(subparsers: argparse._SubParsersAction) -> None:
         action="store_true",
         help="take tables of equal values for one table, so that repeated blocks are computed once (exact)",
     )
-    parser.set_defaults(func=solve, parser=parser)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value
-
-
-def solve(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit code."""
-    from ..solver import solve as exact  # noqa: PLC0415  loads the solvers only to solve
-
+    arguments = parser.parse_args(argv)
     start = time.monotonic()
     try:
         contest = read_contest(arguments.problem)
@@ -87,10 +81,10 @@ def solve(arguments: argparse.Namespace) -> int:
         if arguments.output:
             write_assignment(arguments.output, contest.assignment(solution.states))
     except ShardwrightError as error:
-        print(f"shardwright solve: error: {error}", file=sys.stderr)
+        print(f"iopddl: error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"shardwright solve: error: {arguments.output}: {error.strerror}", file=sys.stderr)
+        print(f"iopddl: error: {arguments.output}: {error.strerror}", file=sys.stderr)
         return 1
     print(
         f"cost {solution.cost:,.0f}\nbound {solution.bound:,.0f}\ngap {100 * solution.gap:.4g} %\n"
@@ -245,3 +239,7 @@ def _contest(given: Any) -> Contest:
                 put(v, len(costs), np.where(np.arange(len(own[v]))[:, None] == chosen, 0.0, np.inf))
             costs.append(table[choices])
     return Contest(Problem(tuple(costs), pairs, (), tuple(uses), None if limit is None else float(limit)), len(own))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
