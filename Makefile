@@ -1,5 +1,6 @@
 # make demo    the four tutorial networks on eight devices in this one process, beside one device
 # make test    the test suite, on all cores;  make test ARGS="-k layout -x"  hands arguments to pytest
+# make lint    ruff's format and rules, and the layers of the package;  make format  mends what ruff can
 # make venv    the environment, made once, brought up to date when pyproject.toml changes
 # make clean   removes what runs leave behind;  make distclean  the environments too
 
@@ -16,13 +17,20 @@ STAMP := $(VENV)/.shardwright-installed
 HELD  := $(VENV)/torch.txt
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq
 
-.PHONY: demo test venv clean distclean
+.PHONY: demo test lint format venv clean distclean
 
 demo: venv
 	@$(VENV)/bin/python examples/demo.py
 
-test: venv
+test: lint
 	@$(VENV)/bin/python -m pytest tests -n auto --dist loadfile $(ARGS)
+
+lint: venv
+	@$(VENV)/bin/ruff format --quiet --check . && $(VENV)/bin/ruff check --quiet . && $(VENV)/bin/lint-imports >/dev/null \
+	    || { $(VENV)/bin/lint-imports | tail -n 30; echo "make lint: see above; make format mends most of it" >&2; exit 1; }
+
+format: venv
+	@$(VENV)/bin/ruff check --quiet --fix . ; $(VENV)/bin/ruff format --quiet .
 
 venv: $(STAMP)
 
