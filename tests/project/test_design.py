@@ -1,0 +1,120 @@
+"""The pages of docs/design: the picture of the layers, the files that they name, and their Python blocks."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import shardwright
+from shardwright import planning
+from shardwright.rules import registry
+
+ROOT = Path(__file__).resolve().parents[2]
+DESIGN = ROOT / "docs" / "design"
+PAGES = sorted(DESIGN.glob("*.md"))
+#: A page names a file from one of these folders.
+FOLDERS = (ROOT, ROOT / "shardwright", ROOT / "tests", DESIGN)
+#: Modules and folders at the top of the package.
+MODULE_NAMES = {path.stem for path in (ROOT / "shardwright").glob("*.py")} | {
+    path.parent.name for path in (ROOT / "shardwright").glob("*/__init__.py")
+}
+IN_BACKTICKS = re.compile(r"`([\w./-]+\.(?:py|md|toml))`")
+DOTTED = re.compile(r"`([a-z_]+(?:\.\w+)+)(?:\(\))?`")
+BLOCKS = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def missing(text: str) -> list[str]:
+    """Files that a page names in backticks and that the repository lacks."""
+    return [
+        name for name in IN_BACKTICKS.findall(text) if not any((folder / name).is_file() for folder in FOLDERS)
+    ]
+
+
+def unknown(text: str) -> list[str]:
+    """Names such as `planning.PLANNERS` or `shardwright.rules.registry.find_rule` in backticks that the package lacks.
+
+    The first part of such a name is `sw`, or a module or a folder of the package; other dotted names are not looked at.
+    """
+    wrong = []
+    for name in DOTTED.findall(text):
+        first, *rest = re.sub(r"^(shardwright|sw)\.", "", name).split(".")
+        found: object
+        if name.startswith("sw."):
+            found, rest = shardwright, [first, *rest]
+        elif name.endswith((".py", ".md", ".toml")) or first not in MODULE_NAMES or not rest:
+            continue
+        else:
+            found = importlib.import_module(f"shardwright.{first}")
+        for part in rest:
+            if isinstance(found, ModuleType) and not hasattr(found, part):
+                try:
+                    importlib.import_module(f"{found.__name__}.{part}")
+                except ModuleNotFoundError:
+                    wrong.append(name)
+                    break
+            found = getattr(found, part, None)
+            if found is None:
+                wrong.append(name)
+                break
+    return wrong
+
+
+def run(page: Path) -> None:
+    """Run the Python blocks of a page, one after the other, in one namespace; those with ``>>>`` as doctests."""
+    text = page.read_text(encoding="utf-8")
+    names: dict = {"__name__": page.stem}
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    for block in BLOCKS.finditer(text):
+        line = text[: block.start(1)].count("\n")
+        if ">>>" in block[1]:
+            test = doctest.DocTestParser().get_doctest(block[1], names, page.name, str(page), line)
+            report: list[str] = []
+            runner.run(test, out=report.append, clear_globs=False)
+            assert not report, "".join(report)
+            names.update(test.globs)
+        else:
+            exec(compile("\n" * line + block[1], str(page), "exec"), names)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules and the planners that a page adds are gone after it."""
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    monkeypatch.setattr(planning, "PLANNERS", dict(planning.PLANNERS))
+    monkeypatch.setattr(planning, "MODES", planning.MODES)
+
+
+def test_the_picture_of_the_layers_is_that_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(DESIGN), *sys.path])
+    layers = importlib.import_module("layers")
+    page = (DESIGN / "architecture.md").read_text(encoding="utf-8")
+    between = page[page.index(layers.BEGIN) + len(layers.BEGIN) : page.index(layers.END)]
+    assert between == layers.block(), "python docs/design/layers.py --write"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_every_name_in_backticks_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert missing(text) == []
+    assert unknown(text) == []
+
+
+def test_a_name_that_is_not_there_is_found() -> None:
+    assert missing("`layout.py` and `no_such_file.py`") == ["no_such_file.py"]
+    assert unknown("`sw.shard`, `sw.none`, `planning.PLANNERS`, `planning.no_such_name`, `rules.no_module.name`") == [
+        "sw.none",
+        "planning.no_such_name",
+        "rules.no_module.name",
+    ]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if BLOCKS.search(p.read_text(encoding="utf-8"))], ids=lambda p: p.stem)
+@pytest.mark.filterwarnings("ignore")
+def test_the_blocks_of_a_page_run(page: Path, registered: None) -> None:
+    run(page)
