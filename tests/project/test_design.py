@@ -6,6 +6,7 @@ import doctest
 import importlib
 import re
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 
@@ -26,7 +27,7 @@ MODULE_NAMES = {path.stem for path in (ROOT / "shardwright").glob("*.py")} | {
 }
 IN_BACKTICKS = re.compile(r"`([\w./-]+\.(?:py|md|toml))`")
 DOTTED = re.compile(r"`([a-z_]+(?:\.\w+)+)(?:\(\))?`")
-BLOCKS = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCKS = re.compile(r"^( *)```python\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 
 
 def missing(text: str) -> list[str]:
@@ -71,15 +72,15 @@ def run(page: Path) -> None:
     names: dict = {"__name__": page.stem}
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
     for block in BLOCKS.finditer(text):
-        line = text[: block.start(1)].count("\n")
-        if ">>>" in block[1]:
-            test = doctest.DocTestParser().get_doctest(block[1], names, page.name, str(page), line)
+        code, line = textwrap.dedent(block[2]), text[: block.start(2)].count("\n")
+        if ">>>" in code:
+            test = doctest.DocTestParser().get_doctest(code, names, page.name, str(page), line)
             report: list[str] = []
             runner.run(test, out=report.append, clear_globs=False)
             assert not report, "".join(report)
             names.update(test.globs)
         else:
-            exec(compile("\n" * line + block[1], str(page), "exec"), names)
+            exec(compile("\n" * line + code, str(page), "exec"), names)
 
 
 @pytest.fixture
