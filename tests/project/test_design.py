@@ -1,4 +1,5 @@
-"""The pages of docs/design: the picture of the layers, the files that they name, and their Python blocks."""
+"""The pages of docs/design: the picture of the layers, the names in backticks, the Python blocks. CONTRIBUTING.md: its
+names."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from paths import ROOT
 
 import shardwright
 from shardwright import planning
 from shardwright.rules import registry
 
-ROOT = Path(__file__).resolve().parents[2]
 DESIGN = ROOT / "docs" / "design"
 PAGES = sorted(DESIGN.glob("*.md"))
 #: A page names a file from one of these folders.
@@ -32,9 +33,7 @@ BLOCKS = re.compile(r"^( *)```python\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 
 def missing(text: str) -> list[str]:
     """Files that a page names in backticks and that the repository lacks."""
-    return [
-        name for name in IN_BACKTICKS.findall(text) if not any((folder / name).is_file() for folder in FOLDERS)
-    ]
+    return [name for name in IN_BACKTICKS.findall(text) if not any((folder / name).is_file() for folder in FOLDERS)]
 
 
 def unknown(text: str) -> list[str]:
@@ -99,7 +98,7 @@ def test_the_picture_of_the_layers_is_that_of_the_contract(monkeypatch: pytest.M
     assert between == layers.block(), "python docs/design/layers.py --write"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.stem)
 def test_every_name_in_backticks_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert missing(text) == []
@@ -115,7 +114,9 @@ def test_a_name_that_is_not_there_is_found() -> None:
     ]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if BLOCKS.search(p.read_text(encoding="utf-8"))], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if BLOCKS.search(p.read_text(encoding="utf-8"))], ids=lambda p: p.stem
+)
 @pytest.mark.filterwarnings("ignore")
 def test_the_blocks_of_a_page_run(page: Path, registered: None) -> None:
     run(page)
