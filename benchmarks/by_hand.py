@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from small_networks import DEVICES, MLP, TUTORIAL, Network
+from networks import DEVICES, MLP, TUTORIAL, Network
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 

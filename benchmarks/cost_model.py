@@ -29,12 +29,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from networks import DEVICES, MLP
 from race import ROOT, Spread, machine, order
 from ranks import run_ranks
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
-from small_networks import DEVICES, MLP
 from torch import Tensor, nn
 
 import shardwright as sw

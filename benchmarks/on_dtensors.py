@@ -7,7 +7,7 @@ from itertools import combinations
 
 import torch
 import torch.nn.functional as F
-from small_networks import MLP, TUTORIAL, Network
+from networks import MLP, TUTORIAL, Network
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor

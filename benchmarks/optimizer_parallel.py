@@ -17,8 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+
+from race import machine  # isort: skip  (puts tests/support on the path)
 from held_bytes import LEVELS, Held, arithmetic, measure
-from race import machine  # finds the ranks of the tests, too
 from ranks import run_ranks
 from rich import box
 from rich.console import Console

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 from by_hand import BY_HAND, Exchanges, Natural
+from networks import DEVICES, MLP, TUTORIAL, Network
 from on_dtensors import ON_DTENSORS
 from race import ROOT, Contender, Figure, Results, Spread, run_race
 from ranks import run_ranks
 from rich.console import Console
-from small_networks import DEVICES, MLP, TUTORIAL, Network
 from torch import Tensor, nn
 
 import shardwright as sw
