@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from golden_reading import SHARED
 
 from shardwright.layout import Digit, Layout
 from shardwright.redistribution import redistribution
@@ -23,9 +24,9 @@ def read_layout(devices, spelled):
 
 
 @pytest.fixture(scope="module")
-def cases(goldens):
+def cases():
     out = []
-    for case in json.loads((goldens / "semi_auto" / "conversions.json").read_text())["cases"]:
+    for case in json.loads((SHARED / "goldens" / "semi_auto" / "conversions.json").read_text())["cases"]:
         source, target = (read_layout(case["devices"], case[side]) for side in ("from", "to"))
         out.append((source, target, tuple(case["shape"]), case["bytes_sent_by_a_rank"]))
     assert len(out) == 400

@@ -186,8 +186,14 @@ def leaves_nothing(rank: int, world: int) -> tuple[set[str], int, int]:
 
 def test_no_file_and_no_descriptor_is_left() -> None:
     before = files()
+    made = set()
     for left, held, after in run_ranks(leaves_nothing, WORLD):
-        assert left <= before and held == 2 and after == 0
+        assert held == 2 and after == 0
+        made |= left - before
+    until = time.monotonic() + 60  # ranks of other tests have such files too, for a while
+    while made & files():
+        assert time.monotonic() < until, f"left behind: {made & files()}"
+        time.sleep(0.05)
 
 
 def failing(rank: int, world: int, how: str) -> tuple[str, float, str]:
