@@ -312,7 +312,7 @@ def region_edge(call: int, entering: bool) -> torch.Tensor:
 
 
 @region_edge.register_fake
-def __of_recompute(call: int, entering: bool) -> torch.Tensor:
+def _fake_region_edge(call: int, entering: bool) -> torch.Tensor:
     return torch.empty(0)
 
 

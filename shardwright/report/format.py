@@ -98,7 +98,6 @@ def written_line(
     made: Sequence[str], name: str, arguments: Sequence[str], attributes: str, types: str, comment: str
 ) -> str:
     """``%3 = relu(%2)  {attributes}  types   # comment``."""
-    """``%3 = relu(%2)  {attributes}  types   # comment``."""
     parts = [f"{', '.join(made)} = {name}({', '.join(arguments)})"]
     if attributes:
         parts.append(f"{{{attributes}}}")

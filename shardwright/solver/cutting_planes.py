@@ -271,7 +271,7 @@ QUICK = 2**24  # entries of all joints up to which the whole's leanest states ar
 MOMENTS = 4  # moments with a price when sweeps search for states of little memory
 ROUNDING = 1e-9  # relative, of a bound by prices
 ROUGH = 1e-2  # relative gap of the first turn's prices to a part's best ones; each later turn's is a tenth of it
-EVALUATIONS_of_priced_search = 40  # most evaluations of a part in a turn
+TURN_EVALUATIONS = 40  # most evaluations of a part in a turn
 FIRST_PRICE = 0.2  # first bound on the price of the limit's worth of memory, as a multiple of the cost without a limit
 MOST_PRICE = 1e5  # its largest bound
 DEARER = 4.0  # factor from one bound to the next
@@ -367,7 +367,7 @@ class _PricedSearch:
             known = Prices(self.rows.count, self.rows.limit)
             known.cuts, known.multipliers = list(self.known.values()), self.prices.multipliers
             near = self.gap / 4 if direct else max(self.gap / 4, ROUGH * 0.1**turn)
-            value = ascend(part, known, cap=cap, gap=near, most=EVALUATIONS_of_priced_search)
+            value = ascend(part, known, cap=cap, gap=near, most=TURN_EVALUATIONS)
             for cut in known.cuts:
                 self.offer(cut)
             if value == np.inf and turn >= DEAR and self.least is None:
