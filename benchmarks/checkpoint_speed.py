@@ -97,8 +97,8 @@ class Setup:
         self.optimizer.step(), self.optimizer.zero_grad()
 
     def tensors(self, entry: str) -> dict[str, Tensor]:
-        """What a contender saves, as DTensors; as quick as it can be had. In one file theirs loads other numbers of
-        steps than it saved (tensors without dims, torch 2.13): it does without them."""
+        """The state that a contender saves, as DTensors, made as quickly as possible. It has no numbers of steps:
+        torch 2.13 loads other numbers from one file than were saved (tensors without dims)."""
         out = {}
         for name, parameter in self.model.named_parameters():
             out[f"model.{name}"] = parameter.detach()

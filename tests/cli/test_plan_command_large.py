@@ -85,7 +85,7 @@ def test_the_whole_of_gpt3_on_1024_devices_of_a_file(tmp_path: Path, capsys: pyt
 
 @pytest.mark.long
 def test_the_whole_of_gpt3_within_the_memory_of_a_device(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """What the search reckons with is what the program holds: else it is asked for less, and ends further from its
+    """The memory that the search counts is the memory of the program: with less, the plan would be further from its
     bound."""
     limit = sw.Cluster.of("h200x8x128").memory
     plan = written_plan(

@@ -60,7 +60,7 @@ LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imp
 
 
 def broken_contracts(config: Path, folder: Path) -> str:
-    """What import-linter says of the package in `folder`; nothing where all contracts are kept."""
+    """The report of import-linter on the package in `folder`; empty where all contracts are kept."""
     environment = os.environ | {"PYTHONPATH": str(folder)}
     done = subprocess.run([sys.executable, "-c", LINT, config], env=environment, capture_output=True, text=True)
     return "" if done.returncode == 0 else done.stdout + done.stderr

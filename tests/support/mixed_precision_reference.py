@@ -67,8 +67,7 @@ def cast(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def reference(net: nn.Module, policy: sw.MixedPrecision, *inputs: Any) -> Any:
-    """What FSDP2 computes on one device: the stored parameters cast, with autograd, inputs and outputs as the policy
-    says."""
+    """The result of FSDP2's policy on one device: autograd sees the casts of parameters, inputs and outputs."""
     ours: dict[int, Tensor] = {}
     state = {
         name: ours.setdefault(id(p), cast(p, policy.param_dtype))

@@ -107,7 +107,7 @@ def class_of(output: Any, target: Tensor) -> Tensor:
 
 
 def squares(output: Any, target: Any = None) -> Tensor:
-    """Of everything that comes out, each element with a weight of its own."""
+    """The mean squares of all outputs, each output with a weight of its own."""
     leaves = [
         x
         for x in pytree.tree_leaves(dict(output) if hasattr(output, "keys") else output)

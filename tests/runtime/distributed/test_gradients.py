@@ -229,8 +229,8 @@ def refused(attempt: Callable[[], Any], text: str) -> None:
 
 
 def events(step: Callable[[], Any]) -> list[tuple[str, int]]:
-    """Of a model's first step: ("came", 1) for each gradient that is to be summed, ("start", n) for each sum of n
-    gradients that was started."""
+    """Events of a model's first step: ("came", 1) for each gradient to be summed, ("start", n) for each started sum of
+    n gradients."""
     from shardwright.runtime.distributed import buckets
 
     out: list[tuple[str, int]] = []
