@@ -14,9 +14,12 @@
 
 A flat ring over several levels runs at the pace of its slowest link: α = max α_l, β = max β_l. A hierarchical
 reduce_scatter goes from the inside out, and m shrinks to m / g_l on the way; an all_gather goes back in; an
-all_reduce is both around an all_reduce of the outer levels, or one all_reduce of all m on each level. An all_to_all
-brings all of m to its place level by level, or goes in pairs: Σ_l (g_l - 1) g_1 ⋯ g_(l-1) (α_l + m/n β_l). The costs
-of the levels add up.
+all_reduce is both around an all_reduce of the outer levels, or one all_reduce of all m on each level. The costs of the
+levels add up.
+
+An all_to_all brings all of m to its place in stages. A stage is of one level or of several neighbouring ones, and the
+cheapest division into stages is taken. The ranks of a stage exchange in pairs: Σ_l (g_l - 1) g_1 ⋯ g_(l-1) (α_l + m/n
+β_l), with n and the product over the levels of the stage. A stage of one level may use Bruck's algorithm instead.
 
 On a level of bandwidth B that D devices share, all groups communicate at once: β = D / B. Only one link in p = g_1 ⋯
 g_(l-1) of a flat ring is of level l: β = max(D / p, 1) / B. There a ring may be the quickest: its links of all levels
@@ -155,18 +158,33 @@ def _all_reduce(links: Sequence[LevelLink]) -> list[Line]:
 
 
 def _all_to_all(links: Sequence[LevelLink]) -> list[Line]:
-    n, inside, pairs, by_level = _size(links), 1, (0.0, 0.0), [(0.0, 0.0)]
+    """The levels fall into stages, each of neighbouring levels; the times of the stages add up."""
+    best: list[list[Line]] = [[(0.0, 0.0)]]  # of the first levels: none, one, two, ...
+    for end in range(1, len(links) + 1):
+        best.append(
+            _least(
+                [
+                    (a + c, b + d)
+                    for begin in range(end)
+                    for a, b in best[begin]
+                    for c, d in _exchanges(links[begin:end])
+                ]
+            )
+        )
+    return best[-1]
+
+
+def _exchanges(links: Sequence[LevelLink]) -> list[Line]:
+    """An all_to_all in one stage: in pairs, or by Bruck's algorithm where it is one level."""
+    n, inside, latency, seconds = _size(links), 1, 0.0, 0.0
     for link in links:
         partners = (link.size - 1) * inside
-        pairs = (pairs[0] + partners * link.latency, pairs[1] + partners / n * link.each)
+        latency, seconds = latency + partners * link.latency, seconds + partners / n * link.each
         inside *= link.size
-        rounds = _rounds(link.size)
-        own = [
-            ((link.size - 1) * link.latency, (link.size - 1) / link.size * link.each),
-            (rounds * link.latency, rounds / 2 * link.each),
-        ]
-        by_level = [(a + c, b + d) for a, b in by_level for c, d in own]
-    return _least([pairs, *by_level])
+    if len(links) > 1:
+        return [(latency, seconds)]
+    rounds = _rounds(links[0].size)
+    return [(latency, seconds), (rounds * links[0].latency, rounds / 2 * links[0].each)]
 
 
 def _permute(links: Sequence[LevelLink]) -> list[Line]:
