@@ -38,9 +38,10 @@ from shardwright.cluster import Cluster, memory_of
 from shardwright.cost.cost_model import CostModel
 from shardwright.cost.memory_timeline import optimizer_bytes
 from shardwright.partition.local_program import input_placement
-from shardwright.planners.memory_fit import CUT, ENOUGH
+from shardwright.planners.memory_fit import ENOUGH
 from shardwright.planners.memory_problem import holding
 from shardwright.planners.plan_search import Search
+from shardwright.planners.planning_problem import CUT, PlanningProblem
 from shardwright.planners.recursive import recursive_programming
 from shardwright.solver.solve import solve
 
@@ -67,7 +68,8 @@ def measure(layers: int, devices: int, cluster: str, memory: float) -> dict[str,
     inputs = (*given["inputs"], given["targets"])
     graph = clock.of("capture", lambda: capture(given["net"], inputs, None, loss_fn=given["loss_fn"]))
     fed, costs = input_placement(graph, devices, "full_batch"), CostModel(Cluster.of(cluster, devices), devices)
-    search = Search.of(graph, devices, fed, costs)
+    problem = PlanningProblem(graph, devices, fed, cost_model=costs)
+    search = Search.of(problem)
     made = clock.of("costs", lambda: search.energy(search.options()))
     found = clock.of("search", lambda: solve(made.problem))
     out = {
@@ -77,7 +79,7 @@ def measure(layers: int, devices: int, cluster: str, memory: float) -> dict[str,
         "step": found.cost,
         "gap": found.gap,
     } | clock.seconds
-    recursion = clock.of("recursive", lambda: recursive_programming(graph, devices, fed, costs=costs))
+    recursion = clock.of("recursive", lambda: recursive_programming(problem))
     out |= {"recursive": clock.seconds["recursive"], "step, recursive": recursion.found.cost}
     if memory:
         held = clock.of(

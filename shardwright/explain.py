@@ -42,8 +42,9 @@ from .partition.parameter_sharding import OptimizerParallel
 from .partition.rematerialization import RecomputedInstruction, Regather
 from .pipeline.pipeline_plan import PipelinePlan
 from .planners.graph_problem import CostGraph
-from .planners.memory_fit import CUT, ENOUGH, TooLittleMemoryError, fit
+from .planners.memory_fit import ENOUGH, TooLittleMemoryError, fit
 from .planners.plan_search import Search
+from .planners.planning_problem import CUT, PlanningProblem
 from .planners.search_space import Strategy, strategy_of
 from .sharded_plan import Plan
 from .solver.solve import marginals, solve
@@ -455,14 +456,7 @@ class _Neighbourhood:
         )
         uneven = any(d.bound.uneven for d in plan.decisions.values())
         self.search = Search.of(
-            graph,
-            plan.devices,
-            plan.fed,
-            costs,
-            on_missing_rule="replicate",
-            stored=plan.stored,
-            uneven=uneven,
-            hsdp=plan.hsdp,
+            PlanningProblem(graph, plan.devices, plan.fed, "replicate", plan.stored, uneven, costs, plan.hsdp)
         )
         self.passing = opened(plan)
         self.decisions = {n: replace(d, open=self.passing[n]) for n, d in plan.decisions.items()}
@@ -594,7 +588,11 @@ class _Neighbourhood:
         graph, hsdp = as_given(self.plan)
         marks = {op.name: op.mark for op in self.search.described.graph.ops}
         graph = graph.with_ops(tuple(replace(op, mark=marks[op.name]) for op in graph.ops))
-        search = replace(self.search, described=replace(self.search.described, graph=graph), hsdp=hsdp)
+        search = replace(
+            self.search,
+            problem=replace(self.search.problem, graph=graph, hsdp=hsdp),
+            described=replace(self.search.described, graph=graph),
+        )
         free = (
             replace(self.made, described=search.described)
             if hsdp == self.plan.hsdp

@@ -2,8 +2,8 @@
 
 1. `plan` captures the model (`capture.export`), for a pipeline one micro-batch of it, marks the operators to
    recompute, and reads saved strategies.
-2. `make_plan` checks the settings and calls the planner of the mode: `PLANNERS` follow the user's strategies and the
-   batch, `SEARCHES` weigh costs. The result is partitioned at once, so every error is raised here.
+2. `make_plan` checks the settings and calls the planner of the mode (`planners.planning_problem.PLANNERS`). The result
+   is partitioned at once, so every error is raised here.
 3. `make_pipeline` cuts a captured model into stages and runs `make_plan` for each.
 """
 
@@ -30,7 +30,7 @@ from .graph import Graph
 from .layout import Layout
 from .mixed_precision import MixedPrecision
 from .ops import COLLECTIVES, for_ranks
-from .partition.local_program import MODES, Decisions, InputPlacement, PortableDecisions, input_placement
+from .partition.local_program import Decisions, InputPlacement, PortableDecisions, input_placement
 from .partition.parameter_sharding import OptimizerParallel
 from .partition.rank_local import OwnPrograms, decided, fed_whole, local_inputs, with_own_statistics, with_stacked
 from .pipeline.build import PlanCache, pipeline_plan, schedule_of
@@ -42,35 +42,17 @@ from .pipeline.stages import units_of
 from .planfile.load_save import as_document
 from .planfile.parameter_file import as_parameter_strategies
 from .planfile.plan_document import PlanDocument
-from .planners.dynamic import dynamic_programming
-from .planners.memory_fit import CUT
-from .planners.propagation import sharding_propagation
-from .planners.recursive import recursive_programming
+from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, modes, planners
 from .planners.replanning import at_other_sizes
-from .planners.semi_auto import data_parallel, semi_auto
 from .sharded_plan import Plan
 from .solver.search_memory import LEAST, SearchBudget, spending
 
-__all__ = ["FITTING", "MODES", "SEARCHES", "capture_micro", "make_pipeline", "make_plan", "plan"]
+__all__ = ["capture_micro", "make_pipeline", "make_plan", "plan"]
 
 
 #: Runs a search for several processes: (graph, settings that decide the result, search, a function that carries
 #: portable decisions onto the process's own graph) -> decisions.
 Searcher = Callable[[Graph, Any, Callable[[], Decisions], Callable[[PortableDecisions], Decisions]], Decisions]
-
-#: Mode -> the planner: (graph, devices, fed, on_missing_rule=, stored=, uneven=) -> a `Decisions`, or its first two
-#: entries.
-PLANNERS = {"data_parallel": data_parallel, "semi_auto": semi_auto}
-
-#: Mode -> the planner that weighs costs: it also takes costs= and hsdp=.
-SEARCHES = {
-    "sharding_propagation": sharding_propagation,
-    "recursive_programming": recursive_programming,
-    "dynamic_programming": dynamic_programming,
-}
-
-#: Searches that fit a plan into a limit of memory: with a limit they also take memory=, optimizer= and cut=.
-FITTING = ("recursive_programming", "dynamic_programming")
 
 #: Modes in which each device has its own batch-norm statistics, unless `sync_batch_norm` is set.
 OWN_STATISTICS = ("data_parallel",)
@@ -131,30 +113,31 @@ def make_plan(
     """
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise SettingError(f"a plan is for a whole number of devices, not {devices!r}", legal="devices=8")
-    if parallel_mode not in MODES:
-        raise SettingError(f"unknown parallel_mode {parallel_mode!r}", legal=", ".join(MODES))
+    if parallel_mode not in modes():
+        raise SettingError(f"unknown parallel_mode {parallel_mode!r}", legal=", ".join(modes()))
     if on_missing_rule not in ("error", "replicate"):
         raise SettingError(f"unknown on_missing_rule {on_missing_rule!r}", legal='"error" or "replicate"')
     cluster = Cluster.of(cluster, devices)
     asked, memory = memory, memory_of(memory, cluster)
     optimizer_bytes(optimizer)  # raises for an unknown optimizer
     budget = budget_of(search_memory, search_progress)
-    if memory is not None and parallel_mode not in FITTING:
+    fitting = planners(fits_memory=True)
+    if memory is not None and parallel_mode not in fitting:
+        follows = parallel_mode in planners(searches=True)
         raise SettingError(
             f"memory={asked!r} limits what is searched; {parallel_mode} "
-            + ("follows marks, whatever memory that takes" if parallel_mode in SEARCHES else "searches nothing"),
-            legal=f"no memory=, or parallel_mode={' or '.join(map(repr, FITTING))}",
+            + ("follows marks, whatever memory that takes" if follows else "searches nothing"),
+            legal=f"no memory=, or parallel_mode={' or '.join(map(repr, fitting))}",
         )
-    if strategies is not None and parallel_mode not in (*PLANNERS, *SEARCHES):
+    if strategies is not None and parallel_mode not in PLANNERS:
         raise SettingError(
             f"{strategies.path} has strategies of operators, which {parallel_mode} runs as they stand",
-            legal=", ".join((*PLANNERS, *SEARCHES)),
+            legal=", ".join(PLANNERS),
         )
     if parallel_mode == "stand_alone":
         fed = input_placement(graph, 1, "full_batch")
-        made = Plan(
-            graph, 1, "stand_alone", fed, *data_parallel(graph, 1, fed, on_missing_rule="replicate"), cluster=cluster
-        )
+        alone = PLANNERS["data_parallel"](PlanningProblem(graph, 1, fed, on_missing_rule="replicate"))
+        made = Plan(graph, 1, "stand_alone", fed, alone.decisions, alone.carries, cluster=cluster)
         _ = made.routed
         return made
     if parallel_mode == "hybrid_parallel":
@@ -186,11 +169,10 @@ def make_plan(
     if parallel_mode in OWN_STATISTICS and not sync_batch_norm:
         graph = with_own_statistics(graph, devices, on_missing_rule)
     fed = fed or input_placement(graph, devices, dataset_strategy)
-    given = dict(on_missing_rule=on_missing_rule, stored=used or stored, uneven=uneven)
-    planner = SEARCHES.get(parallel_mode) or PLANNERS[parallel_mode]
+    mode, settled = PLANNERS[parallel_mode], used or stored
     if strategies is not None:
-        graph, planner, stored = strategies.onto(
-            graph, devices, planner, stored, on_missing_rule=on_missing_rule, uneven=uneven, first=used is None
+        graph, mode, stored = strategies.onto(
+            graph, devices, mode, stored, on_missing_rule=on_missing_rule, uneven=uneven, first=used is None
         )
     for one in earlier if strategies is None else ():
         same = at_other_sizes(one, graph, devices, on_missing_rule=on_missing_rule, uneven=uneven)
@@ -213,14 +195,24 @@ def make_plan(
         if memory is None or made.peak <= memory:
             _ = made.routed
             return made
-    if parallel_mode in SEARCHES:
-        costs = CostModel(cluster, devices)
-        if memory is not None:
-            given |= dict(memory=memory, optimizer=optimizer, cut=replace(CUT, whole=whole))
+    problem = PlanningProblem(
+        graph,
+        devices,
+        fed,
+        on_missing_rule=on_missing_rule,
+        stored=settled,
+        uneven=uneven,
+        cost_model=CostModel(cluster, devices),
+        hsdp=hsdp,
+        memory=memory,
+        optimizer=optimizer,
+        cut=replace(CUT, whole=whole),
+    )
+    if mode.searches:
 
         def find() -> Decisions:
             with spending(SearchBudget(*budget)):
-                return Decisions(*planner(graph, devices, fed, costs=costs, hsdp=hsdp, **given))
+                return mode(problem)
 
         result = (
             find()
@@ -240,8 +232,8 @@ def make_plan(
             )
         )
     else:
-        result = planner(graph, devices, fed, **given)
-    decisions, carries, found, storage = Decisions(*result)
+        result = mode(problem)
+    decisions, carries, found, storage = result
     if memory is not None:  # the search decided the recomputed operators too
         graph = graph.with_ops(tuple(decisions[op.name].op for op in graph.ops))
     made = Plan(
@@ -329,8 +321,8 @@ def make_pipeline(
     Raises:
         ShardwrightError: as `make_plan` and `pipeline_plan`.
     """
-    if parallel_mode not in (*PLANNERS, *SEARCHES):
-        raise SettingError(f"a pipeline in {parallel_mode}", legal=", ".join((*PLANNERS, *SEARCHES)))
+    if parallel_mode not in PLANNERS:
+        raise SettingError(f"a pipeline in {parallel_mode}", legal=", ".join(PLANNERS))
     if setting.stages == "auto" and automatic is not None:
         check_automatic(setting, modules, given.get("strategies"))
         return _automatic_pipeline(
@@ -496,7 +488,7 @@ def plan(
         net: the model; its parameters may be real or meta.
         inputs: the model's inputs, a tuple of tensors of **global** shapes; real, fake or meta.
         loss_fn, targets: the loss, called as ``loss_fn(net(*inputs), targets)``; None: the forward alone.
-        parallel_mode: one of `MODES`.
+        parallel_mode: one of `planners.planning_problem.modes`.
         devices: the number of devices.
         dataset_strategy: "full_batch", "data_parallel", or a tuple with one entry per tensor input.
         on_missing_rule: "error", or "replicate": operators without a rule run whole, with a note in the plan.
@@ -575,7 +567,7 @@ def plan(
         if parallel_mode in ("stand_alone", "hybrid_parallel"):
             raise SettingError(
                 f"{lies.source} has strategies of parameters, which {parallel_mode} stores as they are",
-                legal=", ".join((*PLANNERS, *SEARCHES)),
+                legal=", ".join(PLANNERS),
             )
         given["stored"] = lies.onto(graph, devices, 1 if setting is None else setting.stages, None, uneven)
     made = (

@@ -18,8 +18,8 @@ import shardwright as sw
 from shardwright.autocast import Autocast, Like, UnderAutocast, casts_of
 from shardwright.capture.export import capture
 from shardwright.graph import Graph
-from shardwright.partition.local_program import MODES
 from shardwright.planfile.encoding import read_graph, write_graph
+from shardwright.planners.planning_problem import modes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 aten = torch.ops.aten
@@ -64,7 +64,7 @@ def two_linears(mark: bool = False) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", modes())
 def test_two_products(mode: str, dtype: torch.dtype) -> None:
     net = two_linears(mark=mode == "sharding_propagation")
     one, (x, y) = copy.deepcopy(net), torch.randn(2, 8, 8)

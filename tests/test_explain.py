@@ -22,6 +22,7 @@ from shardwright.cli import main as cli
 from shardwright.cost.cost_model import CostModel
 from shardwright.explain import _Neighbourhood, explained, opened, shares_of
 from shardwright.planners.plan_search import Search
+from shardwright.planners.planning_problem import PlanningProblem
 from shardwright.planners.search_space import strategy_of
 from shardwright.report import explanations as report
 from shardwright.solver.problem import Problem
@@ -102,7 +103,8 @@ def test_weights_are_gathered_and_their_gradients_summed() -> None:
 
 def problem_of(plan: sw.Plan) -> tuple[Any, dict]:
     """The search's problem and the plan's strategies."""
-    search = Search.of(plan.graph, plan.devices, plan.fed, CostModel(plan.cluster, plan.devices))
+    costs = CostModel(plan.cluster, plan.devices)
+    search = Search.of(PlanningProblem(plan.graph, plan.devices, plan.fed, cost_model=costs))
     return search.energy(search.options([plan.decisions])), {n: strategy_of(d) for n, d in plan.decisions.items()}
 
 

@@ -32,11 +32,11 @@ from ..capture.module_hooks import has_global_hooks, hooked
 from ..errors import SettingError
 from ..layout import Layout
 from ..mixed_precision import MixedPrecision
-from ..partition.local_program import MODES
 from ..partition.parameter_sharding import OptimizerParallel
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..planfile.parameter_file import ParameterStrategies
 from ..planfile.plan_document import PlanDocument
+from ..planners.planning_problem import modes
 from ..planning import budget_of
 from ..pytree_objects import opened
 from ..runtime.distributed.gradient_fusion import Accumulation, Fusion
@@ -187,8 +187,8 @@ class AutoParallel(CallPlanning, nn.Module):
             raise SettingError(
                 f"the loss_fn {loss_fn!r} cannot be called", legal="nn.CrossEntropyLoss(), or a function"
             )
-        if parallel_mode not in MODES:
-            raise SettingError(f"unknown parallel_mode {parallel_mode!r}", legal=", ".join(MODES))
+        if parallel_mode not in modes():
+            raise SettingError(f"unknown parallel_mode {parallel_mode!r}", legal=", ".join(modes()))
         if on_missing_rule not in ("error", "replicate"):
             raise SettingError(f"unknown on_missing_rule {on_missing_rule!r}", legal='"error" or "replicate"')
         if random not in ("exact", "fast"):

@@ -11,11 +11,11 @@ from torch import nn
 
 from ..capture.annotations import pipelining
 from ..errors import SettingError
-from ..partition.local_program import MODES
 from ..partition.parameter_sharding import OptimizerParallel
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..planfile.load_save import read_document
 from ..planfile.parameter_file import ParameterStrategies
+from ..planners.planning_problem import PLANNERS
 from ..runtime.distributed.gradient_fusion import Fusion, fusion_of
 from ..sharded_plan import Plan
 from ..torch_private import gradient_hooks
@@ -224,10 +224,10 @@ class Settings:
             PlanError: no such file, not a plan. At the first call: a plan for another model, other shapes or another
                 number of devices, with the line.
         """
-        if self.parallel_mode in ("stand_alone", "hybrid_parallel"):
+        if self.parallel_mode not in PLANNERS:
             raise SettingError(
                 f"load_operator_strategy_file: {self.parallel_mode} runs operators as they stand",
-                legal=", ".join(m for m in MODES if m not in ("stand_alone", "hybrid_parallel")),
+                legal=", ".join(PLANNERS),
             )
         self._before_first_call("load_operator_strategy_file", path)
         self._strategies = read_document(path)
@@ -261,10 +261,10 @@ class Settings:
                 does not have, or that has another shape or type; another number of devices.
             LayoutError: a line that no layout of the parameter follows.
         """
-        if self.parallel_mode in ("stand_alone", "hybrid_parallel"):
+        if self.parallel_mode not in PLANNERS:
             raise SettingError(
                 f"load_param_strategy_file: {self.parallel_mode} stores parameters as they are",
-                legal=", ".join(m for m in MODES if m not in ("stand_alone", "hybrid_parallel")),
+                legal=", ".join(PLANNERS),
             )
         self._before_first_call("load_param_strategy_file", path)
         self._parameter_strategies = ParameterStrategies.read(path)

@@ -35,7 +35,6 @@ from ..rules import Assignment, Bound, Rule, bound_rule, find_rule, whole_rule
 from .parameter_sharding import OptimizerParallel, ParameterSharding
 
 __all__ = [
-    "MODES",
     "Decision",
     "Decisions",
     "GlobalExtreme",
@@ -217,17 +216,6 @@ def reads(instruction: Any) -> tuple[str, ...]:
 
 
 # -- decisions
-
-#: All parallel modes.
-MODES = (
-    "stand_alone",
-    "hybrid_parallel",
-    "data_parallel",
-    "semi_auto",
-    "sharding_propagation",
-    "recursive_programming",
-    "dynamic_programming",
-)
 
 
 @dataclass(frozen=True)

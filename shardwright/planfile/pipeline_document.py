@@ -30,6 +30,7 @@ from ..pipeline.microbatch import Join, MicrobatchPlan
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..pipeline.schedules import SCHEDULES, Schedule, action_of, check, schedule
 from ..pipeline.stages import StageGraph, StageInput
+from ..planners.planning_problem import PlanningProblem
 from ..planners.semi_auto import semi_auto
 from ..sharded_plan import Plan
 from .document_writer import whole_graph
@@ -281,8 +282,8 @@ class PipelineDocument:
 
         def planner(part: Graph, size: int, given: InputPlacement, number: int) -> Plan:
             if number < 0:  # the graph that counts targets has nothing to decide
-                decided = semi_auto(part, size, given, on_missing_rule="replicate")
-                return Plan(part, size, "semi_auto", given, *decided, cluster=cluster)
+                decided = semi_auto(PlanningProblem(part, size, given, on_missing_rule="replicate"))
+                return Plan(part, size, "semi_auto", given, decided.decisions, decided.carries, cluster=cluster)
             return self.stages[number].plan(part, given)
 
         stages = planned_stages(parts, inputs, counts, made.placement, sizes, fed, planner)

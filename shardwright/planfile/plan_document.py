@@ -21,7 +21,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,11 +33,11 @@ from ..cost.memory_timeline import optimizer_bytes
 from ..errors import LayoutError, PlanError, ShardwrightError
 from ..graph import Graph, Op, types_of
 from ..layout import Layout
-from ..partition.local_program import MODES, Decision, InputPlacement, SearchResult, batch_dims, description
+from ..partition.local_program import Decision, Decisions, InputPlacement, SearchResult, batch_dims, description
 from ..partition.parameter_sharding import OptimizerParallel
 from ..partition.rank_local import OwnPrograms
 from ..pipeline.schedules import Schedule
-from ..planners.semi_auto import data_parallel, semi_auto
+from ..planners.planning_problem import PLANNERS, Planner, modes
 from ..rules import Bound, bound_rule, whole_rule
 from ..rules.user_strategy import output_layouts_of
 from ..sharded_plan import Plan
@@ -89,8 +89,8 @@ class DocumentHead:
     @property
     def mode(self) -> str:
         """The parallel mode of the plan."""
-        if self.words.get("mode") not in MODES:
-            raise self.wrong(f"mode: {self.words.get('mode')!r}", ", ".join(MODES))
+        if self.words.get("mode") not in modes():
+            raise self.wrong(f"mode: {self.words.get('mode')!r}", ", ".join(modes()))
         return self.words["mode"]
 
     @property
@@ -333,10 +333,6 @@ def read_lines(path: Path, text: str, given: Any, section: str, number: int = -1
             raise PlanError(f"a second line for {name!r}", source=where, legal="one")
         out[name] = DocumentLine(name, words, where)
     return out
-
-
-#: A planner, as in `planning.PLANNERS`.
-Planner = Callable[..., tuple[dict[str, Decision], dict[str, int]]]
 
 
 @dataclass(frozen=True)
@@ -604,7 +600,7 @@ class PlanDocument(DocumentHead):
         self,
         graph: Graph,
         devices: int,
-        planner: Planner,
+        mode: Planner,
         stored: Mapping[str, Layout] | None = None,
         *,
         on_missing_rule: str = "error",
@@ -616,7 +612,7 @@ class PlanDocument(DocumentHead):
         Args:
             graph: the model's graph.
             devices: the number of devices.
-            planner: the mode's planner, for operators that have no line. Where each operator has a line, the lines
+            mode: the mode's planner, for operators that have no line. Where each operator has a line, the lines
                 decide, including the partial sums that stay open.
             stored: storage of parameters that is fixed already.
             on_missing_rule, uneven: see `DocumentLine.decision`.
@@ -650,10 +646,10 @@ class PlanDocument(DocumentHead):
             stored = {**(self.settled(graph, devices) or {}), **(stored or {})}
         if first and len(decisions) == len(ops):
             carries = batch_dims(graph, {name: decision.bound for name, decision in decisions.items()})
-            planner = lambda *_, **__: (decisions, carries)
-        elif planner is data_parallel:
-            planner = semi_auto  # `data_parallel` ignores marks
-        return graph, planner, dict(stored) if stored else None
+            mode = replace(mode, decide=lambda _: Decisions(decisions, carries))
+        elif mode.name == "data_parallel":
+            mode = PLANNERS["semi_auto"]  # `data_parallel` ignores marks
+        return graph, mode, dict(stored) if stored else None
 
 
 def _alike(graph: Graph) -> list[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """Planners: a strategy for each operator of a graph.
 
+planning_problem     the problem that a planner solves, and the table of planners by mode
 semi_auto            marked operators as marked, the others along the batch; data_parallel
 propagation          sharding_propagation: unmarked operators follow the marks
 recursive            recursive_programming: device count by device count
@@ -16,3 +17,7 @@ replanning           a plan reused at other sizes of the inputs
 """
 
 from __future__ import annotations
+
+from . import dynamic, propagation, recursive, semi_auto  # each enters its planners in the table
+
+__all__ = ["dynamic", "propagation", "recursive", "semi_auto"]

@@ -24,19 +24,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from ..errors import PlanError
-from ..graph import Graph
-from ..layout import Layout
-from ..partition.local_program import Decisions, InputPlacement
-from ..partition.parameter_sharding import OptimizerParallel
+from ..partition.local_program import Decisions
 from ..solver.solve import solve
-from .memory_fit import CUT, TooLittleMemoryError, fit, fits, limited
+from .memory_fit import TooLittleMemoryError, fit, fits, limited
 from .plan_search import Search
+from .planning_problem import PlanningProblem, planner
 from .propagation import sharding_propagation
-from .recursive import recursive_programming
+from .recursive import recursion
 from .semi_auto import semi_auto
 
 __all__ = ["dynamic_programming"]
@@ -46,36 +42,9 @@ __all__ = ["dynamic_programming"]
 RECURSED = 600
 
 
-def dynamic_programming(
-    graph: Graph,
-    devices: int,
-    fed: InputPlacement,
-    *,
-    costs: Any,
-    on_missing_rule: str = "error",
-    stored: dict[str, Layout] | None = None,
-    uneven: bool = False,
-    memory: float | None = None,
-    hsdp: OptimizerParallel | None = None,
-    optimizer: Any = "adam",
-    cut: OptimizerParallel = CUT,
-) -> Decisions:
+@planner("dynamic_programming", searches=True, fits_memory=True)
+def dynamic_programming(problem: PlanningProblem) -> Decisions:
     """Decide every operator that no mark decides.
-
-    Args:
-        graph: the captured program.
-        devices: the number of devices.
-        fed: the layouts of the inputs, and the handling of the results.
-        costs: a `Costs`: prices of a step.
-        on_missing_rule: "error", or "replicate" to run an operator without a rule whole.
-        stored: layouts of parameters that are settled already.
-        uneven: pad dims that their cuts do not divide, where the operator allows it.
-        memory: the limit in bytes a device, at any moment; None: no limit. With a limit, outputs of operators may be
-            recomputed in the backward, and where `hsdp` is None parameters may be stored cut over their replicas.
-        hsdp: ZeRO/FSDP sharding (optimizer parallel) of the other parameters.
-        optimizer: used with `memory`: the optimizer that keeps state for each parameter, see
-            `memory_timeline.optimizer_bytes`.
-        cut: used with `memory`: the storage that a parameter may have.
 
     Returns:
         The decisions, with cost, bound and notes in `found`.
@@ -84,15 +53,12 @@ def dynamic_programming(
         StrategyError, LayoutError, MissingRuleError: as `semi_auto`.
         PlanError: marks that no plan can keep, or no plan within the memory.
     """
-    search = Search.of(
-        graph, devices, fed, costs, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven, hsdp=hsdp
-    ).check()
-    given = dict(on_missing_rule=on_missing_rule, stored=stored, uneven=uneven)
-    recursion = partial(recursive_programming, graph, devices, fed, costs=costs, hsdp=hsdp, search=search, **given)
-    recursed = recursion()
-    known = [semi_auto(graph, devices, fed, **given)[0], recursed.decisions]
+    graph, memory, optimizer = problem.graph, problem.memory, problem.optimizer
+    search = Search.of(problem).check()
+    recursed = recursion(search)
+    known = [semi_auto(problem).decisions, recursed.decisions]
     if any(op.mark is not None for op in graph.ops):
-        known.append(sharding_propagation(graph, devices, fed, costs=costs, hsdp=hsdp, **given).decisions)
+        known.append(sharding_propagation(problem).decisions)
     free = search.energy(search.options(known), known)
     decided = search.decided(free, solve(free.problem), "search")
     if memory is None:
@@ -102,12 +68,12 @@ def dynamic_programming(
         return decided
     within = None
     if len(graph.ops) <= RECURSED:
-        within = _tried(lambda: recursion(memory=memory, optimizer=optimizer, cut=cut, free=recursed))
+        within = _tried(lambda: recursion(search, memory, recursed))
     if fitting:
         return _cheaper(decided, within)
     if isinstance(within, Decisions):
         known.append(within.decisions)
-    made = search.energy(search.options(known), known, cut=cut)
+    made = search.energy(search.options(known), known, cut=problem.cut)
     return _cheaper(_tried(lambda: fit(search, made, memory, optimizer)), within)
 
 

@@ -22,7 +22,6 @@ from ..cluster import format_bytes
 from ..cost.memory_timeline import MemoryTimeline, optimizer_bytes
 from ..errors import PlanError
 from ..partition.local_program import Decision, Decisions
-from ..partition.parameter_sharding import OptimizerParallel
 from ..partition.rematerialization import with_recompute
 from ..sharded_plan import Plan
 from ..solver.least_memory import InfeasibleMemoryError
@@ -32,12 +31,7 @@ from .graph_problem import CostGraph
 from .memory_problem import MemoryProblem, holding
 from .plan_search import Search
 
-__all__ = ["CUT", "ENOUGH", "TooLittleMemoryError", "fit", "fits", "limited"]
-
-
-#: Storage that a search may choose for a parameter: cut over all replicas, and gathered again in the backward or kept
-#: until then.
-CUT = OptimizerParallel(-1, 0, "level3")
+__all__ = ["ENOUGH", "TooLittleMemoryError", "fit", "fits", "limited"]
 
 
 #: Most solves of one problem: with a lower limit because the plan's peak is above the limit, or with a higher one

@@ -6,16 +6,17 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
+from ..cost.cost_model import CostModel
 from ..errors import PlanError
-from ..graph import Graph, Op
+from ..graph import Op
 from ..layout import Digits, Layout
 from ..partition.local_program import Decision, Decisions, InputPlacement, SearchResult, batch_dims
 from ..partition.parameter_sharding import OptimizerParallel
 from ..partition.partitioner import wanted_in_two
 from ..solver.problem import Solution
 from .graph_problem import CostGraph, cost_graph
+from .planning_problem import PlanningProblem
 from .search_space import EdgeCosts, OperatorTable, Strategy, atoms_of, options_of, strategy_of
 from .semi_auto import marked_decision, marked_output
 
@@ -24,41 +25,45 @@ __all__ = ["Search"]
 
 @dataclass(frozen=True)
 class Search:
-    """The givens of a search, shared by the searching planners.
+    """A planning problem with the rule of every operator, shared by the searching planners.
 
     Args:
-        described: the operators.
-        fed: the layouts of the inputs, and the handling of the results.
-        costs: a `Costs`.
-        stored: layouts of parameters and buffers that are settled already.
-        hsdp: ZeRO/FSDP sharding of the other parameters.
+        problem: the problem.
+        described: its operators.
     """
 
+    problem: PlanningProblem
     described: OperatorTable
-    fed: InputPlacement
-    costs: Any
-    stored: Mapping[str, Layout] | None = None
-    hsdp: OptimizerParallel | None = None
 
     @classmethod
-    def of(
-        cls,
-        graph: Graph,
-        devices: int,
-        fed: InputPlacement,
-        costs: Any,
-        *,
-        on_missing_rule: str = "error",
-        stored: Mapping[str, Layout] | None = None,
-        uneven: bool = False,
-        hsdp: OptimizerParallel | None = None,
-    ) -> Search:
-        """The search of a graph, with the rule of every operator.
+    def of(cls, problem: PlanningProblem) -> Search:
+        """The search of a problem.
 
         Raises:
             MissingRuleError: an operator without a rule.
         """
-        return cls(OperatorTable.of(graph, devices, on_missing_rule, uneven), fed, costs, stored, hsdp)
+        table = OperatorTable.of(problem.graph, problem.devices, problem.on_missing_rule, problem.uneven)
+        return cls(problem, table)
+
+    @property
+    def fed(self) -> InputPlacement:
+        """The layouts of the inputs, and the handling of the results."""
+        return self.problem.fed
+
+    @property
+    def costs(self) -> CostModel:
+        """Prices of a step."""
+        return self.problem.costs
+
+    @property
+    def stored(self) -> Mapping[str, Layout] | None:
+        """Layouts of parameters and buffers that are settled already."""
+        return self.problem.stored
+
+    @property
+    def hsdp(self) -> OptimizerParallel | None:
+        """ZeRO/FSDP sharding of the other parameters."""
+        return self.problem.hsdp
 
     def check(self) -> Search:
         """The search itself, where there is anything to search.

@@ -27,19 +27,17 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
-from ..cluster import Cluster
-from ..cost.cost_model import CostModel
 from ..errors import PlanError, SettingError
 from ..graph import Graph, Op, Value
 from ..layout import Layout, overlap
-from ..partition.local_program import Decision, Decisions, InputPlacement, SearchResult
-from ..partition.parameter_sharding import OptimizerParallel
+from ..partition.local_program import Decision, Decisions, SearchResult
 from ..rules import Assignment, Bound
 from ..sharded_plan import Plan
 from ..solver.solve import solve
 from .demands import Demand, demands_of, ranking, within
 from .graph_problem import CostGraph
 from .plan_search import Search
+from .planning_problem import PlanningProblem, planner
 from .search_space import OperatorTable, Strategy, options_of, strategy_of
 from .semi_auto import semi_auto
 
@@ -54,28 +52,9 @@ NEAR = 0.9
 _BASIC, _AGGRESSIVE, _ALONG, _WHOLE = range(4)
 
 
-def sharding_propagation(
-    graph: Graph,
-    devices: int,
-    fed: InputPlacement,
-    *,
-    costs: Any = None,
-    on_missing_rule: str = "error",
-    stored: dict[str, Layout] | None = None,
-    uneven: bool = False,
-    hsdp: OptimizerParallel | None = None,
-) -> Decisions:
+@planner("sharding_propagation", searches=True)
+def sharding_propagation(problem: PlanningProblem) -> Decisions:
     """Decide every operator.
-
-    Args:
-        graph: the captured program.
-        devices: the number of devices.
-        fed: the layouts of the inputs, and the handling of the results.
-        costs: a `Costs`: prices of a step; None: those of the default cluster of `devices` devices.
-        on_missing_rule: "error", or "replicate" to run an operator without a rule whole.
-        stored: layouts of parameters that are settled already.
-        uneven: pad dims that their cuts do not divide, where the operator allows it.
-        hsdp: ZeRO/FSDP sharding (optimizer parallel) of the other parameters.
 
     Returns:
         The decisions, each with the mark that it follows (`origin`) and the operator that passed it on (`via`).
@@ -84,21 +63,21 @@ def sharding_propagation(
         SettingError: no operator is marked.
         StrategyError, LayoutError, MissingRuleError: as in `semi_auto`.
     """
+    graph, devices = problem.graph, problem.devices
     if not any(map(_marked, graph.ops)):
         raise SettingError(
             "sharding_propagation follows marks, and no operator of the model has one",
             legal="a mark on one operator, such as sw.shard(torch.matmul, ((2, 4), (4, 1))), or a "
             'search: parallel_mode="dynamic_programming"',
         )
-    given = dict(on_missing_rule=on_missing_rule, stored=stored, uneven=uneven)
-    along, carries = semi_auto(graph, devices, fed, **given)
+    along, carries, *_ = semi_auto(problem)
     asked = demands_of(graph, along, devices)
     heard = {name: tuple(d for d in demands if not d.outranked) for name, demands in asked.items()}
     lowest = max(op.mark.priority for op in graph.ops if _marked(op))
     bound_to = {
         name: first for name, demands in heard.items() if (first := ranking(demands)) and first[0].priority < lowest
     }
-    search = Search.of(graph, devices, fed, costs or CostModel(Cluster.of(None, devices), devices), hsdp=hsdp, **given)
+    search = Search.of(problem)
     made = search.energy(_options(search.described, along, heard, bound_to))
     try:
         solution = solve(made.problem)
@@ -118,7 +97,8 @@ def sharding_propagation(
 
     def price(chosen: dict[str, Decision]) -> float:
         try:
-            return search.costs.plan(Plan(graph, devices, "semi_auto", fed, chosen, carries, stored, hsdp)).total
+            made = Plan(graph, devices, "semi_auto", problem.fed, chosen, carries, problem.stored, problem.hsdp)
+            return problem.costs.plan(made).total
         except PlanError:  # a parameter in two layouts
             return math.inf
 

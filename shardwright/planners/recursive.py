@@ -25,19 +25,20 @@ from typing import Any
 
 from ..cost.memory_timeline import optimizer_bytes
 from ..errors import PlanError
-from ..graph import Graph, Op
-from ..layout import Digit, Layout, beside
-from ..partition.local_program import Decisions, InputPlacement
+from ..graph import Op
+from ..layout import Digit, beside
+from ..partition.local_program import Decisions
 from ..partition.parameter_sharding import OptimizerParallel
 from ..rules import Assignment, Bound
 from ..solver.problem import Problem, Solution
 from ..solver.solve import solve
-from .memory_fit import CUT, TooLittleMemoryError, fit, fits, limited
+from .memory_fit import TooLittleMemoryError, fit, fits, limited
 from .memory_problem import holding
 from .plan_search import Search
+from .planning_problem import PlanningProblem, planner
 from .search_space import atoms_of, options_among
 
-__all__ = ["recursive_programming"]
+__all__ = ["recursion", "recursive_programming"]
 
 
 #: Exponents of the limit that a level gets for the cuts of later levels, the most hopeful first; see `_Recursion.run`.
@@ -49,40 +50,9 @@ HOPES = (1.0, 0.5, 0.0)
 NEAR_MARGINAL = 1e-2
 
 
-def recursive_programming(
-    graph: Graph,
-    devices: int,
-    fed: InputPlacement,
-    *,
-    costs: Any,
-    on_missing_rule: str = "error",
-    stored: dict[str, Layout] | None = None,
-    uneven: bool = False,
-    memory: float | None = None,
-    hsdp: OptimizerParallel | None = None,
-    optimizer: Any = "adam",
-    cut: OptimizerParallel = CUT,
-    free: Decisions | None = None,
-    search: Search | None = None,
-) -> Decisions:
+@planner("recursive_programming", searches=True, fits_memory=True)
+def recursive_programming(problem: PlanningProblem) -> Decisions:
     """Decide every operator that no mark decides.
-
-    Args:
-        graph: the captured program.
-        devices: the number of devices.
-        fed: the layouts of the inputs, and the handling of the results.
-        costs: a `Costs`: prices of a step, and the links between the devices.
-        on_missing_rule: "error", or "replicate" to run an operator without a rule whole.
-        stored: layouts of parameters that are settled already.
-        uneven: pad dims that their cuts do not divide, where the operator allows it.
-        memory: the limit in bytes a device, at any moment; None: no limit. With a limit, outputs of operators may be
-            recomputed in the backward, and where `hsdp` is None parameters may be stored cut over their replicas.
-        hsdp: ZeRO/FSDP sharding (optimizer parallel) of the other parameters.
-        optimizer: used with `memory`: the optimizer that keeps state for each parameter, see
-            `memory_timeline.optimizer_bytes`.
-        cut: used with `memory`: the storage that a parameter may have.
-        free: used with `memory`: this planner's plan without a limit, where it is known already.
-        search: the search of another planner over the same operators; its prices are reused.
 
     Returns:
         The decisions, with cost and notes in `found`; `found.bound` is None.
@@ -91,24 +61,32 @@ def recursive_programming(
         StrategyError, LayoutError, MissingRuleError: as `semi_auto`.
         PlanError: marks that no plan can keep, or (`TooLittleMemoryError`) no plan within the memory.
     """
-    if search is None:
-        search = Search.of(
-            graph, devices, fed, costs, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven, hsdp=hsdp
-        ).check()
-    recursion = _Recursion(search, optimizer, cut)
+    return recursion(Search.of(problem).check(), problem.memory)
+
+
+def recursion(search: Search, memory: float | None = None, free: Decisions | None = None) -> Decisions:
+    """Decide every operator of a search.
+
+    Args:
+        search: the search; another planner's search over the same operators has its prices already.
+        memory: the limit in bytes a device; None: no limit, whatever the search's problem has.
+        free: the result without a limit of memory, where it is known already.
+    """
+    optimizer = search.problem.optimizer
+    levels = _Recursion(search, optimizer, search.problem.cut)
     if free is None:
-        free = recursion.run()
+        free = levels.run()
     if memory is None:
         return free
     if fits(search, free, memory, optimizer):
         return limited(free, memory)
     for hope in HOPES[:-1]:
         try:
-            return recursion.run(memory, hope)
+            return levels.run(memory, hope)
         except TooLittleMemoryError:
-            if not recursion.hoped:
+            if not levels.hoped:
                 raise  # no level kept its limit: a smaller `hope` changes nothing
-    return recursion.run(memory, HOPES[-1])
+    return levels.run(memory, HOPES[-1])
 
 
 class _Recursion:

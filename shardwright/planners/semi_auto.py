@@ -19,39 +19,42 @@ from dataclasses import replace
 from ..errors import ShardwrightError, StrategyError
 from ..graph import Graph, Op, Value
 from ..layout import Layout, allocate, beside
-from ..partition.local_program import Decision, InputPlacement, batch_dims, batch_factor, description
+from ..partition.local_program import Decision, Decisions, InputPlacement, batch_dims, batch_factor, description
 from ..redistribution import redistribution
 from ..rules import Assignment, Bound, Rule, assignment_of, output_layouts_of
+from .planning_problem import PlanningProblem, planner
 
 __all__ = ["data_parallel", "marked_decision", "marked_output", "semi_auto"]
 
 
-def semi_auto(
-    graph: Graph,
-    devices: int,
-    fed: InputPlacement,
-    *,
-    on_missing_rule: str = "error",
-    stored: dict[str, Layout] | None = None,
-    uneven: bool = False,
-) -> tuple[dict[str, Decision], dict[str, int]]:
-    """Decide every operator.
+@planner("data_parallel")
+def data_parallel(problem: PlanningProblem) -> Decisions:
+    """Cut every operator along the batch; parameters are whole and marks are ignored.
 
-    Args:
-        graph: the captured program.
-        devices: the number of devices.
-        fed: the layouts of the inputs, and the handling of the results.
-        on_missing_rule: "error", or "replicate" to run an operator without a rule whole.
-        stored: layouts of parameters that are settled already.
-        uneven: pad dims that their cuts do not divide, where the operator allows it.
+    Raises:
+        StrategyError: the devices do not divide the batch.
+    """
+    graph, devices = problem.graph, problem.devices
+    for value in graph.inputs:
+        if value.shape and value.shape[0] % devices:
+            raise StrategyError(
+                f"the batch of input {value.name!r} has size {value.shape[0]}; data_parallel cuts it "
+                f"into {devices} equal parts",
+                legal=f"a batch that {devices} divides",
+            )
+    plain = graph.with_ops(tuple(replace(op, mark=None) for op in graph.ops))
+    return semi_auto(replace(problem, graph=plain))
 
-    Returns:
-        Decisions by operator name, and value name -> the dim that carries the batch.
+
+@planner("semi_auto")
+def semi_auto(problem: PlanningProblem) -> Decisions:
+    """Decide every operator: a marked one as marked, another one along the batch.
 
     Raises:
         StrategyError, LayoutError, MissingRuleError: with the operator, its source line and a legal choice.
     """
-    described = {op.name: description(op, on_missing_rule, devices, uneven) for op in graph.ops}
+    graph, devices = problem.graph, problem.devices
+    described = {op.name: description(op, problem.on_missing_rule, devices, problem.uneven) for op in graph.ops}
     carries = batch_dims(graph, {name: bound for name, (_, bound, _) in described.items()})
     decisions: dict[str, Decision] = {}
     for op in graph.ops:
@@ -64,35 +67,8 @@ def semi_auto(
         if mark is not None and mark.out_strategy is not None:
             decision = decisions.get(op.name) or _along_batch(op, rule, bound, devices, carries, note)
             decisions[op.name] = replace(decision, out=marked_output(op, bound, devices))
-    _Views(graph, devices, fed, described, decisions, carries, stored or {}).decide()
-    return {op.name: decisions[op.name] for op in graph.ops}, carries
-
-
-def data_parallel(
-    graph: Graph,
-    devices: int,
-    fed: InputPlacement,
-    *,
-    on_missing_rule: str = "error",
-    stored: dict[str, Layout] | None = None,
-    uneven: bool = False,
-) -> tuple[dict[str, Decision], dict[str, int]]:
-    """Cut every operator along the batch; parameters are whole and marks are ignored.
-
-    Args and Returns: as `semi_auto`.
-
-    Raises:
-        StrategyError: the devices do not divide the batch.
-    """
-    for value in graph.inputs:
-        if value.shape and value.shape[0] % devices:
-            raise StrategyError(
-                f"the batch of input {value.name!r} has size {value.shape[0]}; data_parallel cuts it "
-                f"into {devices} equal parts",
-                legal=f"a batch that {devices} divides",
-            )
-    plain = graph.with_ops(tuple(replace(op, mark=None) for op in graph.ops))
-    return semi_auto(plain, devices, fed, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven)
+    _Views(graph, devices, problem.fed, described, decisions, carries, problem.stored or {}).decide()
+    return Decisions({op.name: decisions[op.name] for op in graph.ops}, carries)
 
 
 def marked_decision(op: Op, rule: Rule, bound: Bound, devices: int) -> Decision:

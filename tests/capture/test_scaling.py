@@ -4,6 +4,7 @@ import copy
 import logging
 import random
 import sys
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from shardwright.capture.export import Recording, capture, capture_scalable
+from shardwright.planners.planning_problem import PLANNERS
 
 parallel = import_module("shardwright.parallel.call_planning")
 
@@ -160,11 +162,8 @@ def test_further_sizes_are_neither_captured_nor_searched_and_run_as_on_one_devic
     plain = Language()
     model = sw.AutoParallel(copy.deepcopy(plain), parallel_mode=mode, cluster=FREE)
     model.dataset_strategy("full_batch")
-    made = import_module("shardwright.planning")
-    for name in ("semi_auto", "data_parallel"):
-        monkeypatch.setitem(made.PLANNERS, name, _counted(made.PLANNERS[name], name, captures))
-    for name in ("recursive_programming", "dynamic_programming"):
-        monkeypatch.setitem(made.SEARCHES, name, _counted(made.SEARCHES[name], name, captures))
+    for name, mine in PLANNERS.items():
+        monkeypatch.setitem(PLANNERS, name, replace(mine, decide=_counted(mine.decide, name, captures)))
     strategies = []
     for rows, length in ((8, 16), (16, 16), (24, 32), (8, 24), (40, 16), (16, 16)):
         x = labels(rows * length, 16, seed=rows + length).view(rows, length)
@@ -296,9 +295,8 @@ def compared(plain, model, sizes):
 
 @pytest.mark.parametrize("mode", ["data_parallel", "recursive_programming"])
 def test_a_pipeline_is_neither_captured_nor_searched_at_further_sizes(mode, captures, monkeypatch):
-    made = import_module("shardwright.planning")
-    table = made.PLANNERS if mode == "data_parallel" else made.SEARCHES
-    monkeypatch.setitem(table, mode, _counted(table[mode], mode, captures))
+    mine = PLANNERS[mode]
+    monkeypatch.setitem(PLANNERS, mode, replace(mine, decide=_counted(mine.decide, mode, captures)))
     plain, choose = Language(layers=2), random.Random(5)
     model = piped(plain, mode, cluster=FREE)
     compared(plain, model, [(8, 16)])

@@ -21,9 +21,9 @@ from shardwright.cost.cost_model import CostModel
 from shardwright.cost.memory_timeline import optimizer_bytes, timeline
 from shardwright.partition.local_program import input_placement
 from shardwright.partition.rematerialization import segments_of, with_recompute
-from shardwright.planners.memory_fit import CUT
 from shardwright.planners.memory_problem import holding
 from shardwright.planners.plan_search import Search
+from shardwright.planners.planning_problem import CUT, PlanningProblem
 from shardwright.sharded_plan import Plan
 from shardwright.solver.milp import milp
 from shardwright.solver.solve import solve
@@ -77,7 +77,7 @@ def marks(count: int, devices: int, bias: bool = False) -> dict:
 def searched(net, args, devices: int, loss_fn=None, limit: float = 1e18):
     graph = capture(net, args, None, loss_fn=loss_fn)
     fed, costs = input_placement(graph, devices, "full_batch"), CostModel(None, devices)
-    search = Search.of(graph, devices, fed, costs)
+    search = Search.of(PlanningProblem(graph, devices, fed, cost_model=costs))
     return search, holding(search.energy(search.options(), cut=CUT), fed, search.carries, limit, 8.0)
 
 
@@ -398,7 +398,7 @@ def test_the_cheapest_of_all_plans() -> None:
     net, args, devices = mlp(32, 32, 32, 32), (torch.randn(64, 32),), 2
     graph = sw.plan(net, args, devices=devices, marks=marks(3, devices)).graph
     fed, costs = input_placement(graph, devices, "full_batch"), CostModel(None, devices)
-    search = Search.of(graph, devices, fed, costs)
+    search = Search.of(PlanningProblem(graph, devices, fed, cost_model=costs))
     weights, ops = list(graph.parameters), [op.name for op in graph.ops][1:-1]
     every = []
     for ways in product(("whole", "kept", "again"), repeat=len(weights)):

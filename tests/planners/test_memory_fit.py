@@ -19,9 +19,10 @@ from shardwright.errors import PlanError
 from shardwright.partition.local_program import Decisions, input_placement
 from shardwright.planners import dynamic
 from shardwright.planners.dynamic import dynamic_programming
-from shardwright.planners.memory_fit import CUT, MOST_TRIES, TooLittleMemoryError, _Fitting, fit, fits
+from shardwright.planners.memory_fit import MOST_TRIES, TooLittleMemoryError, _Fitting, fit, fits
 from shardwright.planners.memory_problem import holding
 from shardwright.planners.plan_search import Search
+from shardwright.planners.planning_problem import CUT, PlanningProblem
 from shardwright.planners.recursive import recursive_programming
 from shardwright.planners.search_space import strategy_of
 from shardwright.solver.problem import Problem, Solution
@@ -51,7 +52,8 @@ class Case:
         graph = capture(net, (*inputs, targets), None, loss_fn=loss)
         self.given = graph, DEVICES, input_placement(graph, DEVICES, "full_batch")
         self.costs = CostModel(cluster(DEVICES), DEVICES)
-        self.search = Search.of(*self.given[:2], self.given[2], self.costs)
+        self.problem = PlanningProblem(*self.given, cost_model=self.costs)
+        self.search = Search.of(self.problem)
         self.free, self.recursed = self.of(dynamic_programming), self.of(recursive_programming)
         with pytest.raises(TooLittleMemoryError) as refused:
             self.of(recursive_programming, memory=1.0)
@@ -59,7 +61,7 @@ class Case:
         self.most = max(self.peak(self.free), self.least)
 
     def of(self, planner, **given) -> Decisions:
-        return planner(*self.given, costs=self.costs, **given)
+        return planner(replace(self.problem, **given))
 
     def peak(self, decided: Decisions) -> float:
         return self.plan(decided).peak
@@ -171,9 +173,9 @@ def test_where_neither_fits_the_least_memory_of_both_is_named() -> None:
 
 
 def test_of_a_large_network_the_recursion_is_not_made_within_the_limit(monkeypatch) -> None:
-    given, calls, real = case("mlp"), [], dynamic.recursive_programming
+    given, calls, real = case("mlp"), [], dynamic.recursion
     monkeypatch.setattr(
-        dynamic, "recursive_programming", lambda *a, **k: calls.append(k.get("memory")) or real(*a, **k)
+        dynamic, "recursion", lambda search, memory=None, *rest: calls.append(memory) or real(search, memory, *rest)
     )
     monkeypatch.setattr(dynamic, "RECURSED", len(given.given[0].ops) - 1)
     limit = given.limit(0.5)
@@ -265,7 +267,7 @@ def test_what_gives_its_input_back_runs_again_with_what_reads_it() -> None:
     net = nn.Sequential(*(Residual() for _ in range(2)))
     graph = capture(net, (torch.randn(64, 16), torch.randn(64, 16)), None, loss_fn=nn.MSELoss())
     fed = input_placement(graph, 2, "full_batch")
-    search = Search.of(graph, 2, fed, CostModel(cluster(2), 2))
+    search = Search.of(PlanningProblem(graph, 2, fed, cost_model=CostModel(cluster(2), 2)))
     held = holding(search.energy(search.options(), cut=CUT), fed, search.carries, 1e12, 8.0)
     dropouts = {op.name for op in graph.ops if "dropout" in op.name}
     again = [names for names in held.remade.values() if any(name.startswith("add") for name in names)]

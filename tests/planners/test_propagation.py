@@ -21,8 +21,8 @@ from shardwright.cost.cost_model import CostModel
 from shardwright.layout import Digit, Layout
 from shardwright.planners import demands, propagation
 from shardwright.planners.demands import MOST, demands_of, legal, passes_through, project
+from shardwright.planners.planning_problem import planners
 from shardwright.planners.propagation import path_from_mark
-from shardwright.planning import FITTING
 from shardwright.rules import bound_rule
 from shardwright.solver.problem import Solution
 
@@ -208,7 +208,7 @@ def test_a_limit_of_memory_is_for_the_modes_that_fit_plans(mode: str, why: str) 
     with pytest.raises(sw.SettingError, match=f"memory='1GB' .*{mode} {why}") as raised:
         planned(Chain(FIRST), torch.empty(16, 32, dtype=D), mode=mode, memory="1GB")
     assert raised.value.legal == "no memory=, or parallel_mode='recursive_programming' or 'dynamic_programming'"
-    for name in FITTING:
+    for name in planners(fits_memory=True):
         assert planned(Chain(FIRST), torch.empty(16, 32, dtype=D), mode=name, memory="1GB").peak <= 1e9
 
 

@@ -26,6 +26,7 @@ from shardwright.cost.cost_model import CostModel
 from shardwright.layout import Digit
 from shardwright.partition.local_program import input_placement
 from shardwright.planners.plan_search import Search
+from shardwright.planners.planning_problem import PlanningProblem
 from shardwright.planners.recursive import recursive_programming
 from shardwright.planners.search_space import options_among, strategy_of
 from shardwright.rules import bound_rule
@@ -139,7 +140,8 @@ def test_in_the_wrapper() -> None:
 def search_of(name: str, devices: int, cluster: Any) -> Search:
     net, batch, loss_fn = MODELS[name]()
     graph = capture(net, batch, None, loss_fn=loss_fn)
-    return Search.of(graph, devices, input_placement(graph, devices, "full_batch"), CostModel(cluster, devices))
+    fed = input_placement(graph, devices, "full_batch")
+    return Search.of(PlanningProblem(graph, devices, fed, cost_model=CostModel(cluster, devices)))
 
 
 def test_each_level_is_the_best_of_its_strategies() -> None:
@@ -165,7 +167,7 @@ def test_each_level_is_the_best_of_its_strategies() -> None:
         every = [dict(zip(names, ways)) for ways in product(*(made.options[name] for name in names))]
         best = min(every, key=made.cost)
         chosen = {name: strategy.assignment for name, strategy in best.items()}
-    found = recursive_programming(graph, devices, search.fed, costs=search.costs)
+    found = recursive_programming(search.problem)
     assert found.found.cost == pytest.approx(made.cost(best), rel=1e-12)
 
 
@@ -177,7 +179,7 @@ def test_no_level_makes_it_dearer(name: str) -> None:
     whole = {op.name: search.described.rules[op.name][1].whole(8) for op in search.described.graph.ops}
     made = search.energy(options_among(search.described, lambda op, bound: (whole[op.name],)))
     nothing = made.problem.cost([0] * len(made.problem.costs))
-    decided = recursive_programming(search.described.graph, 8, search.fed, costs=search.costs)
+    decided = recursive_programming(search.problem)
     assert decided.found.cost < 0.9 * nothing
     plan = sw.Plan(search.described.graph, 8, MODE, search.fed, decided.decisions, decided.carries)
     assert search.costs.plan(plan).total == pytest.approx(decided.found.cost, rel=1e-9)

@@ -17,8 +17,8 @@ from shardwright.cost.cost_model import CostModel
 from shardwright.errors import PlanError
 from shardwright.partition.local_program import input_placement
 from shardwright.planners import recursive
-from shardwright.planners.memory_fit import CUT
 from shardwright.planners.plan_search import Search
+from shardwright.planners.planning_problem import CUT, PlanningProblem
 from shardwright.solver.milp import milp
 from shardwright.solver.problem import Problem, Solution
 from shardwright.solver.solve import solve
@@ -136,7 +136,11 @@ def test_a_level_that_cannot_keep_its_limit_holds_as_little_as_it_can(asked: lis
     """Where nothing is hoped for, the first level has too few cuts; the next ones have more, and keep theirs."""
     (net, batch, loss_fn), sizes, memory = layers(3), (2, 2, 2), 43_800
     graph = capture(net, batch, None, loss_fn=loss_fn)
-    search = Search.of(graph, 8, input_placement(graph, 8, "full_batch"), CostModel(slow_devices(*sizes), 8)).check()
+    search = Search.of(
+        PlanningProblem(
+            graph, 8, input_placement(graph, 8, "full_batch"), cost_model=CostModel(slow_devices(*sizes), 8)
+        )
+    ).check()
     decided = recursive._Recursion(search, "adam", CUT).run(memory, 0.0)
     check(asked, sizes, memory, (0.0,))
     assert [level.kept for level in asked[:-1]] == [False, True] and decided.found.limit == memory

@@ -19,6 +19,7 @@ from shardwright.cost.cost_model import CostModel
 from shardwright.errors import PlanError, SettingError
 from shardwright.partition.local_program import input_placement
 from shardwright.planners.plan_search import Search
+from shardwright.planners.planning_problem import PlanningProblem
 from shardwright.planners.search_space import Strategy, assignments, atoms_of, prime_factors, strategy_of
 from shardwright.planners.semi_auto import semi_auto
 from shardwright.sharded_plan import Plan
@@ -134,7 +135,12 @@ def searched(name: str, devices: int = 4) -> Search:
     net, inputs, loss, targets = MODELS[name]()
     graph = capture(net, (*inputs, targets), None, loss_fn=loss)
     return Search.of(
-        graph, devices, input_placement(graph, devices, "full_batch"), CostModel(cluster(devices), devices)
+        PlanningProblem(
+            graph,
+            devices,
+            input_placement(graph, devices, "full_batch"),
+            cost_model=CostModel(cluster(devices), devices),
+        )
     )
 
 
@@ -211,7 +217,7 @@ def test_so_is_that_of_any_other_plan_of_a_chain(seed: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_and_that_of_a_plan_whose_operators_share_what_they_read(name: str) -> None:
     search = searched(name)
-    given = semi_auto(search.described.graph, 4, search.fed)[0]
+    given = semi_auto(search.problem).decisions
     made = search.energy(search.options([given]), [given])
     plan = Plan(search.described.graph, 4, "semi_auto", search.fed, given, search.carries, cluster=search.costs.cluster)
     assert made.cost({n: strategy_of(d) for n, d in given.items()}) == pytest.approx(plan.cost, rel=1e-9)

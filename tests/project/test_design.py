@@ -8,6 +8,7 @@ import importlib
 import re
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,7 @@ import pytest
 from paths import ROOT
 
 import shardwright
-from shardwright import planning
+from shardwright.planners.planning_problem import PLANNERS
 from shardwright.rules import registry
 
 DESIGN = ROOT / "docs" / "design"
@@ -83,11 +84,13 @@ def run(page: Path) -> None:
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The rules and the planners that a page adds are gone after it."""
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
-    monkeypatch.setattr(planning, "PLANNERS", dict(planning.PLANNERS))
-    monkeypatch.setattr(planning, "MODES", planning.MODES)
+    before = dict(PLANNERS)
+    yield
+    PLANNERS.clear()
+    PLANNERS.update(before)
 
 
 def test_the_picture_of_the_layers_is_that_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +110,7 @@ def test_every_name_in_backticks_exists(page: Path) -> None:
 
 def test_a_name_that_is_not_there_is_found() -> None:
     assert missing("`layout.py` and `no_such_file.py`") == ["no_such_file.py"]
-    assert unknown("`sw.shard`, `sw.none`, `planning.PLANNERS`, `planning.no_such_name`, `rules.no_module.name`") == [
+    assert unknown("`sw.shard`, `sw.none`, `planning.make_plan`, `planning.no_such_name`, `rules.no_module.name`") == [
         "sw.none",
         "planning.no_such_name",
         "rules.no_module.name",

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from shardwright import planning as make
 from shardwright.capture.export import capture
 from shardwright.partition.local_program import PortableDecisions, graph_digest
 from shardwright.planfile.document_writer import written
+from shardwright.planners.planning_problem import PLANNERS
 
 X, T = draw(16, 8), labels(16)
 CROSS_ENTROPY = nn.CrossEntropyLoss()
@@ -39,18 +41,18 @@ def scenario(function: Callable[[int, int], None]) -> Callable[[int, int], None]
 @contextlib.contextmanager
 def replaced(mode: str, by: Callable[..., Any]) -> Iterator[None]:
     """Another planner in the place of a mode's."""
-    planner = make.SEARCHES[mode]
-    make.SEARCHES[mode] = by
+    planner = PLANNERS[mode]
+    PLANNERS[mode] = replace(planner, decide=by)
     try:
         yield
     finally:
-        make.SEARCHES[mode] = planner
+        PLANNERS[mode] = planner
 
 
 @contextlib.contextmanager
 def counted(mode: str = SEARCH) -> Iterator[list[None]]:
     """An entry for each search on this rank."""
-    planner, calls = make.SEARCHES[mode], []
+    planner, calls = PLANNERS[mode], []
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)

@@ -1,0 +1,129 @@
+"""The problem that a planner solves, and the table of planners.
+
+A planner decides a strategy for each operator of a graph: a function of a `PlanningProblem` that returns `Decisions`.
+The decorator `planner` enters it under the name of its mode:
+
+    @planner("mine", searches=True)
+    def mine(problem: PlanningProblem) -> Decisions: ...
+
+    sw.plan(net, inputs, parallel_mode="mine")
+
+The modes "stand_alone" and "hybrid_parallel" have no planner: the former is for one device, the latter runs operators
+as they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..cluster import Cluster
+from ..cost.cost_model import CostModel
+from ..graph import Graph
+from ..layout import Layout
+from ..partition.local_program import Decisions, InputPlacement
+from ..partition.parameter_sharding import OptimizerParallel
+
+__all__ = ["CUT", "PLANNERS", "Planner", "PlanningProblem", "modes", "planner", "planners"]
+
+
+#: Storage that a search may choose for a parameter: cut over all replicas, and gathered again in the backward or kept
+#: until then.
+CUT = OptimizerParallel(-1, 0, "level3")
+
+
+@dataclass(frozen=True)
+class PlanningProblem:
+    """Everything that decides a plan.
+
+    Attributes:
+        graph: the captured program, with marks on its operators.
+        devices: the number of devices.
+        fed: the layouts of the inputs, and the handling of the results.
+        on_missing_rule: "error", or "replicate" to run an operator without a rule whole.
+        stored: layouts of parameters and buffers that are settled already.
+        uneven: pad dims that their cuts do not divide, where the operator allows it.
+        cost_model: prices of a step; None: those of the default cluster of `devices` devices.
+        hsdp: ZeRO/FSDP sharding (optimizer parallel) of the other parameters.
+        memory: the limit in bytes a device, at any moment; None: no limit. With a limit, outputs of operators may be
+            recomputed in the backward, and where `hsdp` is None parameters may be stored cut over their replicas.
+        optimizer: used with `memory`: the optimizer that keeps state for each parameter, see
+            `memory_timeline.optimizer_bytes`.
+        cut: used with `memory`: the storage that a parameter may have.
+    """
+
+    graph: Graph
+    devices: int
+    fed: InputPlacement
+    on_missing_rule: str = "error"
+    stored: Mapping[str, Layout] | None = None
+    uneven: bool = False
+    cost_model: CostModel | None = None
+    hsdp: OptimizerParallel | None = None
+    memory: float | None = None
+    optimizer: str | float = "adam"
+    cut: OptimizerParallel = CUT
+
+    @cached_property
+    def costs(self) -> CostModel:
+        """Prices of a step, and the links between the devices."""
+        return self.cost_model or CostModel(Cluster.of(None, self.devices), self.devices)
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A mode that decides strategies.
+
+    Attributes:
+        name: the mode.
+        decide: the function. It raises StrategyError, LayoutError or MissingRuleError for an operator that cannot
+            follow its mark or has no rule, and PlanError where no plan is allowed.
+        searches: True where it compares the seconds of plans; one process then searches for all.
+        fits_memory: True where it keeps a limit of memory.
+    """
+
+    name: str
+    decide: Callable[[PlanningProblem], Decisions]
+    searches: bool = False
+    fits_memory: bool = False
+
+    def __call__(self, problem: PlanningProblem) -> Decisions:
+        return self.decide(problem)
+
+
+#: Mode -> its planner.
+PLANNERS: dict[str, Planner] = {}
+
+
+def planner(
+    name: str, *, searches: bool = False, fits_memory: bool = False
+) -> Callable[[Callable[[PlanningProblem], Decisions]], Callable[[PlanningProblem], Decisions]]:
+    """Enter a planner under the name of its mode. The function itself stays as it is.
+
+    Args:
+        name: the mode.
+        searches: True where it compares the seconds of plans.
+        fits_memory: True where it keeps `PlanningProblem.memory`.
+    """
+
+    def entered(decide: Callable[[PlanningProblem], Decisions]) -> Callable[[PlanningProblem], Decisions]:
+        PLANNERS[name] = Planner(name, decide, searches, fits_memory)
+        return decide
+
+    return entered
+
+
+def planners(*, searches: bool = False, fits_memory: bool = False) -> tuple[str, ...]:
+    """The modes that have a planner.
+
+    Args:
+        searches: True: only those that search.
+        fits_memory: True: only those that keep a limit of memory.
+    """
+    return tuple(name for name, p in PLANNERS.items() if p.searches >= searches and p.fits_memory >= fits_memory)
+
+
+def modes() -> tuple[str, ...]:
+    """All parallel modes."""
+    return ("stand_alone", "hybrid_parallel", *PLANNERS)
