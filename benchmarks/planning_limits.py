@@ -32,6 +32,7 @@ from llama import Attention, Llama, RMSNorm, turns
 from shardwright.capture.export import capture
 from shardwright.errors import ShardwrightError
 from shardwright.planning import make_plan
+from shardwright.settings import Settings
 
 #: GB a device, from loose to tight, with float32 weights and Adam. Nothing is known to keep the last of Llama's.
 LIMITS = {"llama": (0, 140, 70, 42, 35), "mixtral": (0, 300, 140, 70), "gpt": (0, 141, 70, 50)}
@@ -114,7 +115,7 @@ def measure(name: str, layers: int, mode: str, limit: float, search_memory: str 
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     try:
         plan = make_plan(
-            graph, 64, mode, "full_batch", cluster="h100x8x8", memory=limit * 1e9 or None, search_memory=search_memory
+            graph, 64, Settings(mode, cluster="h100x8x8", memory=limit * 1e9 or None, search_memory=search_memory)
         )
         found = plan.found
         out |= {

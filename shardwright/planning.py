@@ -16,19 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from .capture.annotations import PipelineSettings, pipelining, staged_modules, stored_whole
+from .capture.annotations import staged_modules, stored_whole
 from .capture.export import capture
 from .capture.graph_reader import MarkUse
 from .capture.manual import check_mode, one_slice, own_parameters
 from .capture.regions import with_policy
-from .cluster import Cluster, format_bytes, memory_of, parse_bytes
+from .cluster import Cluster, memory_of
 from .cost.cost_model import CostModel
-from .cost.memory_timeline import optimizer_bytes
 from .errors import SettingError
 from .garbage import gc_paused
 from .graph import Graph
 from .layout import Layout
-from .mixed_precision import MixedPrecision
 from .ops import COLLECTIVES, for_ranks
 from .partition.local_program import Decisions, InputPlacement, PortableDecisions, input_placement
 from .partition.parameter_sharding import OptimizerParallel
@@ -39,13 +37,11 @@ from .pipeline.pipeline_plan import PipelinePlan, PipelineSearchResult
 from .pipeline.stage_costs import recomputed
 from .pipeline.stage_search import UNITS_BY, AutomaticStages, check_automatic
 from .pipeline.stages import units_of
-from .planfile.load_save import as_document
-from .planfile.parameter_file import as_parameter_strategies
-from .planfile.plan_document import PlanDocument
-from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, modes, planners
+from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, planners
 from .planners.replanning import at_other_sizes
+from .settings import Settings
 from .sharded_plan import Plan
-from .solver.search_memory import LEAST, SearchBudget, spending
+from .solver.search_memory import SearchBudget, spending
 
 __all__ = ["capture_micro", "make_pipeline", "make_plan", "plan"]
 
@@ -61,78 +57,48 @@ OWN_STATISTICS = ("data_parallel",)
 def make_plan(
     graph: Graph,
     devices: int,
-    parallel_mode: str,
-    dataset_strategy: Any,
+    settings: Settings,
     *,
-    on_missing_rule: str = "error",
     stored: dict[str, Layout] | None = None,
-    sync_batch_norm: bool = False,
-    hsdp: OptimizerParallel | None = None,
     used: dict[str, Layout] | None = None,
     own: OwnPrograms | None = None,
-    uneven: bool = False,
-    cluster: Any = None,
-    memory: Any = None,
-    optimizer: Any = "adam",
     whole: frozenset[str] = frozenset(),
-    strategies: PlanDocument | None = None,
     searcher: Searcher | None = None,
     fed: InputPlacement | None = None,
     earlier: Sequence[Plan] = (),
-    search_memory: Any = None,
-    search_progress: Any = None,
 ) -> Plan:
     """Plan a captured model; every error that a strategy can cause is raised here.
 
     Args:
+        settings: the settings. Those of the capture (`recompute`, `mixed_precision`, `pipeline`) and
+            `param_strategies`, which `stored` holds already, are not read.
         stored: storage layouts of parameters and buffers, where already fixed.
-        hsdp: storage of the other parameters, by ZeRO/FSDP sharding (optimizer parallel); None: the layouts in which
-            their operators consume them.
         used: the layouts in which an earlier plan's operators consume parameters; None: as `stored`.
         own: in hybrid_parallel, whose graph has one rank's shapes, the facts that the graph does not contain.
-        uneven: dims that their cuts do not divide are padded, where possible.
-        cluster: the cluster for the prices: a `Cluster`, or a value that `Cluster.of` takes.
-        memory: limit per device, for the modes that search: bytes, "70GB", or "cluster"; None: no limit.
-        optimizer: the optimizer whose state is stored for each parameter: "adam", "momentum", "sgd", or its bytes per
-            element.
         whole: parameters that are never stored cut over their replicas.
-        strategies: a plan whose operators' strategies apply here too, with priority over the model's own marks.
         searcher: where several processes plan together, the function that runs the search on one; None: this process
             searches.
         fed: the placement of the inputs, for a stage of a pipeline; None: by `dataset_strategy`.
         earlier: plans of the same model at other sizes, the latest first: the strategies of the first that fits apply
             here too (`at_other_sizes`).
-        search_memory: the growth of host memory allowed to the process during a search: bytes or text such as "2GB";
-            None: half of the free memory.
-        search_progress: called with a `SearchProgress` every few seconds of a search; None: a line of it goes to the
-            log `shardwright.search`, and to stderr where that is a terminal; True: to stderr in any case; False:
-            nothing.
 
     Raises:
         ShardwrightError: a strategy or a setting that does not fit, with the operator and a legal choice.
     """
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise SettingError(f"a plan is for a whole number of devices, not {devices!r}", legal="devices=8")
-    if parallel_mode not in modes():
-        raise SettingError(f"unknown parallel_mode {parallel_mode!r}", legal=", ".join(modes()))
-    if on_missing_rule not in ("error", "replicate"):
-        raise SettingError(f"unknown on_missing_rule {on_missing_rule!r}", legal='"error" or "replicate"')
-    cluster = Cluster.of(cluster, devices)
-    asked, memory = memory, memory_of(memory, cluster)
-    optimizer_bytes(optimizer)  # raises for an unknown optimizer
-    budget = budget_of(search_memory, search_progress)
+    parallel_mode, dataset_strategy = settings.parallel_mode, settings.dataset_strategy
+    on_missing_rule, uneven, strategies = settings.on_missing_rule, settings.uneven, settings.strategies
+    hsdp = None if settings.hsdp is None else replace(settings.hsdp, whole=whole)
+    cluster = Cluster.of(settings.cluster, devices)
+    memory, optimizer = memory_of(settings.memory, cluster), settings.optimizer
     fitting = planners(fits_memory=True)
     if memory is not None and parallel_mode not in fitting:
         follows = parallel_mode in planners(searches=True)
         raise SettingError(
-            f"memory={asked!r} limits what is searched; {parallel_mode} "
+            f"memory={settings.memory!r} limits what is searched; {parallel_mode} "
             + ("follows marks, whatever memory that takes" if follows else "searches nothing"),
             legal=f"no memory=, or parallel_mode={' or '.join(map(repr, fitting))}",
-        )
-    if strategies is not None and parallel_mode not in PLANNERS:
-        raise SettingError(
-            f"{strategies.path} has strategies of operators, which {parallel_mode} runs as they stand",
-            legal=", ".join(PLANNERS),
         )
     if parallel_mode == "stand_alone":
         fed = input_placement(graph, 1, "full_batch")
@@ -166,7 +132,7 @@ def make_plan(
             **placed.where,
             legal='parallel_mode="hybrid_parallel", or the model without it',
         )
-    if parallel_mode in OWN_STATISTICS and not sync_batch_norm:
+    if parallel_mode in OWN_STATISTICS and not settings.sync_batch_norm:
         graph = with_own_statistics(graph, devices, on_missing_rule)
     fed = fed or input_placement(graph, devices, dataset_strategy)
     mode, settled = PLANNERS[parallel_mode], used or stored
@@ -211,7 +177,7 @@ def make_plan(
     if mode.searches:
 
         def find() -> Decisions:
-            with spending(SearchBudget(*budget)):
+            with spending(SearchBudget(*settings.budget)):
                 return mode(problem)
 
         result = (
@@ -221,7 +187,7 @@ def make_plan(
                 graph,
                 dict(
                     devices=devices,
-                    memory=asked,
+                    memory=settings.memory,
                     optimizer=optimizer,
                     hsdp=hsdp,
                     uneven=uneven,
@@ -253,27 +219,6 @@ def make_plan(
     return made
 
 
-def budget_of(memory: Any, progress: Any) -> tuple[float | None, Any]:
-    """The arguments of a `SearchBudget`: bytes or None, and the progress setting.
-
-    Raises:
-        SettingError: no amount of memory, or less than the least of a search; a progress setting that cannot be
-            called.
-    """
-    if progress is not None and not isinstance(progress, bool) and not callable(progress):
-        raise SettingError(
-            f"search_progress={progress!r} cannot be called", legal="a function of one argument, True, False or None"
-        )
-    if memory is None:
-        return None, progress
-    allowed = parse_bytes(memory, "search_memory", '"2GB", "512MiB" or a number of bytes')
-    if allowed < LEAST:
-        raise SettingError(
-            f"search_memory={memory!r} is less than a search takes", legal=f"{format_bytes(LEAST)} or more"
-        )
-    return allowed, progress
-
-
 def capture_micro(
     net: nn.Module, args: tuple, kwargs: dict[str, Any], count: int, **given: Any
 ) -> tuple[Graph, Graph | None]:
@@ -293,165 +238,139 @@ def make_pipeline(
     graph: Graph,
     wide: Graph | None,
     devices: int,
-    parallel_mode: str,
-    dataset_strategy: Any,
-    setting: PipelineSettings,
+    settings: Settings,
     modules: Mapping[str, int],
     splits: tuple[bool, ...],
     *,
     stored: dict[str, Layout] | None = None,
     used: dict[str, Layout] | None = None,
+    whole: frozenset[str] = frozenset(),
+    searcher: Searcher | None = None,
     automatic: AutomaticStages | None = None,
     chosen: PipelineSearchResult | None = None,
     earlier: Sequence[PipelinePlan] = (),
-    **given: Any,
 ) -> PipelinePlan:
     """Plan a captured model as a pipeline, each stage by `make_plan`.
 
     Args:
         graph, wide: of one micro-batch, from `capture_micro`.
+        settings: the settings, with a `pipeline`.
         modules: dotted path -> stage.
         splits: per tensor input, True where it is split into micro-batches.
+        stored, used, whole, searcher: as `make_plan` takes them.
         automatic: for stages="auto", the settings of the choice.
         chosen: the chosen stages.
         earlier: plans of the same model at other sizes, the latest first: their stages' strategies apply here where
             they fit.
-        given: as `make_plan` takes it.
 
     Raises:
         ShardwrightError: as `make_plan` and `pipeline_plan`.
     """
+    parallel_mode, setting, strategies = settings.parallel_mode, settings.pipeline, settings.strategies
+    assert setting is not None
     if parallel_mode not in PLANNERS:
         raise SettingError(f"a pipeline in {parallel_mode}", legal=", ".join(PLANNERS))
     if setting.stages == "auto" and automatic is not None:
-        check_automatic(setting, modules, given.get("strategies"))
-        return _automatic_pipeline(
+        check_automatic(setting, modules, strategies)
+        cluster = Cluster.of(settings.cluster, devices)
+        unit = replace(
+            settings,
+            parallel_mode=UNITS_BY.get(parallel_mode, parallel_mode),
+            cluster=cluster,
+            memory=None,
+            strategies=None,
+        )
+
+        def units_plan(part: Graph, size: int, fed: InputPlacement) -> Plan:
+            return make_plan(part, size, unit, fed=fed, whole=whole)
+
+        def piped(found: PipelineSearchResult) -> PipelinePlan:
+            same = found.micro_batches == automatic.count
+            mine, wider = (graph, wide) if same else automatic.captured(found.micro_batches)
+            mine = recomputed(mine, units_of(mine), found.recomputed)
+            return make_pipeline(
+                mine,
+                wider,
+                devices,
+                replace(settings, pipeline=found.setting, cluster=cluster, memory=None),
+                found.modules,
+                splits,
+                stored=stored,
+                used=used,
+                whole=whole,
+                searcher=searcher,
+                chosen=found,
+                earlier=earlier,
+            )
+
+        return automatic.run(
             graph,
             wide,
-            devices,
-            parallel_mode,
-            dataset_strategy,
-            setting,
             splits,
-            automatic,
-            stored=stored,
-            used=used,
-            earlier=earlier,
-            **given,
+            devices,
+            settings.dataset_strategy,
+            cluster,
+            memory_of(settings.memory, cluster),
+            units_plan,
+            piped,
+            setting.micro_batches,
         )
-    if given.get("memory") is not None:
+    if settings.memory is not None:
         raise SettingError(
-            f"memory={given['memory']!r} for a pipeline of given stages", legal='stages="auto", or no memory='
+            f"memory={settings.memory!r} for a pipeline of given stages", legal='stages="auto", or no memory='
         )
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise SettingError(f"a plan is for a whole number of devices, not {devices!r}", legal="devices=8")
-    cluster = Cluster.of(given.pop("cluster", None), devices)
-    marked = any(op.mark is not None for op in graph.ops)  # a stage without marks follows the batch
-    counting = {"on_missing_rule": given.get("on_missing_rule", "error"), "cluster": cluster}
-    planned, strategies = (
-        schedule_of(setting, devices) if chosen is None else chosen.schedule,
-        given.pop("strategies", None),
+    settings = replace(settings, cluster=Cluster.of(settings.cluster, devices), strategies=None)
+    counting = Settings(
+        "semi_auto", settings.dataset_strategy, on_missing_rule=settings.on_missing_rule, cluster=settings.cluster
     )
+    marked = any(op.mark is not None for op in graph.ops)  # a stage without marks follows the batch
+    planned = schedule_of(setting, devices) if chosen is None else chosen.schedule
     lines = None if strategies is None else strategies.per_stage(planned, devices)
 
     def planner(part: Graph, size: int, fed: InputPlacement, number: int) -> Plan:
         if number < 0:  # the graph that counts targets: no strategy to decide
-            return make_plan(part, size, "semi_auto", dataset_strategy, fed=fed, **counting)
+            return make_plan(part, size, counting, fed=fed)
         held = {*part.parameters, *part.buffers}
         mine = [
             None if all_ is None else {n: layout for n, layout in all_.items() if n in held} for all_ in (stored, used)
         ]
-        same = [p.stages[number].plan for p in earlier if len(p.stages) == planned.stages]
         follows = parallel_mode != "sharding_propagation" or not marked or any(op.mark for op in part.ops)
+        own = replace(
+            settings,
+            parallel_mode=parallel_mode if follows else "semi_auto",
+            strategies=None if lines is None else lines[number],
+        )
         return make_plan(
             part,
             size,
-            parallel_mode if follows else "semi_auto",
-            dataset_strategy,
-            fed=fed,
+            own,
             stored=mine[0],
             used=mine[1],
-            cluster=cluster,
-            strategies=None if lines is None else lines[number],
-            earlier=same,
-            **given,
+            whole=whole,
+            searcher=searcher,
+            fed=fed,
+            earlier=[p.stages[number].plan for p in earlier if len(p.stages) == planned.stages],
         )
 
-    once = PlanCache(planner, given.get("whole", frozenset())) if chosen is not None and stored is None else planner
+    once = PlanCache(planner, whole) if chosen is not None and stored is None else planner
     return pipeline_plan(
         graph,
         wide,
         devices,
         parallel_mode,
-        dataset_strategy,
+        settings.dataset_strategy,
         planned,
         modules,
         once,
         chosen=chosen,
         sizes=None if chosen is None else chosen.sizes,
         splits=splits,
-        on_missing_rule=given.get("on_missing_rule", "error"),
-        uneven=given.get("uneven", False),
-        cluster=cluster,
-        optimizer=given.get("optimizer", "adam"),
-    )
-
-
-def _automatic_pipeline(
-    graph: Graph,
-    wide: Graph | None,
-    devices: int,
-    parallel_mode: str,
-    dataset: Any,
-    setting: PipelineSettings,
-    splits: tuple[bool, ...],
-    automatic: AutomaticStages,
-    *,
-    memory: Any = None,
-    **given: Any,
-) -> PipelinePlan:
-    """The pipeline of automatically chosen stages, made by `make_pipeline`."""
-    cluster = Cluster.of(given.pop("cluster", None), devices)
-    unit = {
-        name: value
-        for name, value in given.items()
-        if name not in ("stored", "used", "searcher", "strategies", "earlier")
-    }
-
-    def units_plan(part: Graph, size: int, fed: InputPlacement) -> Plan:
-        return make_plan(
-            part, size, UNITS_BY.get(parallel_mode, parallel_mode), dataset, fed=fed, cluster=cluster, **unit
-        )
-
-    def piped(chosen: PipelineSearchResult) -> PipelinePlan:
-        same = chosen.micro_batches == automatic.count
-        mine, wider = (graph, wide) if same else automatic.captured(chosen.micro_batches)
-        mine = recomputed(mine, units_of(mine), chosen.recomputed)
-        return make_pipeline(
-            mine,
-            wider,
-            devices,
-            parallel_mode,
-            dataset,
-            chosen.setting,
-            chosen.modules,
-            splits,
-            chosen=chosen,
-            cluster=cluster,
-            **given,
-        )
-
-    return automatic.run(
-        graph,
-        wide,
-        splits,
-        devices,
-        dataset,
-        cluster,
-        memory_of(memory, cluster),
-        units_plan,
-        piped,
-        setting.micro_batches,
+        on_missing_rule=settings.on_missing_rule,
+        uneven=settings.uneven,
+        cluster=settings.cluster,
+        optimizer=settings.optimizer,
     )
 
 
@@ -531,12 +450,31 @@ def plan(
         inputs = (inputs,)
     if loss_fn is not None:
         inputs = (*inputs, targets)
+    settings = Settings.of(
+        parallel_mode=parallel_mode,
+        dataset_strategy=dataset_strategy,
+        on_missing_rule=on_missing_rule,
+        sync_batch_norm=sync_batch_norm,
+        hsdp=hsdp,
+        recompute=recompute,
+        uneven=uneven,
+        cluster=cluster,
+        memory=memory,
+        optimizer=optimizer,
+        strategies=strategies,
+        param_strategies=param_strategies,
+        pipeline=pipeline,
+        mixed_precision=mixed_precision,
+        search_memory=search_memory,
+        search_progress=search_progress,
+    )
     check_mode(net, parallel_mode)
-    own, setting, kwargs = None, pipelining(pipeline), kwargs or {}
+    own, setting, lies = None, settings.pipeline, settings.param_strategies
+    kwargs = kwargs or {}
     if parallel_mode == "hybrid_parallel":
         own = OwnPrograms(own_parameters(net), loss_fn is not None)
         inputs, kwargs = local_inputs(tuple(inputs), kwargs, devices, dataset_strategy)
-    splits, policy = is_split(tuple(inputs), kwargs), MixedPrecision.of(mixed_precision)
+    splits, policy = is_split(tuple(inputs), kwargs), settings.mixed_precision
 
     def captured(count: int | None) -> tuple[Graph, Graph | None]:
         with for_ranks(devices), one_slice(net):
@@ -549,56 +487,19 @@ def plan(
 
     automatic = None if setting is None else AutomaticStages.of(setting, tuple(inputs), kwargs, captured)
     graph, wide = captured(None if automatic is None else automatic.count)
-    given = dict(
-        on_missing_rule=on_missing_rule,
-        sync_batch_norm=sync_batch_norm,
-        hsdp=optimizer_parallel(hsdp, net, loss_fn),
-        uneven=uneven,
-        cluster=cluster,
-        memory=memory,
-        optimizer=optimizer,
-        whole=stored_whole(net, loss_fn),
-        strategies=as_document(strategies),
-        search_memory=search_memory,
-        search_progress=search_progress,
-    )
-    lies = as_parameter_strategies(param_strategies)
-    if lies is not None:
-        if parallel_mode in ("stand_alone", "hybrid_parallel"):
-            raise SettingError(
-                f"{lies.source} has strategies of parameters, which {parallel_mode} stores as they are",
-                legal=", ".join(PLANNERS),
-            )
-        given["stored"] = lies.onto(graph, devices, 1 if setting is None else setting.stages, None, uneven)
-    made = (
-        make_plan(graph, devices, parallel_mode, dataset_strategy, own=own, **given)
-        if setting is None
-        else make_pipeline(
-            graph,
-            wide,
-            devices,
-            parallel_mode,
-            dataset_strategy,
-            setting,
-            staged_modules(net, dict(setting.stage_config)),
-            splits,
-            automatic=automatic,
-            **given,
+    whole = stored_whole(net, loss_fn)
+    stored = None if lies is None else lies.onto(graph, devices, 1 if setting is None else setting.stages, None, uneven)
+    made: Plan | PipelinePlan
+    if setting is None:
+        made = make_plan(graph, devices, settings, own=own, stored=stored, whole=whole)
+    else:
+        modules = staged_modules(net, dict(setting.stage_config))
+        made = make_pipeline(
+            graph, wide, devices, settings, modules, splits, stored=stored, whole=whole, automatic=automatic
         )
-    )
     if lies is not None:
         lies.check_kept(made)
     return made
-
-
-def optimizer_parallel(given: Any, net: nn.Module, loss_fn: Any) -> OptimizerParallel | None:
-    """The setting `hsdp` for a model, some of whose parameters may be left out of it.
-
-    Raises:
-        SettingError: an invalid setting.
-    """
-    setting = OptimizerParallel.of(given)
-    return None if setting is None else replace(setting, whole=stored_whole(net, loss_fn))
 
 
 def _with_marks(graph: Graph, marks: Mapping[str, Any]) -> Graph:

@@ -214,7 +214,7 @@ def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
 
             def take(model: AutoParallel, args: tuple, kwargs: dict[str, Any]) -> Plan | PipelinePlan:
                 building.close()  # the model is built; capture makes modules of its own
-                piped = _piped(model.plan_settings()["pipeline"], arguments.pipeline)
+                piped = _piped(model.settings.pipeline, arguments.pipeline)
                 return plan_call(model, args, kwargs, devices, **given | piped)
 
             return first_call(arguments.target, arguments.script_args, devices, take)
@@ -243,7 +243,7 @@ def plan_call(
     from ..process import current  # noqa: PLC0415  imports torch
 
     loss = {} if model.loss_fn is None else {"loss_fn": model.loss_fn, "targets": args[-1]}
-    given = model.plan_settings() | loss | settings
+    given = model.settings.keywords() | loss | settings
     devices = devices or current().devices
     if devices is None:
         from ..planners.implied_inputs import implied_devices  # noqa: PLC0415  imports torch

@@ -60,7 +60,7 @@ class Accelerator(accelerate.Accelerator):
             SettingError: a loader prepared before hands them out in another way; the strategy is given by cuts; or a
                 pipeline is not fed the whole batch.
         """
-        strategy = model._dataset_strategy
+        strategy = model.settings.dataset_strategy
         if self.num_processes > 1:
             check_feeding(model, "accelerate")
         if not isinstance(strategy, str):

@@ -66,7 +66,7 @@ class TrainerMixin:
         self.can_return_loss = can_return_loss(type(net))
 
     def _check(self) -> None:
-        apart = self.model._dataset_strategy != "full_batch" and self.args.world_size > 1
+        apart = self.model.settings.dataset_strategy != "full_batch" and self.args.world_size > 1
         if apart and (self.compute_loss_func is not None or self.args.label_smoothing_factor):
             raise SettingError(
                 "a loss outside of the model, of each rank's own part of the batch",
@@ -80,7 +80,7 @@ class TrainerMixin:
 
     @property
     def _whole_batches(self) -> bool:
-        return self.model._dataset_strategy == "full_batch"
+        return self.model.settings.dataset_strategy == "full_batch"
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

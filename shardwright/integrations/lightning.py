@@ -85,14 +85,14 @@ class ShardwrightStrategy(DDPStrategy):
         for model in models:
             if trainer.world_size > 1:
                 check_feeding(model, "Lightning")
-                if model._pipeline is not None and keeping and trainer.state.fn == TrainerFn.FITTING:
+                if model.settings.pipeline is not None and keeping and trainer.state.fn == TrainerFn.FITTING:
                     raise SettingError(
                         f"{type(keeping[0]).__name__} would save the state of an optimizer that lies in the stages of "
                         "a pipeline",
                         legal="ModelCheckpoint(save_weights_only=True), and sw.save_checkpoint(model, "
                         "optimizer, path, step=…) to go on from; or enable_checkpointing=False",
                     )
-            whole = model._dataset_strategy == "full_batch"
+            whole = model.settings.dataset_strategy == "full_batch"
             shards = trainer._accelerator_connector.use_distributed_sampler
             if whole and shards and trainer.world_size > 1:
                 raise SettingError(

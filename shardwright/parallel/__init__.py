@@ -2,7 +2,7 @@
 
 auto_parallel        `AutoParallel`: plans at the first call, then runs
 call_planning        the plan of one call, on which all ranks agree
-settings             the settings of `AutoParallel`, as methods
+setting_methods      the settings of `AutoParallel` that are methods, and those that decide nothing of a plan
 graph_cache          captured graphs of one model, one for each set of input sizes
 sequence_buckets     sequences padded to one of a few lengths
 whole_model          the plain model with whole parameters, inside a ``with`` block

@@ -7,7 +7,7 @@ The first call captures the model, plans it, lowers the plan and runs it. Later 
 3. no guards hold: the model is captured and planned anew (`_build`). `_announce` warns of it, but for a mere change
    between training and evaluation.
 
-Settings are methods that are called before the first call (`settings.Settings`); planning of one call is
+Settings are methods that are called before the first call (`setting_methods`); planning of one call is
 `call_planning.CallPlanning`.
 """
 
@@ -25,31 +25,25 @@ import torch
 from torch import nn
 
 from .. import autocast
-from ..capture.annotations import PipelineSettings
 from ..capture.export import ModelAndLoss, Recording
 from ..capture.guards import HOOKS, Guards
 from ..capture.module_hooks import has_global_hooks, hooked
 from ..errors import SettingError
 from ..layout import Layout
-from ..mixed_precision import MixedPrecision
-from ..partition.parameter_sharding import OptimizerParallel
 from ..pipeline.pipeline_plan import PipelinePlan
-from ..planfile.parameter_file import ParameterStrategies
-from ..planfile.plan_document import PlanDocument
-from ..planners.planning_problem import modes
-from ..planning import budget_of
 from ..pytree_objects import opened
-from ..runtime.distributed.gradient_fusion import Accumulation, Fusion
+from ..runtime.distributed.gradient_fusion import Accumulation
 from ..runtime.optimizer_guard import watch_steps
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram, make_program
+from ..settings import Settings
 from ..sharded_plan import ParameterPlan, Plan
 from ..torch_private import MODULE_TABLES, hooks_of, pytree
 from .call_planning import CallPlanning
 from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch_wrapping
 from .graph_cache import GraphCache
 from .model_copies import Followers, copied
-from .sequence_buckets import SequenceBuckets
+from .setting_methods import ProgramSettings
 from .whole_model import WholeModel, attribute_of_net, refuse_calls_of_parts, signed_as_net
 
 __all__ = ["AutoParallel", "RecaptureWarning", "observed"]
@@ -134,29 +128,6 @@ class AutoParallel(CallPlanning, nn.Module):
         SettingError: an unknown mode or setting.
     """
 
-    #: Attributes that are no settings. `shardwright.verify` gives its copies all other attributes.
-    _NOT_SETTINGS = frozenset(
-        {
-            *vars(nn.Module()),
-            "net",
-            "loss_fn",
-            "save_graphs",
-            "_programs",
-            "_states",
-            "_stored",
-            "_used",
-            "_warned",
-            "_graphs",
-            "_accumulation",
-            "_kind",
-            "_strategy_files",
-            "_awaited",
-            "_copies",
-            "_whole",
-            "_first_ranks",
-        }
-    )
-
     def __init__(
         self,
         net: nn.Module,
@@ -187,45 +158,40 @@ class AutoParallel(CallPlanning, nn.Module):
             raise SettingError(
                 f"the loss_fn {loss_fn!r} cannot be called", legal="nn.CrossEntropyLoss(), or a function"
             )
-        if parallel_mode not in modes():
-            raise SettingError(f"unknown parallel_mode {parallel_mode!r}", legal=", ".join(modes()))
-        if on_missing_rule not in ("error", "replicate"):
-            raise SettingError(f"unknown on_missing_rule {on_missing_rule!r}", legal='"error" or "replicate"')
-        if random not in ("exact", "fast"):
-            raise SettingError(f"unknown random {random!r}", legal='"exact" or "fast"')
+        self._settings = Settings.of(
+            parallel_mode=parallel_mode,
+            dataset_strategy="data_parallel",
+            on_missing_rule=on_missing_rule,
+            sync_batch_norm=bool(sync_batch_norm),
+            recompute=recompute,
+            uneven=bool(uneven),
+            cluster=cluster,
+            memory=memory,
+            optimizer=optimizer,
+            mixed_precision=mixed_precision,
+            search_memory=search_memory,
+            search_progress=search_progress,
+        )
+        self._running = ProgramSettings(
+            save_graphs=save_graphs,
+            random=random,
+            parameter_broadcast=bool(parameter_broadcast),
+            gradients_mean=parallel_mode in ("data_parallel", "hybrid_parallel"),
+            compiled="inductor" if compile is True else compile or None,
+            max_programs=max_programs,
+            varying=tuple(varying) if isinstance(varying, list) else varying,
+        )
         check_inside(net)
         watch_wrapping(AutoParallel)
-        if not isinstance(max_programs, int) or isinstance(max_programs, bool) or max_programs < 1:
-            raise SettingError(f"max_programs={max_programs!r}", legal="a whole number of at least 1")
-        if not isinstance(varying, (tuple, list)) or not all(type(d) is int and d >= 0 for d in varying):
-            raise SettingError(
-                f"varying={varying!r}", legal="dims of the inputs, counted from 0, such as varying=(0, 1)"
-            )
-        self.max_programs, self.varying = max_programs, tuple(varying)
         # The wrapper has the model's own tables of parameters, buffers and submodules, hence its names and state.
         for table in MODULE_TABLES:
             self.__dict__[table] = net.__dict__[table]
         self.__dict__["net"], self.__dict__["loss_fn"] = net, loss_fn
         self._loss_trains = isinstance(loss_fn, nn.Module)
         self.training = net.training
-        self.parallel_mode, self.on_missing_rule = parallel_mode, on_missing_rule
-        self.save_graphs, self.sync_batch_norm, self.random = save_graphs, bool(sync_batch_norm), random
-        self._dataset_strategy: Any = "data_parallel"
-        self._gradients_mean = parallel_mode in ("data_parallel", "hybrid_parallel")
-        self._broadcast, self.recompute, self.uneven = bool(parameter_broadcast), recompute, bool(uneven)
-        self._cluster, self._memory, self._optimizer = cluster, memory, optimizer
-        self.mixed_precision = MixedPrecision.of(mixed_precision)
-        budget_of(search_memory, search_progress)  # an unknown value is an error here, not at the first call
-        self._search_memory, self._search_progress = search_memory, search_progress
-        self.compiled = "inductor" if compile is True else compile or None
-        self._fusion, self.__dict__["_accumulation"] = Fusion(), Accumulation()
+        self.__dict__["_accumulation"] = Accumulation()
         self.__dict__["_programs"], self.__dict__["_states"] = OrderedDict(), {}
         self.__dict__["_graphs"] = GraphCache()
-        self._hsdp: OptimizerParallel | None = None
-        self._pipeline: PipelineSettings | None = None
-        self._buckets: SequenceBuckets | None = None
-        self._strategies: PlanDocument | None = None
-        self._parameter_strategies: ParameterStrategies | None = None
         self.__dict__["_strategy_files"] = []
         self.__dict__["_awaited"]: list[
             Callable[[], None]
@@ -234,6 +200,21 @@ class AutoParallel(CallPlanning, nn.Module):
         self._stored: dict[str, Layout] | None = None
         self._used: dict[str, Layout] | None = None
         self._warned, self._kind = False, "cpu"
+
+    @property
+    def parallel_mode(self) -> str:
+        """The mode that decides strategies."""
+        return self._settings.parallel_mode
+
+    @property
+    def settings(self) -> Settings:
+        """The settings that decide the model's plans."""
+        return self._settings
+
+    @property
+    def program_settings(self) -> ProgramSettings:
+        """The settings that decide how its plans run."""
+        return self._running
 
     # -- running ----------------------------------------------------------------------------------------------------
 
@@ -262,15 +243,17 @@ class AutoParallel(CallPlanning, nn.Module):
         Raises:
             ShardwrightError: at the first call with inputs of these shapes: whatever cannot be planned.
         """
-        if self._buckets is None:
+        if self._running.buckets is None:
             return self._between_hooks(args, kwargs)
-        call = self._buckets.padded(self.net, self.loss_fn, args, kwargs, self._agreed_bucket)
+        call = self._running.buckets.padded(self.net, self.loss_fn, args, kwargs, self._agreed_bucket)
         return call.cropped(self._between_hooks(call.args, call.kwargs))
 
     def _agreed_bucket(self, index: int) -> int:
         """The index of the longest bucket that any process needs, where processes feed different parts of the batch."""
         runtime = self._runtime()
-        if not runtime.processes or self._dataset_strategy == "full_batch" or self.parallel_mode == "stand_alone":
+        settings = self._settings
+        whole = settings.dataset_strategy == "full_batch" or settings.parallel_mode == "stand_alone"
+        if not runtime.processes or whole:
             return index
         from torch import distributed  # noqa: PLC0415  needed by runs in processes alone
 
@@ -348,7 +331,7 @@ class AutoParallel(CallPlanning, nn.Module):
         except BaseException:
             self._forget((*feed, program.guards))  # no call may run without the values of the checkpoint
             raise
-        while len(self._programs) > self.max_programs:
+        while len(self._programs) > self._running.max_programs:
             self._forget(next(iter(self._programs)))
 
     def _forget(self, key: tuple) -> None:
@@ -414,13 +397,13 @@ class AutoParallel(CallPlanning, nn.Module):
             module,
             runtime,
             before=before,
-            fusion=self._fusion,
+            fusion=self._running.fusion,
             accumulation=self._accumulation,
-            broadcast=self._broadcast,
-            compiled=self.compiled,
-            gradients_mean=self._gradients_mean and self.loss_fn is None,
+            broadcast=self._running.parameter_broadcast,
+            compiled=self._running.compiled,
+            gradients_mean=self._running.gradients_mean and self.loss_fn is None,
         )
-        program.exact = self.random == "exact"
+        program.exact = self._running.random == "exact"
         around = {id(self.net): HOOKS[:2] if self.loss_fn is None else HOOKS[:1]}
         program.effects = recording.effects
         program.guards = recording.guards = Guards(
@@ -437,11 +420,11 @@ class AutoParallel(CallPlanning, nn.Module):
             if isinstance(plan, PipelinePlan):
                 self._first_ranks.update((name, parameter.ranks.start) for name, parameter in plan.parameters.items())
             followers.follow()
-        if self.save_graphs is not None:
+        if self._running.save_graphs is not None:
             from ..report.ir_dump import write_dumps  # noqa: PLC0415  needed only when dumps are written
 
-            parts = runtime.processes and self.parallel_mode != "stand_alone"
-            write_dumps(plan, self.save_graphs, [runtime.rank] if parts else range(plan.devices))
+            parts = runtime.processes and self._settings.parallel_mode != "stand_alone"
+            write_dumps(plan, self._running.save_graphs, [runtime.rank] if parts else range(plan.devices))
         return program
 
     def _before(self) -> StepProgram | PipelineProgram | None:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from ..pipeline.microbatch import is_split, micro_calls
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..pipeline.stage_search import AutomaticStages
 from ..planners.implied_inputs import global_inputs, implied_devices
-from ..planning import make_pipeline, make_plan, optimizer_parallel
+from ..planning import make_pipeline, make_plan
 from ..process import Runtime, current, stream
 from ..pytree_objects import opened
 from ..runtime.deferred_init import beginnings
@@ -34,14 +35,14 @@ from ..runtime.step_program import StepProgram
 from ..sharded_plan import Plan
 from ..torch_private import pytree
 from .foreign_wrappers import check_inside
-from .settings import Settings
+from .setting_methods import SettingMethods
 
 __all__ = ["CallPlanning"]
 
 Earlier = TypeVar("Earlier", Plan, PipelinePlan)
 
 
-class CallPlanning(Settings):
+class CallPlanning(SettingMethods):
     """The planning of a wrapped model, as a base class: `AutoParallel` has the attributes that are read here."""
 
     def _planned(
@@ -66,9 +67,12 @@ class CallPlanning(Settings):
         args, kwargs = opened((args, kwargs))
         runtime = self._runtime()
         self._kind = runtime.device.type
-        devices = 1 if self.parallel_mode == "stand_alone" else runtime.devices
-        dataset = "full_batch" if self.parallel_mode == "stand_alone" else self._dataset_strategy
-        parts = runtime.processes and self.parallel_mode != "stand_alone"
+        settings, broadcast = self._settings, self._running.parameter_broadcast
+        alone, hybrid = settings.parallel_mode == "stand_alone", settings.parallel_mode == "hybrid_parallel"
+        if alone:
+            settings = replace(settings, dataset_strategy="full_batch")
+        devices, dataset = 1 if alone else runtime.devices, settings.dataset_strategy
+        parts = runtime.processes and not alone
         plan: Plan | PipelinePlan
         fed: list[tuple[tuple[int, ...], str]] = []
         ranks = None
@@ -76,7 +80,7 @@ class CallPlanning(Settings):
             from ..runtime.distributed.agreement import Agreement, begin_planning  # noqa: PLC0415  in processes alone
 
             begin_planning("" if recording is None else recording.why)
-            ranks = Agreement(self.parallel_mode, fed)
+            ranks = Agreement(settings.parallel_mode, fed)
         try:
             self._check_handed(self._handed)
             check_inside(self.net)
@@ -85,8 +89,7 @@ class CallPlanning(Settings):
                 from ..runtime.distributed.parameters import held_layouts  # noqa: PLC0415  in processes alone
 
                 stored = held_layouts(module)
-            hybrid = self.parallel_mode == "hybrid_parallel"
-            check_mode(module, self.parallel_mode)
+            check_mode(module, settings.parallel_mode)
             if hybrid:
                 devices = devices or 1
                 check_held(module, devices, runtime.processes)
@@ -102,14 +105,14 @@ class CallPlanning(Settings):
             ]
             if self._loss_trains:
                 self.loss_fn.train(self.training)
-            self._fusion.check(sum(p.requires_grad for p in module.parameters()))
+            self._running.fusion.check(sum(p.requires_grad for p in module.parameters()))
             splits = is_split(whole_args, whole_kwargs)
 
             how: dict[str, Any] = dict(
                 loss_fn=self.loss_fn,
                 device=runtime.device,
                 hooks_around=hooks_around,
-                mixed_precision=self.mixed_precision,
+                mixed_precision=settings.mixed_precision,
             )
             recording = recording or Recording()
 
@@ -126,13 +129,13 @@ class CallPlanning(Settings):
                         partial(capture_scalable, self.net, **how),
                         self._varying(),
                     )
-                return with_policy(graph, self.recompute), wide[0] if wide else None
+                return with_policy(graph, settings.recompute), wide[0] if wide else None
 
             automatic = (
                 None
-                if self._pipeline is None
+                if settings.pipeline is None
                 else AutomaticStages.of(
-                    self._pipeline,
+                    settings.pipeline,
                     whole_args,
                     whole_kwargs,
                     captured,
@@ -142,65 +145,42 @@ class CallPlanning(Settings):
                 )
             )
             graph, wide = captured(None if automatic is None else automatic.count)
-            files = [file for file in (self._strategies, self._parameter_strategies) if file is not None]
+            files = [file for file in (settings.strategies, settings.param_strategies) if file is not None]
             devices = devices or (files[0].devices if files else implied_devices(self.net, graph) * self._groups(None))
-            if self._parameter_strategies is not None and before is None:
-                groups = 1 if self._pipeline is None else self._pipeline.stages
-                stored = self._parameter_strategies.onto(graph, devices, groups, stored, self.uneven)
-            given = dict(
-                on_missing_rule=self.on_missing_rule,
+            lies = settings.param_strategies if before is None else None
+            if lies is not None:
+                groups = 1 if settings.pipeline is None else settings.pipeline.stages
+                stored = lies.onto(graph, devices, groups, stored, settings.uneven)
+            given: dict[str, Any] = dict(
                 stored=stored,
                 used=self._used,
-                sync_batch_norm=self.sync_batch_norm,
-                hsdp=optimizer_parallel(self._hsdp, self.net, self.loss_fn),
-                uneven=self.uneven,
-                strategies=self._strategies,
-                cluster=self._cluster,
-                memory=self._memory,
-                optimizer=self._optimizer,
                 whole=stored_whole(self.net, self.loss_fn),
-                search_memory=self._search_memory,
-                search_progress=self._search_progress,
                 searcher=None if ranks is None else ranks.search,
             )
-            if self._pipeline is not None:
+            if settings.pipeline is not None:
+                modules = staged_modules(self.net, dict(settings.pipeline.stage_config))
+                earlier = self._earlier(PipelinePlan)
                 plan = make_pipeline(
-                    graph,
-                    wide,
-                    devices,
-                    self.parallel_mode,
-                    dataset,
-                    self._pipeline,
-                    staged_modules(self.net, dict(self._pipeline.stage_config)),
-                    splits,
-                    automatic=automatic,
-                    earlier=self._earlier(PipelinePlan),
-                    **given,
+                    graph, wide, devices, settings, modules, splits, automatic=automatic, earlier=earlier, **given
                 )
             else:
                 own = OwnPrograms(own_parameters(module), self.loss_fn is not None) if hybrid else None
                 plan = make_plan(
-                    graph,
-                    devices,
-                    self.parallel_mode,
-                    dataset,
-                    own=own,
-                    earlier=() if hybrid else self._earlier(Plan),
-                    **given,
+                    graph, devices, settings, own=own, earlier=() if hybrid else self._earlier(Plan), **given
                 )
-            if self._parameter_strategies is not None and before is None:
-                self._parameter_strategies.check_kept(plan)
+            if lies is not None:
+                lies.check_kept(plan)
         except Exception as error:
             if ranks is not None:
                 ranks.missed(error)  # the other ranks wait for this one's plan
             raise
         if ranks is not None:
-            begin = {} if before is not None or self._broadcast or self._awaited or not runs else beginnings(module)
+            begin = {} if before is not None or broadcast or self._awaited or not runs else beginnings(module)
             ranks.agree(
                 plan,
                 {name: value for name, value in begin.items() if name not in own_parameters(module)},
-                (*stream.upcoming(), self.random) if plan.draws and runs else None,
-                (self._fusion, self._broadcast),
+                (*stream.upcoming(), self._running.random) if plan.draws and runs else None,
+                (self._running.fusion, broadcast),
             )
         return plan
 
@@ -210,12 +190,13 @@ class CallPlanning(Settings):
 
     def _varying(self) -> tuple[int, ...]:
         """The dims of the inputs that are known beforehand to differ in size from call to call."""
-        buckets = self._buckets
-        return self.varying if self.varying or buckets is None or len(buckets.seq) == 1 else (0, buckets.dim)
+        buckets, varying = self._running.buckets, self._running.varying
+        return varying if varying or buckets is None or len(buckets.seq) == 1 else (0, buckets.dim)
 
     def _groups(self, devices: int | None) -> int:
         """The number of device groups of a pipeline, where it is known and divides `devices`; else 1."""
-        groups = 1 if self._pipeline is None or self._pipeline.stages == "auto" else self._pipeline.stages
+        pipeline = self._settings.pipeline
+        groups = 1 if pipeline is None or pipeline.stages == "auto" else pipeline.stages
         return groups if devices is None or devices % groups == 0 else 1
 
     def _runtime(self) -> Runtime:

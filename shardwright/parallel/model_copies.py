@@ -23,37 +23,18 @@ from ..capture.export import ModelAndLoss
 from ..errors import SettingError
 from ..runtime.deferred_init import put_in_place, substitute
 from ..runtime.distributed.gradient_fusion import Accumulation
-from .settings import Settings
+from .setting_methods import SettingMethods
 
 __all__ = ["Followers", "copied"]
 
-#: Attributes of a wrapper whose values a copy shares: settings and layouts.
-_SHARED = frozenset(
-    {
-        "_dataset_strategy",
-        "_gradients_mean",
-        "_broadcast",
-        "_cluster",
-        "_memory",
-        "_optimizer",
-        "_fusion",
-        "_hsdp",
-        "_pipeline",
-        "_strategies",
-        "_parameter_strategies",
-        "_warned",
-        "_kind",
-        "_search_memory",
-        "_search_progress",
-        "_handed",
-    }
-)
+#: Attributes of a wrapper whose values a copy shares.
+_SHARED = frozenset({"_settings", "_running", "_warned", "_kind", "_handed"})
 
 #: The tables that a wrapper has in common with its model.
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
-def copied(model: Settings, memo: dict[int, Any]) -> Settings:
+def copied(model: SettingMethods, memo: dict[int, Any]) -> SettingMethods:
     """A deep copy of a wrapper and its model.
 
     Args:
@@ -145,17 +126,12 @@ class Followers:
         model: the wrapper, with its parameters before they are cut.
     """
 
-    def __init__(self, model: Settings) -> None:
+    def __init__(self, model: SettingMethods) -> None:
         self._model = model
-        self._copies: list[tuple[Settings, set[str]]] = []
+        self._copies: list[tuple[SettingMethods, set[str]]] = []
         for ref in model._copies:
             made = ref()
-            if (
-                made is not None
-                and not made._programs
-                and made._stored is None
-                and made.plan_settings() == model.plan_settings()
-            ):
+            if made is not None and not made._programs and made._stored is None and made._settings == model._settings:
                 mine, theirs = _named(model), _named(made)
                 self._copies.append((made, {n for n in mine if n in theirs and _alike(mine[n], theirs[n])}))
 
@@ -169,11 +145,13 @@ class Followers:
             for name in alike:
                 if theirs[name].is_meta and not hasattr(mine[name], CUT):
                     put_in_place(theirs[name], mine[name].detach().clone())
-            if any(hasattr(p, CUT) for p in mine.values()) and not (made._broadcast and len(alike) < len(theirs)):
+            if any(hasattr(p, CUT) for p in mine.values()) and not (
+                made._running.parameter_broadcast and len(alike) < len(theirs)
+            ):
                 self._cut(made, mine, theirs, alike)
             further.follow()
 
-    def _cut(self, made: Settings, mine: dict[str, Tensor], theirs: dict[str, Tensor], alike: set[str]) -> None:
+    def _cut(self, made: SettingMethods, mine: dict[str, Tensor], theirs: dict[str, Tensor], alike: set[str]) -> None:
         from ..runtime.distributed.dtensors import with_values  # noqa: PLC0415  imports DTensor
 
         successors: dict[int, nn.Parameter] = {}
@@ -195,7 +173,7 @@ class Followers:
         made._first_ranks.update(self._model._first_ranks)
 
 
-def _named(model: Settings) -> dict[str, Tensor]:
+def _named(model: SettingMethods) -> dict[str, Tensor]:
     holder = ModelAndLoss(model.net, model.loss_fn)
     return dict(holder.named_parameters()) | dict(holder.named_buffers())
 

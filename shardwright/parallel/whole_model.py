@@ -37,7 +37,7 @@ from ..errors import SettingError
 from ..process import current
 from ..runtime.optimizer_guard import close_to_steps, open_to_steps
 from ..torch_private import buffer_table, parameter_table, version_of
-from .settings import Settings
+from .setting_methods import SettingMethods
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -59,14 +59,14 @@ class WholeModel:
         device: the device of the whole parameters; None: that of the run.
     """
 
-    def __init__(self, model: Settings, rank: int | None = None, device: torch.device | None = None) -> None:
+    def __init__(self, model: SettingMethods, rank: int | None = None, device: torch.device | None = None) -> None:
         self.model, self.rank, self._device = model, rank, device
         self._outer: WholeModel | None = None
         self._state: _Swapped | None = None
 
     def __enter__(self) -> nn.Module | None:
         model, runtime = self.model, current()
-        parts = runtime.processes and model.parallel_mode != "stand_alone"
+        parts = runtime.processes and model.settings.parallel_mode != "stand_alone"
         if self.rank is not None and (
             isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 0 <= self.rank < (runtime.devices or 1)
         ):
@@ -99,7 +99,7 @@ class WholeModel:
             state.leave(error)
 
 
-def _check(model: Settings) -> None:
+def _check(model: SettingMethods) -> None:
     """Check that the model has whole values.
 
     Raises:
@@ -122,7 +122,7 @@ def _check(model: Settings) -> None:
         )
 
 
-def _is_cut(model: Settings) -> bool:
+def _is_cut(model: SettingMethods) -> bool:
     return any(hasattr(p, CUT) for p in model.net.parameters()) or (
         isinstance(model.loss_fn, nn.Module) and any(hasattr(p, CUT) for p in model.loss_fn.parameters())
     )
@@ -136,7 +136,7 @@ class _Swapped:
         here: this rank.
     """
 
-    def __init__(self, model: Settings, rank: int | None, here: int, device: torch.device | None) -> None:
+    def __init__(self, model: SettingMethods, rank: int | None, here: int, device: torch.device | None) -> None:
         from ..runtime.distributed.coordination import ranks_of_now  # noqa: PLC0415  needed in processes alone
 
         self.holder = ModelAndLoss(model.net, model.loss_fn)
@@ -394,7 +394,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 # -- methods and parts of the model ------------------------------------------------------------------------------------
 
 
-def attribute_of_net(model: Settings, name: str) -> Any:
+def attribute_of_net(model: SettingMethods, name: str) -> Any:
     """An attribute of the wrapped model. ``generate`` runs under `whole` on every rank; ``save_pretrained`` and
     ``push_to_hub`` run under `whole` on rank 0, and the other ranks wait for it.
 
@@ -435,7 +435,7 @@ class signed_as_net:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
-    def __get__(self, model: Settings | None, kind: type | None = None) -> Any:
+    def __get__(self, model: SettingMethods | None, kind: type | None = None) -> Any:
         if model is None:
             return self.function
         if model.loss_fn is not None:  # the target comes last
@@ -462,7 +462,7 @@ def refuse_calls_of_parts() -> None:
 
 
 def _refuse(module: nn.Module, args: tuple) -> None:
-    if not module._parameters or isinstance(module, Settings):
+    if not module._parameters or isinstance(module, SettingMethods):
         return
     for key, parameter in module._parameters.items():
         if parameter is not None and CUT in vars(parameter):

@@ -173,12 +173,15 @@ def verify_call(
     devices = devices or current().devices or implied_devices(model.net)
 
     def wrap(twin: nn.Module, loss: Any, runtime: Runtime) -> AutoParallel:
-        wrapped = _OnOneMachine(twin, loss, model.parallel_mode, runtime=runtime)
-        wrapped.__dict__.update((k, v) for k, v in vars(model).items() if k not in model._NOT_SETTINGS)
-        wrapped.random = "exact"  # "fast" numbers differ from plan to plan
-        wrapped.sync_batch_norm = True  # the statistics of each device's part do as well
-        if cut:
-            wrapped._cluster = Cluster.of(wrapped._cluster, runtime.devices).with_free_links()
+        wrapped = _OnOneMachine(twin, loss, runtime=runtime)
+        cluster = model.settings.cluster
+        # "fast" random numbers differ from plan to plan; the statistics of each device's part do as well
+        wrapped._running = replace(model.program_settings, random="exact", save_graphs=None)
+        wrapped._settings = replace(
+            model.settings,
+            sync_batch_norm=True,
+            cluster=Cluster.of(cluster, runtime.devices).with_free_links() if cut else cluster,
+        )
         return wrapped
 
     return _Verification(
@@ -192,7 +195,7 @@ def verify_call(
         None,
         tuple(TOLERANCES),
         None,
-        model.mixed_precision,
+        model.settings.mixed_precision,
     ).report()
 
 

@@ -23,6 +23,7 @@ import shardwright as sw
 from shardwright.capture.export import capture
 from shardwright.graph import Graph
 from shardwright.planning import make_plan
+from shardwright.settings import Settings
 
 X, T = draw(16, 8), labels(16)
 L = sw.Layout((2, 2, 2), ("dp", "sp", "mp"))
@@ -249,7 +250,7 @@ def plan_of(name: str, strategy: Any, devices: int) -> sw.Plan:
     graph = captured(name)
     op = graph.ops[0]
     marked = graph.with_ops((replace(op, mark=replace(op.mark, in_strategy=strategy)),))
-    return make_plan(marked, devices, "semi_auto", "full_batch")
+    return make_plan(marked, devices, Settings("semi_auto"))
 
 
 @settings(max_examples=400)

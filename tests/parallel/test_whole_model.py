@@ -490,9 +490,9 @@ def test_copies_keep_settings_and_own_state(local: None) -> None:
     _net, model = wrapped("hsdp")
     model.note = ["of the user's"]
     made = copy.deepcopy(model)
-    assert made.plan_settings() == model.plan_settings() and made.note == model.note and made.note is not model.note
+    assert made.settings == model.settings and made.note == model.note and made.note is not model.note
     made.hsdp(shard_size=2, threshold=0)  # its own, as it has not been called
-    assert made.plan_settings() != model.plan_settings()
+    assert made.settings != model.settings
     model(X, Y)
     close(made(X, Y).detach(), model(X, Y).detach())
     assert made.plan.hsdp.shard_size == 2 and model.plan.hsdp.shard_size == -1

@@ -27,6 +27,7 @@ from shardwright.planfile.load_save import read_document
 from shardwright.planning import capture_micro, make_plan
 from shardwright.report.plan_diff import difference
 from shardwright.runtime.pipeline_step import local_pipeline
+from shardwright.settings import Settings
 
 TWO = dict(stages=2, micro_batches=4, stage_config=staged(2))
 
@@ -443,7 +444,7 @@ def test_stages_of_other_numbers_of_devices(tmp_path: Path) -> None:
     graph, wide = capture_micro(net, (x, x), {}, 4, loss_fn=loss)
 
     def planner(part: Any, size: int, fed: Any, number: int) -> sw.Plan:
-        return make_plan(part, size, "recursive_programming", "full_batch", fed=fed)
+        return make_plan(part, size, Settings("recursive_programming"), fed=fed)
 
     plan = pipeline_plan(
         graph,

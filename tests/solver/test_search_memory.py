@@ -282,8 +282,7 @@ def test_what_cannot_be_called_is_no_progress():
 
 def test_a_wrapper_plans_with_its_setting():
     model = sw.AutoParallel(net(), parallel_mode="dynamic_programming", search_memory="1GB", search_progress=False)
-    settings = model.plan_settings()
-    assert settings["search_memory"] == "1GB" and settings["search_progress"] is False
+    assert model.settings.search_memory == "1GB" and model.settings.search_progress is False
 
 
 @pytest.mark.parametrize("mode", ["dynamic_programming", "recursive_programming"])

@@ -25,6 +25,7 @@ from shardwright.pytree_objects import opened
 from shardwright.rules import bound_rule, find_rule
 from shardwright.runtime.distributed.gradient_fusion import Accumulation, Fusion
 from shardwright.runtime.step_program import make_program
+from shardwright.settings import Settings
 from shardwright.sharded_plan import Plan
 from shardwright.verification.node_comparison import worst
 from shardwright.verification.value_precision import Allowed
@@ -101,7 +102,7 @@ class Zoo:
         graph = self.graph
         if mode in MARKED:
             graph = marked(graph, self.model.name, MARKED[mode])
-        return make_plan(graph, DEVICES, mode, "full_batch", cluster=FREE, sync_batch_norm=True)
+        return make_plan(graph, DEVICES, Settings(mode, cluster=FREE, sync_batch_norm=True))
 
     def run(self, mode: str) -> Outcome:
         """The outcome of a mode: the plan's run against that on one device."""

@@ -25,6 +25,7 @@ from shardwright.capture.export import capture
 from shardwright.partition.local_program import PortableDecisions, graph_digest
 from shardwright.planfile.document_writer import written
 from shardwright.planners.planning_problem import PLANNERS
+from shardwright.settings import Settings
 
 X, T = draw(16, 8), labels(16)
 CROSS_ENTROPY = nn.CrossEntropyLoss()
@@ -303,7 +304,8 @@ def test_what_comes_back_is_what_was_decided(make_net: Callable, x: torch.Tensor
     given = {"parallel_mode": SEARCH} | options
     given["dataset_strategy"] = "full_batch"
     made, alone = (
-        written(make.make_plan(capture(make_net(), (x,)), 4, searcher=who, **given)) for who in (searcher, None)
+        written(make.make_plan(capture(make_net(), (x,)), 4, Settings.of(**given), searcher=who))
+        for who in (searcher, None)
     )
     found, taken, elsewhere = held[0]
     assert taken == found and list(taken.decisions) == list(found.decisions)

@@ -84,10 +84,10 @@ def test_comm_fusion_is_read() -> None:
         ([3], Fusion(ends=(3,))),
     ]:
         assert fusion_of(given) == made
-        assert sw.AutoParallel(stack()).comm_fusion(allreduce=given)._fusion == made
-        assert sw.AutoParallel(stack()).comm_fusion({"allreduce": given})._fusion == made
-    assert sw.AutoParallel(stack()).comm_fusion({"openstate": False, "allreduce": "auto"})._fusion.limit == 0
-    assert sw.AutoParallel(stack()).comm_fusion(openstate=False)._fusion.limit == 0
+        assert sw.AutoParallel(stack()).comm_fusion(allreduce=given).program_settings.fusion == made
+        assert sw.AutoParallel(stack()).comm_fusion({"allreduce": given}).program_settings.fusion == made
+    for given in ({"config": {"openstate": False, "allreduce": "auto"}}, {"openstate": False}):
+        assert sw.AutoParallel(stack()).comm_fusion(**given).program_settings.fusion.limit == 0
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,14 @@
-"""The settings of a wrapped model: methods of `parallel.AutoParallel`, called before its first call."""
+"""The settings of a wrapped model that are methods of `parallel.AutoParallel`, called before its first call.
+
+A wrapped model has two values: `Settings` decides its plans, `ProgramSettings` decides how they run. Each method
+replaces one of the two by a changed copy.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +22,7 @@ from ..planfile.load_save import read_document
 from ..planfile.parameter_file import ParameterStrategies
 from ..planners.planning_problem import PLANNERS
 from ..runtime.distributed.gradient_fusion import Fusion, fusion_of
+from ..settings import Settings
 from ..sharded_plan import Plan
 from ..torch_private import gradient_hooks
 from .sequence_buckets import SequenceBuckets
@@ -24,11 +30,54 @@ from .sequence_buckets import SequenceBuckets
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Settings"]
+__all__ = ["ProgramSettings", "SettingMethods"]
 
 
-class Settings:
-    """The settings of `AutoParallel`, as a base class. Each setter returns the model, so that calls can be chained."""
+@dataclass(frozen=True)
+class ProgramSettings:
+    """The settings of a wrapped model that decide nothing of its plans.
+
+    Attributes:
+        save_graphs: a directory for the IR dumps of every rank; None: none are written.
+        random: "exact" or "fast", see `AutoParallel`.
+        parameter_broadcast: True: in processes, parameters and buffers begin with the values of rank 0.
+        gradients_mean: True: gradients are those of the mean of the ranks' losses, where the loss is outside the model.
+        fusion: the buckets of gradients.
+        compiled: the backend of ``torch.compile``; None: the program runs operator by operator.
+        max_programs: the number of programs that are kept.
+        varying: dims of the inputs whose sizes differ from call to call.
+        buckets: lengths to which sequences are padded; None: none.
+
+    Raises:
+        SettingError: an unknown value.
+    """
+
+    save_graphs: str | Path | None = None
+    random: str = "exact"
+    parameter_broadcast: bool = False
+    gradients_mean: bool = False
+    fusion: Fusion = field(default_factory=Fusion)
+    compiled: str | None = None
+    max_programs: int = 64
+    varying: tuple[int, ...] = ()
+    buckets: SequenceBuckets | None = None
+
+    def __post_init__(self) -> None:
+        if self.random not in ("exact", "fast"):
+            raise SettingError(f"unknown random {self.random!r}", legal='"exact" or "fast"')
+        if not isinstance(self.max_programs, int) or isinstance(self.max_programs, bool) or self.max_programs < 1:
+            raise SettingError(f"max_programs={self.max_programs!r}", legal="a whole number of at least 1")
+        if not isinstance(self.varying, (tuple, list)) or not all(type(d) is int and d >= 0 for d in self.varying):
+            raise SettingError(
+                f"varying={self.varying!r}", legal="dims of the inputs, counted from 0, such as varying=(0, 1)"
+            )
+
+
+class SettingMethods:
+    """The methods, as a base class of `AutoParallel`. Each returns the model, so that calls can be chained."""
+
+    _settings: Settings
+    _running: ProgramSettings
 
     #: The library that hands batches to the processes, and its dataset_strategy; None: the user's own loop.
     _handed: tuple[str, Any] | None = None
@@ -50,7 +99,7 @@ class Settings:
                 f"unknown dataset_strategy {strategy!r}",
                 legal='"data_parallel", "full_batch", or a tuple with one entry per tensor input',
             )
-        self._dataset_strategy = self._before_first_call("dataset_strategy", strategy)
+        self._plan_with("dataset_strategy", dataset_strategy=strategy)
         return self
 
     def enable_gradients_mean(self, enabled: bool = True) -> Self:
@@ -63,7 +112,7 @@ class Settings:
         Raises:
             SettingError: after the first call.
         """
-        self._gradients_mean = self._before_first_call("enable_gradients_mean", bool(enabled))
+        self._run_with("enable_gradients_mean", gradients_mean=bool(enabled))
         return self
 
     def parameter_broadcast(self, enabled: bool = True) -> Self:
@@ -77,7 +126,7 @@ class Settings:
         Raises:
             SettingError: after the first call.
         """
-        self._broadcast = self._before_first_call("parameter_broadcast", bool(enabled))
+        self._run_with("parameter_broadcast", parameter_broadcast=bool(enabled))
         return self
 
     def comm_fusion(
@@ -110,7 +159,7 @@ class Settings:
         if not isinstance(openstate, bool):
             raise SettingError(f"comm_fusion: openstate={openstate!r}", legal="True or False")
         fusion = Fusion() if allreduce is None else fusion_of(allreduce)
-        self._fusion = self._before_first_call("comm_fusion", fusion if openstate else Fusion(limit=0))
+        self._run_with("comm_fusion", fusion=fusion if openstate else Fusion(limit=0))
         return self
 
     def hsdp(self, shard_size: int = -1, threshold: float = 64, optimizer_level: str = "level1") -> Self:
@@ -133,7 +182,7 @@ class Settings:
             SettingError: after the first call, or an unknown value. At the first call: a `shard_size` that does not
                 divide the replicas of a parameter.
         """
-        self._hsdp = self._before_first_call("hsdp", OptimizerParallel(shard_size, threshold, optimizer_level))
+        self._plan_with("hsdp", hsdp=OptimizerParallel(shard_size, threshold, optimizer_level))
         return self
 
     def pipeline(
@@ -177,7 +226,7 @@ class Settings:
         given = dict(
             stages=stages, scheduler=scheduler, micro_batches=micro_batches, stage_config=stage_config, chunks=chunks
         )
-        self._pipeline = self._before_first_call("pipeline", pipelining(given))
+        self._plan_with("pipeline", pipeline=pipelining(given))
         return self
 
     def buckets(
@@ -209,7 +258,7 @@ class Settings:
                 bucket, an input whose padding is not known, a model without such a mask.
         """
         value = SequenceBuckets(tuple(seq), dim, dict(fill or {}), mask)
-        self._buckets = self._before_first_call("buckets", value)
+        self._run_with("buckets", buckets=value)
         return self
 
     def load_operator_strategy_file(self, path: str | Path) -> Self:
@@ -224,13 +273,13 @@ class Settings:
             PlanError: no such file, not a plan. At the first call: a plan for another model, other shapes or another
                 number of devices, with the line.
         """
-        if self.parallel_mode not in PLANNERS:
+        if self._settings.parallel_mode not in PLANNERS:
             raise SettingError(
-                f"load_operator_strategy_file: {self.parallel_mode} runs operators as they stand",
+                f"load_operator_strategy_file: {self._settings.parallel_mode} runs operators as they stand",
                 legal=", ".join(PLANNERS),
             )
-        self._before_first_call("load_operator_strategy_file", path)
-        self._strategies = read_document(path)
+        self._check_before_first_call("load_operator_strategy_file")
+        self._plan_with("load_operator_strategy_file", strategies=read_document(path))
         return self
 
     def save_operator_strategy_file(self, path: str | Path) -> Self:
@@ -261,13 +310,13 @@ class Settings:
                 does not have, or that has another shape or type; another number of devices.
             LayoutError: a line that no layout of the parameter follows.
         """
-        if self.parallel_mode not in PLANNERS:
+        if self._settings.parallel_mode not in PLANNERS:
             raise SettingError(
-                f"load_param_strategy_file: {self.parallel_mode} stores parameters as they are",
+                f"load_param_strategy_file: {self._settings.parallel_mode} stores parameters as they are",
                 legal=", ".join(PLANNERS),
             )
-        self._before_first_call("load_param_strategy_file", path)
-        self._parameter_strategies = ParameterStrategies.read(path)
+        self._check_before_first_call("load_param_strategy_file")
+        self._plan_with("load_param_strategy_file", param_strategies=ParameterStrategies.read(path))
         return self
 
     def save_param_strategy_file(self, path: str | Path) -> Self:
@@ -319,13 +368,22 @@ class Settings:
         finally:
             self._accumulation.open = before
 
-    def _before_first_call(self, name: str, value: Any) -> Any:
+    def _plan_with(self, name: str, **changed: Any) -> None:
+        """Change settings that decide plans, by the method `name`."""
+        self._check_before_first_call(name)
+        self._settings = replace(self._settings, **changed)
+
+    def _run_with(self, name: str, **changed: Any) -> None:
+        """Change settings that decide how plans run, by the method `name`."""
+        self._check_before_first_call(name)
+        self._running = replace(self._running, **changed)
+
+    def _check_before_first_call(self, name: str) -> None:
         if self._programs or self._stored is not None:
             raise SettingError(
                 f"{name}() comes too late: the model has been called and planned",
                 legal=f"{name}() before the first call",
             )
-        return value
 
     def _check_handed(self, handed: tuple[str, Any] | None) -> None:
         """Check that the settings fit the way in which a library hands out batches.
@@ -340,36 +398,15 @@ class Settings:
         if handed is None:
             return
         library, strategy = handed
-        if self._pipeline is not None and strategy == "data_parallel":
+        if self._settings.pipeline is not None and strategy == "data_parallel":
             raise SettingError(
                 f"{library} hands each process its own part of a batch, and a pipeline's stages work on the same one",
                 legal='dataset_strategy("full_batch")'
                 + (f" before {library} is given the model" if self._handed is handed else ""),
             )
-        if self._dataset_strategy != strategy:
+        if self._settings.dataset_strategy != strategy:
             raise SettingError(
                 f"{library} hands out batches by dataset_strategy({strategy!r}), and the model has been given "
-                f"dataset_strategy({self._dataset_strategy!r}) since",
+                f"dataset_strategy({self._settings.dataset_strategy!r}) since",
                 legal=f"dataset_strategy before {library} is given the model",
             )
-
-    def plan_settings(self) -> dict[str, Any]:
-        """The settings that decide a plan, as keyword arguments of `shardwright.plan`."""
-        return {
-            "parallel_mode": self.parallel_mode,
-            "dataset_strategy": self._dataset_strategy,
-            "on_missing_rule": self.on_missing_rule,
-            "sync_batch_norm": self.sync_batch_norm,
-            "hsdp": self._hsdp,
-            "pipeline": self._pipeline,
-            "recompute": self.recompute,
-            "uneven": self.uneven,
-            "strategies": self._strategies,
-            "param_strategies": self._parameter_strategies,
-            "cluster": self._cluster,
-            "memory": self._memory,
-            "optimizer": self._optimizer,
-            "mixed_precision": self.mixed_precision,
-            "search_memory": self._search_memory,
-            "search_progress": self._search_progress,
-        }

@@ -1,0 +1,150 @@
+"""The settings that decide a plan: one value that `AutoParallel`, `shardwright.plan`, `shardwright.verify` and the
+command line share.
+
+Each of them takes the settings as keywords and makes a `Settings` of them, which checks every value once. The planning
+of a call reads this value alone. Settings of a run that decide nothing of its plan, such as the buckets of gradients,
+are in `parallel.setting_methods.ProgramSettings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .capture.annotations import PipelineSettings, pipelining
+from .cluster import format_bytes, parse_bytes
+from .cost.memory_timeline import optimizer_bytes
+from .errors import SettingError
+from .mixed_precision import MixedPrecision
+from .partition.parameter_sharding import OptimizerParallel
+from .planfile.load_save import as_document
+from .planfile.parameter_file import ParameterStrategies, as_parameter_strategies
+from .planfile.pipeline_document import PipelineDocument
+from .planfile.plan_document import PlanDocument
+from .planners.planning_problem import PLANNERS, modes
+from .solver.search_memory import LEAST, SearchProgress
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that decide a plan.
+
+    Attributes:
+        parallel_mode: one of `planners.planning_problem.modes`.
+        dataset_strategy: "full_batch", "data_parallel", or a tuple with one entry per tensor input.
+        on_missing_rule: "error", or "replicate": operators without a rule run whole, with a note in the plan.
+        sync_batch_norm: in data_parallel, batch norms train by the statistics of the whole batch, as in the other
+            modes, instead of each device's own.
+        hsdp: ZeRO/FSDP sharding (optimizer parallel) of parameters; None: none.
+        recompute: the operators that are recomputed in the backward, as `AutoParallel` takes it.
+        uneven: True where cuts need not divide their dims.
+        cluster: the devices and their links, for the prices, as `Cluster.of` takes it.
+        memory: limit per device, for the modes that search: bytes, "70GB", or "cluster" for the device's own; None:
+            no limit.
+        optimizer: the optimizer whose state is stored for each parameter: "adam", "momentum", "sgd", or its bytes per
+            element.
+        strategies: a plan whose operators' strategies apply here too, with priority over the model's own marks.
+        param_strategies: the storage layouts of parameters.
+        pipeline: the pipeline; None: none.
+        mixed_precision: the dtypes in which parameters are stored and read, and their gradients summed.
+        search_memory: the growth of host memory allowed to the process during a search: bytes or text such as "2GB";
+            None: half of the free memory.
+        search_progress: called with a `SearchProgress` every few seconds of a search; None: a line of it goes to the
+            log `shardwright.search`, and to stderr where that is a terminal; True: to stderr in any case; False:
+            nothing.
+
+    Raises:
+        SettingError: an unknown value.
+    """
+
+    parallel_mode: str = "semi_auto"
+    dataset_strategy: Any = "full_batch"
+    on_missing_rule: str = "error"
+    sync_batch_norm: bool = False
+    hsdp: OptimizerParallel | None = None
+    recompute: Any = None
+    uneven: bool = False
+    cluster: Any = None
+    memory: str | float | None = None
+    optimizer: str | float = "adam"
+    strategies: PlanDocument | PipelineDocument | None = None
+    param_strategies: ParameterStrategies | None = None
+    pipeline: PipelineSettings | None = None
+    mixed_precision: MixedPrecision | None = None
+    search_memory: str | float | None = None
+    search_progress: Callable[[SearchProgress], Any] | bool | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        hsdp: Any = None,
+        strategies: Any = None,
+        param_strategies: Any = None,
+        pipeline: Any = None,
+        mixed_precision: Any = None,
+        **given: Any,
+    ) -> Settings:
+        """The settings as a user writes them: dicts, paths and names in place of this package's values.
+
+        Raises:
+            SettingError: an unknown value.
+            PlanError: a file that cannot be read.
+        """
+        return cls(
+            hsdp=OptimizerParallel.of(hsdp),
+            strategies=as_document(strategies),
+            param_strategies=as_parameter_strategies(param_strategies),
+            pipeline=pipelining(pipeline),
+            mixed_precision=MixedPrecision.of(mixed_precision),
+            **given,
+        )
+
+    def __post_init__(self) -> None:
+        if self.parallel_mode not in modes():
+            raise SettingError(f"unknown parallel_mode {self.parallel_mode!r}", legal=", ".join(modes()))
+        if self.on_missing_rule not in ("error", "replicate"):
+            raise SettingError(f"unknown on_missing_rule {self.on_missing_rule!r}", legal='"error" or "replicate"')
+        if self.strategies is not None and self.parallel_mode not in PLANNERS:
+            raise SettingError(
+                f"{self.strategies.path} has strategies of operators, which {self.parallel_mode} runs as they stand",
+                legal=", ".join(PLANNERS),
+            )
+        if self.param_strategies is not None and self.parallel_mode not in PLANNERS:
+            raise SettingError(
+                f"{self.param_strategies.source} has strategies of parameters, which {self.parallel_mode} stores as "
+                "they are",
+                legal=", ".join(PLANNERS),
+            )
+        optimizer_bytes(self.optimizer)  # raises for an unknown optimizer
+        _ = self.budget
+
+    @property
+    def budget(self) -> tuple[float | None, Callable[[SearchProgress], Any] | bool | None]:
+        """The arguments of a `SearchBudget`: bytes or None, and the progress setting.
+
+        Raises:
+            SettingError: no amount of memory, or less than the least of a search; a progress setting that cannot be
+                called.
+        """
+        memory, progress = self.search_memory, self.search_progress
+        if progress is not None and not isinstance(progress, bool) and not callable(progress):
+            raise SettingError(
+                f"search_progress={progress!r} cannot be called",
+                legal="a function of one argument, True, False or None",
+            )
+        if memory is None:
+            return None, progress
+        allowed = parse_bytes(memory, "search_memory", '"2GB", "512MiB" or a number of bytes')
+        if allowed < LEAST:
+            raise SettingError(
+                f"search_memory={memory!r} is less than a search takes", legal=f"{format_bytes(LEAST)} or more"
+            )
+        return allowed, progress
+
+    def keywords(self) -> dict[str, Any]:
+        """The settings as keyword arguments of `shardwright.plan`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
