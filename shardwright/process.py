@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import SettingError
+from .launch.device_choice import asked_device, check_shared, device_of_group, device_of_rank
 from .launch.environment import RankInRun, find, leading_to
 
 __all__ = ["RandomStream", "Runtime", "current", "init", "of_micro_batch", "rank", "stream", "world_size"]
@@ -59,7 +60,12 @@ _current: list[Runtime] = []
 
 
 def init(
-    devices: int | None = None, *, backend: str | None = None, timeout: float | None = None, watch: bool | None = None
+    devices: int | None = None,
+    *,
+    backend: str | None = None,
+    timeout: float | None = None,
+    watch: bool | None = None,
+    device: Any = None,
 ) -> Runtime:
     """Find out the runtime of this process. May be called again.
 
@@ -76,14 +82,18 @@ def init(
             operation.
         watch: True: ranks watch one another while they run: all run the same program, and a missing rank is named.
             False: a collective only fails after the timeout. None: True, or as before.
+        device: the device on which this process computes, such as "cuda", "cuda:1" or "cpu". None: with processes, see
+            `launch.device_choice`; in one process, that of the model.
 
     Returns:
         The runtime.
 
     Raises:
         SettingError: a number of devices below 1, in the argument or in the environment; variables of launchers, or a
-            rank table, that are faulty or contradict one another; ranks that do not join.
+            rank table, that are faulty or contradict one another; ranks that do not join; a device that is not there;
+            more processes on a host than accelerators; two processes on one accelerator.
     """
+    asked_for = asked_device(device)
     if devices is not None and (not isinstance(devices, int) or isinstance(devices, bool) or devices < 1):
         raise SettingError(f"init(devices={devices!r})", legal="a whole number of at least 1")
     before = _current[0] if _current else Runtime(False, None, 0, torch.device("cpu"))
@@ -93,25 +103,26 @@ def init(
             True,
             dist.get_world_size(),
             dist.get_rank(),
-            _device(_place_in_group()),
+            device_of_group(_place_in_group(), asked_for),
             before.timeout if timeout is None else timeout,
             watched,
         )
     elif dist.is_available() and (place := find(os.environ)) is not None:
-        device = _device(place)
+        mine = device_of_rank(place, backend, asked_for)
         wait = DEFAULT_TIMEOUT if timeout is None else timedelta(seconds=timeout)
         _join(
             place,
-            backend or {"cuda": "nccl", "npu": "hccl"}.get(device.type, "gloo"),
+            mine,
+            backend or {"cuda": "nccl", "npu": "hccl"}.get(mine.type, "gloo"),
             wait,
             wait * TORCH_WAITS if watched else wait,
         )
-        runtime = Runtime(True, dist.get_world_size(), dist.get_rank(), device, wait.total_seconds(), watched)
+        runtime = Runtime(True, dist.get_world_size(), dist.get_rank(), mine, wait.total_seconds(), watched)
     else:
         asked = os.environ.get("SHARDWRIGHT_DEVICES")
         if asked and not (asked.isdecimal() and int(asked)):
             raise SettingError(f"SHARDWRIGHT_DEVICES={asked}", legal="a whole number of at least 1")
-        runtime = Runtime(False, int(asked) if asked else devices, 0, torch.get_default_device())
+        runtime = Runtime(False, int(asked) if asked else devices, 0, asked_for or torch.get_default_device())
     _current[:] = [runtime]
     return runtime
 
@@ -126,33 +137,27 @@ def _place_in_group() -> RankInRun | None:
     return place if place is not None and (place.rank, place.size) == (dist.get_rank(), dist.get_world_size()) else None
 
 
-def _join(place: RankInRun, backend: str, timeout: timedelta, collectives: timedelta) -> None:
+def _join(place: RankInRun, device: torch.device, backend: str, timeout: timedelta, collectives: timedelta) -> None:
     """Join the process group. All ranks have `timeout` to join; its collectives have the timeout `collectives`."""
-    if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if "GLOO_SOCKET_IFNAME" not in os.environ:  # checkpoints have a Gloo group beside another backend's
         interface = leading_to(place.master_addr, place.master_port)
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface  # Gloo takes an interface in no other way
     if place.agent:
-        dist.init_process_group(backend, timeout=collectives)
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(collectives)
     else:
         from .launch.rendezvous import meet  # noqa: PLC0415  needed only without torchrun's agent
 
-        dist.init_process_group(
-            backend,
-            store=meet(place, timeout.total_seconds()),
-            rank=place.rank,
-            world_size=place.size,
-            timeout=collectives,
-        )
-
-
-def _device(place: RankInRun | None) -> torch.device:
-    """The accelerator of this process if the host has one for each of its processes, else the CPU."""
-    index, needed = (place.device, place.devices) if place is not None else (0, 1)
-    if not torch.accelerator.is_available() or torch.accelerator.device_count() < needed:
-        return torch.device("cpu")
-    torch.accelerator.set_device_index(index)
-    return torch.device(torch.accelerator.current_accelerator().type, index)
+        store = meet(place, timeout.total_seconds())
+    check_shared(device, place, dist.PrefixStore("shardwright devices", store), timeout)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("default_pg", store),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=collectives,
+    )
 
 
 def current() -> Runtime:

@@ -6,8 +6,9 @@
     rendezvous           the meeting of a run's nodes, and of ranks without an agent
     console              logs, the live line, the worker that ended first
     environment          the place of a process in the run, from the variables of its launcher
+    device_choice        the device of a process
 
-Only `agent` and `rendezvous` import torch.
+Only `agent`, `device_choice` and `rendezvous` import torch.
 """
 
 from __future__ import annotations
