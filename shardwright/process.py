@@ -46,6 +46,7 @@ class Runtime:
         device: the device on which this process computes.
         timeout: seconds that a rank waits for another.
         watch: True where ranks watch one another (`runtime.distributed.watchdog`).
+        chosen: True in the local runtime where the user has named the device; else it is that of each model.
     """
 
     processes: bool
@@ -54,6 +55,7 @@ class Runtime:
     device: torch.device
     timeout: float = DEFAULT_TIMEOUT.total_seconds()
     watch: bool = True
+    chosen: bool = False
 
 
 _current: list[Runtime] = []
@@ -122,7 +124,8 @@ def init(
         asked = os.environ.get("SHARDWRIGHT_DEVICES")
         if asked and not (asked.isdecimal() and int(asked)):
             raise SettingError(f"SHARDWRIGHT_DEVICES={asked}", legal="a whole number of at least 1")
-        runtime = Runtime(False, int(asked) if asked else devices, 0, asked_for or torch.get_default_device())
+        here = asked_for or torch.get_default_device()
+        runtime = Runtime(False, int(asked) if asked else devices, 0, here, chosen=asked_for is not None)
     _current[:] = [runtime]
     return runtime
 

@@ -54,6 +54,7 @@ from .annotations import collect_marks, mark_names, whole_shape
 from .graph_reader import GraphReader, bare
 from .guards import GuardedPlace, Guards
 from .memoised_functions import computed_for_real
+from .model_device import device_of
 from .module_hooks import outermost_left_out
 from .observation import Observation
 from .regions import collect_functions, collect_regions
@@ -113,9 +114,8 @@ def _fake_state(
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in memo:
-            where = device if tensor.device.type == "meta" else tensor.device
             with mode:
-                made = torch.empty(whole_shape(tensor), dtype=types.get(id(tensor), tensor.dtype), device=where)
+                made = torch.empty(whole_shape(tensor), dtype=types.get(id(tensor), tensor.dtype), device=device)
                 memo[id(tensor)] = (
                     nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
                 )
@@ -240,7 +240,7 @@ def capture(
     kwargs: dict[str, Any] | None = None,
     *,
     loss_fn: Any = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     recording: Recording | None = None,
     hooks_around: bool = False,
     mixed_precision: MixedPrecision | None = None,
@@ -251,7 +251,7 @@ def capture(
         net: the model; its parameters may be real, fake or meta.
         args, kwargs: the inputs of the call with their **global** shapes; real, fake or meta tensors.
         loss_fn: if given, the last of `args` is its target and the graph ends in the loss.
-        device: the device that meta tensors stand for.
+        device: the device on which the program is to run; None: that of the model (`model_device`).
         recording: receives the observed state and side effects of the model.
         hooks_around: the caller runs the model's own hooks at its borders (`module_hooks`).
         mixed_precision: the dtypes in which the model's parameters are stored and read.
@@ -264,7 +264,7 @@ def capture(
         CaptureError: `torch.export` could not follow the model, or a side effect of the forward cannot be repeated at
             each call; with the user's line.
     """
-    made = _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device), hooks_around, mixed_precision)
+    made = _captured(net, args, dict(kwargs or {}), loss_fn, device, hooks_around, mixed_precision)
     if recording is not None:
         recording.add(made.seen, made.outcome.effects)
     return made.graph
@@ -278,7 +278,7 @@ def capture_scalable(
     vary: Sequence[Collection[int]],
     recording: Recording,
     loss_fn: Any = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     hooks_around: bool = False,
     mixed_precision: MixedPrecision | None = None,
 ) -> ScalableGraph | None:
@@ -298,9 +298,7 @@ def capture_scalable(
         return None
     counters = {place: counter(place.get(), place.path) for place in known.advanced()}
     try:
-        made = _captured(
-            net, args, dict(kwargs or {}), loss_fn, torch.device(device), hooks_around, mixed_precision, vary, counters
-        )
+        made = _captured(net, args, dict(kwargs or {}), loss_fn, device, hooks_around, mixed_precision, vary, counters)
     except (ShardwrightError, Blamed, NotScalable):
         return None  # a capture of one size may still succeed, or raises this error
     effects = advanced(made.outcome, counters)
@@ -317,13 +315,14 @@ def _captured(
     args: tuple,
     kwargs: dict[str, Any],
     loss_fn: Any,
-    device: torch.device,
+    device: torch.device | str | None,
     hooks_around: bool,
     mixed_precision: MixedPrecision | None,
     vary: Sequence[Collection[int]] | None = None,
     counters: Mapping[GuardedPlace, Any] | None = None,
 ) -> _Exported:
     """One capture, as described in `capture` and `capture_scalable`."""
+    device = device_of(net, loss_fn, (args, kwargs)) if device is None else torch.device(device)
     module = net if loss_fn is None else WithLoss(net, loss_fn)
     prefix = "" if loss_fn is None else "net"
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -334,14 +333,10 @@ def _captured(
     def fake_input(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        where = device if leaf.device.type == "meta" else leaf.device
         with mode:
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device=where, requires_grad=leaf.requires_grad)
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
 
     fake_args, fake_kwargs = pytree.tree_map(fake_input, opened((tuple(args), kwargs)))
-    types_of_devices = {device.type} | {
-        x.device.type for x in pytree.tree_leaves((fake_args, fake_kwargs)) if isinstance(x, torch.Tensor)
-    }
     tied: dict[int, list[str]] = {}
     for name, tensor in [
         *module.named_parameters(remove_duplicate=False),
@@ -374,7 +369,7 @@ def _captured(
             watched_calls(watch.effects, lambda: watch.running),
             watch,
             _objects_opened(module),
-            without_cudnn(types_of_devices),
+            without_cudnn({device.type}),
             attributes_unchecked(),
             layouts_unrecorded(),
             code_written_late(),

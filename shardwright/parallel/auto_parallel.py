@@ -285,6 +285,8 @@ class AutoParallel(CallPlanning, nn.Module):
                 "the parallel model is called inside of whole(), where it has whole parameters",
                 legal="the plain model inside: net(…) with `model.whole() as net`; model(…) after it",
             )
+        if not self._programs:
+            self._runtime_of(args, kwargs)  # finds out whose autocast it is
         feed = spec, autocast.current("cpu", self._kind), fed
         program = self._found(feed)
         if program is None:
@@ -385,7 +387,7 @@ class AutoParallel(CallPlanning, nn.Module):
         observer = _OBSERVER.get()
         if observer is not None:
             observer(self, args, kwargs)
-        runtime, module = self._runtime(), ModelAndLoss(self.net, self.loss_fn)
+        runtime, module = self._runtime_of(args, kwargs), ModelAndLoss(self.net, self.loss_fn)
         before = self._before()
         if runtime.processes:
             refuse_calls_of_parts()

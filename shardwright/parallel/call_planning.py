@@ -19,6 +19,7 @@ from .. import autocast
 from ..capture.annotations import staged_modules, stored_whole
 from ..capture.export import ModelAndLoss, Recording, capture, capture_scalable
 from ..capture.manual import check_held, check_mode, one_slice, own_parameters
+from ..capture.model_device import check_inputs, device_of
 from ..capture.regions import with_policy
 from ..graph import Graph
 from ..ops import for_ranks
@@ -65,8 +66,7 @@ class CallPlanning(SettingMethods):
             hooks_around: see `AutoParallel._build`.
         """
         args, kwargs = opened((args, kwargs))
-        runtime = self._runtime()
-        self._kind = runtime.device.type
+        runtime = self._runtime_of(args, kwargs)
         settings, broadcast = self._settings, self._running.parameter_broadcast
         alone, hybrid = settings.parallel_mode == "stand_alone", settings.parallel_mode == "hybrid_parallel"
         if alone:
@@ -201,3 +201,17 @@ class CallPlanning(SettingMethods):
 
     def _runtime(self) -> Runtime:
         return current()
+
+    def _runtime_of(self, args: tuple, kwargs: dict[str, Any]) -> Runtime:
+        """The runtime of a call: in a single process that was given no device, on the device of the model.
+
+        Raises:
+            SettingError: a model on several devices, or an input on another one.
+        """
+        runtime = self._runtime()
+        if not runtime.processes and not runtime.chosen:
+            device = device_of(self.net, self.loss_fn, (args, kwargs))
+            check_inputs(device, (args, kwargs))
+            runtime = replace(runtime, device=device)
+        self._kind = runtime.device.type
+        return runtime

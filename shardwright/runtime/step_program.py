@@ -148,6 +148,9 @@ def make_program(
             process plays several devices.
     """
     freed.planned()
+    if runtime.chosen and before is None:
+        _move(holder, runtime.device)
+    moved = runtime.device if runtime.chosen else None
     if isinstance(plan, PipelinePlan):
         if runtime.processes:
             from .distributed.agreement import counted  # noqa: PLC0415  processes alone use it
@@ -160,7 +163,9 @@ def make_program(
             warnings.warn(
                 "compile=True: one process plays all devices, operator by operator, and is not compiled", stacklevel=7
             )
-        return local_pipeline(plan, holder, runtime.device, before is None)
+        piped = local_pipeline(plan, holder, runtime.device, before is None)
+        piped.device = moved
+        return piped
     lowered = lower(plan)
     if runtime.processes and plan.devices > 1:
         return _on_processes(
@@ -170,14 +175,21 @@ def make_program(
         materialize(holder, lambda name, old, whole: whole, runtime.device, real=False)
     named = dict(holder.named_parameters()) | dict(holder.named_buffers())
     state = [with_rank_dim(named[n]) for n in (*lowered.parameters, *lowered.buffers)]
-    state += [plan.graph.constants[n] for n in lowered.constants]
+    state += [plan.graph.constants[n].to(runtime.device) for n in lowered.constants]
     single = plan.devices == 1 and (compiled or not plan.regions)
     if compiled and not single:
         warnings.warn(
             "compile=True: one process plays all devices, operator by operator, and is not compiled", stacklevel=7
         )
     body = SingleDeviceExecutor(lowered, compiled) if single else LocalExecutor(lowered)
-    return StepProgram(plan, body, state, [named[n] for n in lowered.updates])
+    return StepProgram(plan, body, state, [named[n] for n in lowered.updates], device=moved)
+
+
+def _move(holder: nn.Module, device: torch.device) -> None:
+    """Move the parameters and buffers that have values to the device that the user has named for this process."""
+    for tensor in (*holder.parameters(), *holder.buffers()):
+        if not tensor.is_meta and tensor.device != device:
+            tensor.data = tensor.data.to(device)
 
 
 def _on_processes(

@@ -1,4 +1,4 @@
-"""The device of a process, on hosts with accelerators that are not there: torch's questions are answered by the test."""
+"""The device of a process, on hosts whose accelerators are not there: the test answers the questions to torch."""
 
 from __future__ import annotations
 

@@ -1,0 +1,68 @@
+"""The device of a model: where its values are, and where its captured program is to run.
+
+A capture puts every fake parameter, buffer and input on this one device. `torch.arange(n, device=x.device)` in a
+forward is then captured for it, and so are the casts of its autocast.
+
+    parameters have values     their device
+    parameters have none       that of the first input with values, else torch's default device
+
+Processes take the device of the process instead, and move what is elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SettingError
+from ..pytree_objects import opened
+from ..torch_private import pytree
+
+__all__ = ["check_inputs", "device_of"]
+
+
+def device_of(net: nn.Module, loss_fn: Any = None, inputs: Any = ()) -> torch.device:
+    """The device of a model.
+
+    Args:
+        net, loss_fn: the model and its loss.
+        inputs: the arguments of a call, which decide where no parameter or buffer has values.
+
+    Raises:
+        SettingError: parameters or buffers on several devices, with two of their names.
+    """
+    found: dict[torch.device, str] = {}
+    for prefix, part in (("", net), ("loss_fn.", loss_fn)):
+        if isinstance(part, nn.Module):
+            for name, tensor in (*part.named_parameters(), *part.named_buffers()):
+                if tensor.device.type != "meta":
+                    found.setdefault(tensor.device, prefix + name)
+    if len(found) > 1:
+        (one, first), (other, second), *_ = found.items()
+        raise SettingError(
+            f"the model is on several devices: {first} is on {one}, {second} on {other}",
+            legal=f'one device for the whole model, such as model.to("{one}")',
+        )
+    for device in found:
+        return device
+    real = (x.device for x in _tensors(inputs) if x.device.type != "meta")
+    return next(real, torch.get_default_device())
+
+
+def check_inputs(device: torch.device, inputs: Any) -> None:
+    """Check that the inputs of a call are on the device of the model, in a single process.
+
+    Numbers (tensors without dims) may be on the CPU, as for any operator of torch.
+
+    Raises:
+        SettingError: an input that is elsewhere, with its place among the tensors.
+    """
+    for index, x in enumerate(_tensors(inputs)):
+        if x.device != device and x.dim() and x.device.type != "meta":
+            raise SettingError(f"input {index} is on {x.device}, the model on {device}", legal=f'input.to("{device}")')
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(opened(inputs)) if isinstance(x, Tensor)]

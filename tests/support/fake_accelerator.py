@@ -1,0 +1,255 @@
+"""Training steps as one rank of eight on an accelerator that is not there: a script, in a process of its own.
+
+PrivateUse1 is registered as the device "npu", tensors are fake (shapes, dtypes and devices without values), and the
+process group is torch's "fake" one, whose collectives do nothing. Each mix of devices raises, in the capture, in the
+program and in the optimizer. Python that reads values (seeds, meshes, the exact random words) runs on the host.
+
+The script prints a line of JSON for each case: its name, and the error, or where loss and parameters are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "examples")]
+RANK, WORLD = 3, 8
+
+
+class Accelerator:
+    """The answers of a backend with eight devices."""
+
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
+    is_available = is_initialized = staticmethod(lambda: True)
+    current_device = staticmethod(lambda: 0)
+    device_count = staticmethod(lambda: WORLD)
+    set_device = staticmethod(lambda index: None)
+    _is_in_bad_fork = staticmethod(lambda: False)
+
+
+_setup_privateuseone_for_python_backend("npu", backend_module=Accelerator())
+DEVICE = torch.device("npu", 0)  # autograd has a queue for the first one alone
+
+from gpt import GPT, mark
+
+import shardwright as sw
+from shardwright import process
+from shardwright.parallel import call_planning
+from shardwright.rules import counter_rng
+from shardwright.runtime import deferred_init
+from shardwright.runtime.distributed import agreement, parameters
+
+PUT = deferred_init.put_in_place
+#: Kept, because a library goes with its object.
+LIBRARIES: list[torch.library.Library] = []
+
+
+def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on real tensors, inside the block of fake ones."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def put_in_place(old: Tensor, new: Tensor) -> None:
+    """As in the package; a fake tensor notes its device in an attribute, which a user's attributes would overwrite."""
+    where = new.device
+    PUT(old, new)
+    if isinstance(old, FakeTensor):
+        old.fake_device = where
+
+
+def prepare() -> None:
+    """Join the fake group, and let that run on the host which reads values."""
+    dist.init_process_group("fake", rank=RANK, world_size=WORLD, store=FakeStore())
+    agreement._exchanged = lambda mine: [mine] * WORLD
+    agreement._from_first = lambda mine: mine
+    call_planning.beginnings = lambda module: {}
+    parameters.to_dtensor = on_host(parameters.to_dtensor)
+    process.stream.upcoming = on_host(process.stream.upcoming)
+    process.stream.draw = on_host(process.stream.draw)
+    process._use_default_generator = on_host(process._use_default_generator)
+    deferred_init.put_in_place = put_in_place
+    casts = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+    casts.fallback(torch.library.fallthrough_kernel)
+    LIBRARIES.append(casts)
+    counter_rng.PLAIN[torch.ops.shardwright.mask.default] = counter_rng._empty_mask
+    process._current[:] = [process.Runtime(True, WORLD, RANK, DEVICE, 300.0, False)]
+
+
+class TokenLoss(nn.Module):
+    """Cross entropy of logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross_entropy = sw.Operator(nn.functional.cross_entropy)
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return self.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+class Images(nn.Module):
+    """Convolutions, a norm and a pooling. (The counter of a batch norm has a value, and would be moved for real.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.GroupNorm(2, 8)
+        self.second, self.out = nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.max_pool2d(torch.relu(self.norm(self.first(x))), 2)
+        return self.out(torch.relu(self.second(x)).mean((2, 3)))
+
+
+class MadeInside(nn.Module):
+    """A model that makes tensors in its forward, and has a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.register_buffer("scale", torch.full((32,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(32, device=x.device, dtype=x.dtype)
+        return self.out(torch.relu(self.inner(x)) * self.scale + positions / 32)
+
+
+gpt = partial(GPT, vocabulary=64, length=16, layers=2, width=64, heads=8)
+TOKENS = (torch.zeros(16, 16, dtype=torch.long),) * 2
+PICTURES = (torch.zeros(16, 3, 16, 16), torch.zeros(16, dtype=torch.long))
+ROWS = (torch.zeros(16, 16), torch.zeros(16, 16))
+
+
+def outcome(
+    make: Callable[[], nn.Module],
+    data: tuple[Tensor, ...],
+    loss: Callable[[], nn.Module],
+    *,
+    built: str = "late",
+    inputs: str = "cpu",
+    dataset: Any = "full_batch",
+    prepared: Callable[[nn.Module, nn.Module, sw.AutoParallel], Any] | None = None,
+    autocast: bool = False,
+    optimizer: dict[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Two steps.
+
+    Args:
+        built: "late" (`no_init_parameters`), "cpu", or "moved" (on the device before the first call).
+        inputs: "cpu", or "device".
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with contextlib.ExitStack() as building:
+        building.enter_context(sw.no_init_parameters() if built == "late" else mode)
+        if built == "moved":
+            building.enter_context(torch.device(DEVICE))
+        net = make()
+    with mode:  # a fake tensor that knows its value would be made on the device for real
+        for module in net.modules() if built != "late" else ():
+            for name, held in module._buffers.items():
+                module._buffers[name] = None if held is None else torch.empty_like(held)
+    criterion = loss()
+    model = sw.AutoParallel(net, criterion, **settings)
+    if prepared is not None:
+        prepared(net, criterion, model)
+    model.dataset_strategy(dataset)
+    parts = data if dataset == "full_batch" else tuple(x[: len(x) // WORLD] for x in data)
+    where = DEVICE if inputs == "device" else torch.device("cpu")
+    with mode:
+        fed = [torch.empty(x.shape, dtype=x.dtype, device=where) for x in parts]
+        made = None
+        for _ in range(2):
+            with torch.autocast("npu", torch.bfloat16) if autocast else contextlib.nullcontext():
+                value = model(*fed)
+            value.backward()
+            made = made or torch.optim.AdamW(model.parameters(), 1e-3, **(optimizer or {"fused": True}))
+            made.step()
+            made.zero_grad()
+    held = {str(p.to_local().device) if hasattr(p, "to_local") else str(p.device) for p in model.parameters()}
+    return {"loss": str(value.device), "parameters": sorted(held)}
+
+
+def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Name -> the call that runs it."""
+    marked = lambda net, criterion, model: mark(net, criterion, 2, 4)
+    for built, inputs, dataset in product(("late", "cpu", "moved"), ("cpu", "device"), ("full_batch", "data_parallel")):
+        where = {"built": built, "inputs": inputs, "dataset": dataset}
+        name = f"{built}, inputs on {inputs}, {dataset}"
+        yield (
+            f"gpt {name}",
+            partial(
+                outcome,
+                gpt,
+                TOKENS,
+                TokenLoss,
+                **where,
+                prepared=marked if dataset == "full_batch" else None,
+                parallel_mode="semi_auto" if dataset == "full_batch" else "data_parallel",
+            ),
+        )
+        yield (
+            f"made inside, {name}",
+            partial(outcome, MadeInside, ROWS, nn.MSELoss, **where, parallel_mode="data_parallel"),
+        )
+    rows = (((8, 1), (8, 1)),)
+    yield "tuples", partial(outcome, gpt, TOKENS, TokenLoss, dataset=rows[0], parallel_mode="semi_auto")
+    yield "images", partial(outcome, Images, PICTURES, nn.CrossEntropyLoss, parallel_mode="data_parallel")
+    for level in ("level1", "level2", "level3"):
+        yield (
+            f"hsdp {level}",
+            partial(
+                outcome, gpt, TOKENS, TokenLoss, dataset="data_parallel", parallel_mode="data_parallel",
+                prepared=lambda n, c, m, level=level: m.hsdp(threshold=0, optimizer_level=level),
+            ),
+        )  # fmt: skip
+    for how in ("exact", "fast"):
+        yield (
+            f"dropout {how}",
+            partial(outcome, partial(gpt, dropout=0.1), TOKENS, TokenLoss, prepared=marked, random=how),
+        )
+    yield "recompute", partial(outcome, gpt, TOKENS, TokenLoss, prepared=marked, recompute=lambda op: op.kind == "gelu")
+    yield "autocast", partial(outcome, gpt, TOKENS, TokenLoss, built="cpu", prepared=marked, autocast=True)
+    yield "foreach", partial(outcome, gpt, TOKENS, TokenLoss, prepared=marked, optimizer={"foreach": True})
+
+
+def main() -> None:
+    """Run all cases, or those whose names are given."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    prepare()
+    for name, run in cases():
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
+        try:
+            found = run()
+        except Exception as error:
+            frames = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
+            frames = [f for f in frames if "fake_tensor" not in f and "_pytree" not in f]
+            found = {
+                "error": f"{type(error).__name__}: {error}"[:400],
+                "frames": [f for f in frames if "fake_tensor" not in f and "_pytree" not in f][-8:],
+            }
+        print(json.dumps({"name": name, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
