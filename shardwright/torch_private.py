@@ -514,7 +514,7 @@ def _reckoned_once(plain: Callable[[Any, Any], Any], tracing: Callable[[], Any])
         if tracing() is not None:
             return plain(mine, other)
         # 2 and 2.0 are equal, which the type tells apart; so are symbols of two captures, which the environment does.
-        key = id(mine.shape_env), mine._expr, mine.pytype, id(other.shape_env), other._expr, other.pytype
+        key = mine.shape_env, mine._expr, mine.pytype, other.shape_env, other._expr, other.pytype
         if key not in known:
             known[key] = plain(mine, other)
         return known[key]

@@ -251,3 +251,24 @@ def test_every_feature_is_named() -> None:
     for module in pkgutil.walk_packages(sw.__path__, "shardwright."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
+
+
+def test_sizes_of_two_captures_are_told_apart_after_the_first_has_ended():
+    """The environment of a capture dies with it: the next one may get its id."""
+
+    class Environment:
+        pass
+
+    class Node:
+        pytype = int
+
+        def __init__(self, number):
+            self.shape_env, self._expr, self.number = Environment(), "s0 + 1", number
+
+    reckoned = torch_private._reckoned_once(lambda mine, other: mine.number, lambda: None)
+    found = []
+    for number in range(20):
+        node = Node(number)
+        found.append(reckoned(node, node))
+        del node
+    assert found == list(range(20))

@@ -95,7 +95,7 @@ class GuardedPlace:
 
     @property
     def identity(self) -> tuple[int, Any]:
-        """A key that is equal for the same place."""
+        """A key that is equal for the same place. A dict of such keys holds the places too: they keep the ids alive."""
         return id(self.owner), self.key
 
     def get(self) -> Any:
@@ -176,8 +176,8 @@ class Guards:
     Args:
         modules: the modules of the model and of its loss, by path.
         places: the places that the capture has read.
-        around: ``id`` of a module -> its kinds of hooks that run around the program, and are not part of it.
-        counters: identities of places whose number changes at each call.
+        around: ``id`` of one of `modules` -> its kinds of hooks that run around the program, and are not part of it.
+        counters: identities of places whose number changes at each call; the effects of the program hold the places.
     """
 
     def __init__(

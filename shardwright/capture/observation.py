@@ -88,19 +88,20 @@ class Observation:
         self.reads: dict[tuple[int, Any], GuardedPlace] = {}
         self.written: dict[tuple[int, Any], GuardedPlace] = {}
         self._modules, self._functions = list(modules), functions
-        self._paths: dict[int, str] = {}  # id of a dict of attributes -> the path of its object
+        # The keys below hold ids. Every such object is kept alive here, so that no other object gets its id.
+        self._paths: dict[int, str] = {}  # id of a dict of attributes, one of `_spaces` -> the path of its object
         self._spaces: list[_Kept] = []  # dicts of attributes, of parameters, buffers and submodules
-        self._held: dict[int, _Kept] = {}  # containers
+        self._held: dict[int, _Kept] = {}  # id of a container -> the container
         self._places: dict[tuple[int, Any], tuple[GuardedPlace, Any]] = {}
         self._replaced: dict[
             tuple[int, Any], Any
         ] = {}  # identity of a place -> its number, while a counter replaces it
         self._generators: dict[int, tuple[Any, Any, str]] = {}
         self._relevant: dict[types.CodeType, bool] = {}
-        self._scanned: set[int] = set()
+        self._scanned: dict[int, Any] = {}  # id of a function or class -> itself
         self._patched: list[tuple[type, str, Any]] = []
         self._classes: set[type] = set()
-        self._seen: set[int] = set()
+        self._seen: dict[int, Any] = {}  # id of an object -> itself
         self._on = False
         self._own: set[tuple[int, Any]] = set()  # attributes that torch's layers assign to themselves
 
@@ -284,7 +285,7 @@ class Observation:
             return
         if is_simple(value) or isinstance(value, Operator) or id(value) in self._seen:
             return
-        self._seen.add(id(value))
+        self._seen[id(value)] = value
         if isinstance(value, nn.Module):
             if id(vars(value)) not in self._paths:  # a module outside of the model
                 for inner, module in value.named_modules():
@@ -320,7 +321,7 @@ class Observation:
         function = user_function(function)
         if function is None or id(function) in self._scanned or depth > _DEPTH:
             return
-        self._scanned.add(id(function))
+        self._scanned[id(function)] = function
         self._space(vars(function), function.__qualname__)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             if isinstance(value, CONTAINERS):
@@ -375,7 +376,7 @@ class Observation:
     def _class_containers(self, cls: type) -> None:
         """Watch the lists and dicts of a class of the user."""
         if id(cls) not in self._scanned and _is_users_class(cls):
-            self._scanned.add(id(cls))
+            self._scanned[id(cls)] = cls
             for name, value in list(vars(cls).items()):
                 if isinstance(value, CONTAINERS):
                     self._found(value, f"{cls.__name__}.{name}")

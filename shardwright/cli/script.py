@@ -147,6 +147,7 @@ def without_weights() -> Iterator[None]:
     from torch import nn  # noqa: PLC0415  torch takes seconds to import
     from torch.nn.modules.module import register_module_parameter_registration_hook  # noqa: PLC0415  imports torch
 
+    #: id of a parameter -> the parameter, to tell another one that got its id later, and its meta parameter.
     shells: dict[int, tuple[weakref.ref, nn.Parameter]] = {}
 
     def shell(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:

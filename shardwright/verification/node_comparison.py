@@ -184,7 +184,7 @@ class Comparison:
         self.found: FirstDifference | None = None
         self.last: torch.fx.Node | None = None
         self.made: dict[str, tuple[Sequence[Tensor], Layout]] = {}  # value name -> shards that retain their gradients
-        self.seen: set[int] = set()
+        self.seen: dict[int, Tensor] = {}  # id of a shard -> the shard, alive, so that no other shard gets its id
 
     def failed(self, body: LocalExecutor, error: Exception) -> FirstDifference | None:
         """The operator that raised an error: the one after the last that ran."""
@@ -266,7 +266,7 @@ class Comparison:
             return  # the gradient of a partial maximum is split among ranks: that of the completed one is compared
         if not shards[0].requires_grad or id(shards[0]) in self.seen:
             return
-        self.seen.update(map(id, shards))
+        self.seen.update((id(shard), shard) for shard in shards)
         for shard in shards:
             shard.retain_grad()
         self.made[name] = shards, instance.layout.without_partial()

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from shardwright.capture.guards import Guards
+from shardwright.capture.observation import Observation
 
 TWO = dict(stages=2, micro_batches=4, stage_config=staged(2))
 
@@ -332,3 +333,21 @@ def test_one_rank_changes() -> None:
     for said in run_ranks(one_rank_changes, 2):
         assert said.startswith("RuntimeMismatchError"), said
         assert "call 2 of rank 1 is the planning of a model: net.beta was 2.0 and is 5.0" in said, said
+
+
+class Plain:
+    """An object of the user."""
+
+
+def reader(held: list) -> Callable:
+    return lambda: held
+
+
+def test_an_observation_takes_no_object_for_an_earlier_one_of_the_same_id() -> None:
+    """The functions and objects die after the observation has met them: the next one may get the id of the last."""
+    seen = Observation([], [])
+    for number in range(20):
+        seen._found(reader([number]), "net.function")
+        seen._found(Plain(), "net.plain")
+    assert len(seen.reads) == 20  # the cell of each function
+    assert sum(kept.path == "net.plain" for kept in seen._spaces) == 20

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import operator_functional
 import pytest
@@ -16,6 +17,8 @@ import shardwright as sw
 from shardwright import process as runtime_init
 from shardwright.capture.export import capture
 from shardwright.cli import main as cli
+from shardwright.layout import Layout
+from shardwright.verification.node_comparison import Comparison
 from shardwright.verification.value_precision import Allowed, precisions
 from shardwright.verification.verify import TOLERANCES, verify_call
 from shardwright.verification.verify_report import VerifyReport
@@ -587,3 +590,14 @@ def test_scripts_that_call_no_model_or_fail(monkeypatch, capsys, tmp_path):
     assert command(monkeypatch, "--devices", "2", str(script)) == 1
     captured = capsys.readouterr()
     assert "layer" in captured.err and "caught" not in captured.out
+
+
+def test_shards_are_not_taken_for_earlier_ones_of_the_same_id():
+    """Later shards of one name replace the earlier ones, and a shard that dies may hand its id on."""
+    comparison, placed = SimpleNamespace(seen={}, made={}), SimpleNamespace(layout=Layout.replicated(1, 1))
+    leaf, kept = torch.ones(2, requires_grad=True), []
+    for _ in range(20):
+        Comparison.keep(comparison, "x", [leaf * 2], None, placed)
+        kept.append(comparison.made["x"][0][0].retains_grad)
+        comparison.made.clear()
+    assert kept == [True] * 20
