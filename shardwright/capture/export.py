@@ -58,7 +58,7 @@ from .model_device import device_of
 from .module_hooks import outermost_left_out
 from .observation import Observation
 from .regions import collect_functions, collect_regions
-from .scaling import NotScalable, ScalableGraph, Sizes
+from .scaling import NotScalable, ScalableGraph, Sizes, is_about_sizes
 from .side_effects import (
     Blamed,
     Effects,
@@ -75,6 +75,8 @@ from .side_effects import (
 from .source_lines import is_users, user_frame
 
 __all__ = ["ModelAndLoss", "Recording", "WithLoss", "capture", "capture_scalable"]
+
+_LOG = logging.getLogger("shardwright.capture")
 
 #: Part of torch's message about a model that it cannot follow -> what the user writes instead.
 _INSTEAD = {
@@ -291,7 +293,11 @@ def capture_scalable(
 
     Returns:
         The graph with its formulas; None where a number depends on these sizes without a formula, or where the
-            side effects of the forward differ from those of the plain capture.
+            side effects of the forward differ from those of the plain capture. The log of "shardwright.capture" says
+            why.
+
+    Raises:
+        CaptureError: a mistake of this package.
     """
     known = recording.effects
     if known is None or not all(isinstance(place.get(), (int, float)) for place in known.advanced()):
@@ -299,14 +305,14 @@ def capture_scalable(
     counters = {place: counter(place.get(), place.path) for place in known.advanced()}
     try:
         made = _captured(net, args, dict(kwargs or {}), loss_fn, device, hooks_around, mixed_precision, vary, counters)
-    except (ShardwrightError, Blamed, NotScalable):
-        return None  # a capture of one size may still succeed, or raises this error
+    except NotScalable as reason:
+        _LOG.info("no capture for all sizes, but one for each: %s", str(reason).partition("\n")[0])
+        return None  # a capture of one size may still succeed, or raises the error
     effects = advanced(made.outcome, counters)
-    return (
-        ScalableGraph(made.graph, made.sizes)
-        if effects is not None and effects.described() == known.described()
-        else None
-    )
+    if effects is None or effects.described() != known.described():
+        _LOG.info("no capture for all sizes, but one for each: the side effects of the forward depend on the sizes")
+        return None
+    return ScalableGraph(made.graph, made.sizes)
 
 
 @gc_paused()
@@ -321,7 +327,11 @@ def _captured(
     vary: Sequence[Collection[int]] | None = None,
     counters: Mapping[GuardedPlace, Any] | None = None,
 ) -> _Exported:
-    """One capture, as described in `capture` and `capture_scalable`."""
+    """One capture, as described in `capture` and `capture_scalable`.
+
+    Raises:
+        NotScalable: with `vary` alone: the symbols in place of sizes may be the cause of the error.
+    """
     device = device_of(net, loss_fn, (args, kwargs)) if device is None else torch.device(device)
     module = net if loss_fn is None else WithLoss(net, loss_fn)
     prefix = "" if loss_fn is None else "net"
@@ -407,9 +417,13 @@ def _captured(
         _check_updates(made.graph)
         return made
     except ShardwrightError as error:
+        if vary is not None:
+            raise NotScalable(str(error)) from error
         raised = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         raise (error if error.source else error.located(source=user_frame(raised) or None))  # noqa: B904  same error
-    except Exception as error:
+    except Exception as error:  # the model's own code and torch raise anything
+        if vary is not None and is_about_sizes(error):
+            raise NotScalable(f"{type(error).__name__}: {error}".removeprefix("Blamed: ")) from error
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         first = str(error).strip().split("\n\n")[0]
         if any(

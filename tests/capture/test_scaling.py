@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from shardwright.capture.export import Recording, capture, capture_scalable
+from shardwright.capture.graph_reader import GraphReader
+from shardwright.capture.observation import Observation
 from shardwright.planners.planning_problem import PLANNERS
 
 parallel = import_module("shardwright.parallel.call_planning")
@@ -527,6 +529,69 @@ def test_dims_that_vary_otherwise_than_was_said():
     for wrong in (0, (-1,), (1.5,), "01", (True,)):
         with pytest.raises(sw.SettingError, match="varying"):
             sw.AutoParallel(plain, varying=wrong)
+
+
+def _at_two_sizes(plain):
+    """A model called with 8 rows, then with 16: the second call asks for a capture for all sizes."""
+    model = sw.AutoParallel(copy.deepcopy(plain)).dataset_strategy("full_batch")
+    for rows in (8, 16):
+        x = labels(rows * 8, 16, seed=rows).view(rows, 8)
+        torch.testing.assert_close(model(x), plain(x))
+
+
+class Picking(Language):
+    """Sizes that depend on the values of the tokens, where there are more than 10 rows."""
+
+    def __init__(self, by_count):
+        super().__init__()
+        self.by_count = by_count
+
+    def forward(self, tokens):
+        if tokens.shape[0] <= 10:
+            return super().forward(tokens)
+        chosen = tokens[:, 0] > 3
+        return super().forward(tokens[: int(chosen.sum())] if self.by_count else tokens[chosen])
+
+
+@pytest.mark.parametrize("by_count", [True, False])
+def test_sizes_that_depend_on_values_are_left_to_the_capture_of_one_size(by_count, captures, caplog):
+    with caplog.at_level(logging.INFO, "shardwright.capture"), pytest.raises(sw.CaptureError, match="data-dep|values"):
+        _at_two_sizes(Picking(by_count))
+    assert captures == ["capture", "capture_scalable", "capture"]
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "shardwright.capture"]
+    assert ("GuardOnDataDependentSymNode" if by_count else "depends on the values of tensors") in said, said
+
+
+@pytest.mark.parametrize(
+    "build, why",
+    [
+        (Telling, "the forward assigns a SymInt to net.rows"),
+        (Printing, "unsupported format string passed to SymInt"),
+        (Diverting, "the side effects of the forward depend on the sizes"),
+    ],
+)
+def test_the_log_says_why_a_capture_does_not_scale(build, why, captures, caplog):
+    with caplog.at_level(logging.INFO, "shardwright.capture"):
+        _at_two_sizes(build())
+    assert captures == ["capture", "capture_scalable", "capture"]
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "shardwright.capture"]
+    assert said.startswith("no capture for all sizes") and why in said and "\n" not in said
+
+
+@pytest.mark.parametrize("owner, name", [(Observation, "_note"), (GraphReader, "operator"), (GraphReader, "graph")])
+def test_a_mistake_in_the_capture_is_no_reason_to_capture_each_size(owner, name, monkeypatch):
+    """A method that was renamed: the captures of one size have it, the capture with symbols does not."""
+    calls, plain = import_module("shardwright.capture.export"), Language()
+    made = calls.capture_scalable
+
+    def broken(*args, **kwargs):
+        with monkeypatch.context() as patch:
+            patch.delattr(owner, name)
+            return made(*args, **kwargs)
+
+    monkeypatch.setattr(parallel, "capture_scalable", broken)
+    with pytest.raises(sw.CaptureError, match=f"AttributeError.*{name}"):
+        _at_two_sizes(plain)
 
 
 def _on_ranks(rank, world):
