@@ -417,7 +417,7 @@ def _captured(
         _check_updates(made.graph)
         return made
     except ShardwrightError as error:
-        if vary is not None:
+        if vary is not None and is_about_sizes(error.__cause__ or error):
             raise NotScalable(str(error)) from error
         raised = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         raise (error if error.source else error.located(source=user_frame(raised) or None))  # noqa: B904  same error

@@ -14,7 +14,6 @@ never symbols.
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,11 +24,8 @@ import torch
 from ..errors import PACKAGE_FOLDER
 from ..graph import Graph, Op, Value, changed
 from ..torch_private import environment_of, formula_of, holds_at, number_at
-from .side_effects import Blamed
 
 __all__ = ["Fraction", "NotScalable", "ScalableGraph", "Size", "Sizes", "is_about_sizes"]
-
-_EXPORT = os.path.dirname(torch.export.__file__) + os.sep
 
 #: Errors by which a mistake in a program shows.
 _MISTAKES = (AttributeError, LookupError, NameError, TypeError, AssertionError)
@@ -39,19 +35,15 @@ class NotScalable(Exception):
     """A model that cannot be captured with symbols in place of sizes; the message is the reason."""
 
 
-def is_about_sizes(error: Exception) -> bool:
+def is_about_sizes(error: BaseException) -> bool:
     """True where symbols in place of sizes may be the cause of an error; False for a mistake of this package.
 
-    Outside of `torch.export` the package raises three kinds of such errors. Inside of it the model and torch raise
-    anything. A mistake there is an error of a kind in `_MISTAKES` whose innermost line is a line of this package.
-    Special methods do not count, since they pass the model's own calls on (marks, stand-ins, attributes).
+    The model and torch raise anything on symbols. A mistake is an error of a kind in `_MISTAKES` whose innermost line
+    is a line of this package. Special methods do not count, since they pass the model's own calls on (marks,
+    stand-ins, attributes).
     """
-    if isinstance(error, (NotScalable, Blamed, torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode)):
-        return True
     frames = traceback.extract_tb(error.__traceback__)
-    if not any(f.filename.startswith(_EXPORT) for f in frames):
-        return False
-    ours = frames[-1].filename.startswith(PACKAGE_FOLDER) and not frames[-1].name.startswith("__")
+    ours = frames and frames[-1].filename.startswith(PACKAGE_FOLDER) and not frames[-1].name.startswith("__")
     return not (ours and isinstance(error, _MISTAKES))
 
 
