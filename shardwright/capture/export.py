@@ -658,7 +658,7 @@ def _quiet() -> Iterator[None]:
                 "ignore", r"The tensor attributes? self\..*_flat_weights"
             )  # see `recurrent_weights`
             yield
-    except Exception as error:
+    except Exception as error:  # of any kind: raised again
         graph = str(getattr(error, "partial_fx_graph", ""))
         raise
     finally:

@@ -262,7 +262,7 @@ def _tried(applied: Applied, tensors: Sequence[Tensor], line: Callable[[], str |
                 refused()
     except CaptureError:
         raise
-    except Exception as error:
+    except Exception as error:  # the user's forward raises anything
         raise CaptureError(
             f"the forward of {name}, a torch.autograd.Function, cannot run on tensors without values: "
             f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",

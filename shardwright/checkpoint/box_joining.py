@@ -159,8 +159,8 @@ def joined(
                 if joint.name not in boxes:
                     boxes = {joint.name: mine[joint.name].cpu().contiguous().view(joint.rows, -1)}
                 _write(memory, joint, step, ranks.rank, boxes[joint.name])
-            except Exception as error:
-                failed = error  # goes on: the other ranks wait for this one in each round
+            except Exception as error:  # any: raised at the end, as the other ranks wait for this one in each round
+                failed = error
         turn = ranks.meet(memory)
         if joint is not None and failed is None:
             begin, end = joint.share(joint.ranks.index(ranks.rank), step)

@@ -324,7 +324,7 @@ def load_checkpoint(
     try:
         if ranks.rank == 0:
             folder = _found(path, step, missing_ok)
-    except Exception as raised:
+    except Exception as raised:  # agreed on below, so that all ranks raise it
         error = raised
     folder = ranks.agreed(error, folder)[0]  # rank 0 decides: other ranks look at another moment
     if folder is None:
@@ -332,12 +332,12 @@ def load_checkpoint(
     stored, loaded = None, None
     try:
         stored = _sound(folder, ranks)
-    except Exception as raised:
+    except Exception as raised:  # agreed on below, so that all ranks raise it
         error = raised
     ranks.agreed(error)  # no rank interprets content that another rank has found damaged
     try:
         loaded = _Loaded(stored, CheckpointedModel(model, ranks), optimizer, several(schedulers), data, strict)
-    except Exception as raised:
+    except Exception as raised:  # agreed on below, so that all ranks raise it
         error = raised
     ids = ranks.agreed(error, None if loaded is None else loaded.id)
     if len(set(ids)) > 1:

@@ -89,7 +89,7 @@ class BackgroundSave:
     def _do(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:
+        except Exception as error:  # any: `wait` raises it in the thread of the user
             self._error = error
 
 
@@ -308,7 +308,7 @@ def save_checkpoint(
     try:
         said = ranks.agreed(error, None if job is None else job.said)
         job.settle(said)
-    except Exception:
+    except Exception:  # of any kind: raised again
         if job is not None:
             job.give_up()
         raise

@@ -213,7 +213,7 @@ class SaveJob:
             self._gather()
             entries, files = self._write_whole() if self.whole else self._write_parts()
             self._each(lambda: self._finish(entries, files) if self.ranks.rank == 0 else None)
-        except Exception:
+        except Exception:  # of any kind: raised again
             self.give_up()
             raise
         finally:
@@ -302,8 +302,8 @@ class SaveJob:
             try:
                 if failed is None:
                     files.write_run(self.part, name, first, rows)
-            except Exception as error:
-                failed = error  # goes on: the other ranks wait for this one in each round
+            except Exception as error:  # any: raised at the end, as the other ranks wait for this one in each round
+                failed = error
         if failed is not None:
             raise failed
 

@@ -89,7 +89,7 @@ class _Search:
         body.record = made.record
         try:
             result = self.program(*self.inputs)
-        except Exception as error:
+        except Exception as error:  # a wrong program raises anything; the search names its operator
             return made.found or made.failed(body, error)
         finally:
             body.record = None
@@ -134,7 +134,7 @@ class _Search:
             self.state[name].grad = None
         try:
             loss.backward()
-        except Exception as error:
+        except Exception as error:  # a wrong program raises anything; its gradients are compared all the same
             return f"{type(error).__name__}: {error}"
         return ""
 
@@ -168,7 +168,7 @@ class _OfStages(_Search):
         program.exact = self.program.exact
         try:
             result = program(*self.inputs)
-        except Exception as error:
+        except Exception as error:  # a wrong program raises anything; the search names its operator
             if not self.played:
                 raise
             last = self.made[self.played[-1]]

@@ -390,7 +390,7 @@ class _Verification:
                 if optimizer is not None:
                     optimizer.step()
                     optimizer.zero_grad()
-        except Exception as error:
+        except Exception as error:  # a wrong program raises anything; the report names it
             if not catch or isinstance(error, MemoryError):
                 raise
             run.failure = f"{type(error).__name__}: {error}"
