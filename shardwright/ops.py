@@ -31,6 +31,7 @@ from torch import Tensor
 
 from .errors import SettingError
 from .layout import Digit, Digits, Layout, digits_size
+from .process import world_size
 
 __all__ = ["COLLECTIVES", "all_gather", "all_reduce", "all_to_all", "broadcast", "for_ranks", "reduce_scatter"]
 
@@ -191,8 +192,6 @@ def _digits(group: Layout | None) -> Digits:
     if group is None:
         devices = _DEVICES.get()
         if devices is None:
-            from .process import world_size  # noqa: PLC0415  layer above ops; needed outside captures alone
-
             devices = world_size()
         return (Digit(devices, 1),) if devices > 1 else ()
     if not isinstance(group, Layout) or group.dims is None or len(group.dims) != 1:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import SettingError
+from ..process import current
 from ..torch_private import parameter_table
 
 __all__ = ["check_held", "check_mode", "is_own", "layerwise_parallel", "one_slice", "own_parameters", "stacked"]
@@ -46,8 +47,6 @@ def layerwise_parallel(given: nn.Parameter | Callable[[int], torch.Tensor]) -> n
             legal="an nn.Parameter, or a function: rank -> this rank's slice",
         )
     else:
-        from ..process import current  # noqa: PLC0415  only a user's call needs the process runtime
-
         runtime = current()
         if runtime.processes or runtime.devices is None:
             parameter = nn.Parameter(given(runtime.rank))

@@ -29,6 +29,7 @@ from ..capture.manual import is_own, stacked
 from ..errors import CheckpointError
 from ..json_values import dtype_name
 from ..layout import Digit, Layout, group_of
+from ..parallel.auto_parallel import AutoParallel
 from ..partition.uneven import true_slice
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..planfile.encoding import spell_layout
@@ -123,8 +124,6 @@ class CheckpointedModel:
     """
 
     def __init__(self, model: nn.Module, ranks: SingleRank) -> None:
-        from ..parallel.auto_parallel import AutoParallel  # noqa: PLC0415  it imports half of the package
-
         if not isinstance(model, nn.Module):
             raise CheckpointError(
                 f"{type(model).__name__} is no model", source="the model", legal="the AutoParallel, or an nn.Module"

@@ -31,7 +31,9 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, PlanError, SettingError
 from ..planfile.parameter_file import ParameterStrategies, TensorStorage
+from ..process import rank as this_rank
 from ..report.format import size_text
+from ..runtime.deferred_init import substitute
 from ..runtime.distributed.coordination import SingleRank
 from ..sharded_plan import ParameterPlan
 from . import manifest
@@ -552,9 +554,7 @@ def load_distributed_checkpoint(
             "load_distributed_checkpoint: an AutoParallel cuts its parameters itself",
             legal="no predict_strategy, or the module in it",
         )
-    from ..process import rank  # noqa: PLC0415  `rank` is a local name elsewhere here
-
-    rank_id = rank() if rank_id is None else rank_id
+    rank_id = this_rank() if rank_id is None else rank_id
     with opened(checkpoint) as stored:
         wanted = _wanted_here(subject, stored, _slices(predict_strategy, rank_id), strict_load)
         check_sound(stored)
@@ -568,8 +568,6 @@ def load_distributed_checkpoint(
             made = torch.empty(sizes, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
             stored.read_into(made, there, box)
             successors[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    from ..runtime.deferred_init import substitute  # noqa: PLC0415  needed by this function alone
-
     substitute(subject.net, successors)
 
 

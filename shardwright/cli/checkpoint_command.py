@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ShardwrightError
+from .script import Nothing, import_modules
 
 __all__ = ["add_checkpoint_parser", "info", "merge", "transform", "verify"]
 
@@ -148,7 +149,6 @@ def merge(arguments: argparse.Namespace) -> int:
 def transform(arguments: argparse.Namespace) -> int:
     """Cut a checkpoint for another plan, and return the exit code."""
     from ..checkpoint.transform import transform as made  # noqa: PLC0415  needed only by this command
-    from .script import Nothing, import_modules  # noqa: PLC0415  needed only by this command
 
     try:
         import_modules(arguments.imports)

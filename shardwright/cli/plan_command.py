@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -328,7 +329,6 @@ def explain(arguments: argparse.Namespace) -> int:
     from ..explain import explained  # noqa: PLC0415  imports torch
     from ..report.explanations import costs, explanation  # noqa: PLC0415  imports torch
     from ..sharded_plan import Plan  # noqa: PLC0415  imports torch
-    from .script import Nothing, import_modules  # noqa: PLC0415  also imported at the top
 
     if arguments.alternatives < 1:
         arguments.parser.error(f"--alternatives={arguments.alternatives} is below 1")
@@ -380,14 +380,10 @@ def add_simulate_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def simulate(arguments: argparse.Namespace) -> int:
     """Simulate a step of a plan, and return the exit code."""
-    import json  # noqa: PLC0415  needed only by this command
-    from pathlib import Path  # noqa: PLC0415  also imported at the top
-
     from ..cluster import Cluster  # noqa: PLC0415  needed only by some of the commands
     from ..pipeline.pipeline_plan import moments, timeline_of  # noqa: PLC0415  imports torch
     from ..report.timeline import picture, simulated, trace  # noqa: PLC0415  imports torch
     from ..sharded_plan import Plan  # noqa: PLC0415  imports torch
-    from .script import Nothing, import_modules  # noqa: PLC0415  also imported at the top
 
     if arguments.picture is not None and not arguments.picture.lower().endswith(".svg"):
         arguments.parser.error(f"--picture={arguments.picture} is no SVG file: its name ends with .svg")
