@@ -96,7 +96,7 @@ class Convert(torch.autograd.Function):
 
 
 class ByHand(nn.Module):
-    """What both have in common: a rank's slices of the parameters, and the loss as a sum over all ranks.
+    """The common part of both: a rank's slices of the parameters, and the loss as a sum over all ranks.
 
     Ranks that differ in digit (size, stride) make a group: `neighbours` (4, 1), `halves` (2, 4) and so on.
     """

@@ -1,4 +1,4 @@
-"""How long checkpoints take: ours against plain torch.distributed.checkpoint, and how much of a save a training step
+"""Seconds of checkpoints: ours against plain torch.distributed.checkpoint, and the part of a save that a training step
 feels.
 
     python benchmarks/checkpoint_speed.py               some minutes
@@ -65,7 +65,7 @@ LIKE = {PARTS: PLAIN, WHOLE: PLAIN_WHOLE}
 
 
 class Theirs:
-    """What async_save gives, as a `shardwright` save."""
+    """The result of async_save, as a `shardwright` save."""
 
     def __init__(self, future: Any) -> None:
         self._future, self.wait = future, future.result

@@ -27,7 +27,7 @@ from shardwright.solver.solve import solve
 
 @dataclass(frozen=True)
 class Target:
-    """Of one instance.
+    """The target of one instance.
 
     Attributes:
         best: the best cost known: published by the contest's teams, or XLA's own, or proved by HiGHS.
@@ -52,7 +52,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Row:
-    """What was found.
+    """The result that was found.
 
     Attributes:
         fullest: the memory at the fullest moment, relative to the limit.

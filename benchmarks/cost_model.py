@@ -1,4 +1,4 @@
-"""What the cost model says of a step against what the step takes: is the better plan known before it runs?
+"""Seconds of a step by the cost model against those that the step takes: is the better plan known before it runs?
 
     python benchmarks/cost_model.py                 calibrates, predicts and measures: some minutes
     python benchmarks/cost_model.py --rounds 5      fewer rounds
@@ -79,7 +79,7 @@ class Planned:
         return sw.plan(net, (x,), loss_fn=loss, targets=y, devices=DEVICES, parallel_mode=self.mode, hsdp=self.hsdp)
 
     def model(self) -> Callable[[], Tensor]:
-        """What gives the loss, in a process of its own for each device."""
+        """The model that gives the loss, in a process of its own for each device."""
         net, loss, (x, y) = self.make()
         model = sw.AutoParallel(net, loss_fn=loss, parallel_mode=self.mode).dataset_strategy("full_batch")
         if self.hsdp is not None:
@@ -272,7 +272,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a part of what was measured."""
+        """The error of the prediction, as a part of what was measured."""
         return self.predicted / self.measured.median - 1
 
 

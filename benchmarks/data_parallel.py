@@ -1,4 +1,4 @@
-"""How long a data-parallel training step takes: ours against DistributedDataParallel.
+"""Seconds of a data-parallel training step: ours against DistributedDataParallel.
 
     python benchmarks/data_parallel.py               some minutes
     python benchmarks/data_parallel.py --quick       few steps

@@ -1,4 +1,4 @@
-"""Whether anything is ever lost: runs that are killed at random moments, and files that are damaged.
+"""A search for losses of checkpoints: runs that are killed at random moments, and files that are damaged.
 
     python benchmarks/durability.py                 200 kills, 1,000 damages: some minutes
     python benchmarks/durability.py --quick         a few of each
@@ -56,7 +56,7 @@ EVERY = 2
 
 @dataclass(frozen=True)
 class Way:
-    """How a run is saved, and by how many processes."""
+    """The way in which a run is saved, and by how many processes."""
 
     whole: bool
     background: bool
@@ -118,7 +118,7 @@ class Training:
 
 
 class Journal:
-    """What a run has done, in a file that outlives it: a line a step, and a line a save that has returned."""
+    """The record of a run, in a file that outlives it: a line a step, and a line a save that has returned."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -173,7 +173,7 @@ def run(way: Way, folder: Path, journal: Journal | None) -> None:
 
 
 def _child(way: Way, rank: int, port: int, folder: Path, journal: Path) -> None:
-    """In a forked process: run, and leave nothing behind."""
+    """Run in a forked process, and leave nothing behind."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -239,7 +239,7 @@ def kill(pids: list[int], ended: dict[int, int]) -> None:
 
 @dataclass
 class Kills:
-    """What came of the killing."""
+    """The outcome of the killing."""
 
     kills: int = 0
     runs: int = 0
@@ -317,7 +317,7 @@ def _names(folder: Path) -> list[str]:
 def _check(
     way: Way, lines: list[tuple[str, int, float]], before: int, expected: list[float], folder: Path, found: Kills
 ) -> None:
-    """What a life of a run has left.
+    """Check the remains of a life of a run.
 
     Args:
         lines: its journal, of which the first `before` are of earlier lives.

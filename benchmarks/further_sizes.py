@@ -1,4 +1,4 @@
-"""How long a call takes with sizes of the inputs that are new: a GPT of 12 layers, captured, planned, lowered.
+"""Seconds of a call with sizes of the inputs that are new: a GPT of 12 layers, captured, planned, lowered.
 
     python benchmarks/further_sizes.py               some minutes
     python benchmarks/further_sizes.py --quick       few sizes

@@ -138,7 +138,7 @@ class GptByHand(nn.Module):
         return self.whole_sum(share, self.pair)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """What of the tokens lies in this rank's part of the vocabulary; zeros elsewhere."""
+        """The embeddings of the tokens in this rank's part of the vocabulary; zeros elsewhere."""
         mine = tokens - self.part * len(self.tokens)
         held = (mine >= 0) & (mine < len(self.tokens))
         return F.embedding(torch.where(held, mine, 0), self.tokens) * held[..., None]

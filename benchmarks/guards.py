@@ -1,4 +1,4 @@
-"""What the guards of a captured program cost at each call: a check that finds nothing changed, on GPTs of 12 and 48
+"""Cost of the guards of a captured program at each call: a check that finds nothing changed, on GPTs of 12 and 48
 layers.
 
     python benchmarks/guards.py               half a minute

@@ -1,4 +1,4 @@
-"""How long a training step of whole models takes: ours against DTensor, FSDP2, DDP, the same by hand and one device.
+"""Seconds of a training step of whole models: ours against DTensor, FSDP2, DDP, the same by hand and one device.
 
     python benchmarks/models.py                     everything: some minutes
     python benchmarks/models.py --quick             few steps
@@ -282,7 +282,7 @@ def gpt_losses() -> list[float]:
 
 
 def resnet_losses() -> list[float]:
-    """Of the first step alone: batch norms have statistics of their own on each rank, so that later ones have no
+    """Losses of the first step alone: batch norms have statistics of their own on each rank, so that later ones have no
     counterpart on one device."""
     net, (x, y) = make_resnet(), images()
     with torch.no_grad():

@@ -19,7 +19,7 @@ DEVICES = 8
 
 
 def unmarked(operator: Callable, in_strategy: tuple) -> Callable:
-    """In the place of `shardwright.shard` where a network runs on one device."""
+    """The stand-in for `shardwright.shard` where a network runs on one device."""
     return operator
 
 

@@ -18,7 +18,7 @@ WHOLE, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)
 
 
 class OnDTensors(nn.Module):
-    """What both have in common.
+    """The common part of both.
 
     Args:
         network: its parameters are distributed as `placements` says.

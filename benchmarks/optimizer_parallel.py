@@ -1,4 +1,4 @@
-"""What a process holds under optimizer parallel: parameters, gradients, the optimizer's state, and at the most.
+"""Bytes that a process holds under optimizer parallel: parameters, gradients, the optimizer's state, and at the most.
 
     python benchmarks/optimizer_parallel.py            a minute
     python benchmarks/optimizer_parallel.py --ranks 4
@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 
 def warm_up() -> None:
-    """What a first capture and a first backward load, before the processes are forked: once, not by each of them."""
+    """Load once, before the processes fork, all that a first capture and a first backward load in each of them."""
     sw.init(devices=2)
     model = sw.AutoParallel(nn.Linear(2, 2), nn.MSELoss(), "data_parallel")
     model(torch.zeros(2, 2), torch.zeros(2, 2)).backward()

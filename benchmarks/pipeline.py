@@ -1,4 +1,4 @@
-"""How long a step of a pipeline takes: ours against torch.distributed.pipelining, used by hand on the same split.
+"""Seconds of a step of a pipeline: ours against torch.distributed.pipelining, used by hand on the same split.
 
     python benchmarks/pipeline.py                    some minutes
     python benchmarks/pipeline.py --quick            few steps

@@ -1,4 +1,4 @@
-"""How long planning takes, and how good the plan is: a single thread, CPU seconds, sizes doubled to show growth.
+"""Seconds of planning, and the quality of the plan: a single thread, CPU seconds, sizes doubled to show growth.
 
 python benchmarks/planning.py                     GPT-3's widths, 12 to 96 layers, 1,024 devices: some minutes
 python benchmarks/planning.py --quick             12 and 24 layers

@@ -1,4 +1,4 @@
-"""How long stages="auto" takes, and what it comes to: GPT-3 on 1,024 devices, a single thread, CPU seconds.
+"""Seconds of stages="auto", and its result: GPT-3 on 1,024 devices, a single thread, CPU seconds.
 
 python benchmarks/planning_auto.py                    96 layers, some minutes
 python benchmarks/planning_auto.py --layers 12        fewer

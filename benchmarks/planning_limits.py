@@ -1,4 +1,4 @@
-"""How long a search within a limit of memory takes, what host memory it takes itself, and how good the plan is.
+"""Seconds of a search within a limit of memory, the host memory that it takes itself, and the quality of the plan.
 
     python benchmarks/planning_limits.py                      Llama, a mixture of experts and GPT, 96 layers, 64 devices
     python benchmarks/planning_limits.py --layers 12 --models llama --search-memory 512MB

@@ -149,7 +149,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Figure:
-    """What is compared with a target: median `at` most or at least so much; None: for information."""
+    """A figure to compare with a target: median `at` most or at least so much; None: for information."""
 
     section: str
     name: str
@@ -190,7 +190,7 @@ class Results:
         self.figures.append(Figure(section, f"{one} / {other}", Spread.of([a / b for a, b in pairs]), **target))
 
     def fastest(self, section: str, word: str) -> str:
-        """Of the forms of a contender the one with the lowest median."""
+        """The form of a contender with the lowest median."""
         forms = [name for name in self.times[section] if name.startswith(word)]
         return min(forms, key=lambda name: statistics.median(self.times[section][name]))
 

@@ -1,4 +1,4 @@
-"""What random numbers cost that are the same on any number of devices: native dropout against ours, exact and fast.
+"""Cost of random numbers that are the same on any number of devices: native dropout against ours, exact and fast.
 
     python benchmarks/random_stream.py               a minute
     python benchmarks/random_stream.py --quick       few rounds
@@ -43,7 +43,7 @@ def native(x: Tensor) -> Tensor:
 
 
 def ours(exact: bool) -> Callable[[Tensor], Tensor]:
-    """What a lowered program does for a dropout on one device."""
+    """The call of a lowered program for a dropout on one device."""
     mask = PLAIN[torch.ops.shardwright.mask.default]
     seed = torch.tensor([1, 2, int(exact), 0])
 

@@ -1,4 +1,4 @@
-"""How long collectives of the ranks of one host take: by Gloo, and through memory that they share.
+"""Seconds of collectives of the ranks of one host: by Gloo, and through memory that they share.
 
     python benchmarks/same_host.py              eight ranks, in groups of 8, 4 and 2: a minute
     python benchmarks/same_host.py --quick      fewer rounds

@@ -1,4 +1,4 @@
-"""How long a training step takes: ours against DTensor, the same collectives by hand, and one device.
+"""Seconds of a training step: ours against DTensor, the same collectives by hand, and one device.
 
     python benchmarks/step_time.py                   everything: some minutes
     python benchmarks/step_time.py --quick           few steps

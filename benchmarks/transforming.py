@@ -108,7 +108,7 @@ def source(folder: Path, strategies: ParameterStrategies) -> None:
 
 
 def run(*words: object) -> dict[str, float]:
-    """What ``shardwright checkpoint`` takes, in a process of its own."""
+    """The seconds and the peak memory of ``shardwright checkpoint``, in a process of its own."""
     # The kernel's own mark of the highest: getrusage would count what this process had when it made that one.
     child = (
         "import re, sys, time\nfrom shardwright import cli\nbegin = time.perf_counter()\n"

@@ -23,7 +23,7 @@ def loss_of(logits, targets):
 
 
 def gpt3(layers=LAYERS, batch=BATCH):
-    """What `shardwright.plan` is given."""
+    """The arguments of `shardwright.plan`."""
     with torch.device("meta"):
         net = GPT(VOCABULARY, LENGTH, layers, WIDTH, HEADS)
         tokens = torch.zeros(batch, LENGTH, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""What every test file shares: threads, hypothesis profiles, the goldens."""
+"""Setup that every test file shares: threads, hypothesis profiles, the goldens."""
 
 import gc
 import logging
@@ -152,7 +152,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported by now stays, and no collection of garbage walks it again."""
+    """Keep all that has been imported by now, so that no collection of garbage walks it again."""
     gc.collect()
     gc.freeze()
 

@@ -162,7 +162,7 @@ def test_autocast_inside(around: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize("loss_inside", [True, False], ids=["loss in autocast", "loss outside"])
 def test_autocast_around_the_forward(loss_inside: bool) -> None:
-    """As trainers write it: the model returns its outputs, the loss is taken of them."""
+    """The form that trainers write: the model returns its outputs, the loss is taken of them."""
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
     one, x, y = copy.deepcopy(net), torch.randn(8, 8), torch.randint(0, 4, (8,))

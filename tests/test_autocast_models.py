@@ -135,7 +135,7 @@ APART = {
 def losses(
     run: Callable[..., Tensor], net: nn.Module, rate: float, dtype: torch.dtype, loss_fn: Any, x: Tensor, y: Tensor
 ) -> tuple[list[float], Tensor]:
-    """Of each step, and the gradients of the first."""
+    """The losses of each step, and the gradients of the first."""
     optimizer, out, first = torch.optim.SGD(net.parameters(), rate), [], None
     for _ in range(STEPS):
         with torch.autocast("cpu", dtype):

@@ -68,7 +68,7 @@ def text(said: Any) -> str:
     ids=str,
 )
 def test_shares_add_up_to_the_plan(name: str, mode: str, options: dict) -> None:
-    """What is sent between two operators is a share of both; all else of one."""
+    """Traffic between two operators is a share of both; all else is a share of one."""
     plan = planned(name, mode, **options)
     costs, total, computing = CostModel(plan.cluster, plan.devices), 0.0, 0.0
     for operator in plan.operators:
@@ -157,7 +157,7 @@ def test_an_alternative_as_a_mark_costs_what_is_said() -> None:
 
 
 def test_a_plan_that_is_not_the_best() -> None:
-    """Of a plan along the batch, the search's alternatives are better than the plan."""
+    """The search's alternatives are better than a plan along the batch."""
     plan = planned("wide", "semi_auto")
     said = explained(plan, "linear")
     assert said.cost == pytest.approx(plan.cost, rel=1e-9)
@@ -230,7 +230,7 @@ def test_a_mark_holds_it() -> None:
 
 
 def test_memory_holds_it() -> None:
-    """Of a plan that may hold no more than it does, the alternatives that alone hold more say at which moment."""
+    """The plan may hold no more than it does; the alternatives that alone hold more say at which moment."""
     plan = planned("wide")
     limit = plan.timeline.peak
     said = explained(plan, "linear", 8, limit)
@@ -250,7 +250,7 @@ def test_memory_holds_it() -> None:
 
 
 def test_a_plan_that_cannot_be_compared_says_why() -> None:
-    """It has a strategy that is none of the search's."""
+    """The plan has a strategy that is none of the search's."""
     plan = planned("mlp")
     neighbourhood = _Neighbourhood(plan, "relu", CostModel(plan.cluster, plan.devices), None)
     assert neighbourhood.missing() is None

@@ -145,7 +145,7 @@ def test_an_alternative_costs_what_the_search_finds_with_it(operator: str) -> No
 
 
 def test_what_the_operator_would_be_without_the_limit() -> None:
-    """It is what the free plan has, where that differs; and the moment is that plan's."""
+    """The alternative is that of the free plan, where that differs; and the moment is that plan's."""
     plan, changed = limited(), 0
     for name in ("linear", "gelu", "linear_1"):
         held = explained(plan, name).held
@@ -168,7 +168,7 @@ def test_what_the_operator_would_be_without_the_limit() -> None:
 
 
 def test_what_the_search_chose_beside_strategies_is_chosen_anew() -> None:
-    """What is computed again and how parameters are stored; a user's own is kept."""
+    """Recomputation and the storage of parameters are chosen anew; a user's own choice is kept."""
     plan = planned(0.7 * free().peak)
     assert plan.hsdp is not None, "parameters are stored cut"
     again = with_recompute(plan.graph, frozenset({"gelu"}), {"gelu": 0})
@@ -189,7 +189,7 @@ def test_a_limit_that_nothing_keeps() -> None:
 
 
 def test_other_errors_are_no_missing_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes wrong while alternatives are priced is told as it is."""
+    """An error while alternatives are priced is told as it is."""
 
     def broken(*_: Any, **__: Any) -> None:
         raise sw.PlanError("broken")

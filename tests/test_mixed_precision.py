@@ -280,7 +280,7 @@ def test_pipelines_whose_parameters_are_stored_cut(level: str) -> None:
 
 
 def test_recomputed_dropped_out_and_uneven() -> None:
-    """What else a model may ask for: random numbers are those of one device under the same policy."""
+    """Further things that a model may ask for: random numbers are those of one device under the same policy."""
 
     class Dropping(nn.Module):
         def __init__(self) -> None:
@@ -463,7 +463,7 @@ def test_a_checkpoint_holds_the_master_weights(tmp_path) -> None:
 
 
 def test_gradients_accumulate_in_the_stored_type() -> None:
-    """Of two backwards the sum is what float32 holds of it: as one device accumulates."""
+    """The sum of two backwards is what float32 holds of it: as one device accumulates."""
     net = Net()
     one = copy.deepcopy(net)
     model = parallel(net, loss_of, devices=4, mode="data_parallel", mixed_precision=BF16)
@@ -568,7 +568,7 @@ def test_policies_that_there_are_not(given: Any, text: str) -> None:
 
 
 def test_parameters_without_a_master() -> None:
-    """What is stored in 16 bits would lose its updates: refused, but for what is not trained."""
+    """Parameters stored in 16 bits would lose their updates: refused, but for those that are not trained."""
     batch = batches(torch.float32)[0]
     with pytest.raises(sw.SettingError, match="'table.weight' and .* more is stored as torch.bfloat16") as caught:
         parallel(Net(torch.bfloat16), loss_of, mixed_precision=torch.bfloat16)(*batch)

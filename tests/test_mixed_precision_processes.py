@@ -60,7 +60,7 @@ def feeding(dataset: str) -> Callable[[Tensor], Tensor]:
 
 @contextlib.contextmanager
 def log() -> Iterator[list[tuple[str, torch.dtype]]]:
-    """What is sent of programs that are made and run meanwhile: (kind, type), one entry a collective."""
+    """The collectives of programs that are made and run meanwhile: (kind, type), one entry a collective."""
     said: list[tuple[str, torch.dtype]] = []
     before = {name: getattr(transport, name) for name in ("gather", "reduce_scatter", "all_reduce")}
     turns, inside = SumInTurns.__call__, [False]
@@ -351,7 +351,7 @@ SCENARIOS: dict[int, dict[str, Callable[[int, int], None]]] = {
 
 @lru_cache
 def results(world: int) -> dict[str, str | None]:
-    """What every scenario says on the first rank that it fails on."""
+    """The message of every scenario on the first rank that it fails on."""
     told = run_ranks(run_scenarios, world, SCENARIOS[world])
     return {
         name: next((f"rank {r}:\n{of[name]}" for r, of in enumerate(told) if of[name] is not None), None)

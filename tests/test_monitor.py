@@ -1,4 +1,4 @@
-"""What a monitor writes, and that it does not wait for losses."""
+"""Lines that a monitor writes; a monitor does not wait for losses."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_loss_is_not_waited_for(monkeypatch) -> None:
 
 
 class Writer:
-    """What of TensorBoard's writer is used."""
+    """The part of TensorBoard's writer that is used."""
 
     made: ClassVar[list[Writer]] = []
 

@@ -152,7 +152,7 @@ def test_transpose_is_the_adjoint(pair, data):
 
 
 def gather_everything(source, target):
-    """What a rank sends where everything is completed, gathered, and sliced anew; as a fraction of the whole."""
+    """The fraction of the whole that a rank sends where everything is completed, gathered, and sliced anew."""
     n, cuts = digits_size(source.partial), math.prod(source.cuts)
     return Fraction(2 * (n - 1), n * cuts) + Fraction(cuts - 1, cuts)
 

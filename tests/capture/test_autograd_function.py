@@ -75,7 +75,7 @@ class Ranked(torch.autograd.Function):
 
 
 class Twice(torch.autograd.Function):
-    """It calls another."""
+    """A function that calls another."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def test_what_cannot_be_kept(function: type, message: str, legal: str) -> None:
 
 
 def classes() -> dict[type, dict[str, Any]]:
-    """What stands in every class of functions, torch's too, and in their metaclass."""
+    """The entries of every class of functions, torch's too, and of their metaclass."""
     found, rest = {}, [torch.autograd.Function]
     for cls in rest:
         found[cls] = dict(vars(cls))

@@ -140,7 +140,7 @@ def test_calls_of_one_form_are_split_once(monkeypatch):
 
 @pytest.fixture
 def captures(monkeypatch):
-    """What was captured, in order."""
+    """The names of the captures, in order."""
     seen = []
     for name in ("capture", "capture_scalable"):
 

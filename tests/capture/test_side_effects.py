@@ -398,7 +398,7 @@ def forget() -> None:
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("f", [by_lru_cache, by_a_method, by_a_draw_that_is_kept], ids=lambda f: f.__name__)
 def test_functions_that_keep_their_results(f: Callable, devices: int) -> None:
-    """They keep real tensors, the same ones for the program and for the plain model, which is called later."""
+    """Functions that keep results keep real tensors, the same for the program and for the plain model, called later."""
     forget()
     torch.manual_seed(1)
     model = run_both(f, devices)

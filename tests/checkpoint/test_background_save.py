@@ -43,7 +43,7 @@ def test_a_background_save_has_the_values_of_the_call(
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """What a save's thread waits for, before it copies the optimizer's state."""
+    """An event for which a save's thread waits before it copies the optimizer's state."""
     opens, complete = threading.Event(), copies.HostCopies.complete
     monkeypatch.setattr(copies.HostCopies, "complete", lambda made: (opens.wait(30), complete(made))[1])
     return opens
@@ -51,7 +51,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 @KINDS
 def test_an_optimizer_steps_once_its_state_is_copied(tmp_path: Path, gate: threading.Event, whole: bool) -> None:
-    """It makes the copies that the thread has not begun."""
+    """An optimizer's step makes the copies that the thread has not begun."""
     model, optimizer = trained()
     names = dict(model.named_parameters())
     before = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in names.items()}

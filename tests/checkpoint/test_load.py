@@ -181,7 +181,7 @@ def test_into_parameters_that_are_not_there_yet(tmp_path: Path) -> None:
 
 
 class Later(nn.Module):
-    """As `Net`, with weights that random numbers fill."""
+    """A `Net` with weights that random numbers fill."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -488,7 +488,7 @@ def _measured(pipe: Any, work: Callable[[], Any]) -> None:
 
 
 def more_memory(work: Callable[[], Any]) -> int:
-    """How much memory a process takes for a piece of work, at the most, besides what it had."""
+    """The most memory that a process takes for a piece of work, besides the memory that it had."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=_measured, args=(sender, work))
     child.start()

@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def strategies(tmp_path: Path) -> Path:
-    """Where parameters lie on eight devices."""
+    """The places of parameters on eight devices."""
     sw.init(devices=8)
     PLANS["columns"](8).save_param_strategy_file(tmp_path / "parameters.json").infer_layout(*batch(0))
     return tmp_path / "parameters.json"
@@ -131,7 +131,7 @@ def test_ranks_whose_parts_hold_it(run: Path, strategies: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_whole_model(step: int, run: Path) -> None:
-    """Of a run its latest; no random number is drawn, no state of one restored."""
+    """The latest model of a run is made; no random number is drawn, no state of one restored."""
     folder = run / f"step-0000000{step}"
     sw.init(devices=4)
     expected, networks = whole(folder), (emptied(Net()), PLANS["level1"](4))

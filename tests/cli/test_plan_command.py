@@ -365,7 +365,7 @@ def test_diff(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
 
 
 def test_operators_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """They are registered by a module that the command imports first."""
+    """A module that the command imports first registers the operators."""
     (tmp_path / "own_operators.py").write_text("""
 import torch
 import shardwright as sw

@@ -314,7 +314,7 @@ def test_flops_of_slices_are_torchs_own(op: Op, ins: tuple, parts: int) -> None:
 
 @torch.library.custom_op("shardwright_costs::opaque", mutates_args=())
 def opaque(x: torch.Tensor) -> torch.Tensor:
-    """It has no fake: only tensors with values go through it."""
+    """An operator without a fake: only tensors with values go through it."""
     return x + float(x.sum())
 
 

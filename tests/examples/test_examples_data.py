@@ -39,7 +39,7 @@ def write(folder, count=10, *, part="train", ending="", labels=None):
 
 
 def pixel_numbers(batch):
-    """Which of the `numbered` images a batch holds."""
+    """The numbers of the `numbered` images in a batch."""
     return (batch.double().mean((1, 2, 3)) * 0.3081 + 0.1307).mul(255).round().long().tolist()
 
 

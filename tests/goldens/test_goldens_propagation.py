@@ -28,7 +28,7 @@ def load(name: str) -> dict:
 
 
 def strategy(record: dict) -> tuple:
-    """Of an operator; one with a single input is written without the last comma."""
+    """The strategy of an operator; one with a single input is written without the last comma."""
     made = ast.literal_eval(record["strategy"])
     return made if isinstance(made[0], tuple) or not made[0] else (made,)
 
@@ -109,7 +109,7 @@ def test_quick_start(name: str, cluster: str, figures) -> None:
 
 
 def test_two_hints_are_a_conflict() -> None:
-    """Of the product before and the product after, which ask the ReLU for rows and for columns."""
+    """The product before and the product after ask the ReLU for rows and for columns."""
     marks = as_marks(load("propagation_conflict_two_hints")["0"])
     plan = quick_start({n: marks[n] for n in ("matmul", "matmul2")}, MODE, "cpu")
     relu = next(d for d in plan.decisions.values() if d.op.kind == "relu")

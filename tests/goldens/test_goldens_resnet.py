@@ -37,7 +37,7 @@ def test_slices_of_parameters(plan: sw.Plan, rank: str) -> None:
 
 @pytest.mark.parametrize("rank", GOLDEN)
 def test_local_shapes(plan: sw.Plan, rank: str) -> None:
-    """Of the operators that both name alike, in order, of the input and the weight."""
+    """Shapes of the input and the weight of the operators that both name alike, in order."""
     theirs = [(KINDS[o["op"]], o["local_inputs"][:2]) for o in GOLDEN[rank]["operators"] if o["op"] in KINDS]
     mine = [(o.op, [*map(list, o.local_shapes(int(rank))[0][:2])]) for o in plan.operators if o.op in KINDS.values()]
     assert mine == theirs

@@ -99,7 +99,7 @@ def one_trainer(folder: str, rows: int, batch: int, layers: int = 1, **more: Any
 
 
 def test_the_trainer_trains_as_on_one_device(ours: list[dict[str, Any]], folder: str) -> None:
-    """In float32: their loss is computed in it."""
+    """Training in float32: the Trainer computes the loss in float32."""
     one = one_trainer(f"{folder}/one", 18, 4, save_strategy="no")
     for result in (rank["trainer"] for rank in ours):
         assert len(result["losses"]) == STEPS and abs(result["losses"][0] - result["losses"][-1]) > 0.1

@@ -1,4 +1,4 @@
-"""Who a process is: the variables of launchers, and what is said where they contradict or lack one another."""
+"""Identity of a process: the variables of launchers, and the errors where they contradict or lack one another."""
 
 from __future__ import annotations
 

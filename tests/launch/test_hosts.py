@@ -187,7 +187,7 @@ def nodes(count: int, *seconds: int) -> list[Nodes]:
 
 
 def at_once(actions: list) -> list:
-    """What each action returns or raises; all run at the same time."""
+    """Results or errors of the actions; all run at the same time."""
     results: list = [None] * len(actions)
 
     def act(n: int) -> None:

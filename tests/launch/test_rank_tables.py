@@ -87,7 +87,7 @@ def test_address_and_port_are_set_by_those_who_know_better(written) -> None:
 
 
 def test_servers_may_be_listed_and_devices_numbered_in_any_order(written) -> None:
-    """What counts is that ranks follow the server ids, as text: 10.0.0.10 comes before 10.0.0.9."""
+    """Ranks follow the server ids, as text: 10.0.0.10 comes before 10.0.0.9."""
     content = table("10.0.0.10", "10.0.0.9", devices=2)
     content["server_list"].reverse()
     one, two = content["server_list"][1]["device"]
@@ -341,7 +341,7 @@ def test_variables_that_do_not_fit_the_table(environ, says, legal, written) -> N
 
 
 def rank(environ: dict[str, str], folder: str, timeout: float, answers: Any) -> None:
-    """In a process of its own: who it is, then three steps; or the error."""
+    """A rank in a process of its own: its identity, then three steps; or the error."""
     gc.freeze()  # what is inherited is not walked, or its pages would be copied
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)

@@ -37,7 +37,7 @@ class Ended:
         return (self.folder / "log_output" / f"worker_{rank}.log").read_text()
 
     def facts(self, rank: int) -> dict:
-        """What worker.py told of itself in its first line."""
+        """The facts that worker.py told of itself in its first line."""
         return json.loads(self.log(rank).splitlines()[0])
 
     @property
@@ -212,7 +212,7 @@ def test_a_death_ends_the_run_with_its_code_and_its_last_lines(deaths, how):
 
 
 def test_the_first_failure_is_told_from_those_it_causes():
-    """Of two that died between two looks, the one that was first; whoever looks and in whatever order."""
+    """The first failure is the earlier of two between two looks, whoever looks and in whatever order."""
     watch = Watch(lambda exit: None)
     for rank, seconds in enumerate((0.6, 0.2)):
         watch.follow(rank, subprocess.Popen(["sh", "-c", f"sleep {seconds}; exit {3 + rank}"]))

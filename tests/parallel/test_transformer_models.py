@@ -99,7 +99,7 @@ def test_tied_weights_that_are_wanted_in_two_layouts_are_an_error() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_block_takes_two_sums_forward_and_two_backward(name: str) -> None:
-    """As tensor parallelism by hand has it; nothing else is sent within the blocks, but for gradients of parameters."""
+    """The sums are those of tensor parallelism by hand; a block sends nothing else but gradients of parameters."""
     make, mark = MODELS[name]
     tokens, following = next(passages(2, LENGTH))
 

@@ -28,7 +28,7 @@ def marked(devices: int) -> Marked:
 
 
 class Block(nn.Module):
-    """What real models have: a tied embedding, norms, biases, a convolution, a weight that is only looked at."""
+    """The parts of real models: a tied embedding, norms, biases, a convolution, a weight that is only looked at."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -477,7 +477,7 @@ def holds_parts(world: int) -> None:
 
 @pytest.fixture(scope="module")
 def warm() -> None:
-    """What a first capture and a first backward load, before the ranks are forked."""
+    """Load all that a first capture and a first backward load, before the ranks are forked."""
     parallel(marked(4), CROSS_ENTROPY, devices=4)(*BATCHES[0]).backward()
 
 

@@ -243,7 +243,7 @@ def test_results_of_a_single_operator_are_dropped_where_others_save_them() -> No
 
 
 class Exponential(torch.autograd.Function):
-    """It saves a tensor that is neither an input nor an output."""
+    """A function that saves a tensor which is neither an input nor an output."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

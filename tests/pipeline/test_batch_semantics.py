@@ -1,4 +1,4 @@
-"""What an operator is said to make of a batch in parts, against what it makes of them: every call of every rule."""
+"""Results that a rule promises of a batch in parts, against those of the operator: every call of every rule."""
 
 from __future__ import annotations
 

@@ -303,7 +303,7 @@ def test_means_of_what_counts(name: str, count: int) -> None:
 
 
 def test_the_mean_of_micro_batches_would_be_another() -> None:
-    """What the totals are for: parts of the batch in which other numbers of targets count."""
+    """The purpose of the totals: parts of the batch in which other numbers of targets count."""
     net = Scored(lambda m, z, y: F.cross_entropy(z, y)).double()
     means = [F.cross_entropy(net.layer(x), y) for x, y in zip(X.chunk(2), T.chunk(2))]
     assert abs(sum(means) / 2 - net(X, T)).item() > 1e-3
@@ -377,7 +377,7 @@ def test_a_transformer_block(count: int) -> None:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_model_of_hugging_faces(count: int) -> None:
-    """It makes its mask of row numbers, and other operators for one row than for several; its loss is in float32."""
+    """The model makes its mask of row numbers; one row has other operators than several; its loss is in float32."""
     transformers = pytest.importorskip("transformers")
     net = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(

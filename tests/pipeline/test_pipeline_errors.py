@@ -1,4 +1,4 @@
-"""What a pipeline cannot be: one error that says where and what would do, the same in one process and on every rank."""
+"""Pipelines that cannot be: one error that says where and what would do, the same in one process and on every rank."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_outputs_without_gradients(scheduler: str, context: Callable) -> None:
 
 
 class Heads(nn.Module):
-    """What is asked of it is in several stages, and of several shapes and types."""
+    """A model whose results are in several stages, and of several shapes and types."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -282,7 +282,7 @@ def _ordered(made: Schedule, first: Action, second: Action) -> bool:
 def refused(
     tmp_path: Path, text: str | bytes, groups: int = 2, micro_batches: int = 2, chunks: int | None = None
 ) -> str:
-    """What is said of a file, its own path left out."""
+    """The error about a file, without the path of the file."""
     path = tmp_path / "mine.csv"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(SettingError) as error:

@@ -281,7 +281,7 @@ def test_what_was_reckoned_is_what_the_pipeline_takes():
 
 
 def test_the_best_alternative_is_cheaper_than_given_stages():
-    """Of two equal stages, cut by hand at the middle, with as many micro-batches."""
+    """The given stages are two equal ones, cut by hand at the middle, with as many micro-batches."""
     plan = planned()
     x, m = tokens(), plan.micro_batches
     by_hand = {"tokens": 0, "positions": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 1, "norm": 1, "head": 1}

@@ -383,7 +383,7 @@ def without_updates(text: str) -> str:
 
 @pytest.mark.parametrize("how", ["loaded", "strategies"])
 def test_a_file_that_says_nothing_of_buffers_trains_as_one_device(how: str, tmp_path: Path) -> None:
-    """It is loaded and run as it is, or a model takes its strategies."""
+    """The file is loaded and run as it is, or a model takes its strategies."""
     plan = planned(Chain(tied=True), parallel_mode="dynamic_programming")
     path = saved(plan, tmp_path, without_updates)
     loaded = sw.Plan.load(path)

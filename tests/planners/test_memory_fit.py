@@ -188,7 +188,7 @@ def test_of_a_large_network_the_recursion_is_not_made_within_the_limit(monkeypat
 
 
 def test_a_limit_is_tried_again_between_what_holds_too_much_and_what_nothing_keeps() -> None:
-    """As where the search reckons with less than a plan holds."""
+    """An example is a search that reckons with less than a plan holds."""
     given, asked = case("mlp"), []
     limit = given.limit(0.5)
     made = given.search.energy(given.search.options([given.free.decisions]), [given.free.decisions], cut=CUT)

@@ -235,7 +235,7 @@ def test_contradictory_marks_are_the_error_they_are() -> None:
 
 @pytest.mark.parametrize("first", [((1, 8), (8, 1)), ((1, 1), (1, 8)), ((2, 4), (4, 1)), ((8, 1), (1, 1))])
 def test_users_of_one_parameter_have_one_layout(first: tuple) -> None:
-    """In semi_auto an unmarked user wants it whole, which is an error; here it follows."""
+    """An unmarked user wants the parameter whole in semi_auto, which is an error; here the user follows."""
     plan = assert_as_one_device(Twice(first, None), (draw(16, 16),), mode=MODE).plan
     second = plan.operators[-1]
     assert second.in_layouts[1] == plan.operators[0].in_layouts[1] == plan.parameters["w"].layout

@@ -126,7 +126,7 @@ def test_a_mark_of_low_priority_has_its_way_where_no_other_asks() -> None:
 
 
 def asked_of(plan: sw.Plan, kind: str) -> list[tuple]:
-    """What the first operator of a kind is asked for, as it was heard: the mark, the cuts, how."""
+    """The demands on the first operator of a kind, as it heard them: the mark, the cuts, how."""
     found = next(d for d in plan.decisions.values() if d.op.kind == kind)
     return [
         (d.mark, found.bound.in_strategy(d.assignment)[0], "aggressive" if d.aggressive else "basic", d.outranked)
@@ -136,8 +136,8 @@ def asked_of(plan: sw.Plan, kind: str) -> list[tuple]:
 
 @pytest.mark.parametrize("most", [demands.MOST, 1])
 def test_user_priority_comes_before_the_kind_of_operator(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes through a product, which has heard the other side first, is followed before what would flow straight
-    in, if its mark has the priority; even where an operator listens to one of them alone."""
+    """A demand that comes through a product, which has heard the other side first, is followed before what would flow
+    straight in, if its mark has the priority; even where an operator listens to one of them alone."""
 
     class Net(nn.Module):
         def __init__(self, far: int, near: int) -> None:
@@ -158,7 +158,7 @@ def test_user_priority_comes_before_the_kind_of_operator(most: int, monkeypatch:
 
 
 def test_the_kind_of_operator_comes_before_basic_or_aggressive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one aggressive demand is heard, it is the one that pointwise operators have passed on, however far, and not
+    """An aggressive demand that is heard alone is the one that pointwise operators have passed on, however far, and not
     that of a product which has heard its mark basically and stands next to it."""
 
     class Net(nn.Module):
@@ -266,7 +266,7 @@ def test_other_modes_do_not_read_it() -> None:
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(networks(), st.sampled_from(sorted(MATRICES)), st.data())
 def test_random_networks(made, devices, data) -> None:
-    """As one device; marks stay; and what the first mark asks to be cut is cut so, or its note says why not."""
+    """Results are those of one device; marks stay; a cut asked by the first mark is made, or its note says why not."""
     net, shape = made
     x, y = (draw(*shape).requires_grad_() for _ in range(2))
     for operator in net.operators:

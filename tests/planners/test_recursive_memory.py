@@ -81,7 +81,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
 
 
 def limits(sizes: tuple[int, ...], memory: float, hope: float) -> list[float]:
-    """Of all levels, the outermost first: r^hope times the memory, where r devices are told apart below."""
+    """The limits of all levels, the outermost first: r^hope times the memory, where r devices are told apart below."""
     rest, out = math.prod(sizes), []
     for size in reversed(sizes):
         rest //= size
@@ -90,7 +90,7 @@ def limits(sizes: tuple[int, ...], memory: float, hope: float) -> list[float]:
 
 
 def check(asked: list[Asked], sizes: tuple[int, ...], memory: float, hopes: tuple[float, ...]) -> None:
-    """What was asked of every level in a run for each hope, and that what each chose keeps it where it can be kept."""
+    """Check the limit of every level in a run for each hope, and that each choice keeps the limit where it can."""
     expected = [limit for hope in hopes for limit in limits(sizes, memory, hope)]
     assert [level.limit for level in asked] == pytest.approx(expected)
     assert [level.last for level in asked] == [*(False,) * (len(sizes) - 1), True] * len(hopes)
@@ -112,7 +112,7 @@ def check(asked: list[Asked], sizes: tuple[int, ...], memory: float, hopes: tupl
 
 
 def binds(level: Asked) -> bool:
-    """Whether the best of a level's strategies would hold more than it may."""
+    """True where the best of a level's strategies would hold more than it may."""
     free = solve(replace(level.problem, limit=None, usages=()))
     return most_held(level.problem, free) > level.limit
 
@@ -133,7 +133,7 @@ def test_levels_are_given_less_where_the_last_cannot_fit(
 
 
 def test_a_level_that_cannot_keep_its_limit_holds_as_little_as_it_can(asked: list[Asked]) -> None:
-    """Where nothing is hoped for, the first level has too few cuts; the next ones have more, and keep theirs."""
+    """Without any hope the first level has too few cuts; the next ones have more, and keep theirs."""
     (net, batch, loss_fn), sizes, memory = layers(3), (2, 2, 2), 43_800
     graph = capture(net, batch, None, loss_fn=loss_fn)
     search = Search.of(

@@ -111,6 +111,32 @@ def test_no_file_is_above_700_lines():
     assert {name: count for name, count in lines.items() if count > 700} == {}
 
 
+#: Words that begin a clause, where a docstring begins with its noun, or with an imperative.
+CLAUSES = frozenset("What Whether Of Who That Which How Where When As It They In".split())
+
+
+def clauses(tree: ast.Module) -> list[str]:
+    """The first words of the docstrings that begin with one of `CLAUSES`, with the line of each."""
+    return [
+        f"{node.body[0].lineno}: {doc[:60]}"
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and (doc := ast.get_docstring(node))
+        and re.split(r"\W", doc, maxsplit=1)[0] in CLAUSES
+    ]
+
+
+@pytest.mark.parametrize("folder", ["shardwright", "tests", "benchmarks", "examples", "docs"])
+def test_docstrings_begin_with_a_noun_or_an_imperative(folder: str) -> None:
+    found = {str(path.relative_to(ROOT)): clauses(tree_of(path)) for path in sorted((ROOT / folder).rglob("*.py"))}
+    assert {name: begins for name, begins in found.items() if begins} == {}
+
+
+def test_docstrings_that_begin_with_a_clause_are_found() -> None:
+    tree = ast.parse('"""In it."""\nclass A:\n    """Area."""\n    def f(self):\n        """What it is."""\n')
+    assert clauses(tree) == ["1: In it.", "5: What it is."]
+
+
 def test_no_folder_has_more_than_20_files():
     folders = Counter(path.parent for path in FILES)
     assert {folder: count for folder, count in folders.items() if count > 20} == {}

@@ -1,4 +1,4 @@
-"""What is shown of pipelines: tables, summaries, differences, dumps; and the commands that show them."""
+"""Pipelines as they are shown: tables, summaries, differences, dumps; and the commands that show them."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_other_cuts_and_another_count_of_stages() -> None:
 
 
 def exchanged(text: str, count: int) -> Counter:
-    """What a dump says that is sent in a step: (operation, ranks, bytes) -> how often."""
+    """The collectives of a step in a dump: (operation, ranks, bytes) -> how often."""
     out: Counter = Counter()
     times = 1
     for line in text.splitlines():

@@ -28,7 +28,7 @@ def test_whole_and_sliced_agree(case: Case) -> None:
 
 
 def test_linear_rules_are_linear() -> None:
-    """What lets open sums pass gives the sum of what it gives for the terms."""
+    """An operator that lets open sums pass gives the sum of its results for the terms."""
     generator = torch.Generator().manual_seed(3)
     checked = 0
     for case in CASES:

@@ -76,7 +76,7 @@ class Language(nn.Module):
 
 
 def agree(mine: Any, theirs: Any) -> None:
-    """As far as the float32 inside of these models allows: routers and norms."""
+    """Agreement as far as the float32 inside of these models allows: routers and norms."""
     torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-7)
 
 

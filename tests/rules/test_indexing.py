@@ -101,7 +101,7 @@ def test_by_index(function, strategy: tuple, index, second) -> None:
 
 
 def test_written_by_index_is_cut_without_a_sum() -> None:
-    """What is written stays where it is: no rank sends anything but its gradients' sums."""
+    """Written values stay where they are: no rank sends anything but its gradients' sums."""
     net = Indexed(lambda x, i, s: x.index_copy(1, i, s), ((1, 8), (1,), (1, 1)), draw(ROWS, ROWS))
     plan = sw.plan(net, (LINE,), devices=8)
     assert not [c for c in plan.collectives(2) if c.operator == "operator" and c.phase == "forward"]

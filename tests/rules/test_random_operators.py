@@ -113,7 +113,7 @@ def test_fast_numbers_differ_between_micro_batches() -> None:
 
 
 def deviations(counts: Tensor, expected: Tensor | float) -> float:
-    """How many standard deviations the chi-square statistic of counts lies from its mean."""
+    """The distance of the chi-square statistic of counts from its mean, in standard deviations."""
     terms = (counts.double() - expected) ** 2 / expected
     return abs(float(terms.sum()) - (counts.numel() - 1)) / math.sqrt(2 * counts.numel())
 
@@ -464,7 +464,7 @@ def test_plans_with_random_operators_are_verified_and_shown(tmp_path) -> None:
 
 
 def test_a_wrong_place_is_found(monkeypatch) -> None:
-    """What verification is for: a rank that draws for another's positions."""
+    """The purpose of verification: a rank that draws for another's positions."""
     from shardwright.rules import random
 
     monkeypatch.setattr(

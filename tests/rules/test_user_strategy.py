@@ -1,4 +1,4 @@
-"""What a user gives for an operator, in its normal form: or one error with the sizes and what would be legal."""
+"""Strategies that a user gives for an operator, in normal form; or one error with the sizes and a legal choice."""
 
 import ast
 import math

@@ -83,7 +83,7 @@ def test_sums_of_a_loss_travel_together() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", LOSSES)
 def test_half_precision_sums_in_single(name: str, dtype: torch.dtype) -> None:
-    """As near to the float64 loss of the same numbers as the type of the result, and of the gradients, lets it be."""
+    """The loss is as near to the float64 loss of the same numbers as the type of result and gradients allows."""
     soft = name == "probabilities"
     scores = (draw(ROWS, V) * 4).to(dtype).requires_grad_()
     target = probabilities().to(dtype) if soft else labels(ROWS, V)

@@ -111,7 +111,7 @@ def test_compiled_as_one_device(results: list[dict[str, str | None]], name: str)
 
 
 def test_the_cases_are_what_they_say() -> None:
-    """Of plans for as many devices, in this process."""
+    """The cases are of plans for as many devices, in this process."""
     batch = draw(4, 8), labels(4, 7)
     plans = {}
     for name, make in CASES.items():

@@ -29,7 +29,7 @@ TWO = dict(stages=2, micro_batches=4, stage_config=staged(2))
 
 
 def part_of(x: Tensor, rank: int, feed: str, stages: int) -> Tensor:
-    """What a rank feeds: ranks at one position in their stages the same."""
+    """The part that a rank feeds: ranks at one position in their stages feed the same."""
     count = WORLD // stages
     return x if feed == "full_batch" else x.chunk(count)[rank % count]
 
@@ -343,7 +343,7 @@ class Dropped(Chain):
 
 @cache
 def dropped_on_one_device() -> list[Tensor]:
-    """In one process; a stand-alone model draws the numbers of one device."""
+    """The reference in one process; a stand-alone model draws the numbers of one device."""
     sw.init(devices=1)
     return losses_of_dropped(sw.AutoParallel(Dropped(), nn.MSELoss(), parallel_mode="stand_alone"), 0, "full_batch")
 

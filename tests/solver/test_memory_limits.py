@@ -301,7 +301,7 @@ def test_least_memory_is_the_least(seed):
 
 @pytest.mark.parametrize("seed", [0, 2, 5])
 def test_a_large_problem_that_nothing_keeps_names_the_leanest_states_it_saw(seed, monkeypatch):
-    """It is priced at no more moments than the search needs: the whole of them takes too much memory."""
+    """The problem is priced at no more moments than the search needs: the whole of them takes too much memory."""
     problem = layered(seed, 4, 3)
     truth = least_memory(problem).least
     monkeypatch.setattr(limits, "WHOLE", 0)

@@ -1,4 +1,4 @@
-"""What the exact solver is made of: orders, reductions, sweeps, descent."""
+"""The parts of the exact solver: orders, reductions, sweeps, descent."""
 
 from dataclasses import replace
 
@@ -85,7 +85,7 @@ def test_a_script_serves_other_costs_of_the_same_nodes(problem, seed):
 
 
 def test_a_chain_is_halved_and_not_walked():
-    """Of 64 equal links between two kept ends: as many kinds of tables as halvings, not as links."""
+    """A chain of 64 equal links between two kept ends has as many kinds of tables as halvings, not as links."""
     link = np.random.default_rng(0).random((5, 5))
     problem = Problem((np.zeros(5),) * 65, {(i, i + 1): link for i in range(64)})
     order = elimination_order([5] * 65, problem.edges, keep=(0, 64))

@@ -98,7 +98,7 @@ def test_bounds_find_it_where_elimination_is_too_large(problem, most):
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("seed", range(8))
 def test_bounds_find_it_where_most_is_forbidden(seed, joints):
-    """What is given up must leave the rest consistent: messages between states that have no partner are no numbers."""
+    """States that are given up leave the rest consistent: messages between states without a partner are no numbers."""
     joints(200)
     problem = random_energy(seed, ("grid", "sparse")[seed % 2], (49, 16)[seed % 2], 8, 0.5, whole=False)
     for table in (*problem.costs, *problem.edges.values()):
@@ -143,7 +143,7 @@ def test_layered_networks_equal_milp(layers, kind):
 
 
 def test_equal_layers_are_computed_once():
-    """What has to be computed for 16 times the layers is not even twice as much, and nothing is lost by it."""
+    """The work for 16 times the layers is not even twice as much, and nothing is lost by it."""
 
     def work(layers, copied):
         problem = layered(layers, 12, 20, tied=True)
@@ -207,7 +207,7 @@ def test_moments_are_the_largest_sets_that_live_at_once(lives):
 
 
 def test_what_cannot_be_chosen_is_named():
-    """Of a large network the two that contradict one another, and the value between them."""
+    """The error about a large network names the two that contradict one another, and the value between them."""
     problem = layered(4, 12, 6, forbidden=0.0)
     costs, edges = list(problem.costs), dict(problem.edges)
     edges[20, 21] = np.full((6, 6), np.inf)

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: a network of four layers that can be planned in every way, and its training."""
+"""Parts that the tests of checkpoints share: a network of four layers planned in every way, its training."""
 
 from __future__ import annotations
 
@@ -121,5 +121,5 @@ def trained(name: str = "rows and columns", devices: int = 4) -> tuple[sw.AutoPa
 
 
 def steps(path: Path) -> list[int]:
-    """Of the checkpoints of a run."""
+    """The steps of the checkpoints of a run."""
     return list(folders.steps_in(path))

@@ -1,4 +1,4 @@
-"""What a rank holds under optimizer parallel: measured, and by arithmetic.
+"""Bytes that a rank holds under optimizer parallel: measured, and by arithmetic.
 
 A step is two micro-batches, the first under ``no_sync``, and AdamW, in data_parallel on Gloo processes. With P bytes of
 parameters in L layers of W = P / L, all of them cut over n ranks, a process holds

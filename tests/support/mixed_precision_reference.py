@@ -1,5 +1,5 @@
-"""What the tests of mixed precision share: the reference in plain PyTorch, and a network whose operators can all be
-cut."""
+"""Parts that the tests of mixed precision share: the reference in plain PyTorch, and a network whose operators can all
+be cut."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ sw.rule(doubled, "... -> ...")
 
 
 class Odd(nn.Module):
-    """What a graph may hold beside plain operators: an operator and a function of the user's, a constant, buffers that
-    change, complex and infinite numbers, a dtype, outputs in a dict."""
+    """A graph with all that stands beside plain operators: an operator and a function of the user's, a constant,
+    buffers that change, complex and infinite numbers, a dtype, outputs in a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,5 +173,5 @@ def edited(path: Path, plan: sw.Plan, name: str, section: str = "operators", **c
 
 
 def sent(plan: sw.Plan, rank: int = 0) -> list[tuple]:
-    """What a rank sends, whatever the operators are called: the marked ones have names of their own."""
+    """The collectives of a rank, whatever the operators are called: the marked ones have names of their own."""
     return [(c.op, c.ranks, c.shape, c.phase, c.cause) for c in plan.collectives(rank)]

@@ -97,7 +97,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = P
 
 
 def _where(rank: int, process: Any, file: Any, until: float) -> str:
-    """Where the threads of a rank stand, if it says so until then."""
+    """The lines at which the threads of a rank stand, if it says so until then."""
     os.kill(process.pid, signal.SIGUSR1)
     while not (told := os.stat(file.fileno()).st_size) and time.monotonic() < until:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What stands in padding: concrete calls, see `rule_cases`."""
+"""Padding: concrete calls, see `rule_cases`."""
 
 import math
 

@@ -55,7 +55,7 @@ def collected() -> tuple[list[Case], Callable[..., None]]:
 
 
 def runs(target: Any, *args: Any, backward: bool = False, **kwargs: Any) -> bool:
-    """Whether this version of torch takes a call, or has a derivative for it."""
+    """True where this version of torch takes a call, or has a derivative for it."""
     try:
         results = outputs_of(target(*args, **kwargs))
         if backward:
@@ -254,7 +254,7 @@ class Sliced:
 
     @staticmethod
     def calls(local: Any, inputs: list[list[torch.Tensor]]) -> Iterator[Any]:
-        """What each rank's call gives. By position: a value may stand twice, cut in two ways."""
+        """The results of each rank's call. Values go by position: a value may stand twice, cut in two ways."""
         leaves, spec = pytree.tree_flatten((local.args, local.kwargs))
         for mine in map(iter, inputs):
             args, kwargs = pytree.tree_unflatten([next(mine) if isinstance(x, Value) else x for x in leaves], spec)

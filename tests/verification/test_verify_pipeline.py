@@ -24,7 +24,7 @@ SECOND = dict(stages=2, micro_batches=4, stage_config={"first": 0, "middle": 1, 
 
 
 class Between(Net):
-    """As `Net`, with the operator in a module of its own."""
+    """A `Net` with the operator in a module of its own."""
 
     def __init__(self, operator: Any, strategy: Any) -> None:
         super().__init__(operator, strategy)

@@ -50,7 +50,7 @@ FLOOR = 1e-2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a mode came to.
+    """The outcome of a mode.
 
     Attributes:
         cut, operators: how many operators are cut, and how many have a dim that may be cut in two.

@@ -1,4 +1,4 @@
-"""In processes one rank searches, and all have its plan, or its error."""
+"""One rank searches in processes, and all have its plan, or its error."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def costs_of(latency: float, bandwidth: float) -> CostModel:
 
 
 def made_up(latency: float, bandwidth: float, noise: float = 0.0) -> list[Timing]:
-    """What the cost model says, each time off by a factor of about 1 + noise."""
+    """The seconds of the cost model, each off by a factor of about 1 + noise."""
     factors = np.exp(noise * np.random.default_rng(0).standard_normal(1000)).tolist()
     shapes = [
         (calibrate._conversion(kind, DEVICES, Digit(n, 1)), nbytes)
@@ -163,7 +163,7 @@ def test_two_ranks_measure_themselves(measured: tuple[list[dict], Path]) -> None
 
 
 def on_two_hosts(rank: int, world: int) -> tuple[dict, list]:
-    """As far as names go; and over which groups conversions are measured."""
+    """Two hosts as far as names go; and the groups over which conversions are measured."""
     torch.set_num_threads(1)
     calibrate.socket.gethostname = lambda: f"host{rank // 2}"
     calibrate.DTYPES, calibrate.MESSAGES, calibrate.LONG_ENOUGH = ("float32",), (4 << 10, 64 << 10), 0.002

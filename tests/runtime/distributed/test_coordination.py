@@ -1,4 +1,4 @@
-"""What real ranks tell one another of a checkpoint."""
+"""Messages of real ranks to one another about a checkpoint."""
 
 from __future__ import annotations
 

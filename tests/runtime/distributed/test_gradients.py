@@ -1,4 +1,4 @@
-"""How gradients are summed: in buckets, while the backward goes on, once for several backwards; and what is refused.
+"""Sums of gradients: in buckets, while the backward goes on, once for several backwards; and what is refused.
 
 What two and four ranks do runs on real ones, started once for all scenarios.
 """

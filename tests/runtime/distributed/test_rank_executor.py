@@ -584,7 +584,7 @@ def other_programs_on_some_ranks(rank: int, world: int) -> None:
 
 @pytest.fixture(scope="module")
 def warm() -> None:
-    """What a first capture and a first backward load, before the ranks are forked: once, not by each of them."""
+    """Load once, before the ranks are forked, all that a first capture and a first backward load in each of them."""
     net = four()
     sw.init(devices=4)
     sw.AutoParallel(net, CROSS_ENTROPY).dataset_strategy("full_batch")(X, T).backward()

@@ -44,7 +44,7 @@ def scenario(function: Callable[[int], Any]) -> Callable[[int], Any]:
 
 @dataclass
 class Ended:
-    """How the ranks of a scenario ended: exit codes (None: one had to be killed), and what each wrote."""
+    """The ends of the ranks of a scenario: exit codes (None: one had to be killed), and what each wrote."""
 
     codes: list[int | None]
     wrote: list[str]
@@ -172,7 +172,7 @@ def test_ranks_that_do_alike_are_left_alone(ended) -> None:
 
 @scenario
 def evaluations_of_unequal_number(rank: int) -> None:
-    """In data_parallel an evaluation sends nothing."""
+    """An evaluation sends nothing in data_parallel."""
     sw.init(timeout=60)
     net = nn.Linear(8, 4, dtype=D)
     model = sw.AutoParallel(net, None, "data_parallel")
@@ -508,7 +508,7 @@ def on_a_rank(rank: int, name: str, port: int, log: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory) -> Waves:
-    """What a first capture loads is loaded here, before ranks are forked."""
+    """All that a first capture loads is loaded here, before ranks are forked."""
     folder = tmp_path_factory.mktemp("failures")
     sw.plan(network(), (draw(16, 8),), loss_fn=nn.CrossEntropyLoss(), targets=labels(16), devices=4)
     for module in (

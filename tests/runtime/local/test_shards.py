@@ -63,7 +63,7 @@ def test_a_conversion_is_that_of_the_shards(drawn, seed):
 @given(conversions(), st.integers(0, 99))
 @settings(max_examples=400, deadline=None)
 def test_a_transpose_is_that_of_the_shards(drawn, seed):
-    """What was broadcast along axes of size 1 has summed its gradients; what lies open has them alike."""
+    """Tensors that were broadcast along axes of size 1 have summed their gradients; open ones have them alike."""
     source, target, terms, shape = drawn
     assume(source.reduction == "sum")
     backward = transpose(redistribution(source, target), terms)
@@ -92,7 +92,7 @@ def test_a_transpose_is_that_of_the_shards(drawn, seed):
 
 
 def test_most_conversions_need_no_list():
-    """Of eight ranks all do; of six those whose digits stand beside one another."""
+    """All conversions of eight ranks need none; of six ranks, those whose digits stand beside one another."""
     eight = [Layout.from_cuts(8, cuts) for cuts in ((8, 1), (1, 8), (2, 4), (4, 1), (1, 2), (4, 2), (1, 1))]
     axes = Axes.of_layouts(8, eight)
     assert axes.sizes == (2, 2, 2)
@@ -126,7 +126,7 @@ def test_a_view_moves_nothing():
 
 
 def factors(x, w, transposed=False, batch=0):
-    """What `product` is told of matrices, or batches of them."""
+    """The arguments of `product` for matrices, or batches of them."""
     lead, m, k, n = [(i,) for i in range(batch)], (batch,), (batch + 1,), (batch + 2,)
     return (x, [*lead, m, k]), (w, [*lead, n, k] if transposed else [*lead, k, n]), [*lead, m, n]
 
@@ -231,7 +231,7 @@ def test_operators_are_those_of_one_device(in_strategy):
 
 @pytest.mark.parametrize("cuts", [(4,), (2,), (1,)])
 def test_an_operator_that_takes_another_s_shape(cuts):
-    """Of the two operands the ranks have slices of the one, and the other alike."""
+    """The ranks have slices of one of the two operands, and the other alike."""
 
     class Net(nn.Module):
         def __init__(self):
@@ -380,7 +380,7 @@ def test_dims_counted_from_either_end(devices):
     ],
 )
 def test_only_where_a_rule_keeps_more_dims_apart(target, args, led, expected):
-    """As many rows as channels or classes: shapes alone do not tell."""
+    """The case is as many rows as channels or classes: shapes alone do not tell."""
     named = {"x": Value("x", (4, 4), D), "w": Value("w", (4,), D), "t": Value("t", (4,), torch.int64)}
 
     def values(a):
