@@ -95,7 +95,7 @@ class GraphReader(InPlaceReader):
         self.entries: dict[torch.fx.Node, int] = {}  # mark node -> index of the tensor input in the call
         self.places: list[dict[int, int]] = []  # per operator: index of an input -> its place in the call
         self.attached: set[int] = set()
-        self.named: set[int] = set()  # marked operators whose bare name is taken
+        self.named: set[int] = set()  # ids of the operators among `calls` whose bare name is taken
         self.drawing: list[str] = []  # random operators, in order
         self.casting = Autocast()  # the state of autocast
         self.casts: dict[tuple, Value] = {}  # (value, dtype, module) -> the cast value, while it is shared
