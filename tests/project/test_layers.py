@@ -106,6 +106,32 @@ def test_variables_of_the_environment_are_read_in_few_files():
     assert found == OF_ENVIRONMENT
 
 
+#: Functions of Python that run text as code.
+OF_TEXT = {"eval", "exec", "compile"}
+
+
+def runs_text(tree: ast.Module) -> list[int]:
+    """The lines that name a function which runs text. Methods of these names are others (``net.eval()``), and so are
+    parameters (``compile=True``)."""
+    names = OF_TEXT - {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Name) and node.id in names)
+        or (isinstance(node, ast.Attribute) and node.attr in OF_TEXT and ast.unparse(node.value) == "builtins")
+        or (isinstance(node, ast.ImportFrom) and node.module == "builtins")
+    ]
+
+
+def test_no_file_runs_text_as_code():
+    assert {str(path.relative_to(PACKAGE)): lines for path in FILES if (lines := runs_text(tree_of(path)))} == {}
+
+
+@pytest.mark.parametrize("line", ["eval('1')", "run = exec", "builtins.compile('1')", "from builtins import eval as f"])
+def test_text_that_is_run_is_found(line: str) -> None:
+    assert runs_text(ast.parse(f"x = 1\n{line}\nnet.eval(); re.compile('a'); torch.compile(net)")) == [2]
+
+
 def test_no_file_is_above_700_lines():
     lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in FILES}
     assert {name: count for name, count in lines.items() if count > 700} == {}

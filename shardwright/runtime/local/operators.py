@@ -25,7 +25,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, partial
+from itertools import takewhile
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -194,10 +196,8 @@ def _works_out(op: Op, rule: Rule, bound: Bound, factor: int) -> bool:
 PARSED = frozenset({"default", "Tensor", "Scalar", "int", "dim", "dim_IntList", "Tensor_Scalar", "self"})
 
 
-@lru_cache(1 << 13)
-def _code(text: str) -> Any:
-    """Compiled code, shared by the programs of one model at several sizes."""
-    return compile(text, "<operator>", "eval")
+#: A function from the values of a step to one of them, or to what is computed from them.
+Get = Callable[[Sequence[Any]], Any]
 
 
 class Call:
@@ -227,7 +227,6 @@ class Call:
         self.operands = list(node.all_input_nodes)
         self.out = held[node]
         self.instruction: LocalOp = node.meta["instruction"]
-        self.names: dict[str, Any] = {}
         self._shapes: dict[torch.fx.Node, RankShape | None] = {}
 
     def step(self) -> Callable[[list], Any]:
@@ -364,7 +363,6 @@ class Call:
         split = bound.cut_by(self._count(), {factor[0]: (Digit(self._count(), 1),)})
         if rule.expand is not None and rule.expand(op, bound, split) is not None:
             return None
-        self._lay_beside()
         out = self.out
         apart = lambda made: made.view(*out, made.shape[0] // math.prod(out), *made.shape[1:])
         return self._written(plain_function(node), side=True, after=apart)
@@ -378,7 +376,6 @@ class Call:
         scores, target, weight, reduction, ignored = node.args
         if weight is not None or reduction != SUM or self._dims(scores) != 2:
             return None
-        self._lay_beside()
 
         def sums(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
             losses = torch.nn.functional.nll_loss(scores, target, ignore_index=ignored, reduction="none")
@@ -395,11 +392,8 @@ class Call:
             firsts.setdefault(place, rank)
         ranks = [firsts[k] for k in range(count)]
         parts = [(self._get(a), self._shape(a), [axes.places(self._shape(a))[r] for r in ranks]) for a in self.operands]
-        function = plain_function(node)
-        names: dict[str, Any] = {"f": function}
-        texts = {a: f"x{i}" for i, a in enumerate(self.operands)}
-        call = self._text(names, texts.__getitem__, node.args, node.kwargs)
-        each = eval(_code(f"lambda {', '.join(texts.values())}: f({call})"), names)
+        shard = {a: itemgetter(i) for i, a in enumerate(self.operands)}
+        each = _call(plain_function(node), node.args, node.kwargs, shard.__getitem__)
         several = "instance" not in node.meta
 
         def run(env: list) -> Any:
@@ -407,7 +401,7 @@ class Call:
             for get, shape, places in parts:
                 held = axes.unbind(get(env), shape)
                 shards.append([held[k] for k in places])
-            made = [each(*x) for x in zip(*shards)] if shards else [each() for _ in ranks]
+            made = [each(x) for x in zip(*shards)] if shards else [each(()) for _ in ranks]
             if not several:
                 return axes.joined(made, out)
             return tuple(axes.joined(x, out) if isinstance(x[0], Tensor) else x[0] for x in zip(*made))
@@ -456,24 +450,14 @@ class Call:
         """The axes of an operand as it is passed to the call."""
         return self.out if a is self._expanded else self._checked(a) or self.held[a]
 
-    def _get(self, a: torch.fx.Node) -> Callable[[list], Tensor]:
+    def _get(self, a: torch.fx.Node) -> Get:
         """The function ``env -> operand``."""
-        return eval(_code(f"lambda env: {self._operand(a, self.names)}"), self.names)
-
-    def _operand(self, a: torch.fx.Node, names: dict[str, Any]) -> str:
-        text = f"env[{self.slots[a]}]"
+        slot = self.slots[a]
+        get: Get = itemgetter(slot)
         if checked := self._checked(a):
-            names["alike"] = SameOnAllRanks.apply
-            names[f"c{self.slots[a]}"] = (self.axes, self.held[a], checked, self.gradients[a])
-            text = f"alike({text}, *c{self.slots[a]})"
-        return f"{text}.expand({(*self.out, *self._local(a))})" if a is self._expanded else text
-
-    def _lay_beside(self) -> None:
-        """Name the shapes of operands with the ranks' slices beside one another along dim 0."""
-        for a in self.operands:
-            if self._shape(a):
-                size, *rest = self._local(a)
-                self.names[f"s{self.slots[a]}"] = (size * self._count(), *rest)
+            alike, how = SameOnAllRanks.apply, (self.axes, self.held[a], checked, self.gradients[a])
+            get = lambda env: alike(env[slot], *how)
+        return _then(get, Tensor.expand, (*self.out, *self._local(a))) if a is self._expanded else get
 
     def _written(
         self,
@@ -486,7 +470,7 @@ class Call:
         side: bool = False,
         after: Any = None,
     ) -> Callable[[list], Any]:
-        """One call, as generated code.
+        """The function ``env -> value`` of one call.
 
         Args:
             function: the function to call.
@@ -496,44 +480,70 @@ class Call:
             side: True where operands have the ranks' slices side by side along dim 0.
             after: applied to each result.
         """
-        names = self.names
-        names["f"] = function
 
-        def written(a: torch.fx.Node) -> str:
-            text, shape = self._operand(a, names), self._shape(a)
+        def operand(a: torch.fx.Node) -> Get:
+            get, shape, local = self._get(a), self._shape(a), self._local(a)
             if side and shape:
-                return f"{text}.reshape(s{self.slots[a]})"
+                return _then(get, Tensor.reshape, (local[0] * self._count(), *local[1:]))
             if a in aligned and shape and self._dims(a) < dims:
-                return f"{text}.view({(*shape, *[1] * (dims - self._dims(a)), *self._local(a))})"
-            return text
+                return _then(get, Tensor.view, (*shape, *[1] * (dims - self._dims(a)), *local))
+            return get
 
-        call = self._text(
-            names, written, self.node.args if args is None else args, self.node.kwargs if kwargs is None else kwargs
+        made = _call(
+            function, self.node.args if args is None else args, self.node.kwargs if kwargs is None else kwargs, operand
         )
-        made = eval(_code(f"lambda env: f({call})"), names)
         if after is None:
             return made
         if "instance" in self.node.meta:
             return lambda env: after(made(env))
         return lambda env: tuple(map(after, made(env)))
 
-    @staticmethod
-    def _text(
-        names: dict[str, Any], written: Callable[[torch.fx.Node], str], args: tuple, kwargs: dict[str, Any]
-    ) -> str:
-        """Arguments as code; an argument that is not a tensor is passed by a name."""
 
-        def text(a: Any) -> str:
-            if isinstance(a, torch.fx.Node):
-                return written(a)
-            if isinstance(a, (list, tuple)):
-                inner = "".join(text(e) + ", " for e in a)
-                return f"[{inner}]" if isinstance(a, list) else f"({inner})"
-            name = f"k{len(names)}"
-            names[name] = a
-            return name
+def _call(function: Any, args: Sequence, kwargs: Mapping[str, Any], operand: Callable[[torch.fx.Node], Get]) -> Get:
+    """The function ``env -> function(*args, **kwargs)`` with `operand` for each node.
 
-        return ", ".join([*map(text, args), *(f"{k}={text(a)}" for k, a in kwargs.items())])
+    Most calls have one, two or three tensors first, then constants. Others fill in a copy of their arguments.
+    """
+    first = list(takewhile(lambda a: isinstance(a, torch.fx.Node), args))
+    rest, names = tuple(args[len(first) :]), tuple(kwargs)
+    given = _filled(tuple(args), operand) or (lambda env: args)
+    named = _filled([*kwargs.values()], operand)
+    if named is not None:
+        return lambda env: function(*given(env), **dict(zip(names, named(env))))
+    if kwargs:
+        function = partial(function, **kwargs)
+    if not 1 <= len(first) <= 3 or _filled(rest, operand) is not None:
+        return lambda env: function(*given(env))
+    x, y, z = [*map(operand, first), None, None][:3]
+    if z is not None:
+        return lambda env: function(x(env), y(env), z(env), *rest)
+    if y is not None:
+        return lambda env: function(x(env), y(env), *rest)
+    return lambda env: function(x(env), *rest)
+
+
+def _filled(a: Any, operand: Callable[[torch.fx.Node], Get]) -> Get | None:
+    """The function ``env -> a`` with `operand` for each node; None where there is no node in `a`."""
+    if isinstance(a, torch.fx.Node):
+        return operand(a)
+    if not isinstance(a, (list, tuple)):
+        return None
+    places = [(i, get) for i, e in enumerate(a) if (get := _filled(e, operand)) is not None]
+    if not places:
+        return None
+
+    def fill(env: Sequence[Any]) -> list:
+        made = [*a]
+        for i, get in places:
+            made[i] = get(env)
+        return made
+
+    return fill if isinstance(a, list) else lambda env: tuple(fill(env))
+
+
+def _then(get: Get, method: Callable[[Tensor, tuple[int, ...]], Tensor], shape: tuple[int, ...]) -> Get:
+    """The function ``env -> tensor`` in another shape, by this method."""
+    return lambda env: method(get(env), shape)
 
 
 class SameOnAllRanks(torch.autograd.Function):

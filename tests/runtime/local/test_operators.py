@@ -1,0 +1,53 @@
+"""Calls of operators that are prepared once: tensors from the values of a step, all other arguments as they are."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import Any
+
+import pytest
+import torch.fx
+
+from shardwright.runtime.local.operators import _call
+
+GRAPH = torch.fx.Graph()
+A, B, C, D = NODES = [GRAPH.placeholder(name) for name in "abcd"]
+#: Arguments of a call, and the same with the values of a step.
+CALLS = {
+    "no tensor": (((2, [3]), {}), ((2, [3]), {})),
+    "no argument": (((), {}), ((), {})),
+    "one tensor": (((A,), {}), (("a",), {})),
+    "one tensor, constants": (((B, 2, (3,)), {"dim": 4}), (("b", 2, (3,)), {"dim": 4})),
+    "two tensors": (((B, A), {}), (("b", "a"), {})),
+    "two tensors, constants": (((B, A, None), {}), (("b", "a", None), {})),
+    "three tensors": (((A, A, C, 1), {}), (("a", "a", "c", 1), {})),
+    "four tensors": (((D, C, B, A), {}), (("d", "c", "b", "a"), {})),
+    "a tensor after a constant": (((A, [4], B), {}), (("a", [4], "b"), {})),
+    "a list of tensors": ((([A, B], 1), {}), ((["a", "b"], 1), {})),
+    "an index": (((A, [None, (B, 2)]), {}), (("a", [None, ("b", 2)]), {})),
+    "a named tensor": (((A,), {"weight": B, "dim": 0}), (("a",), {"weight": "b", "dim": 0})),
+    "only named tensors": (((), {"dim": 0, "tensors": [A]}), ((), {"dim": 0, "tensors": ["a"]})),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_prepared_call(name: str) -> None:
+    (args, kwargs), (wanted, named) = CALLS[name]
+    places = {node: i for i, node in enumerate(NODES)}
+    run = _call(lambda *args, **kwargs: (args, kwargs), args, kwargs, lambda node: itemgetter(places[node]))
+    for values in ("abcd", "efgh"):  # the second call sees nothing of the first
+        turned = dict(zip("abcd", values))
+        assert run(list(values)) == (replaced(wanted, turned), replaced(named, turned))
+
+
+def test_a_call_changes_no_list_of_another() -> None:
+    """A function that changes the list of tensors it is given."""
+    run = _call(lambda tensors: tensors.pop(), ([A, B],), {}, lambda node: itemgetter(NODES.index(node)))
+    assert [run([1, 2, 3, 4]), run([5, 6, 7, 8])] == [2, 6]
+
+
+def replaced(a: Any, values: dict[str, str]) -> Any:
+    """The same arguments with other values of a step."""
+    if isinstance(a, dict):
+        return {k: replaced(v, values) for k, v in a.items()}
+    return type(a)(replaced(e, values) for e in a) if isinstance(a, (list, tuple)) else values.get(a, a)
