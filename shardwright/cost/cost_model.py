@@ -133,8 +133,9 @@ class CostModel:
         self._conversions: dict[Redistribution, tuple[tuple[Line, ...], ...]] = {}
         self._sends: dict[Redistribution, tuple[_Sent, ...]] = {}
         self._works: dict[tuple, OperatorWork] = {}
-        self._ops: dict[int, tuple[weakref.ref[Op], OperatorWork]] = {}  # by id: the hash of an operator is slow
-        self._computes: dict[tuple, tuple[float, float]] = {}
+        # By id, since the hash of an operator is slow; the reference tells it from a later operator with its id.
+        self._ops: dict[int, tuple[weakref.ref[Op], OperatorWork]] = {}
+        self._computes: dict[tuple, tuple[float, float]] = {}  # by the id of a work in `_works`, and shapes
 
     # -- communication --
 

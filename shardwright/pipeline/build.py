@@ -186,18 +186,18 @@ class PlanCache:
         self, planner: Callable[[Graph, int, InputPlacement, int], Plan], whole: frozenset[str] = frozenset()
     ) -> None:
         self.planner, self.whole = planner, whole
-        self.known: list[tuple[Any, Plan]] = []
+        self.known: list[tuple[Any, Plan, Graph]] = []  # the graph holds the constants whose ids are in the form
 
     def __call__(self, graph: Graph, devices: int, fed: InputPlacement, number: int) -> Plan:
         """The plan of a stage; that of an equal stage where there is one."""
         if number < 0:
             return self.planner(graph, devices, fed, number)
         form = (tuple(name in self.whole for name in graph.parameters), *_form(graph, fed, devices))
-        for other, plan in self.known:
+        for other, plan, _ in self.known:
             if other == form:
                 return _taken(plan, graph, fed)
         plan = self.planner(graph, devices, fed, number)
-        self.known.append((form, plan))
+        self.known.append((form, plan, graph))
         return plan
 
 

@@ -501,6 +501,17 @@ def test_work_that_is_done_alike_is_looked_at_once(monkeypatch: pytest.MonkeyPat
     assert counts[1] <= counts[0] + 2  # only the first block's input wants no gradient
 
 
+def test_an_operator_with_the_id_of_one_that_is_gone_has_its_own_work() -> None:
+    costs, relu, mm = CostModel(TWO), op_of(aten.relu.default, (4, 4)), op_of(aten.mm.default, (8, 16), (16, 32))
+    gone = [replace(relu) for _ in range(100)]
+    assert {id(costs.work(op)) for op in gone} == {id(costs.work(relu))}
+    numbers = set(map(id, gone))
+    gone.clear()
+    later = [replace(mm) for _ in range(1000)]
+    assert numbers & set(map(id, later))
+    assert all(costs.work(op) is costs.work(mm) for op in later)
+
+
 def test_gradients_are_summed_once_a_step() -> None:
     plan, costs = plan_of("block"), CostModel(TWO)
     one, four = costs.plan(plan), costs.plan(plan, micro_batches=4)

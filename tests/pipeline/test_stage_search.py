@@ -20,7 +20,8 @@ import shardwright as sw
 from shardwright.capture.export import capture
 from shardwright.cluster import Cluster, Level
 from shardwright.errors import PlanError, RuntimeMismatchError, SettingError
-from shardwright.partition.local_program import graph_digest
+from shardwright.graph import Graph
+from shardwright.partition.local_program import InputPlacement, graph_digest
 from shardwright.pipeline.build import PlanCache
 from shardwright.pipeline.pipeline_plan import PipelineSearchResult, StageChoice
 from shardwright.pipeline.stage_costs import StageOption, balance, least_memory, recomputed
@@ -333,6 +334,20 @@ def test_alike_stages_are_searched_once():
         made = alike(stage.plan.graph, stage.devices, stage.plan.fed, stage.number)
         assert made.fingerprint == stage.plan.fingerprint and made.cost == pytest.approx(stage.plan.cost)
     assert calls == [0, 1, 3]
+
+
+def test_a_constant_with_the_id_of_one_that_is_gone_is_another():
+    """Large constants are compared by identity: a stage is not that of a graph whose constant is gone."""
+    fed, numbers = InputPlacement((), False), []
+
+    def planner(graph, devices, fed, number):
+        numbers.append(number)
+        return "a plan that does not hold the graph"
+
+    once = PlanCache(planner)
+    for number in range(100):
+        once(Graph((), {}, {}, {"c": torch.full((100,), float(number))}, (), ()), 2, fed, number)
+    assert numbers == list(range(100))
 
 
 @pytest.mark.parametrize(

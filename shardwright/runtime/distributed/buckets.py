@@ -339,7 +339,7 @@ class GradientSums:
         followed: Collection[str] = (),
     ) -> None:
         self._digits, self._groups, self._fusion, self._accumulation = digits, groups, fusion, accumulation
-        self._types, self._type_of = types, dict[int, torch.dtype]()  # keys: name; id of the parameter
+        self._types, self._type_of = types, dict[nn.Parameter, torch.dtype]()  # by name; by parameter
         self._scattered, self._followed = scattered, followed
         self._buckets: list[_Bucket] = []
         self._next = 0  # the bucket that is to start next
@@ -360,7 +360,7 @@ class GradientSums:
         for name, digits in self._digits.items():
             if name in trained:
                 held = out[name].dtype
-                dtype = self._type_of[id(parameters[name])] = self._types.get(name, held)
+                dtype = self._type_of[parameters[name]] = self._types.get(name, held)
                 nbytes = out[name].numel() * dtype.itemsize
                 due.append(Due(name, nbytes, (digits, held, dtype), trained[name], digits_size(digits)))
         for names in self._fusion.buckets(due):
@@ -371,7 +371,7 @@ class GradientSums:
                 self._groups,
                 self._place(names, digits),
                 names[-1] in self._followed,
-                self._type_of[id(parameters[names[0]])],
+                self._type_of[parameters[names[0]]],
             )
             self._buckets.append(bucket)
             for place, name in enumerate(names):
@@ -472,7 +472,7 @@ class GradientSums:
             hand_over(parameter, digits.part(take_unsummed(parameter)), self._groups.rank)
         elif digits is not None:
             place = self._place(["of a backward under no_sync"], digits)
-            dtype = self._type_of.get(id(parameter), parameter.dtype)
+            dtype = self._type_of.get(parameter, parameter.dtype)
             _Sum([parameter], [take_unsummed(parameter)], SumInTurns(digits, self._groups), place, dtype).finish(
                 self._groups.rank
             )

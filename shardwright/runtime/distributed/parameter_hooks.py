@@ -141,7 +141,8 @@ class _Exchange:
     """Replaces old objects by new ones in the cells, globals, defaults, attributes and containers of a function."""
 
     def __init__(self, successors: Mapping[int, nn.Parameter]) -> None:
-        self._successors, self._seen = successors, set[int]()
+        # `_seen` holds the objects too: a replaced tuple would pass its id on.
+        self._successors, self._seen = successors, dict[int, Any]()
 
     def _new(self, value: Any) -> Any:
         """The value's replacement; a tuple that holds old objects becomes another tuple."""
@@ -153,7 +154,7 @@ class _Exchange:
         """Exchange old objects in `value` and in all that it refers to."""
         if id(value) in self._seen or depth > _DEPTH or isinstance(value, (Tensor, nn.Module, type, types.ModuleType)):
             return
-        self._seen.add(id(value))
+        self._seen[id(value)] = value
         if isinstance(value, dict):
             if any(id(key) in self._successors or self._new(entry) is not entry for key, entry in value.items()):
                 entries = [(self._new(key), self._new(entry)) for key, entry in value.items()]
