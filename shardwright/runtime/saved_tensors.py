@@ -15,6 +15,11 @@
     backward    the first consumer of such a tensor gathers the weight again; the others share it; after the last
                 it is freed
 
+These are two mechanisms, because their hooks span different code: those of 1 a single node, whose results have known
+memory only after it has run; those of 2 the whole call, in which any operator may save a view of a weight. Their
+tensors live differently too: each recomputed tensor is freed with its own backward, while all consumers of a weight
+share one memory, which is freed after the last of them and gathered again for a further backward.
+
 Private name of torch used here: ``_top_saved_tensors_default_hooks``, the hooks around a node (a user's, or those of
 `RegatheredWeights`), which receive the tensors that are not dropped.
 """
