@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.fx
 
-from shardwright.runtime.local.operators import _call
+from shardwright.runtime.local.operators import Call, _call
 
 GRAPH = torch.fx.Graph()
 A, B, C, D = NODES = [GRAPH.placeholder(name) for name in "abcd"]
@@ -44,6 +44,15 @@ def test_a_call_changes_no_list_of_another() -> None:
     """A function that changes the list of tensors it is given."""
     run = _call(lambda tensors: tensors.pop(), ([A, B],), {}, lambda node: itemgetter(NODES.index(node)))
     assert [run([1, 2, 3, 4]), run([5, 6, 7, 8])] == [2, 6]
+
+
+def test_an_operand_that_ranks_compute_with_independently_is_expanded_for_each() -> None:
+    call = Call.__new__(Call)
+    call.slots, call.held, call.gradients, call.axes = {B: 1}, {B: (1, 2)}, {B: None}, None
+    call._shapes, call.__dict__["_expanded"] = {B: (4, 2)}, None
+    x = torch.randn(1, 2, 3, requires_grad=True)
+    made = call._get(B)([None, x])
+    assert torch.equal(made, x.expand(4, 2, 3)) and made.grad_fn.name() == "SameOnAllRanksBackward"
 
 
 def replaced(a: Any, values: dict[str, str]) -> Any:
