@@ -508,17 +508,19 @@ def test_verify_compares_under_the_policy(monkeypatch) -> None:
 
 def test_what_a_policy_is_made_of() -> None:
     made = sw.MixedPrecision(torch.bfloat16, torch.float32)
-    assert sw.AutoParallel(Net(), mixed_precision=made).mixed_precision is made
+    assert sw.AutoParallel(Net(), mixed_precision=made).settings.mixed_precision is made
     given = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    assert sw.AutoParallel(Net(), mixed_precision=given).mixed_precision == made
+    assert sw.AutoParallel(Net(), mixed_precision=given).settings.mixed_precision == made
     assert (
         sw.AutoParallel(
             Net(), mixed_precision=dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        ).mixed_precision
+        ).settings.mixed_precision
         == made
     )
-    assert sw.AutoParallel(Net(), mixed_precision=torch.float16).mixed_precision == sw.MixedPrecision(torch.float16)
-    assert sw.AutoParallel(Net()).mixed_precision is None
+    assert sw.AutoParallel(Net(), mixed_precision=torch.float16).settings.mixed_precision == sw.MixedPrecision(
+        torch.float16
+    )
+    assert sw.AutoParallel(Net()).settings.mixed_precision is None
     assert sw.MixedPrecision.of(fsdp.MixedPrecisionPolicy()) == sw.MixedPrecision()
 
     @dataclass(frozen=True)
