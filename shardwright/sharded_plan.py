@@ -41,7 +41,7 @@ from .partition.partitioner import partition
 from .partition.rank_local import OwnPrograms, own_programs
 from .partition.rematerialization import RecomputedInstruction, Regather, Region, regions_of, started, wanted_again
 from .partition.uneven import true_slice
-from .redistribution import Redistribution
+from .redistribution import CollectiveKind, Redistribution
 
 __all__ = ["Collective", "OperatorPlan", "ParameterPlan", "Plan", "SavedPlan"]
 
@@ -155,12 +155,13 @@ class Collective:
     """One collective in which a rank takes part.
 
     Attributes:
-        op: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
+        op: the kind; its word is "all_reduce", "all_gather", "reduce_scatter" or "all_to_all", or "send" or "recv" in
+            a pipeline.
         ranks: its group, ascending.
         shape: of the rank's own input to it.
         bytes: of that input.
-        sent: bytes that the rank must send: 2(n−1)/n of the input for an all-reduce, (n−1)/n for a reduce-scatter and
-            an all-to-all, n−1 times the input for an all-gather.
+        sent: bytes that the rank must send, `CollectiveKind.sent`: 2(n−1)/n of the input for an all-reduce, (n−1)/n
+            for a reduce-scatter and an all-to-all, n−1 times the input for an all-gather.
         phase: "forward", "backward", "gradient" (a parameter's), or "storage" (from a parameter's storage to its use).
         cause: "operator", "conversion" or "parameter".
         operator: the operator that causes it.
@@ -168,7 +169,7 @@ class Collective:
             recomputation.
     """
 
-    op: str
+    op: CollectiveKind
     ranks: tuple[int, ...]
     shape: tuple[int, ...]
     bytes: int

@@ -33,8 +33,8 @@ from ..graph import Op, Value, leaves
 from ..layout import Digits, Layout, digits_size, merge
 from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, Ref
 from ..partition.rematerialization import RecomputedInstruction, Regather
-from ..redistribution import Redistribution, RedistributionStep
-from .primitives import KINDS, Line, OperatorWork, collective_lines, links_of, signature, work_of
+from ..redistribution import CollectiveKind, Redistribution, RedistributionStep
+from .primitives import Line, OperatorWork, collective_lines, links_of, signature, work_of
 
 __all__ = ["CostModel", "Price", "PricedCollective"]
 
@@ -50,7 +50,7 @@ class PricedCollective:
     """One collective of a plan and its cost in a step.
 
     Attributes:
-        kind: as in `RedistributionStep`; "permute" for an all-to-all that permutes.
+        kind: `RedistributionStep.pattern`.
         digits: its group: ranks that differ in these digits alone.
         bytes: of a rank's own input.
         seconds: per step, over all its runs.
@@ -58,7 +58,7 @@ class PricedCollective:
         operator: the operator that causes it, as in `Plan.collectives`.
     """
 
-    kind: str
+    kind: CollectiveKind
     digits: Digits
     bytes: float
     seconds: float
@@ -99,7 +99,7 @@ class Price:
 class _Sent:
     """A step of a redistribution that communicates: its times as lines over the bytes of the whole tensor."""
 
-    kind: str
+    kind: CollectiveKind
     digits: Digits
     fraction: float  # a rank's input as a fraction of the whole tensor
     lines: tuple[Line, ...]
@@ -139,28 +139,22 @@ class CostModel:
 
     # -- communication --
 
-    def lines(self, kind: str, digits: Digits, pieces: int = 1) -> tuple[Line, ...]:
+    def lines(self, kind: CollectiveKind, digits: Digits, pieces: int = 1) -> tuple[Line, ...]:
         """The times of a collective as lines (seconds, seconds per byte of a rank's own input); the least is the
         price.
-
-        Raises:
-            SettingError: an unknown kind.
         """
         key = kind, digits, pieces
         found = self._collectives.get(key)
         if found is None:
-            if kind not in KINDS:
-                raise SettingError(f"unknown kind of collective {kind!r}", legal=", ".join(KINDS))
-            found = collective_lines(kind, links_of(self.cluster, self.devices, merge(digits)), pieces)
+            found = collective_lines(CollectiveKind(kind), links_of(self.cluster, self.devices, merge(digits)), pieces)
             self._collectives[key] = found
         return found
 
-    def collective(self, kind: str, digits: Digits, nbytes: float) -> float:
+    def collective(self, kind: CollectiveKind, digits: Digits, nbytes: float) -> float:
         """Seconds of a collective among ranks that differ in `digits`.
 
         Args:
-            kind: "slice", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"; from one rank to another:
-                "permute", "send", "recv".
+            kind: a kind, or its word.
             nbytes: of a rank's own input.
 
         Raises:
@@ -195,13 +189,15 @@ class CostModel:
         """The collectives of a redistribution, each with a rank's input as a fraction of the whole tensor."""
         found = self._sends.get(conversion)
         if found is None:
-            out, fraction = [], 1.0 / digits_size(conversion.source.carried)
+            whole = conversion.source.devices**2  # divisible by every cut before and after a step
+            out, local = [], whole // digits_size(conversion.source.carried)
             for step in conversion.steps:
                 if step.communicates:
-                    kind, pieces = _kind(step)
-                    lines = tuple((a, b * fraction) for a, b in self.lines(kind, step.digits, pieces))
-                    out.append(_Sent(kind, step.digits, fraction, lines))
-                fraction *= _grows(step)
+                    fraction = local / whole
+                    lines = self.lines(step.pattern, step.digits, _partners(step))
+                    lines = tuple((a, b * fraction) for a, b in lines)
+                    out.append(_Sent(step.pattern, step.digits, fraction, lines))
+                local = step.kind.size_after(step.size, local)
             found = self._sends[conversion] = tuple(out)
         return found
 
@@ -330,7 +326,7 @@ def _bucket(gradient: Redistribution, sent: _Sent, nbytes: float) -> float:
     a sum."""
     full = min(BUCKET, digits_size(sent.digits) * PIECE)
     alone = nbytes * sent.fraction >= full
-    return float(full) if not alone and [step.kind for step in gradient.steps] == ["all_reduce"] else 0.0
+    return float(full) if not alone and gradient.is_all_reduce else 0.0
 
 
 def _moved(move: Redistribute, forwards: bool) -> int:
@@ -338,23 +334,9 @@ def _moved(move: Redistribute, forwards: bool) -> int:
     return move.source.value.numel * (move.dtype if forwards else move.sums).itemsize
 
 
-def _kind(step: RedistributionStep) -> tuple[str, int]:
-    """The kind of a step, and the number of ranks to which a permutation sends."""
-    if step.kind == "all_to_all" and step.permuted:
-        return "permute", step.size // digits_size(step.moved[i] for i, _ in step.permuted)
-    return step.kind, 1
-
-
-def _grows(step: RedistributionStep) -> float:
-    """The factor by which a step enlarges the local tensor."""
-    out = 1.0
-    for dim in step.dims:
-        for atom in dim:
-            if atom.gathered is not None:
-                out *= atom.size
-            if atom.scattered is not None:
-                out /= atom.size
-    return out
+def _partners(step: RedistributionStep) -> int:
+    """The number of ranks to which a permutation sends; 1 for the other steps."""
+    return step.size // digits_size(step.moved[i] for i, _ in step.permuted) if step.permuted else 1
 
 
 class _Pricing:
@@ -431,5 +413,5 @@ def _ran(half: str, instruction: Any) -> tuple[Any, bool]:
 def _causing(step: _Sent, instruction: Any) -> str:
     """The operator that causes a step of a forward redistribution; completing a partial sum counts for its
     producer."""
-    completes = step.kind in ("all_reduce", "reduce_scatter") and getattr(instruction, "cause", "") != "parameter"
+    completes = step.kind.reduces and getattr(instruction, "cause", "") != "parameter"
     return (completes and getattr(instruction, "producer", "")) or instruction.operator

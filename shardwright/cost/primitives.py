@@ -66,11 +66,12 @@ from ..cluster import Cluster
 from ..errors import RuleError
 from ..graph import Op, Value, map_values
 from ..layout import Digits
+from ..redistribution import CollectiveKind
 from ..rules import bound_rule, find_rule
 from ..rules.matmul import FLOPS
 from ..torch_private import TorchDispatchMode, pytree, schema_of, storage_id
 
-__all__ = ["KINDS", "LevelLink", "Line", "OperatorWork", "collective_lines", "links_of", "signature", "work_of"]
+__all__ = ["LevelLink", "Line", "OperatorWork", "collective_lines", "links_of", "signature", "work_of"]
 
 #: (seconds, seconds a byte of a rank's own input).
 Line = tuple[float, float]
@@ -191,34 +192,29 @@ def _permute(links: Sequence[LevelLink]) -> list[Line]:
     return [(max(k.latency for k in links), max(k.each for k in links))]
 
 
-_LINES: dict[str, Callable[[Sequence[LevelLink]], list[Line]]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "permute": _permute,
-    "send": _permute,
-    "recv": _permute,
+#: The lines of each kind. A send and a recv have each the time of the whole transfer.
+LINES: dict[CollectiveKind, Callable[[Sequence[LevelLink]], list[Line]]] = {
+    CollectiveKind.SLICE: lambda links: [(0.0, 0.0)],
+    CollectiveKind.ALL_REDUCE: _all_reduce,
+    CollectiveKind.ALL_GATHER: _all_gather,
+    CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
+    CollectiveKind.ALL_TO_ALL: _all_to_all,
+    CollectiveKind.PERMUTE: _permute,
+    CollectiveKind.SEND: _permute,
+    CollectiveKind.RECV: _permute,
 }
 
-#: The kinds with a time. "permute": each rank's input goes to another rank, as in an all_to_all that permutes;
-#: "send" and "recv" are the two ends of one transfer, and each has the transfer's time.
-KINDS = ("slice", *_LINES)
 
-
-def collective_lines(kind: str, links: Sequence[LevelLink], pieces: int = 1) -> tuple[Line, ...]:
+def collective_lines(kind: CollectiveKind, links: Sequence[LevelLink], pieces: int = 1) -> tuple[Line, ...]:
     """The times of a collective as lines over the bytes of a rank's own input.
 
     One line for each algorithm that is the quickest for some size.
 
     Args:
         links: from `links_of`.
-        pieces: the number of ranks to which a "permute" sends.
+        pieces: the number of ranks to which a permute sends, one after the other.
     """
-    if kind == "slice" or not links:
-        return ((0.0, 0.0),)
-    lines = _LINES[kind](links)
-    return tuple((a * pieces, b) for a, b in lines) if kind == "permute" else tuple(lines)
+    return tuple((a * pieces, b) for a, b in LINES[kind](links)) if links else ((0.0, 0.0),)
 
 
 def _least(lines: Sequence[Line]) -> list[Line]:

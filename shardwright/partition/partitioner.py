@@ -27,7 +27,7 @@ from ..cluster import Cluster
 from ..errors import PlanError
 from ..graph import SEED, Graph, Op, Value, map_values
 from ..layout import Digit, Digits, Layout, beside
-from ..redistribution import Redistribution, redistribution, through, transpose
+from ..redistribution import CollectiveKind, Redistribution, redistribution, through, transpose
 from ..rules import Assignment, Bound, Rule, expand
 from ..rules.registry import local_call
 from .local_program import (
@@ -157,7 +157,7 @@ def completed_first(source: Layout, wants: tuple[Layout, ...]) -> bool:
     each = [redistribution(source, want) for want in wants]
     for found in each:
         reducing = [step for step in found.steps if step.reduces]
-        if [(step.kind, step.digits) for step in reducing] != [("reduce_scatter", source.partial)]:
+        if [(step.kind, step.digits) for step in reducing] != [(CollectiveKind.REDUCE_SCATTER, source.partial)]:
             return True
     once = redistribution(source, finished).sent + sum(redistribution(finished, w).sent for w in wants)
     return once <= sum(found.sent for found in each)

@@ -34,7 +34,7 @@ from ..errors import SettingError, StrategyError
 from ..graph import SEED, Graph, Op, Value, map_values, values_in
 from ..layout import Digit, Digits, Layout
 from ..ops import COLLECTIVES
-from ..redistribution import redistribution
+from ..redistribution import CollectiveKind, Placement, redistribution
 from ..rules import bound_rule, expand, find_rule, whole_rule
 from ..rules.normalization import batch_norm, own_batch_norm, running_averages
 from ..rules.registry import local_call
@@ -345,14 +345,11 @@ class _Programs:
             return Layout.of(self.devices, [group if d == dim else () for d in range(dims)])
 
         whole = Layout.replicated(self.devices, dims)
-        kind = schema_of(op.target).name.split("::")[1]
-        if kind == "all_reduce":
-            return whole.with_partial(group), whole, True
-        if kind == "all_gather":
-            return cut(op.args[1]), whole, True
-        if kind == "reduce_scatter":
-            return whole.with_partial(group), cut(op.args[1]), False
-        return cut(op.args[2]), cut(op.args[1]), False
+        kind = CollectiveKind(schema_of(op.target).name.split("::")[1])
+        # Between the tensor and the group stand the dims: the one to be cut, then the one to be joined.
+        before = cut(op.args[-3]) if kind.source is Placement.SHARD else whole.with_partial(group)
+        after = cut(op.args[1]) if kind.target is Placement.SHARD else whole
+        return before, after, kind.target is Placement.REPLICA
 
     # -- outputs --
 

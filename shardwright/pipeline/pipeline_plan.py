@@ -27,6 +27,7 @@ from ..graph import Graph, Value
 from ..layout import Layout, digits_size, group_of
 from ..partition.local_program import PlacedValue, made_by
 from ..partition.partitioner import between, sender
+from ..redistribution import CollectiveKind
 from ..rules.dims import send
 from ..sharded_plan import (
     Collective,
@@ -541,20 +542,12 @@ class _Step:
         for stage in (at,) if at is not None else tuple(self.mine.values()):
             if stage.number not in (t.source, t.target) or {t.source, t.target} <= set(self.mine):
                 continue
-            sends = (stage.number == t.source) != back
+            kind = CollectiveKind.SEND if stage.number == t.source else CollectiveKind.RECV
+            kind = kind.transpose if back else kind
             cause = "parameter" if t.kind == "parameter" else "conversion"
             for peer in self.plan.peers(t, self.rank, back):
-                ranks = (self.rank, peer) if sends else (peer, self.rank)
-                yield Collective(
-                    "send" if sends else "recv",
-                    ranks,
-                    t.local_shape,
-                    t.nbytes,
-                    t.nbytes if sends else 0,
-                    phase,
-                    cause,
-                    t.name,
-                )
+                ranks = (self.rank, peer) if kind is CollectiveKind.SEND else (peer, self.rank)
+                yield Collective(kind, ranks, t.local_shape, t.nbytes, kind.sent(2, t.nbytes), phase, cause, t.name)
 
 
 # -- the timeline ----------------------------------------------------------------------------------------------------
@@ -677,6 +670,10 @@ def _sends(plan: PipelinePlan, transfer: Transfer, costs: CostModel) -> float:
     for rank in plan.stages[transfer.source].ranks:
         peers = [peer for peer in plan.peers(transfer, rank) if peer != rank]
         most = max(
-            most, sum(costs.collective("send", between(costs.cluster, rank, peer), transfer.nbytes) for peer in peers)
+            most,
+            sum(
+                costs.collective(CollectiveKind.SEND, between(costs.cluster, rank, peer), transfer.nbytes)
+                for peer in peers
+            ),
         )
     return most

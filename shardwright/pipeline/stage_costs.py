@@ -43,6 +43,7 @@ from ..cost.cost_model import CostModel
 from ..graph import Graph, Recompute
 from ..partition.local_program import made_by
 from ..partition.partitioner import between
+from ..redistribution import CollectiveKind
 from ..sharded_plan import Plan
 from .stages import Units
 
@@ -472,4 +473,4 @@ def _shared(plan: Plan, units: Units, cluster: Cluster) -> tuple[tuple[int, int,
 def _sent(costs: CostModel, devices: int, nbytes: float) -> float:
     """Seconds of a transfer between neighbouring stages; the maximum over the borders."""
     borders = {between(costs.cluster, first, first + devices) for first in range(0, costs.devices - devices, devices)}
-    return max((costs.collective("send", digits, nbytes) for digits in borders), default=0.0)
+    return max((costs.collective(CollectiveKind.SEND, digits, nbytes) for digits in borders), default=0.0)

@@ -33,7 +33,7 @@ from ..layout import Layout, group_of
 from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, made_by, read_by
 from ..partition.rematerialization import RecomputedInstruction, Regather
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
-from ..redistribution import Redistribution, RedistributionStep, redistribution
+from ..redistribution import CollectiveKind, Redistribution, RedistributionStep, redistribution
 from ..rules.dims import send
 from ..sharded_plan import Plan, backward_collectives, forward_collectives
 from .format import (
@@ -235,7 +235,7 @@ class Execute:
             if not step.reduces:
                 return given
             # An all-reduce completes the operator's own result; a reduce-scatter also serves the consumer.
-            return f"completes {written}" if step.kind == "all_reduce" else f"completes {written} {given}"
+            return f"completes {written}" if step.kind is CollectiveKind.ALL_REDUCE else f"completes {written} {given}"
 
         target = instruction.target.value
         written = self.cast(source.value, target, source.local_shape, written, given)
@@ -639,7 +639,9 @@ class _Staged(Execute):
             return
         for peer in self.whole.peers(t, self.world, back):
             self.lines.append(
-                written_line([made], "recv", [], f"ranks: {(peer, self.world)}, bytes: {t.nbytes}", types, comment)
+                written_line(
+                    [made], CollectiveKind.RECV, [], f"ranks: {(peer, self.world)}, bytes: {t.nbytes}", types, comment
+                )
             )
 
     def gives(self, t: Transfer, name: str, what: str, written: str | None = None) -> None:
@@ -652,9 +654,8 @@ class _Staged(Execute):
             self.lines.append(f"hand_on({written})  {types}   # {comment}, which this rank runs too")
             return
         for peer in self.whole.peers(t, self.world, back):
-            self.lines.append(
-                f"send({written})  {{ranks: {(self.world, peer)}, bytes: {t.nbytes}}}  {types}   # {comment}"
-            )
+            given = f"{{ranks: {(self.world, peer)}, bytes: {t.nbytes}}}"
+            self.lines.append(f"{CollectiveKind.SEND}({written})  {given}  {types}   # {comment}")
 
     def here(self, t: Transfer) -> bool:
         """True where both stages of a transfer run on this rank."""

@@ -102,7 +102,7 @@ def sum_of_gradient(placeholder: torch.fx.Node) -> torch.fx.Node | None:
     if user.target is not move:
         return None
     forward, backward = user.meta["instruction"].forward, user.meta["instruction"].backward
-    only_sums = backward is not None and [step.kind for step in backward.steps] == ["all_reduce"]
+    only_sums = backward is not None and backward.is_all_reduce
     return user if forward.is_identity and only_sums else None
 
 

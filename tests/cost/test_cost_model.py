@@ -20,12 +20,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardwright as sw
 from shardwright.cost import cost_model as costs_module
 from shardwright.cost.cost_model import CostModel
-from shardwright.cost.primitives import KINDS
 from shardwright.graph import Op, Value, map_values
 from shardwright.layout import Digit, Layout, digits_size
 from shardwright.partition.local_program import GlobalExtreme, LocalOp, Redistribute, Ref
 from shardwright.partition.rematerialization import RecomputedInstruction, Regather
-from shardwright.redistribution import redistribution
+from shardwright.redistribution import CollectiveKind, redistribution
 
 aten = torch.ops.aten
 
@@ -33,7 +32,7 @@ aten = torch.ops.aten
 INNER, OUTER = sw.Level("inner", 4, 1e9, 1e-6), sw.Level("outer", 2, 1e8, 1e-5)
 TWO = sw.Cluster("two", (INNER, OUTER), 1e9, {"float32": 1e12, "bfloat16": 4e12}, 1e10, 1e-6)
 FOUR, TWO_OUTSIDE, ALL = (Digit(4, 1),), (Digit(2, 4),), (Digit(8, 1),)
-MOVING = [kind for kind in KINDS if kind != "slice"]
+MOVING = [kind for kind in CollectiveKind if kind.communicates]
 
 
 def us(cluster: Any, kind: str, digits: tuple[Digit, ...], nbytes: float, devices: int = 8) -> float:

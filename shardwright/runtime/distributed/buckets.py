@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from ...layout import Digit, Digits, digits_size, group_of
 from ...redistribution import Redistribution, digits_value, redistribution
-from ...redistribution_search import refine
+from ...redistribution.redistribution_search import refine
 from ...torch_private import at_backward_end, backward_number, local_tensor, spec_of
 from . import collectives as transport
 from .collectives import ProcessGroups, Rider, bind_all, reduced, rings

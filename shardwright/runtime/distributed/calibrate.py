@@ -30,12 +30,12 @@ from ...cost.cost_model import CostModel
 from ...errors import SettingError
 from ...layout import Digit, Layout
 from ...process import Runtime
-from ...redistribution import Redistribution, redistribution
+from ...redistribution import CollectiveKind, Placement, Redistribution, redistribution
 from .collectives import ProcessGroups, bind_all
 
 __all__ = ["Timing", "calibrate", "fit", "levels_of"]
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+KINDS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL)
 #: Bytes of the largest of a rank's tensors, before or after a redistribution.
 MESSAGES = (4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -219,19 +219,13 @@ def _conversions(watch: _Watch, groups: ProcessGroups, size: int, stride: int) -
     return [Timing(*pair, seconds) for pair, seconds in zip(found, watch(tasks), strict=True)]
 
 
-def _conversion(kind: str, devices: int, digit: Digit) -> Redistribution:
+def _conversion(kind: CollectiveKind, devices: int, digit: Digit) -> Redistribution:
     """The redistribution of a matrix that is one collective of this kind over the digit."""
     whole = Layout.replicated(devices, 2)
     rows, columns = Layout.of(devices, ((digit,), ())), Layout.of(devices, ((), (digit,)))
-    terms = whole.with_partial((digit,))
-    made = redistribution(
-        *{
-            "all_reduce": (terms, whole),
-            "all_gather": (rows, whole),
-            "reduce_scatter": (terms, rows),
-            "all_to_all": (rows, columns),
-        }[kind]
-    )
+    layouts = {Placement.SHARD: rows, Placement.REPLICA: whole, Placement.PARTIAL: whole.with_partial((digit,))}
+    source, target = layouts[kind.source], layouts[kind.target]
+    made = redistribution(source, columns if source == target else target)
     assert [step.kind for step in made.steps] == [kind]
     return made
 

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from ...layout import Digits, digits_size, group_of, groups, merge
 from ...process import TORCH_WAITS, current
-from ...redistribution import Geometry, Redistribution, RedistributionStep, digits_value
+from ...redistribution import CollectiveKind, Geometry, Redistribution, RedistributionStep, digits_value
 from ...torch_private import (
     functional_all_gather,
     functional_all_reduce,
@@ -113,7 +113,7 @@ def reduced_slice(
 
 def joined_digits(first: RedistributionStep, second: RedistributionStep) -> Digits | None:
     """The digits over which two steps are one exchange, most major first; None where they cannot be one."""
-    if first.kind != "all_to_all" or first.permuted or second.kind != "all_gather":
+    if (first.pattern, second.kind) != (CollectiveKind.ALL_TO_ALL, CollectiveKind.ALL_GATHER):
         return None
     return tuple(sorted(first.moved + second.moved, key=lambda d: -d.stride))
 
@@ -392,8 +392,9 @@ def exchange(group: Group, x: Tensor, sends: Sequence[int] = (), receives: Seque
     return functional_wait(functional_all_to_all(x, list(receives) or equal, list(sends) or equal, group.name))
 
 
-def routed(group: Group, step: RedistributionStep, pieces: int, piece: int, rank: int) -> Callable[[Tensor], Tensor]:
-    """An all-to-all in which each rank sends `pieces` pieces of `piece` elements, not to all ranks."""
+def routed(group: Group, step: RedistributionStep, geometry: Geometry, rank: int) -> Callable[[Tensor], Tensor]:
+    """A permute: each rank sends `Geometry.pieces` pieces, not to all ranks."""
+    pieces, piece = geometry.pieces, math.prod(geometry.after) // geometry.pieces  # a permute keeps the size
     to, source = step.partners(rank)
     sends = tuple(piece if r in to else 0 for r in range(step.size))
     receives = tuple(piece if r in source else 0 for r in range(step.size))
@@ -510,20 +511,26 @@ def bind(step: RedistributionStep, local_shape: tuple[int, ...], rank: int, grou
     Raises:
         LayoutError: a dim that its cut does not divide.
     """
-    shape = tuple(local_shape)
-    geometry = step.geometry(shape)
-    if step.kind == "slice":
-        return _slice(geometry, rank)
-    group = groups.seen(step.digits)
-    if step.kind == "all_reduce":
-        return all_reduce(group, step.reduction)
-    if step.kind == "reduce_scatter":
-        return _shaped(geometry, reduce_scatter(group, step.reduction))
-    if step.kind == "all_gather":
-        return _shaped(geometry, gather(group))
-    if geometry.pieces == step.size:
-        return _shaped(geometry, partial(exchange, group))
-    return _shaped(geometry, routed(group, step, geometry.pieces, math.prod(shape) // geometry.pieces, rank))
+    return EXECUTORS[step.pattern](step, step.geometry(tuple(local_shape)), rank, groups)
+
+
+#: A step of each kind on one rank: (step, its geometry, rank, process groups) -> `Bound`.
+EXECUTORS: dict[CollectiveKind, Callable[[RedistributionStep, Geometry, int, ProcessGroups], Bound]] = {
+    CollectiveKind.SLICE: lambda step, geometry, rank, groups: _slice(geometry, rank),
+    CollectiveKind.ALL_REDUCE: lambda step, geometry, rank, groups: all_reduce(
+        groups.seen(step.digits), step.reduction
+    ),
+    CollectiveKind.ALL_GATHER: lambda step, geometry, rank, groups: _shaped(geometry, gather(groups.seen(step.digits))),
+    CollectiveKind.REDUCE_SCATTER: lambda step, geometry, rank, groups: _shaped(
+        geometry, reduce_scatter(groups.seen(step.digits), step.reduction)
+    ),
+    CollectiveKind.ALL_TO_ALL: lambda step, geometry, rank, groups: _shaped(
+        geometry, partial(exchange, groups.seen(step.digits))
+    ),
+    CollectiveKind.PERMUTE: lambda step, geometry, rank, groups: _shaped(
+        geometry, routed(groups.seen(step.digits), step, geometry, rank)
+    ),
+}
 
 
 def bind_all(steps: Redistribution, shape: tuple[int, ...], rank: int, groups: ProcessGroups) -> tuple[Bound, ...]:
@@ -565,7 +572,7 @@ def _joined(
 ) -> Bound | None:
     """Two steps as one exchange, or None where they cannot be; `bound` is the first of them."""
     geometry = second.geometry(between)
-    if first.kind == "all_reduce" and second.kind == "slice":
+    if (first.kind, second.kind) == (CollectiveKind.ALL_REDUCE, CollectiveKind.SLICE):
         group = groups.seen(first.digits)
         return reduced_slice(
             _slices(geometry, group_of(rank, first.digits)),

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ...layout import Digits, group_of, merge
 from ...partition.local_program import GlobalExtreme, Redistribute
-from ...redistribution import Redistribution, redistribution
+from ...redistribution import CollectiveKind, Redistribution, redistribution
 from ...torch_private import module_table
 from ..local.local_executor import ties
 from ..local.operators import plain_function
@@ -351,7 +351,7 @@ def _gathers_next(lowered: Lowered, use: int, digits: Digits) -> bool:
         backward = node.meta["instruction"].backward if node.target is move else None
         if backward is not None and backward.collectives and sum_of_gradient(node.args[0]) is not node:
             first = backward.steps[0]
-            return first.kind == "all_gather" and first.digits == merge(digits)
+            return first.kind is CollectiveKind.ALL_GATHER and first.digits == merge(digits)
     return False
 
 

@@ -50,6 +50,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...redistribution import CollectiveKind
 from ..local.shards import reduce_terms
 
 __all__ = ["HostMemory", "SameHost", "sharing"]
@@ -61,7 +62,7 @@ _PAGE = mmap.PAGESIZE
 # by turns.
 _LINE = 64
 _NONCE, _TICKETS, _OWN = slice(0, 16), _LINE, 2 * _LINE
-_KINDS = {kind: number for number, kind in enumerate(("all-gather", "all-reduce", "reduce-scatter", "all-to-all"))}
+_NUMBERS = {kind: number for number, kind in enumerate(CollectiveKind)}
 _LOOK = 1.0  # seconds between two looks for ranks that have died
 _ROUND, _ROUNDS = 1 << 50, 1 << 12  # a message holds the meeting's number, modulo _ROUNDS
 
@@ -138,7 +139,7 @@ class HostMemory:
             os.close(file)
         return None
 
-    def meet(self, kind: str, nbytes: int) -> int:
+    def meet(self, kind: CollectiveKind, nbytes: int) -> int:
         """Wait for all ranks; return the number of the round whose rows they have written.
 
         Args:
@@ -150,7 +151,7 @@ class HostMemory:
         if self._broken:
             raise RuntimeError("a collective of these ranks has failed before, and they can have no other")
         self._broken, k, self._meetings = True, self.round, (self._meetings + 1) % _ROUNDS
-        said, at, what = self._said, k * self._ranks, self._meetings * _ROUND + nbytes * len(_KINDS) + _KINDS[kind]
+        said, at, what = self._said, k * self._ranks, self._meetings * _ROUND + nbytes * len(_NUMBERS) + _NUMBERS[kind]
         said[at + self._position] = what
         if _calls.sem_trywait(self._tickets):  # no ticket is left: this rank is the last
             for _ in self._others:
@@ -205,7 +206,8 @@ def _all(group: dist.ProcessGroup, ranks: int, mine: Any) -> list[Any]:
 
 def _spelled(what: int) -> str:
     what %= _ROUND
-    return f"an {list(_KINDS)[what % len(_KINDS)]} of {what // len(_KINDS)} bytes"
+    nbytes, number = divmod(what, len(_NUMBERS))
+    return f"an {list(_NUMBERS)[number].replace('_', '-')} of {nbytes} bytes"
 
 
 def _head(ranks: int) -> int:
@@ -328,7 +330,7 @@ class SameHost:
         for start in range(0, len(x), chunk):
             part = x[start : start + chunk]
             self._mine(x.dtype)[: len(part)].copy_(part)
-            out[:, start : start + chunk].copy_(self._met(x, "all-gather")[:, : len(part)])
+            out[:, start : start + chunk].copy_(self._met(x, CollectiveKind.ALL_GATHER)[:, : len(part)])
         return out.view(-1)
 
     def exchange(self, x: Tensor, pieces: int = 0, sources: Sequence[tuple[int, int]] = ()) -> Tensor:
@@ -349,7 +351,7 @@ class SameHost:
             part = sent[:, start : start + chunk]
             length = part.shape[1]
             self._mine(x.dtype)[: part.numel()].view(part.shape).copy_(part)
-            rows = self._met(x, "all-to-all")
+            rows = self._met(x, CollectiveKind.ALL_TO_ALL)
             if not sources:
                 out[:, start : start + length].copy_(_piece(rows, self._position, length))
             for received, (rank, piece) in zip(out, sources):
@@ -364,7 +366,7 @@ class SameHost:
             part = sent[:, start : start + chunk]
             length = part.shape[1]
             self._mine(x.dtype)[: part.numel()].view(part.shape).copy_(part)
-            terms = _piece(self._met(x, "reduce-scatter"), self._position, length)
+            terms = _piece(self._met(x, CollectiveKind.REDUCE_SCATTER), self._position, length)
             _reduce(terms, reduction, out[start : start + length])
         return out
 
@@ -379,7 +381,7 @@ class SameHost:
         out = torch.empty_like(x) if out is None else out
         if x.nbytes * self._ranks <= min(SHORT, CHUNK * self._ranks):
             self._mine(x.dtype)[: len(x)].copy_(x)
-            _reduce(self._met(x, "all-reduce")[:, : len(x)], reduction, out)
+            _reduce(self._met(x, CollectiveKind.ALL_REDUCE)[:, : len(x)], reduction, out)
             return out
         chunk = CHUNK // x.element_size()
         before: Tensor | None = None  # the chunk whose pieces have been summed
@@ -387,7 +389,7 @@ class SameHost:
             terms = x[start : start + chunk]
             if len(terms):
                 self._mine(x.dtype)[: len(terms)].copy_(terms)
-            rows = self._met(x, "all-reduce")
+            rows = self._met(x, CollectiveKind.ALL_REDUCE)
             if len(terms):
                 self._sum_piece(rows, len(terms), chunk, reduction)
             if before is not None:
@@ -406,7 +408,7 @@ class SameHost:
         """This rank's row, to be written in this round."""
         return self._typed(dtype)[self._memory.round][self._position]
 
-    def _met(self, x: Tensor, kind: str) -> Tensor:
+    def _met(self, x: Tensor, kind: CollectiveKind) -> Tensor:
         """The rows of all ranks, once they are written."""
         typed = self._typed(x.dtype)
         return typed[self._memory.meet(kind, x.nbytes)]

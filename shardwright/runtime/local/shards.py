@@ -36,6 +36,7 @@ from torch import Tensor
 
 from ...layout import Digits, Layout, complement, digits_size, group_of, groups, overlap
 from ...redistribution import (
+    CollectiveKind,
     Geometry,
     Redistribution,
     RedistributionStep,
@@ -93,33 +94,30 @@ def _program(
     same bits from the same ranks by a handful of calls, provided that the digits in motion are the minor ones of
     their dims.
     """
-    make = {
-        "slice": _slice,
-        "all_gather": _all_gather,
-        "all_reduce": _all_reduce,
-        "reduce_scatter": _reduce_scatter,
-        "all_to_all": _all_to_all,
-    }
     parts = (not stepwise and _gathered_and_cut(conversion)) or (conversion,)
     out = []
     for part in parts:
         shapes = part.local_shapes(shape)
         out += [
-            make[step.kind](step, step.geometry(before), part.source.devices, before)
+            EXECUTORS[step.pattern](step, step.geometry(before), part.source.devices, before)
             for step, before in zip(part.steps, shapes)
         ]
         shape = shapes[-1]
     return tuple(out)
 
 
+_GATHERED_AND_CUT = CollectiveKind.ALL_GATHER, CollectiveKind.SLICE
+
+
 def _gathered_and_cut(conversion: Redistribution) -> tuple[Redistribution, Redistribution] | None:
     """The redistribution as one all-gather over all digits in motion and one slice; None where that is not the same."""
-    if conversion.source.partial or all(step.kind in ("slice", "all_gather") for step in conversion.steps):
+    if conversion.source.partial or all(step.kind in _GATHERED_AND_CUT for step in conversion.steps):
         return None
     moving = tuple(d for step in conversion.collectives for d in step.digits)
     middle = Layout.of(conversion.source.devices, [_without(digits, moving) for digits in conversion.source.dims])
     first, second = find_conversion(conversion.source, middle), find_conversion(middle, conversion.target)
-    if [step.kind for step in first.steps] != ["all_gather"] or {step.kind for step in second.steps} != {"slice"}:
+    gather, cut = _GATHERED_AND_CUT
+    if [step.kind for step in first.steps] != [gather] or {step.kind for step in second.steps} != {cut}:
         return None
     return first, second
 
@@ -295,6 +293,17 @@ def _all_to_all(
         return list(out.view(rows).unsafe_chunk(devices))
 
     return run
+
+
+#: A step of each kind on all ranks' shards: (step, its geometry, number of ranks, local shape) -> function of shards.
+EXECUTORS: dict[CollectiveKind, Callable[..., Callable[[Shards], Shards]]] = {
+    CollectiveKind.SLICE: _slice,
+    CollectiveKind.ALL_REDUCE: _all_reduce,
+    CollectiveKind.ALL_GATHER: _all_gather,
+    CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
+    CollectiveKind.ALL_TO_ALL: _all_to_all,
+    CollectiveKind.PERMUTE: _all_to_all,
+}
 
 
 def _rows(count: int, after: tuple[int, ...]) -> tuple[int, ...]:

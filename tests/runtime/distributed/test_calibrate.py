@@ -22,6 +22,7 @@ from shardwright.cluster import Cluster, Level
 from shardwright.cost.cost_model import BUCKET, PIECE, CostModel
 from shardwright.errors import SettingError
 from shardwright.layout import Digit
+from shardwright.redistribution import CollectiveKind
 from shardwright.runtime.distributed import calibrate, gradient_fusion as fusion
 from shardwright.runtime.distributed.calibrate import KINDS, Timing, fit, levels_of
 
@@ -107,13 +108,17 @@ def test_gradients_that_are_summed_travel_in_the_runtimes_buckets() -> None:
     costs = costs_of(1e-3, 3e8)
     over = Digit(DEVICES, 1)
     for nbytes in (4, 4096, full):
-        summed = calibrate._conversion("all_reduce", DEVICES, over)
+        summed = calibrate._conversion(CollectiveKind.ALL_REDUCE, DEVICES, over)
         assert costs.stored(summed, nbytes) == pytest.approx(nbytes / full * costs.conversion(summed, full))
     assert costs.stored(summed, 4 * full) == pytest.approx(costs.conversion(summed, 4 * full))
-    few = calibrate._conversion("all_reduce", DEVICES, Digit(2, 1))  # a large one of few ranks does so by itself
+    few = calibrate._conversion(
+        CollectiveKind.ALL_REDUCE, DEVICES, Digit(2, 1)
+    )  # a large one of few ranks does so by itself
     assert costs.stored(few, 2 * PIECE) == pytest.approx(costs.conversion(few, 2 * PIECE))
     assert costs.stored(few, PIECE) == pytest.approx(costs.conversion(few, 2 * PIECE) / 2)
-    scattered = calibrate._conversion("reduce_scatter", DEVICES, over)  # as optimizer parallel does: each by itself
+    scattered = calibrate._conversion(
+        CollectiveKind.REDUCE_SCATTER, DEVICES, over
+    )  # as optimizer parallel does: each by itself
     assert costs.stored(scattered, 4096) == costs.conversion(scattered, 4096) > 1e-3
 
 

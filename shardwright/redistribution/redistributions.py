@@ -34,8 +34,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
-from .errors import LayoutError
-from .layout import Digit, Digits, Layout, merge
+from ..errors import LayoutError
+from ..layout import Digit, Digits, Layout, merge
+from .collective_kinds import CollectiveKind
 from .redistribution_search import PARTIAL, REPLICA, Refinement, SearchMove, intermediates, refine, search
 
 __all__ = [
@@ -113,7 +114,7 @@ class RedistributionStep:
     """One step of a redistribution, for any shape of the tensor.
 
     Attributes:
-        kind: "slice", "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+        kind: SLICE, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE or ALL_TO_ALL.
         digits: the group: ranks that differ in these digits alone take part together; most major first, merged.
         reduction: "sum", "max" or "min", for the steps that reduce.
         moved: the same digits unmerged: each carries at most one atom before and one after.
@@ -122,7 +123,7 @@ class RedistributionStep:
             moved[j] on the receiver.
     """
 
-    kind: str
+    kind: CollectiveKind
     digits: Digits
     reduction: str
     moved: Digits
@@ -135,14 +136,19 @@ class RedistributionStep:
         return math.prod(d.size for d in self.moved)
 
     @property
+    def pattern(self) -> CollectiveKind:
+        """The kind by which the step is priced and run: PERMUTE for an all-to-all that permutes, else `kind`."""
+        return CollectiveKind.PERMUTE if self.permuted else self.kind
+
+    @property
     def reduces(self) -> bool:
         """True where the step completes a reduction."""
-        return self.kind in ("all_reduce", "reduce_scatter")
+        return self.kind.reduces
 
     @property
     def communicates(self) -> bool:
         """True where the step sends anything."""
-        return self.kind != "slice"
+        return self.kind.communicates
 
     def local_shape_after(self, local_shape: Sequence[int]) -> tuple[int, ...]:
         """The local shape after the step.
@@ -154,14 +160,7 @@ class RedistributionStep:
 
     def sent(self, numel: int) -> int:
         """Elements that a rank must send (the maximum over ranks), with `numel` local elements before the step."""
-        n = self.size
-        if self.kind == "slice":
-            return 0
-        if self.kind == "all_gather":
-            return (n - 1) * numel
-        if self.kind == "all_to_all" and self.permuted:
-            return numel
-        return -(-(n - 1) * numel * (2 if self.kind == "all_reduce" else 1) // n)
+        return self.pattern.sent(self.size, numel)
 
     def geometry(self, local_shape: tuple[int, ...]) -> Geometry:
         """The step on local tensors of this shape.
@@ -235,7 +234,10 @@ def make_step(refinement: Refinement, move: SearchMove, reduction: str) -> Redis
             atoms.pop()  # part of the rest that follows the atoms
         dims.append(tuple(atoms))
     permuted = [(before[number], k) for number, k in after.items() if number in before]
-    if move.kind == "all_to_all":  # a digit that becomes a replica takes the place of one that was a replica
+    if move.kind in (
+        CollectiveKind.ALL_TO_ALL,
+        CollectiveKind.PERMUTE,
+    ):  # a digit that becomes a replica takes the place of one that was a replica
         entering = [k for k, i in enumerate(changed) if move.after[i] == REPLICA]
         for k, i in enumerate(changed):
             if move.before[i] == REPLICA:
@@ -244,9 +246,9 @@ def make_step(refinement: Refinement, move: SearchMove, reduction: str) -> Redis
                 permuted.append((k, entrant))
         assert not entering and PARTIAL not in (move.before[i] for i in changed)
     return RedistributionStep(
-        move.kind,
+        CollectiveKind.ALL_TO_ALL if permuted else move.kind,
         merge(moved),
-        reduction if move.kind in ("all_reduce", "reduce_scatter") else "sum",
+        reduction if move.kind.reduces else "sum",
         moved,
         tuple(dims),
         tuple(sorted(permuted)),
@@ -278,7 +280,7 @@ def _geometry(step: RedistributionStep, shape: tuple[int, ...]) -> Geometry:
     pieces = math.prod(x[0] for x in scattered or gathered)
     cuts = _ranges(step, piece, [(x, x[2] and x[2].scattered) for x in before])
     joins = _ranges(step, piece, [(x, x[2] and x[2].gathered) for x in after])
-    if step.kind == "slice":
+    if step.kind is CollectiveKind.SLICE:
         view = tuple(x[0] for x in before)
         select = tuple((k, step.moved[x[2].scattered]) for k, x in enumerate(before) if x in scattered)
         return Geometry(view, None, None, pieces, None, None, tuple(result), tuple(result), cuts, select=select[::-1])
@@ -359,6 +361,11 @@ class Redistribution:
     def is_identity(self) -> bool:
         """True where there is no step."""
         return not self.steps
+
+    @cached_property
+    def is_all_reduce(self) -> bool:
+        """True where one all-reduce is the only step."""
+        return [step.kind for step in self.steps] == [CollectiveKind.ALL_REDUCE]
 
     @cached_property
     def collectives(self) -> tuple[RedistributionStep, ...]:

@@ -2,15 +2,15 @@
 
 Source and target are cut into common *atoms*: device digits at every boundary that either of them has, tensor dims at
 every prefix product of either's cuts. An atom of a dim is local, or it is carried by exactly one digit of its size. A
-state gives the place of each digit that must move: an atom, R (replica) or P (a term of a reduction). The moves, with
-L the local size before and n the number of ranks in the group:
+state gives the place of each digit that must move: an atom, R (replica) or P (a term of a reduction). The moves;
+`CollectiveKind.sent` is what each of them sends:
 
-    slice           R -> free atom       nothing is sent
-    reduce_scatter  P -> free atom       (n-1)/n L
-    all_reduce      P -> R               2 (n-1)/n L
-    all_to_all      atom -> free atom    (n-1)/n L
-    all_to_all      atom -> taken atom   L: a permutation, in which some ranks keep nothing
-    all_gather      atom -> R            (n-1) L
+    slice           R -> free atom
+    reduce_scatter  P -> free atom
+    all_reduce      P -> R
+    all_to_all      atom -> free atom
+    permute         atom -> taken atom
+    all_gather      atom -> R
 
 A permuting move may put a digit that is to become a replica into an atom (or a replica) that another digit leaves: so
 ``[A, B] -> [B, -]`` sends 4 parts of 16 and not 6 (n = 4). A replica or a term that waits for an atom which another
@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-from .layout import Digit, Digits, Layout
+from ..layout import Digit, Digits, Layout
+from .collective_kinds import CollectiveKind
 
 __all__ = ["PARTIAL", "REPLICA", "Refinement", "SearchMove", "intermediates", "refine", "search"]
 
@@ -63,7 +64,7 @@ class Refinement:
 class SearchMove:
     """One step of the path: its kind, and every digit's place before and after it."""
 
-    kind: str
+    kind: CollectiveKind
     before: State
     after: State
 
@@ -181,7 +182,9 @@ def search(refinement: Refinement) -> tuple[int, tuple[SearchMove, ...]]:
 
 
 @lru_cache(maxsize=1 << 16)
-def _cheapest(sizes: tuple[int, ...], start: State, goal: State) -> tuple[int, tuple[tuple[str, State, State], ...]]:
+def _cheapest(
+    sizes: tuple[int, ...], start: State, goal: State
+) -> tuple[int, tuple[tuple[CollectiveKind, State, State], ...]]:
     """The search itself.
 
     Atoms are numbered in order of appearance, since their dims do not matter: few searches serve many pairs of
@@ -193,7 +196,7 @@ def _cheapest(sizes: tuple[int, ...], start: State, goal: State) -> tuple[int, t
         whole *= size * size
     first = _sliced(start, goal, moving)
     heap = [(0, 0, 0, 0, first)]
-    came: dict[State, tuple[State, str, State] | None] = {first: None}
+    came: dict[State, tuple[State, CollectiveKind, State] | None] = {first: None}
     best = {first: (0, 0, 0)}
     tick = 0
     while heap:
@@ -206,9 +209,13 @@ def _cheapest(sizes: tuple[int, ...], start: State, goal: State) -> tuple[int, t
         for place, size in zip(state, sizes):
             if place >= 0:
                 local //= size
-        for kind, cost, permutes, middle in _moves(state, goal, sizes, moving, local):
+        for kind, n, middle in _moves(state, goal, sizes, moving):
             after = _sliced(middle, goal, moving)
-            price = (sent + cost, collectives + (kind != "slice"), permuting + permutes)
+            price = (
+                sent + kind.sent(n, local),
+                collectives + (kind is not CollectiveKind.SLICE),
+                permuting + (kind is CollectiveKind.PERMUTE),
+            )
             if after not in best or price < best[after]:
                 best[after] = price
                 came[after] = (state, kind, middle)
@@ -218,13 +225,13 @@ def _cheapest(sizes: tuple[int, ...], start: State, goal: State) -> tuple[int, t
     path: list[SearchMove] = []
     while (step := came[state]) is not None:
         before, kind, middle = step
-        path += [SearchMove("slice", middle, state), SearchMove(kind, before, middle)]
+        path += [SearchMove(CollectiveKind.SLICE, middle, state), SearchMove(kind, before, middle)]
         state = before
-    path.append(SearchMove("slice", start, state))
+    path.append(SearchMove(CollectiveKind.SLICE, start, state))
     moves: list[SearchMove] = []
     for move in reversed(path):
-        if moves and moves[-1].kind == move.kind == "slice":
-            move = SearchMove("slice", moves.pop().before, move.after)
+        if moves and moves[-1].kind is move.kind is CollectiveKind.SLICE:
+            move = SearchMove(CollectiveKind.SLICE, moves.pop().before, move.after)
         if move.before != move.after:
             moves.append(move)
     return sent, tuple((move.kind, move.before, move.after) for move in moves)
@@ -243,9 +250,9 @@ def _sliced(state: State, goal: State, moving: tuple[int, ...]) -> State:
 
 
 def _moves(
-    state: State, goal: State, sizes: Sequence[int], moving: tuple[int, ...], local: int
-) -> Iterator[tuple[str, int, bool, State]]:
-    """Yield (kind, amount sent by a rank, True for a permutation, the state after) of every move; reductions first."""
+    state: State, goal: State, sizes: Sequence[int], moving: tuple[int, ...]
+) -> Iterator[tuple[CollectiveKind, int, State]]:
+    """Yield (kind, number of ranks in a group, the state after) of every move; reductions first."""
     taken = {state[i]: i for i in moving if state[i] >= 0}
     reduce, scatter, gather, exchange = [], [], [], []
     for i in moving:
@@ -260,11 +267,11 @@ def _moves(
             exchange.append(i)
     every = len(moving) <= MOST_SUBSETS
     for chosen, n in _subsets(reduce, sizes, every):
-        yield "all_reduce", 2 * (n - 1) * local // n, False, _placed(state, {i: REPLICA for i in chosen})
+        yield CollectiveKind.ALL_REDUCE, n, _placed(state, {i: REPLICA for i in chosen})
     for chosen, n in _subsets(scatter, sizes, every):
-        yield "reduce_scatter", (n - 1) * local // n, False, _placed(state, {i: goal[i] for i in chosen})
+        yield CollectiveKind.REDUCE_SCATTER, n, _placed(state, {i: goal[i] for i in chosen})
     for chosen, n in _subsets(gather, sizes, every):
-        yield "all_gather", (n - 1) * local, False, _placed(state, {i: REPLICA for i in chosen})
+        yield CollectiveKind.ALL_GATHER, n, _placed(state, {i: REPLICA for i in chosen})
     sets = [exchange]
     if (
         not every
@@ -275,12 +282,12 @@ def _moves(
             places = {i: goal[i] for i in chosen}
             permutes = _displace(places, state, goal, sizes, taken)
             if permutes is not None:
-                yield "all_to_all", local if permutes else (n - 1) * local // n, permutes, _placed(state, places)
+                yield CollectiveKind.PERMUTE if permutes else CollectiveKind.ALL_TO_ALL, n, _placed(state, places)
     if every:
         for i in moving:
             if state[i] < 0 <= goal[i] and (place := _chain_end(goal[i], goal, taken)) is not None:
-                kind, n = ("slice", 1) if state[i] == REPLICA else ("reduce_scatter", sizes[i])
-                yield kind, (n - 1) * local // n, False, _placed(state, {i: place})
+                kind = CollectiveKind.SLICE if state[i] == REPLICA else CollectiveKind.REDUCE_SCATTER
+                yield kind, sizes[i], _placed(state, {i: place})
 
 
 def _chain_end(place: int, goal: State, taken: dict[int, int]) -> int | None:
