@@ -192,12 +192,12 @@ class CostModel:
             whole = conversion.source.devices**2  # divisible by every cut before and after a step
             out, local = [], whole // digits_size(conversion.source.carried)
             for step in conversion.steps:
-                if step.communicates:
+                kind = step.pattern
+                if kind.communicates:
                     fraction = local / whole
-                    lines = self.lines(step.pattern, step.digits, _partners(step))
-                    lines = tuple((a, b * fraction) for a, b in lines)
-                    out.append(_Sent(step.pattern, step.digits, fraction, lines))
-                local = step.kind.size_after(step.size, local)
+                    lines = tuple((a, b * fraction) for a, b in self.lines(kind, step.digits, _partners(step)))
+                    out.append(_Sent(kind, step.digits, fraction, lines))
+                local = kind.size_after(step.size, local)
             found = self._sends[conversion] = tuple(out)
         return found
 

@@ -80,6 +80,7 @@ class CollectiveKind(str, Enum):
     target: Placement | None
     sent: Amount
     received: Amount
+    _grows: int
 
     SLICE = "slice", Placement.REPLICA, Placement.SHARD, _nothing
     ALL_REDUCE = "all_reduce", Placement.PARTIAL, Placement.REPLICA, _parts_twice
@@ -96,6 +97,7 @@ class CollectiveKind(str, Enum):
         kind = str.__new__(cls, word)
         kind._value_, kind.source, kind.target = word, source, target
         kind.sent, kind.received = sent, received or sent
+        kind._grows = (source is Placement.SHARD) - (target is Placement.SHARD)
         return kind
 
     @classmethod
@@ -117,9 +119,7 @@ class CollectiveKind(str, Enum):
 
     def size_after(self, n: int, size: int) -> int:
         """The elements of a rank's result, from those of its input, where `n` divides them."""
-        if self.source is self.target or Placement.SHARD not in (self.source, self.target):
-            return size
-        return size * n if self.source is Placement.SHARD else size // n
+        return size if not self._grows else size * n if self._grows > 0 else size // n
 
     @property
     def transpose(self) -> CollectiveKind:

@@ -195,6 +195,7 @@ def _cheapest(
     for size in sizes:
         whole *= size * size
     first = _sliced(start, goal, moving)
+    cut, permute = CollectiveKind.SLICE, CollectiveKind.PERMUTE
     heap = [(0, 0, 0, 0, first)]
     came: dict[State, tuple[State, CollectiveKind, State] | None] = {first: None}
     best = {first: (0, 0, 0)}
@@ -211,11 +212,7 @@ def _cheapest(
                 local //= size
         for kind, n, middle in _moves(state, goal, sizes, moving):
             after = _sliced(middle, goal, moving)
-            price = (
-                sent + kind.sent(n, local),
-                collectives + (kind is not CollectiveKind.SLICE),
-                permuting + (kind is CollectiveKind.PERMUTE),
-            )
+            price = (sent + kind.sent(n, local), collectives + (kind is not cut), permuting + (kind is permute))
             if after not in best or price < best[after]:
                 best[after] = price
                 came[after] = (state, kind, middle)
@@ -225,13 +222,13 @@ def _cheapest(
     path: list[SearchMove] = []
     while (step := came[state]) is not None:
         before, kind, middle = step
-        path += [SearchMove(CollectiveKind.SLICE, middle, state), SearchMove(kind, before, middle)]
+        path += [SearchMove(cut, middle, state), SearchMove(kind, before, middle)]
         state = before
-    path.append(SearchMove(CollectiveKind.SLICE, start, state))
+    path.append(SearchMove(cut, start, state))
     moves: list[SearchMove] = []
     for move in reversed(path):
-        if moves and moves[-1].kind is move.kind is CollectiveKind.SLICE:
-            move = SearchMove(CollectiveKind.SLICE, moves.pop().before, move.after)
+        if moves and moves[-1].kind is move.kind is cut:
+            move = SearchMove(cut, moves.pop().before, move.after)
         if move.before != move.after:
             moves.append(move)
     return sent, tuple((move.kind, move.before, move.after) for move in moves)
