@@ -234,10 +234,7 @@ def make_step(refinement: Refinement, move: SearchMove, reduction: str) -> Redis
             atoms.pop()  # part of the rest that follows the atoms
         dims.append(tuple(atoms))
     permuted = [(before[number], k) for number, k in after.items() if number in before]
-    if move.kind in (
-        CollectiveKind.ALL_TO_ALL,
-        CollectiveKind.PERMUTE,
-    ):  # a digit that becomes a replica takes the place of one that was a replica
+    if move.kind.source is move.kind.target:  # a digit that becomes a replica takes the place of one that was a replica
         entering = [k for k, i in enumerate(changed) if move.after[i] == REPLICA]
         for k, i in enumerate(changed):
             if move.before[i] == REPLICA:
