@@ -14,7 +14,6 @@ Where the program has initialised a process group itself, the process keeps the 
 
 from __future__ import annotations
 
-import os
 import socket
 from datetime import timedelta
 from typing import Any
@@ -130,7 +129,8 @@ def check_shared(device: torch.device, place: RankInRun, store: dist.Store, time
     first = keys.compare_set("kind", "", mine).decode()
     if first.split("|")[0] != device.type:
         keys.set("unlike", f"{first}|{mine}")
-    if device.type != "cpu" and keys.add(f"{here}/{_identity(device)}", 1) > 1:
+    name = None if device.type == "cpu" else _identity(device)
+    if name is not None and keys.add(f"{here}/{name}", 1) > 1:
         keys.set("twice", f"{here}|{place.rank}|{device}")
     if keys.add("ready", 1) == place.size:
         keys.set("all", "1")
@@ -163,9 +163,8 @@ def _current(index: int) -> torch.device:
     return torch.device(kind.type, index)
 
 
-def _identity(device: torch.device) -> str:
-    """A name of a device that is the same in every process of the host."""
+def _identity(device: torch.device) -> str | None:
+    """A name of a device that is the same in every process of the host; None where the backend has none."""
     properties = getattr(torch.get_device_module(device.type), "get_device_properties", None)
     uuid = getattr(properties(device.index), "uuid", None) if properties is not None else None
-    visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")  # has no such name
-    return str(uuid) if uuid is not None else f"{visible}:{device.index}"
+    return None if uuid is None else str(uuid)

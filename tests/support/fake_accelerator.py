@@ -70,7 +70,7 @@ def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def put_in_place(old: Tensor, new: Tensor) -> None:
-    """As in the package; a fake tensor notes its device in an attribute, which a user's attributes would overwrite."""
+    """The package's function; a fake tensor notes its device in an attribute, which would be overwritten."""
     where = new.device
     PUT(old, new)
     if isinstance(old, FakeTensor):
