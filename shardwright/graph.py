@@ -230,6 +230,12 @@ class Op:
     recompute: Recompute | None = None
     micro: Pieces | None = None
 
+    def output(self, i: int) -> Value:
+        """Output i of an operator whose output i is a tensor."""
+        value = self.outputs[i]
+        assert value is not None
+        return value
+
     @property
     def kind(self) -> str:
         """The operator's plain name, such as ``matmul``."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import collections
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -129,11 +130,11 @@ def _bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def _pairs(held: list) -> dict:
+def _pairs(held: list[Any]) -> dict[Any, Any]:
     return {decode(k): decode(v) for k, v in held}
 
 
-_READERS = {
+_READERS: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda held: tuple(map(decode, held)),
     "dict": _pairs,
     "set": lambda held: set(map(decode, held)),

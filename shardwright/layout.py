@@ -19,10 +19,11 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
+from typing import Any, NoReturn
 
 from .errors import PACKAGE_FOLDER, LayoutError
 
@@ -166,12 +167,13 @@ def groups(devices: int, digits: Iterable[Digit]) -> tuple[tuple[int, ...], ...]
     return tuple(group_of(base, digits) for base in bases)
 
 
-def _users(message: str, **details: object) -> LayoutError:
+def _users(message: str, *, strategy: object = None, legal: str | None = None) -> LayoutError:
     """An error in the user's code, with its line: the nearest caller outside of this package."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
         frame = frame.f_back
-    return LayoutError(message, source=f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}", **details)
+    source = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return LayoutError(message, source=source, strategy=strategy, legal=legal)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -212,6 +214,10 @@ class Layout:
     dims: tuple[Digits, ...] | None
     partial: Digits
     reduction: str
+    device_matrix: tuple[int, ...] | None
+    alias_name: tuple[str, ...] | None
+    _entries: tuple[str | tuple[str, ...], ...] | None
+    _hash: int
 
     def __init__(self, device_matrix: Sequence[int], alias_name: Sequence[str]) -> None:
         if not isinstance(alias_name, (tuple, list)) or not all(isinstance(n, str) for n in alias_name):
@@ -234,11 +240,20 @@ class Layout:
                 raise _users(f"the alias {name!r} is reserved", legal="another name")
         self._fill(math.prod(matrix), None, (), "sum", matrix, names, None)
 
-    def _fill(self, devices, dims, partial, reduction, matrix, names, entries) -> None:
+    def _fill(
+        self,
+        devices: int,
+        dims: tuple[Digits, ...] | None,
+        partial: Digits,
+        reduction: str,
+        matrix: tuple[int, ...] | None,
+        names: tuple[str, ...] | None,
+        entries: tuple[str | tuple[str, ...], ...] | None,
+    ) -> None:
         values = (devices, dims, partial, reduction, matrix, names, entries)
         for slot, value in zip(self.__slots__, values):
             object.__setattr__(self, slot, value)
-        key = (devices, matrix, names) if dims is None else (devices, dims, partial, reduction)
+        key: tuple[object, ...] = (devices, matrix, names) if dims is None else (devices, dims, partial, reduction)
         object.__setattr__(self, "_hash", hash(key))
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -323,7 +338,7 @@ class Layout:
         Raises:
             LayoutError: there is no axis of that name.
         """
-        if self.alias_name is None or name not in self.alias_name:
+        if self.alias_name is None or self.device_matrix is None or name not in self.alias_name:
             raise LayoutError(f"unknown axis {name!r}", legal=f"one of {self.alias_name}")
         i = self.alias_name.index(name)
         return Digit(self.device_matrix[i], math.prod(self.device_matrix[i + 1 :]))
@@ -407,14 +422,14 @@ class Layout:
             out.append(slice(start, start + size))
         return tuple(out)
 
-    def groups(self, names: str | Sequence[str] | Sequence[Digit]) -> tuple[tuple[int, ...], ...]:
+    def groups(self, names: str | Digit | Sequence[str | Digit]) -> tuple[tuple[int, ...], ...]:
         """The groups of ranks that differ only in the named axes (or in the given digits); they partition the ranks.
 
         Raises:
             LayoutError: an unknown name.
         """
-        names = (names,) if isinstance(names, (str, Digit)) else tuple(names)
-        return groups(self.devices, tuple(n if isinstance(n, Digit) else self.axis(n) for n in names))
+        each = (names,) if isinstance(names, (str, Digit)) else tuple(names)
+        return groups(self.devices, tuple(n if isinstance(n, Digit) else self.axis(n) for n in each))
 
     def table(self, shape: Sequence[int], limit: int = 64) -> str:
         """A text table of the slice of a tensor of `shape` at each device coordinate; at most `limit` ranks."""
@@ -431,7 +446,7 @@ class Layout:
 
     # -- as a value -----------------------------------------------------------------------------------------------
 
-    def _key(self) -> tuple:
+    def _key(self) -> tuple[object, ...]:
         if self.dims is None:
             return (self.devices, self.device_matrix, self.alias_name)
         return (self.devices, self.dims, self.partial, self.reduction)
@@ -444,7 +459,7 @@ class Layout:
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable[..., Layout], tuple[object, ...]]:
         return _restore, (
             self.devices,
             self.dims,
@@ -455,13 +470,13 @@ class Layout:
             self._entries,
         )
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self) -> NoReturn:
         raise TypeError("a Layout is not a sequence; put it into the in_strategy tuple as one entry")
 
     def __repr__(self) -> str:
         if self.alias_name is not None:
             base = f"Layout({self.device_matrix}, {self.alias_name})"
-            return base if self.dims is None else base + "(" + ", ".join(map(repr, self._entries)) + ")"
+            return base if self.dims is None else base + "(" + ", ".join(map(repr, self._entries or ())) + ")"
         return f"Layout({self})"
 
     def __str__(self) -> str:
@@ -473,7 +488,7 @@ class Layout:
         return f"{self.devices}: [{dims}]{open_}"
 
 
-def _restore(*values) -> Layout:
+def _restore(*values: Any) -> Layout:
     out = object.__new__(Layout)
     out._fill(*values)
     return out

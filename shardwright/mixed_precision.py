@@ -100,7 +100,7 @@ class MixedPrecision:
             return cls(given)
         names = [f.name for f in fields(cls)]
         # FSDP2's policy: its fields differ between versions of torch; unknown ones are dropped at their default
-        if is_dataclass(given) and type(given).__name__ == "MixedPrecisionPolicy":
+        if is_dataclass(given) and not isinstance(given, type) and type(given).__name__ == "MixedPrecisionPolicy":
             said = {f.name: getattr(given, f.name) for f in fields(given)}
             given = {name: said[name] for name in said if name in names or said[name] != getattr(type(given)(), name)}
         if not isinstance(given, Mapping) or set(given) - set(names):
@@ -211,7 +211,7 @@ def casts(policy: MixedPrecision | None, net: nn.Module) -> Iterator[None]:
         yield
         return
 
-    def entering(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _cast((args, kwargs), policy.param_dtype)
 
     hooks = []
@@ -226,7 +226,7 @@ def casts(policy: MixedPrecision | None, net: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def one_device(policy: MixedPrecision | None, net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+def one_device(policy: MixedPrecision | None, net: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The result of a model on one device under a policy, in plain PyTorch. Its parameters get gradients in their own
     dtype."""
     if policy is None:

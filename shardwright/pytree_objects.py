@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -29,7 +29,7 @@ class OpenedObject:
         rest: its other attributes.
     """
 
-    cls: type
+    cls: type[Any]
     held: dict[str, Any]
     rest: dict[str, Any]
 
@@ -41,16 +41,20 @@ class PlainLeaf:
     value: Any
 
 
-def _flatten(node: OpenedObject) -> tuple[list[Any], tuple]:
+#: The class, the names of the children and the other attributes of an opened object.
+_Context: TypeAlias = "tuple[type[Any], tuple[str, ...], dict[str, Any]]"
+
+
+def _flatten(node: OpenedObject) -> tuple[list[Any], _Context]:
     return list(node.held.values()), (node.cls, tuple(node.held), node.rest)
 
 
-def _unflatten(children: Any, context: tuple) -> OpenedObject:
+def _unflatten(children: Any, context: _Context) -> OpenedObject:
     cls, names, rest = context
     return OpenedObject(cls, dict(zip(names, children)), rest)
 
 
-def _flatten_with_keys(node: OpenedObject) -> tuple[list[tuple[Any, Any]], tuple]:
+def _flatten_with_keys(node: OpenedObject) -> tuple[list[tuple[Any, Any]], _Context]:
     children, context = _flatten(node)
     return [(pytree.GetAttrKey(name), child) for name, child in zip(node.held, children)], context
 

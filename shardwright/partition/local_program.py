@@ -87,10 +87,16 @@ class LocalOp:
 
     op: Op
     target: Any
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[PlacedValue | None, ...]
     operator: str  # the operator of the user's program that this one is part of
+
+    def output(self, i: int) -> PlacedValue:
+        """Output i of an operator whose output i is a tensor."""
+        placed = self.outputs[i]
+        assert placed is not None
+        return placed
 
 
 @dataclass(frozen=True)

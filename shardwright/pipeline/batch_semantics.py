@@ -317,7 +317,7 @@ def differences(op: Op, twin: Op) -> list[tuple[str, Any, Any]]:
 
     Sizes that follow from the shapes of the results are not compared.
     """
-    sliced = op.kind in ("slice", "narrow") and op.inputs[0].shape == op.outputs[0].shape  # all of a dim
+    sliced = op.kind in ("slice", "narrow") and op.inputs[0].shape == op.output(0).shape  # all of a dim
     found = []
     names = op.argument_names or tuple(str(i) for i in range(len(op.args)))
     mine, theirs = (map_values({**dict(zip(names, o.args)), **o.kwargs}, lambda v: "") for o in (op, twin))

@@ -41,8 +41,8 @@ def costs(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
         file: the file to print to; None: standard output.
     """
     summary(plan, file)
+    plans = {stage.number: stage.plan for stage in plan.stages} if isinstance(plan, PipelinePlan) else {0: plan}
     staged = isinstance(plan, PipelinePlan)
-    plans = {stage.number: stage.plan for stage in plan.stages} if staged else {0: plan}
     whole = sum(each.cost for each in plans.values())
     part = lambda seconds: f"{seconds / whole:.1%}" if whole else ""
     spent = sorted(
@@ -61,16 +61,16 @@ def costs(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
         right=("stage", "seconds", "part"),
     )
     for seconds, stage, name in spent[:DEAREST]:
-        decision, number = plans[stage].decisions.get(name), (str(stage),) if staged else ()
+        decision, at = plans[stage].decisions.get(name), (str(stage),) if staged else ()
         if decision is None:  # redistributions of outputs and buffers, which are no operator
-            table.add_row(name, *number, "", "", "", time_text(seconds), part(seconds), "")
+            table.add_row(name, *at, "", "", "", time_text(seconds), part(seconds), "")
         else:
             table.add_row(
                 *map(
                     Text,
                     (
                         name,
-                        *number,
+                        *at,
                         decision.op.kind,
                         strategy_text(decision),
                         decision.cause,
@@ -97,11 +97,11 @@ def costs(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
         limit = None if each.found is None else each.found.limit
         if limit is not None:
             over = row_above(each.timeline, limit)
-            which, kept = f"stage {number}" if staged else "it", over is None
+            which = f"stage {number}" if staged else "it"
             console.print(
                 Text(
                     f"{which} was searched within {size_text(limit)} a device"
-                    + ("" if kept else f", which it does not keep: {_row(over)}")
+                    + ("" if over is None else f", which it does not keep: {_row(over)}")
                 )
             )
     console.print(table)

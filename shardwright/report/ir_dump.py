@@ -478,6 +478,7 @@ def _index(step: RedistributionStep, shape: tuple[int, ...], rank: int) -> str:
     gaps."""
     geometry = step.geometry(shape)
     if geometry.cuts is None:
+        assert geometry.pre_view is not None
         chosen = {axis: str(digit.value(rank)) for axis, digit in geometry.select}
         index = ", ".join(chosen.get(axis, ":") for axis in range(len(geometry.pre_view)))
         return f"view: {list(geometry.pre_view)}, index: [{index}]"
@@ -552,7 +553,7 @@ class _Staged(Execute):
             if t.kind == "parameter" and t.source == self.stage.number
         ]
         shares = [(name, t) for name, t in self.into if t.kind == "parameter"]
-        gathers = [i for i in self.plan.routed.instructions if self.plan.once(i)]
+        gathers = [i for i in self.plan.routed.instructions if isinstance(i, Redistribute) and self.plan.once(i)]
         if shared or shares or any(i.forward.collectives for i in gathers):
             self.lines.append("# once a step, before the first micro-batch")
             for name, t in shared:
@@ -570,7 +571,7 @@ class _Staged(Execute):
             self.gives(t, name, "")
         self.lines.append("# backward, in the order in which it runs")
         count = self.whole.micro_batches
-        how = {self.whole.micro.joins[index].how for index in self.stage.results}
+        how = {self.whole.micro.join(index).how for index in self.stage.results}
         self.given(
             self.results_of_model,
             f"of a loss 1/{count}: its mean over micro-batches"
@@ -602,14 +603,14 @@ class _Staged(Execute):
     def compute(self, instruction: LocalOp) -> None:
         """Write an operator. A `send` is an identity, so that it takes the number of its operand and no line."""
         if instruction.op.target is send:
-            self.names[instruction.outputs[0].name] = self.names[read_by(instruction)[0]]
+            self.names[instruction.output(0).name] = self.names[read_by(instruction)[0]]
             return
         super().compute(instruction)
 
     def compute_backward(self, instruction: LocalOp) -> None:
         """Write the backward of an operator. A `send` passes its gradient on without a line."""
         if instruction.op.target is send:
-            self.bring(read_by(instruction)[0], self.total(instruction.outputs[0].name))
+            self.bring(read_by(instruction)[0], self.total(instruction.output(0).name))
             return
         super().compute_backward(instruction)
 

@@ -140,7 +140,8 @@ def _pipeline(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterat
     if one.get("actions") != other.get("actions") and one.get("scheduler") == other.get("scheduler"):
         yield f"actions of {one['scheduler']}", "as they were", "others"
     if one and other:
-        yield "devices of the stages", *([part.devices for part in _parts(plan).values()] for plan in (before, after))
+        first, second = ([part.devices for part in _parts(plan).values()] for plan in (before, after))
+        yield "devices of the stages", first, second
 
 
 def _cluster(plan: Plan | PipelinePlan) -> Cluster:
@@ -227,7 +228,7 @@ def _layout(words: Any) -> str:
     )
 
 
-def _entries(entry: list) -> str:
+def _entries(entry: list[Any]) -> str:
     return repr(tuple(tuple(e) if isinstance(e, list) else e for e in entry))
 
 

@@ -77,7 +77,12 @@ def rows(plan: Plan, sent: Iterable[Collective], without: Collection[Any] = ()) 
     for collective in sent:
         of.setdefault(collective.operator, []).append(collective)
     out = []
-    again = {name for region in plan.regions for name in region.operators if not plan.decisions[name].op.recompute.keep}
+    again = {
+        name
+        for region in plan.regions
+        for name in region.operators
+        if (recompute := plan.decisions[name].op.recompute) is not None and not recompute.keep
+    }
     for operator, op in zip(plan.operators, plan.graph.ops, strict=True):
         if op.target in without:
             continue
@@ -180,11 +185,8 @@ def _traffic(collectives: list[Collective]) -> tuple[str, str, str, str]:
     backward = [c for c in collectives if c.phase not in ("forward", "storage") or c.again]
     before = [c for c in forward if c.cause != "operator"]
     after = [c for c in forward if c.cause == "operator"]
-    return (
-        _names(before),
-        _names(after),
-        *(size_text(sum(c.sent for c in side)) if side else "-" for side in (forward, backward)),
-    )
+    sent = lambda side: size_text(sum(c.sent for c in side)) if side else "-"
+    return _names(before), _names(after), sent(forward), sent(backward)
 
 
 def _names(collectives: list[Collective]) -> str:

@@ -42,7 +42,7 @@ def _grouped(op: Op) -> bool:
 def _text(op: Op) -> str | tuple[str, dict[str, int]]:
     query, key, value = (op.argument(name) for name in ("query", "key", "value"))
     mask, sizes = op.argument("attn_mask"), {}
-    batch = named(len(op.outputs[0].shape) - 2, "b")
+    batch = named(len(op.output(0).shape) - 2, "b")
     scores = [*batch, "l", "s"]
     if _grouped(op):
         heads, members = _grouping(op)
@@ -88,7 +88,7 @@ def _masked(b, op: Op) -> Value:
 
 
 def _worked_out(b, op: Op) -> Value:
-    out, mask = op.outputs[0].dtype, op.argument("attn_mask")
+    out, mask = op.output(0).dtype, op.argument("attn_mask")
     query, key, value = (b.to(op.argument(name), wide(out)) for name in ("query", "key", "value"))
     scale = op.argument("scale") or 1 / math.sqrt(query.shape[-1])
     heads, members = _grouping(op) if _grouped(op) else (0, 0)
@@ -107,7 +107,7 @@ def _worked_out(b, op: Op) -> Value:
         weights = dropped(b, op, weights, op.argument("dropout_p"))
     made = b.call(aten.matmul.default, weights, value)
     if heads:
-        made = b.call(aten.reshape.default, made, list(op.outputs[0].shape))
+        made = b.call(aten.reshape.default, made, list(op.output(0).shape))
     return b.to(made, out)
 
 

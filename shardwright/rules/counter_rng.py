@@ -49,7 +49,7 @@ _MIX_GAMMA = (33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53), (33, None)
 #: Words computed at a time on a CPU thread: with a temporary, they fit the second-level cache.
 _CHUNK = 1 << 14
 
-_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+_NUMPY: dict[torch.dtype, Callable[[float], Any]] = {torch.float32: np.float32, torch.float64: np.float64}
 
 _ROUNDS = tuple((np.uint64(shift), None if factor is None else np.uint64(factor)) for shift, factor in _MIX13)
 
@@ -62,7 +62,7 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
 
 
-def _mixed(z: int, rounds: tuple = _MIX13) -> int:
+def _mixed(z: int, rounds: tuple[tuple[int, int | None], ...] = _MIX13) -> int:
     for shift, factor in rounds:
         z = ((z ^ z >> shift) * (factor or 1)) & _BITS
     return z
@@ -101,7 +101,7 @@ class Slice:
         micro: Sequence[int] = (),
         k: int = 0,
     ) -> None:
-        begin = {d: start.item() for d, start in zip(dims, starts)}
+        begin = {d: int(start) for d, start in zip(dims, starts)}
         self.first, self.run, stride = 0, 1, 1
         self.rows: list[np.ndarray] = []
         self.aligned = True
@@ -270,8 +270,8 @@ def _mask(
     on = _made_on(seed, like, device)
     at, stream, fast = _state(seed, starts, dims, size, whole, number, micro)
     below, number_type = round(p * 2**32) - (1 << 31), _NUMPY.get(dtype) if on.type == "cpu" else None
-    simple = fast is None and number_type is not None and -1 << 31 < below < 1 << 31 and at.aligned
-    if simple and 0 < math.prod(size) <= 2 * _CHUNK:
+    simple = fast is None and -1 << 31 < below < 1 << 31 and at.aligned
+    if simple and number_type is not None and 0 < math.prod(size) <= 2 * _CHUNK:
         begin = at.first % 2  # a single pass with little overhead: the cost of a small dropout
         made = _words(*stream, at.offsets() // 2 if at.rows else at.first // 2, (begin + at.run + 1) // 2)
         kept = made.view(np.int32)[..., begin : begin + at.run] < below
@@ -318,9 +318,12 @@ def _draw(
         generator = torch.Generator(out.device).manual_seed(fast)
         if kind == "integer":
             return out.random_(generator=generator)
-        return {"uniform": out.uniform_, "normal": out.normal_, "exponential": out.exponential_}[kind](
-            generator=generator
-        )
+        fills: dict[str, Callable[..., Tensor]] = {
+            "uniform": out.uniform_,
+            "normal": out.normal_,
+            "exponential": out.exponential_,
+        }
+        return fills[kind](generator=generator)
     return _filled(out, at, stream, False, _PUT[kind])
 
 

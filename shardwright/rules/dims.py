@@ -118,7 +118,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def all_whole(op: Op) -> str:
     """The notation of a call in which no dim can be split."""
     sides = [
-        ", ".join(operand(whole(named(len(v.shape), f"{side}{i}_"))) for i, v in enumerate(values))
+        ", ".join(operand(whole(named(len(v.shape), f"{side}{i}_"))) for i, v in enumerate(values) if v is not None)
         for side, values in (("i", op.inputs), ("o", op.outputs))
     ]
     return " -> ".join(sides)
@@ -158,7 +158,8 @@ def refine(before: Sequence[int], after: Sequence[int]) -> tuple[list[str], list
             texts[side][at[side]].append(name + "!")
 
     while True:
-        fetch(0), fetch(1)
+        fetch(0)
+        fetch(1)
         if rest == [1, 1]:
             return [compound(t) for t in texts[0]], [compound(t) for t in texts[1]], sizes
         shared = math.gcd(*rest)
@@ -170,7 +171,8 @@ def refine(before: Sequence[int], after: Sequence[int]) -> tuple[list[str], list
                 texts[side][at[side]].append(name)
                 rest[side] //= shared
         if not divides:
-            keep(0, rest[0]), keep(1, rest[1])
+            keep(0, rest[0])
+            keep(1, rest[1])
             while rest[0] != rest[1]:
                 short = 0 if rest[0] < rest[1] else 1
                 at[short] += 1
@@ -184,11 +186,11 @@ def refine(before: Sequence[int], after: Sequence[int]) -> tuple[list[str], list
 _LIBRARY = torch.library.Library("shardwright", "FRAGMENT")
 
 
-def local_operator(schema: str) -> Callable[[Callable], Any]:
+def local_operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
     """Define an operator ``torch.ops.shardwright.…`` by torch's own operators, which give its gradient."""
     name = schema[: schema.index("(")]
 
-    def define(function: Callable) -> Any:
+    def define(function: Callable[..., Any]) -> Any:
         _LIBRARY.define(schema)
         _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
         return getattr(torch.ops.shardwright, name).default

@@ -105,9 +105,9 @@ def _embedding_bag(op: Op) -> str:
     if op.argument("scale_grad_by_freq"):
         return all_whole(op)
     texts = operands(op, weight="v! w", indices="n!", offsets="offsets!", per_sample_weights="n!")
-    outs = [operand(whole(named(len(v.shape), f"o{i}_"))) for i, v in enumerate(op.outputs)]
+    outs = [operand(whole(named(len(v.shape), f"o{i}_"))) for i, v in enumerate(op.outputs) if v is not None]
     outs[0] = "bags! w"
-    if len(op.outputs[3].shape) == 2:  # the position of the maximum
+    if len(op.output(3).shape) == 2:  # the position of the maximum
         outs[3] = "bags! w"
     return f"{texts} -> {', '.join(outs)}"
 
@@ -257,10 +257,11 @@ def _expand_index(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
     if cut_size(bound, assignment, [f.name for f in bound.factors if f.name.startswith("v")]) == 1:
         return None
     x, indices = op.inputs[0], _indices(op)
-    at = [d for d, index in enumerate(indices) if index is not None]
+    cut = {d: index for d, index in enumerate(indices) if index is not None}
+    at = list(cut)
 
     def work(b):
-        begins = [starts(b, indices[d], x, d) for d in at]
+        begins = [starts(b, index, x, d) for d, index in cut.items()]
         return b.call(index_part, x, indices, begins, [x.shape[d] for d in at])
 
     return work
@@ -272,7 +273,7 @@ def part_names(x: Value, names: list[str], at: Sequence[int], begins: Sequence[V
     Returns:
         The texts of the starts, and the sizes of the factors.
     """
-    sizes = {}
+    sizes: dict[str, int] = {}
     for d, begin in zip(at, begins):
         names[d] = f"(p{d} v{d}!)"
         sizes |= {f"p{d}": begin.shape[0], f"v{d}": part_length(x.shape[d], begin.shape[0])}
@@ -299,7 +300,7 @@ def one_hot_part(index: torch.Tensor, positions: torch.Tensor, size: int) -> tor
 def _expand_one_hot(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
     if cut_size(bound, assignment, ["c"]) == 1:
         return None
-    index, size = op.inputs[0], op.outputs[0].shape[-1]
+    index, size = op.inputs[0], op.output(0).shape[-1]
     digits = assignment.digits[[f.name for f in bound.factors].index("c")]
     return lambda b: b.call(one_hot_part, index, b.lay(b.call(count, index, size, 1), [digits]), size)
 
@@ -503,8 +504,8 @@ def put_part(
 ) -> torch.Tensor:
     """`aten.index_put` where this rank holds a part of each indexed dim."""
     inside, places = part_places(x, indices, starts, sizes)
-    first = next(d for d, index in enumerate(indices) if index is not None)
-    places[first] = torch.where(inside, places[first], x.shape[first])
+    first, place = next((d, index) for d, index in enumerate(places) if index is not None)
+    places[first] = torch.where(inside, place, x.shape[first])
     made = torch.ops.aten.index_put.default(_with_spare(x, first), places, values, accumulate)
     return _without_spare(made, first)
 

@@ -40,7 +40,7 @@ def _elementwise_text(op: Op) -> str:
 
 def summed(b, op: Op) -> Value:
     """The sum of the losses, in a dtype wide enough for it."""
-    out = op.outputs[0].dtype
+    out = op.output(0).dtype
     args, kwargs = op.with_arguments(reduction=SUM if wide(out) == out else NONE)
     made = b.call(op.target, *args, **kwargs)
     return made if wide(out) == out else b.call(aten.sum.default, made, dtype=wide(out))
@@ -54,7 +54,7 @@ def _expand_elementwise(op: Op, bound: Bound, assignment: Assignment) -> Expansi
     if not needs_work(op, bound, assignment):
         return None
     count = math.prod(torch.broadcast_shapes(*(v.shape for v in op.inputs)))
-    return lambda b: b.to(b.call(aten.div.Tensor, summed(b, op), count), op.outputs[0].dtype)
+    return lambda b: b.to(b.call(aten.div.Tensor, summed(b, op), count), op.output(0).dtype)
 
 
 def _rows_text(op: Op) -> str:
@@ -79,7 +79,7 @@ def _expand_rows(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
     if not needs_work(op, bound, assignment):
         return None
     count = math.prod(op.inputs[0].shape[:-1])
-    return lambda b: b.to(b.call(aten.div.Tensor, summed(b, op), count), op.outputs[0].dtype)
+    return lambda b: b.to(b.call(aten.div.Tensor, summed(b, op), count), op.output(0).dtype)
 
 
 def counted(b, op: Op, dtype: torch.dtype) -> Value:
@@ -156,7 +156,7 @@ def _text(op: Op) -> str:
 def _expand(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
     if cut_size(bound, assignment, ["c"]) > 1:
         return lambda b: _finished(b, op, *(_by_probability if _has_probabilities(op) else _by_class)(b, op))
-    out = op.outputs[0].dtype
+    out = op.output(0).dtype
     if not bound.divides(assignment) and op.argument("reduction") != NONE:  # padded rows would add to the sum
         return lambda b: _finished(b, op, *_by_row(b, op))
     if not needs_work(op, bound, assignment):
@@ -174,12 +174,12 @@ def _expand(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
 def _ratio(b, op: Op, total: Value, count: Value) -> Value:
     """A mean: both of its sums in one reduction."""
     total, count = b.call(aten.unbind.int, b.call(aten.stack.default, [total, count]))
-    return b.to(b.call(aten.div.Tensor, total, b.call(aten.detach.default, count)), op.outputs[0].dtype)
+    return b.to(b.call(aten.div.Tensor, total, b.call(aten.detach.default, count)), op.output(0).dtype)
 
 
 def _fused(b, op: Op) -> tuple[Value, Value] | None:
     """Numerator and denominator from one kernel, where torch has it for this call; None otherwise."""
-    scores, out = op.argument("self"), op.outputs[0].dtype
+    scores, out = op.argument("self"), op.output(0).dtype
     if len(scores.shape) != 2 or op.argument("label_smoothing", 0.0) or wide(out) != out:
         return None
     if op.kind == "cross_entropy_loss":
@@ -197,7 +197,7 @@ def _fused(b, op: Op) -> tuple[Value, Value] | None:
 def _by_row(b, op: Op) -> tuple[Value, Value | None]:
     """Loss and weight of each row."""
     args, kwargs = op.with_arguments(reduction=NONE)
-    loss = b.to(b.call(op.target, *args, **kwargs), wide(op.outputs[0].dtype))
+    loss = b.to(b.call(op.target, *args, **kwargs), wide(op.output(0).dtype))
     return loss, None if _has_probabilities(op) else counted(b, op, loss.dtype)
 
 
@@ -212,7 +212,7 @@ def _finished(b, op: Op, loss: Value, count: Value | None) -> Value:
     Args:
         count: the weight of each row in a mean; None where all rows have the same weight.
     """
-    scores, out = op.argument("self"), op.outputs[0].dtype
+    scores, out = op.argument("self"), op.output(0).dtype
     reduction = op.argument("reduction")
     if reduction == NONE:
         return b.to(loss, out)
@@ -262,6 +262,7 @@ def _by_class(b, op: Op) -> tuple[Value, Value]:
             parts.append(b.call(aten.unsqueeze.default, b.call(aten.sum.dim_IntList, shifted, [dim]), 0))
     else:
         parts = [b.call(picked, b.to(scores, wide(scores.dtype)), chosen, begin, dim, classes)]
+    wide_weight = None
     if weight is not None:
         wide_weight = b.to(b.call(aten.detach.default, weight), wide(scores.dtype))
         parts.append(b.call(picked, wide_weight, chosen, begin, 0, classes))
@@ -275,7 +276,7 @@ def _by_class(b, op: Op) -> tuple[Value, Value]:
         loss = b.call(aten.mul.Tensor, loss, counts)
         counts = b.call(aten.where.ScalarOther, kept, counts, 0)
     if of_all is not None:
-        for_all = b.call(aten.mul.Tensor, raised, classes if weight is None else b.call(aten.sum.default, wide_weight))
+        for_all = b.call(aten.mul.Tensor, raised, classes if wide_weight is None else b.call(aten.sum.default, wide_weight))
         smooth = b.call(aten.mul.Tensor, b.call(aten.sub.Tensor, for_all, of_all), smoothing / classes)
         loss = b.call(aten.add.Tensor, b.call(aten.mul.Tensor, loss, 1 - smoothing), smooth)
     return b.call(aten.where.ScalarOther, kept, loss, 0), counts

@@ -184,7 +184,7 @@ def _einsum(op: Op) -> str:
         return [*before, *hidden, *after]
 
     inputs = [spelled(t, len(v.shape)) for t, v in zip(terms, op.inputs)]
-    out = spelled(right, len(op.outputs[0].shape))
+    out = spelled(right, len(op.output(0).shape))
     order: list[str] = []
     if len(inputs) == 2:
         a, b = inputs

@@ -54,10 +54,10 @@ aten = torch.ops.aten
 _LIBRARY = torch.library.Library("shardwright", "FRAGMENT")
 
 
-def _operator(schema: str) -> Callable[[Callable], Any]:
+def _operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
     """Define an operator of that schema, differentiated through the operators that its function calls."""
 
-    def make(function: Callable) -> Any:
+    def make(function: Callable[..., Any]) -> Any:
         _LIBRARY.define(schema)
         name = schema.partition("(")[0]
         _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
@@ -134,7 +134,8 @@ def own_batch_norm(
 
     def one(part: Tensor) -> tuple[Tensor, Tensor]:
         seen = torch.zeros(2, x.shape[1], dtype=dtype, device=x.device)
-        return torch.batch_norm(part, weight, bias, *seen.unbind(), True, 1.0, eps, cudnn), seen
+        mean, variance = seen.unbind()
+        return torch.batch_norm(part, weight, bias, mean, variance, True, 1.0, eps, cudnn), seen
 
     if parts == 1:
         return one(x)
@@ -397,7 +398,7 @@ def _expand_rms(op: Op, bound: Bound, assignment: Assignment) -> Expansion | Non
             torch.finfo(values.dtype).eps if eps is None else eps,
         )
         made = b.call(aten.mul.Tensor, values, b.call(aten.rsqrt.default, size))
-        return b.to(made if weight is None else b.call(aten.mul.Tensor, made, weight), op.outputs[0].dtype)
+        return b.to(made if weight is None else b.call(aten.mul.Tensor, made, weight), op.output(0).dtype)
 
     return work
 

@@ -133,7 +133,7 @@ def parse(text: str) -> Notation:
             raise wrong("a compound dim that is not closed", group_at)
         return tuple(dims)
 
-    def operands(begin: int, end: int, are_inputs: bool) -> tuple:
+    def operands(begin: int, end: int, are_inputs: bool) -> tuple[tuple[tuple[str, ...], ...], ...]:
         out, at = [], begin
         if not text[begin:end].strip():
             return () if are_inputs else ((),)
@@ -236,10 +236,13 @@ class Bound:
                 return None
         return out
 
-    def _layout(self, dims, assignment: Assignment, partial: bool) -> Layout | None:
-        digits = [self.dim_digits(dim, assignment) for dim in dims]
-        if any(d is None for d in digits):
-            return None
+    def _layout(self, dims: tuple[tuple[int, ...], ...], assignment: Assignment, partial: bool) -> Layout | None:
+        digits: list[Digits] = []
+        for dim in dims:
+            found = self.dim_digits(dim, assignment)
+            if found is None:
+                return None
+            digits.append(found)
         named = {i for dim in dims for i in dim}
         open_ = (
             [d for i, ds in enumerate(assignment.digits) if i not in named for d in ds]
@@ -249,7 +252,7 @@ class Bound:
         return Layout.of(assignment.devices, digits, open_, self.reduction)
 
     @cached_property
-    def _layouts(self) -> dict[tuple[Assignment, bool, int], Layout | None]:
+    def _layouts(self) -> dict[tuple[int, Assignment, bool], Layout | None]:
         return {}
 
     def _remembered(self, index: int, assignment: Assignment, output: bool) -> Layout | None:
@@ -361,6 +364,8 @@ class Bound:
         for index, layout in layouts.items():
             devices = layout.devices
             dims = (self.outputs if of_outputs else self.inputs)[index]
+            assert layout.dims is not None
+            assert layout.dims is not None
             for dim, digits in zip(dims, layout.dims):
                 spread = self.spread(dim, digits)
                 if spread is None:
@@ -369,6 +374,7 @@ class Bound:
                     mine = spread.get(factor, ())
                     if found.setdefault(factor, mine) != mine:
                         return None
+        assert devices is not None
         assignment = self.cut_by(devices, found)
         try:
             complement(assignment.devices, assignment.used)
@@ -442,7 +448,7 @@ def bind(
     position = {name: i for i, name in enumerate(names_in_order)}
 
     def resolve(names: list[tuple[str, ...]], shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        out = []
+        out: list[tuple[int, ...]] = []
         for dim, size in zip(names, shape):
             if len(dim) == 1 and size == 1 and size_of.get(dim[0], 1) != 1:
                 out.append(())  # broadcast
@@ -457,7 +463,7 @@ def bind(
                 out.append(tuple(position[f] for f in dim))
         return tuple(out)
 
-    dims = [resolve(names, shape) for names, (_, shape) in zip(opened, operands)]
+    resolved = [resolve(names, shape) for names, (_, shape) in zip(opened, operands)]
 
     def splittable(name: str) -> bool:
         return name not in notation.whole and not (name.startswith(_ELLIPSIS) and _ELLIPSIS in notation.whole)
@@ -467,8 +473,8 @@ def bind(
     return Bound(
         notation,
         factors,
-        tuple(dims[:k]),
-        tuple(dims[k:]),
+        tuple(resolved[:k]),
+        tuple(resolved[k:]),
         tuple(map(tuple, in_shapes)),
         tuple(map(tuple, out_shapes)),
         reduction,

@@ -40,7 +40,7 @@ def _by_a_number(op: Op) -> bool:
 
 def _keeps_precision(op: Op) -> bool:
     """True for a cast between floating dtypes that does not round the terms of a partial sum before they are summed."""
-    before, after = op.inputs[0].dtype, op.outputs[0].dtype
+    before, after = op.inputs[0].dtype, op.output(0).dtype
     return before.is_floating_point and after.is_floating_point and after == torch.promote_types(before, after)
 
 
@@ -89,7 +89,7 @@ register((aten.view_as_complex.default,), Rule("... two! -> ...", linear=True, v
 
 
 def _even(op: Op) -> str:
-    return f" -> {operand(named(len(op.outputs[0].shape)))}"
+    return f" -> {operand(named(len(op.output(0).shape)))}"
 
 
 def _local_even(op: Op, bound: Bound, assignment: Assignment) -> Local:
@@ -98,12 +98,12 @@ def _local_even(op: Op, bound: Bound, assignment: Assignment) -> Local:
 
 
 def _placed(op: Op) -> str:
-    return f" -> {operand(whole(named(len(op.outputs[0].shape))))}"
+    return f" -> {operand(whole(named(len(op.output(0).shape))))}"
 
 
 def _new(op: Op) -> str:
     """The notation of new_zeros and its like: the input gives dtype and device, and shares dims with the output."""
-    shape = op.outputs[0].shape
+    shape = op.output(0).shape
     return f"{operand(lent(op.inputs[0].shape, shape))} -> {operand(named(len(shape)))}"
 
 

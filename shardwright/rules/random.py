@@ -62,11 +62,11 @@ def _numbers_text(op: Op) -> tuple[str, dict[str, int]]:
 
     Dims of that tensor with another size than the output's may be cut freely.
     """
-    starts, texts, sizes = _placed(op, op.outputs[0].shape)
+    starts, texts, sizes = _placed(op, op.output(0).shape)
     like = op.argument("like")
     lent = []
     if like is not None:
-        shape = op.outputs[0].shape
+        shape = op.output(0).shape
         lent = [
             operand([text if size == like.shape[d] else f"l{d}" for d, (text, size) in enumerate(zip(texts, shape))])
         ]
@@ -79,7 +79,7 @@ def _local_numbers(op: Op, bound: Bound, assignment: Assignment) -> Local:
 
 
 def _choose_text(op: Op) -> tuple[str, dict[str, int]]:
-    starts, texts, sizes = _placed(op, op.outputs[0].shape[:-1])
+    starts, texts, sizes = _placed(op, op.output(0).shape[:-1])
     return f"{', '.join(['seed!', *starts])}, {operand([*texts, 'c!'])} -> {operand([*texts, 's!'])}", sizes
 
 
@@ -138,7 +138,7 @@ def _pieces(op: Op, shape: Sequence[int]) -> list[list[int]]:
 
     Empty where the tensor has no rows of the batch: a feature dropout for a batch in a dim that shares one number, say.
     """
-    out = op.outputs[0]
+    out = op.output(0)
     assert out is not None
     has_rows = op.micro is not None and op.micro.dim < len(shape) and shape[op.micro.dim] == out.shape[op.micro.dim]
     return [list(op.micro)] if op.micro is not None and has_rows else []
@@ -170,7 +170,7 @@ def _expand_dropout(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
     def work(b):
         if op.kind == "native_dropout":
             kept = _Place.of(b, op, x).kept(1 - p, 1 / (1 - p) if p < 1 else 0.0, x.dtype)
-            return b.call(aten.mul.Tensor, x, kept), b.to(b.call(aten.ne.Scalar, kept, 0), op.outputs[1].dtype)
+            return b.call(aten.mul.Tensor, x, kept), b.to(b.call(aten.ne.Scalar, kept, 0), op.output(1).dtype)
         if op.kind == "dropout":
             return dropped(b, op, x, p)
         place = _Place.of(b, op, x)
@@ -272,11 +272,11 @@ def _bernoulli(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
 _Maker = Callable[[Any, Op, _Place, torch.dtype], Value]
 
 
-def _with_rule(text: Callable[[Op], str], make: _Maker) -> Rule:
+def _with_rule(text: Callable[[Op], str | tuple[str, dict[str, int]]], make: _Maker) -> Rule:
     """The rule of an operator that produces one tensor: like its first input, or from nothing."""
 
-    def of_real(op: Op) -> str:
-        if op.outputs[0].dtype.is_complex:
+    def of_real(op: Op) -> str | tuple[str, dict[str, int]]:
+        if op.output(0).dtype.is_complex:
             raise MissingRuleError(
                 f"there is no rule for complex random numbers, as {op.target} makes",
                 **op.where,
@@ -285,12 +285,13 @@ def _with_rule(text: Callable[[Op], str], make: _Maker) -> Rule:
         return text(op)
 
     def work_out(op: Op, bound: Bound, assignment: Assignment) -> Expansion:
-        out, layout = op.outputs[0], bound.output_layout(0, assignment)
-        assert layout is not None
+        out, layout = op.output(0), bound.output_layout(0, assignment)
+        assert layout is not None and layout.dims is not None
+        dims = layout.dims
 
         def work(b):
             like = next((v for v in op.inputs if v.shape == out.shape), None)
-            return make(b, op, _Place(b, op, out.shape, layout.dims, like, op.kwargs.get("device")), out.dtype)
+            return make(b, op, _Place(b, op, out.shape, dims, like, op.kwargs.get("device")), out.dtype)
 
         return work
 
@@ -298,12 +299,12 @@ def _with_rule(text: Callable[[Op], str], make: _Maker) -> Rule:
 
 
 def _from_nothing(op: Op) -> str:
-    return f" -> {operand(named(len(op.outputs[0].shape)))}"
+    return f" -> {operand(named(len(op.output(0).shape)))}"
 
 
 def _expand_permutation(op: Op, bound: Bound, assignment: Assignment) -> Expansion:
     return lambda b: b.call(
-        permutation, SEED, op.number, op.argument("n"), op.outputs[0].dtype, op.kwargs.get("device")
+        permutation, SEED, op.number, op.argument("n"), op.output(0).dtype, op.kwargs.get("device")
     )
 
 
@@ -374,6 +375,7 @@ for makes, like_input, from_nothing in (
     (_geometric, (aten.geometric.default,), ()),
     (_cauchy, (aten.cauchy.default,), ()),
 ):
+    assert callable(POINTWISE.notation)
     register(like_input, _with_rule(POINTWISE.notation, makes))
     register(from_nothing, _with_rule(_from_nothing, makes))
 register((aten.randperm.default,), Rule(" -> n!", expand=_expand_permutation))

@@ -98,10 +98,11 @@ def layer_by_layer(
     return [x, *(emit(aten.cat.default, (list(state), 0), {})[0] for state in zip(*ends))]
 
 
-def _text(values: Sequence[Value], batch: int, count: int, prefix: str) -> list[str]:
+def _text(values: Sequence[Value | None], batch: int, count: int, prefix: str) -> list[str]:
     """The texts of operands: the first `count` have the batch along a dim, the others stay whole."""
     texts = []
     for i, value in enumerate(values):
+        assert value is not None
         names = whole(named(len(value.shape), f"{prefix}{i}_"))
         if i < count:
             names[batch if i == 0 else len(names) - 2] = "b"

@@ -72,7 +72,7 @@ def _whole_reduction(op: Op) -> str:
 def _expand_mean(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
     if reduction_cut(op, bound, assignment) == 1:
         return None
-    x, out, dims = op.inputs[0], op.outputs[0], reduced_dims(op)
+    x, out, dims = op.inputs[0], op.output(0), reduced_dims(op)
     count = math.prod(x.shape[d] for d in dims)
 
     def work(b):
@@ -91,7 +91,7 @@ def _expand_truth(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
     def work(b):
         hits = b.call(one, op.inputs[0], 0)
         count = b.call(aten.sum.dim_IntList, hits, list(reduced_dims(op)), op.argument("keepdim", False))
-        return b.to(b.call(finished, count, 0), op.outputs[0].dtype)
+        return b.to(b.call(finished, count, 0), op.output(0).dtype)
 
     return work
 
@@ -105,7 +105,7 @@ def _along(op: Op) -> str:
     at = normal(op.argument("dim"), len(shape))
     out = [*names]
     out[at] = "out!"
-    if len(op.outputs[0].shape) < len(shape):
+    if len(op.output(0).shape) < len(shape):
         del out[at]
     names[at] += "!"
     return f"{operand(names)} -> {', '.join([operand(out)] * len(op.outputs))}"
@@ -123,7 +123,7 @@ def _diff(op: Op) -> str:
 
 def _quantile(op: Op) -> str:
     if op.argument("dim") is None or not op.inputs[0].shape:
-        return f"...! -> {operand(whole(named(len(op.outputs[0].shape), 'o')))}"
+        return f"...! -> {operand(whole(named(len(op.output(0).shape), 'o')))}"
     return reduction_text(op, keep_whole=True)
 
 
@@ -210,7 +210,7 @@ def _expand_moments(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
     """Expand var and std, also those that return the mean."""
     if reduction_cut(op, bound, assignment) == 1:
         return None
-    x, out, dims = op.inputs[0], op.outputs[0], list(reduced_dims(op))
+    x, out, dims = op.inputs[0], op.output(0), list(reduced_dims(op))
     keepdim = op.argument("keepdim", False)
     correction = op.argument("correction", 1 if op.argument("unbiased", True) else 0)
     count = math.prod(x.shape[d] for d in dims)
@@ -228,7 +228,7 @@ def _expand_moments(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
             return b.to(spread, out.dtype)
         if not keepdim:
             mean = b.call(aten.squeeze.dims, mean, dims)
-        return b.to(spread, out.dtype), b.to(mean, op.outputs[1].dtype)
+        return b.to(spread, out.dtype), b.to(mean, op.output(1).dtype)
 
     return work
 
@@ -267,7 +267,7 @@ def _norm_text(op: Op) -> str:
 def _expand_norm(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
     if reduction_cut(op, bound, assignment) == 1:
         return None
-    x, out, p = op.inputs[0], op.outputs[0], _order(op)
+    x, out, p = op.inputs[0], op.output(0), _order(op)
     dims, keepdim = list(dims_of(op.argument("dim"), len(x.shape))), op.argument("keepdim", False)
 
     def total(b, terms: Value) -> Value:
@@ -280,6 +280,7 @@ def _expand_norm(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
         elif p == 2:
             made = _root(b, total(b, b.call(aten.square.default, values)), 2)
         else:
+            assert p is not None
             size = b.call(aten.abs.default, values)
             if math.isinf(p):
                 made = b.call(aten.amax.default if p > 0 else aten.amin.default, size, dims, keepdim)
@@ -382,7 +383,7 @@ def _expand_softmax(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
     dims = list(listed(op))
     if cut_size(bound, assignment, [f"d{d}" for d in dims]) == 1:
         return None
-    x, out = op.inputs[0], op.outputs[0]
+    x, out = op.inputs[0], op.output(0)
 
     def work(b):
         values = b.to(x, wide(out.dtype))
@@ -401,7 +402,7 @@ def _expand_softmax(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
 def _expand_logsumexp(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
     if reduction_cut(op, bound, assignment) == 1:
         return None
-    x, out, dims = op.inputs[0], op.outputs[0], list(reduced_dims(op))
+    x, out, dims = op.inputs[0], op.output(0), list(reduced_dims(op))
 
     def work(b):
         values = b.to(x, wide(out.dtype))
@@ -439,7 +440,7 @@ def _scanned(op: Op) -> str:
 
 
 def _expand_cumsum(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
-    x, out = op.inputs[0], op.outputs[0]
+    x, out = op.inputs[0], op.output(0)
     dim = normal(op.argument("dim"), len(x.shape))
     if not x.shape or cut_size(bound, assignment, [f"d{dim}"]) == 1:
         return None
@@ -494,7 +495,7 @@ def _index_text(op: Op) -> str:
 def _expand_index(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
     if reduction_cut(op, bound, assignment) == 1:
         return None
-    x, out, dim = op.inputs[0], op.outputs[0], op.argument("dim")
+    x, out, dim = op.inputs[0], op.output(0), op.argument("dim")
 
     def work(b):
         line = b.call(aten.view.default, x, [x.numel]) if dim is None else x

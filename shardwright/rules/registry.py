@@ -47,7 +47,7 @@ class Local:
     """
 
     target: Any
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
@@ -95,7 +95,7 @@ class Rule:
 
 
 #: A function that records an operator as simpler operators: takes a builder, returns the outputs' values.
-Expansion = Callable[["Builder"], Sequence[Any]]
+Expansion = Callable[["Builder"], Value | Sequence[Any]]
 
 _RULES: dict[Any, Rule] = {}
 
@@ -203,7 +203,14 @@ def whole_rule(op: Op) -> Rule:
 
 
 @lru_cache(4096)
-def _bound(text: str, in_shapes: tuple, out_shapes: tuple, sizes: tuple, reduction: str, pads: bool | None) -> Bound:
+def _bound(
+    text: str,
+    in_shapes: tuple[tuple[int, ...], ...],
+    out_shapes: tuple[tuple[int, ...], ...],
+    sizes: tuple[tuple[str, int], ...],
+    reduction: str,
+    pads: bool | None,
+) -> Bound:
     """The bound notation, cached for all calls of one kind and shape: the layers of a model are alike."""
     bound = bind(parse(text), in_shapes, out_shapes, dict(sizes), reduction)
     return bound if pads is None else bound.with_padding(pads)
@@ -273,7 +280,7 @@ class _Like(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def _results(target: Any, spec: Any, leaves: tuple, kinds: tuple[type, ...]) -> tuple[_Like, ...]:
+def _results(target: Any, spec: Any, leaves: tuple[Any, ...], kinds: tuple[type, ...]) -> tuple[_Like, ...]:
     """The outputs of a call. Searches expand the same operator under hundreds of cuts, with much the same parts.
 
     Args:
@@ -321,6 +328,7 @@ class Builder:
         )
         op = Op(name, target, args, kwargs, inputs, outputs, self.op.module, self.op.source, origin=self.op.name)
         described = find_rule(op)
+        assert described is not None
         bound = bound_rule(op, described, self.uneven)
         assignment = bound.follow(
             {i: self.layouts[v.name] for i, v in enumerate(inputs)}, devices=next(iter(self.layouts.values())).devices

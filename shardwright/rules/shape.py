@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def _reshape(op: Op) -> tuple[str, dict[str, int]]:
-    before, after, sizes = refine(op.inputs[0].shape, op.outputs[0].shape)
+    before, after, sizes = refine(op.inputs[0].shape, op.output(0).shape)
     texts = [operand(before), *[operand(after)] * (len(op.inputs) - 1)]
     return f"{', '.join(texts)} -> {operand(after)}", sizes
 
@@ -60,7 +60,7 @@ def _select(op: Op) -> str:
 
 def _slice(op: Op) -> str:
     names, at = _one_dim(op)
-    if op.inputs[0].shape[at] == op.outputs[0].shape[at] and op.argument("step", 1) == 1:
+    if op.inputs[0].shape[at] == op.output(0).shape[at] and op.argument("step", 1) == 1:
         return f"{operand(names)} -> {operand(names)}"  # the whole dim
     return _parted(op)
 
@@ -172,7 +172,7 @@ register((aten.unfold.default,), Rule(_unfold, linear=True, view=True))
 
 
 def _joined(op: Op, at: int) -> str:
-    names = named(len(op.outputs[0].shape))
+    names = named(len(op.output(0).shape))
     texts = []
     for i, value in enumerate(op.inputs):
         empty = value.shape == (0,) and len(names) > 1  # torch joins such a tensor with any other
@@ -182,24 +182,24 @@ def _joined(op: Op, at: int) -> str:
 
 
 def _cat(op: Op) -> str:
-    return _joined(op, normal(op.argument("dim"), len(op.outputs[0].shape)))
+    return _joined(op, normal(op.argument("dim"), len(op.output(0).shape)))
 
 
 def _hstack(op: Op) -> str:
     if not op.inputs[0].shape:
         return all_whole(op)
-    return _joined(op, min(1, len(op.outputs[0].shape) - 1))
+    return _joined(op, min(1, len(op.output(0).shape) - 1))
 
 
 def _stacked(op: Op, at: int) -> str:
-    names = named(len(op.outputs[0].shape))
+    names = named(len(op.output(0).shape))
     texts = [operand(names[:at] + names[at + 1 :])] * len(op.inputs)
     names[at] = "stacked!"
     return f"{', '.join(texts)} -> {operand(names)}"
 
 
 def _stack(op: Op) -> str:
-    return _stacked(op, normal(op.argument("dim"), len(op.outputs[0].shape)))
+    return _stacked(op, normal(op.argument("dim"), len(op.output(0).shape)))
 
 
 def _vstack(op: Op) -> str:
@@ -255,13 +255,15 @@ def _pads_zeros(op: Op) -> bool:
 def _repeats(op: Op) -> list[int]:
     """The number of repetitions of the input in each output dim."""
     times = op.argument("repeats" if op.kind == "repeat" else "dims")
-    return [1] * (len(op.outputs[0].shape) - len(times)) + list(times)
+    return [1] * (len(op.output(0).shape) - len(times)) + list(times)
 
 
 def _repeat(op: Op) -> tuple[str, dict[str, int]]:
-    rank = len(op.outputs[0].shape)
+    rank = len(op.output(0).shape)
     shape = (1,) * (rank - len(op.inputs[0].shape)) + op.inputs[0].shape
-    sizes, before, after = {}, [], []
+    sizes: dict[str, int] = {}
+    before: list[str] = []
+    after: list[str] = []
     for i, (size, times) in enumerate(zip(shape, _repeats(op))):
         before.append("1" if size == 1 else f"d{i}")
         after.append(f"r{i}" if size == 1 else f"(r{i} d{i})")
@@ -287,7 +289,7 @@ def _grid(op: Op) -> str:
 def _on_diagonal(op: Op) -> str:
     """A new pair of dims, whole; the last dim of the input is their diagonal."""
     batch = iter(named(len(op.inputs[0].shape) - 1))
-    rank = len(op.outputs[0].shape)
+    rank = len(op.output(0).shape)
     pair = {normal(op.argument("dim1"), rank): "rows!", normal(op.argument("dim2"), rank): "columns!"}
     out = [pair[d] if d in pair else next(batch) for d in range(rank)]
     return f"{operand([n for n in out if n[-1] != '!'] + ['diagonal!'])} -> {operand(out)}"

@@ -85,7 +85,9 @@ def windowed(op: Op, sizes: Sequence[int], counts: Sequence[int], kernel: Sequen
     Returns:
         The texts of the covered dims, of the dims that count windows, and the sizes of their factors.
     """
-    before, after, factors = [], [], {}
+    before: list[str] = []
+    after: list[str] = []
+    factors: dict[str, int] = {}
     for i, (size, windows, (stride, padding, extent)) in enumerate(zip(sizes, counts, windows_of(op, kernel))):
         if padding == 0 and extent <= stride and size == windows * stride:
             before.append(f"(o{i} r{i}!)")
@@ -105,7 +107,7 @@ def _is_transposed(op: Op) -> bool:
 
 
 def _text(op: Op) -> tuple[str, dict[str, int]]:
-    x, weight, out = op.argument("input").shape, op.argument("weight").shape, op.outputs[0].shape
+    x, weight, out = op.argument("input").shape, op.argument("weight").shape, op.output(0).shape
     count, groups, is_transposed = len(weight) - 2, op.argument("groups"), _is_transposed(op)
     lie, slide = (out, x) if is_transposed else (x, out)
     lies, slides, sizes = windowed(op, lie[-count:], slide[-count:], weight[2:])
@@ -163,7 +165,7 @@ register(
 def _patches(op: Op) -> tuple[str, str, dict[str, int]]:
     """The texts of an image and of its patches ``n (c kernel) windows``, and the sizes of their factors."""
     is_image_made = op.kind == "col2im"
-    image = (op.outputs if is_image_made else op.inputs)[0].shape
+    image = (op.output(0) if is_image_made else op.inputs[0]).shape
     kernel = op.argument("kernel_size")
     counts = [
         (size + 2 * padding - extent) // stride + 1
@@ -196,7 +198,7 @@ def _shuffled(op: Op) -> tuple[str, dict[str, int]]:
     is_spread = op.kind == "pixel_shuffle"
     factor = op.argument("upscale_factor" if is_spread else "downscale_factor")
     deep, flat = "... (c p! q!) h w", "... c (h p!) (w q!)"
-    *_, c, h, w = (op.outputs if is_spread else op.inputs)[0].shape
+    *_, c, h, w = (op.output(0) if is_spread else op.inputs[0]).shape
     sizes = {"p": factor, "q": factor, "c": c, "h": h // factor, "w": w // factor}
     return (f"{deep} -> {flat}" if is_spread else f"{flat} -> {deep}"), sizes
 
@@ -224,7 +226,7 @@ def _lead(op: Op) -> list[str]:
 def _planes(op: Op) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The spatial sizes of the input and of the output."""
     count = spatial(op)
-    return op.inputs[0].shape[-count:], op.outputs[0].shape[-count:]
+    return op.inputs[0].shape[-count:], op.output(0).shape[-count:]
 
 
 def _slid(op: Op) -> Texts:
@@ -234,7 +236,9 @@ def _slid(op: Op) -> Texts:
 
 def _spread(op: Op) -> Texts:
     """The dims of adaptive windows."""
-    texts, out, sizes = [], [], {}
+    texts: list[str] = []
+    out: list[str] = []
+    sizes: dict[str, int] = {}
     for i, (before, after) in enumerate(zip(*_planes(op))):
         shared = math.gcd(before, after)
         texts.append(f"(o{i} r{i}!)")
@@ -276,7 +280,7 @@ def _expand_mean(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
     covered, (before, after) = _covered(op), _planes(op)
     if cut_size(bound, assignment, [f"h{i}" for i in covered]) == 1:
         return None
-    x, out, lead = op.inputs[0], op.outputs[0].dtype, len(_lead(op))
+    x, out, lead = op.inputs[0], op.output(0).dtype, len(_lead(op))
     dims, elements = [lead + i for i in covered], math.prod(before[i] for i in covered)
 
     def work(b):
@@ -299,7 +303,7 @@ def _plane_text(op: Op) -> str:
     lead = _lead(op)
     sides = [
         ", ".join(
-            operand([*lead, *whole(named(len(v.shape) - len(lead), f"{letter}{i}_"))]) for i, v in enumerate(side)
+            operand([*lead, *whole(named(len(v.shape) - len(lead), f"{letter}{i}_"))]) for i, v in enumerate(side) if v is not None
         )
         for letter, side in (("s", op.inputs), ("o", op.outputs))
     ]
@@ -350,9 +354,11 @@ def _keeps_apart(op: Op, before: int, after: int, scale: float | None) -> bool:
 
 def _interpolated(op: Op) -> tuple[str, dict[str, int]]:
     count = spatial(op)
-    before, after, sizes = [], [], {}
+    before: list[str] = []
+    after: list[str] = []
+    sizes: dict[str, int] = {}
     scales = per_dim(op.argument("scale_factors"), count)
-    for i, (size, out, scale) in enumerate(zip(op.inputs[0].shape[2:], op.outputs[0].shape[2:], scales)):
+    for i, (size, out, scale) in enumerate(zip(op.inputs[0].shape[2:], op.output(0).shape[2:], scales)):
         if _keeps_apart(op, size, out, scale):
             shared = math.gcd(size, out)
             before.append(f"(g{i} a{i}!)")
@@ -379,7 +385,7 @@ def _sampled(op: Op) -> str:
 
 
 def _grid(op: Op) -> str:
-    return f"n rows! columns! -> n {operand(whole(named(len(op.outputs[0].shape) - 2, 'o')))} rows!"
+    return f"n rows! columns! -> n {operand(whole(named(len(op.output(0).shape) - 2, 'o')))} rows!"
 
 
 def _local_grid(op: Op, bound: Bound, assignment: Assignment) -> Local:

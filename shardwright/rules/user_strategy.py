@@ -134,6 +134,7 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
                         f"input {i} splits it {share} ways"
                     )
             if isinstance(entry, Layout):
+                assert entry.dims is not None
                 spread = bound.spread(dim, entry.dims[d])
                 if spread is None:
                     raise wrong(f"input {i}, dim {d} of size {size} cannot be split by {entry.dims[d]}")
@@ -150,11 +151,11 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
         assignment = _place(bound, {f: c for f, (c, _) in cuts.items()}, {f: d for f, (d, _) in known.items()}, devices)
     except LayoutError as error:
         raise wrong(error.message) from None
-    for (f, (_, i)), (g, (_, j)) in combinations(known.items(), 2):
-        if not beside(devices, assignment.digits[f] + assignment.digits[g]):
+    for (a, (_, i)), (b, (_, j)) in combinations(known.items(), 2):
+        if not beside(devices, assignment.digits[a] + assignment.digits[b]):
             raise wrong(
-                f"the factors {bound.factors[f].name!r} (input {i}) and {bound.factors[g].name!r} (input {j}) "
-                f"are split over the same devices: digits {assignment.digits[f]} and {assignment.digits[g]}",
+                f"the factors {bound.factors[a].name!r} (input {i}) and {bound.factors[b].name!r} (input {j}) "
+                f"are split over the same devices: digits {assignment.digits[a]} and {assignment.digits[b]}",
                 legal="an axis for each of them",
             )
     for i in range(needed):
@@ -184,7 +185,7 @@ def _place(bound: Bound, cuts: dict[int, int], known: dict[int, Digits], devices
     """Digits for factors: the digits of Layouts, then row-major digits in the order of the factors."""
     if not known:
         order: list[int | None] = list(range(len(bound.factors)))
-        sizes = [cuts.get(i, 1) for i in order]
+        sizes = [cuts.get(i, 1) for i in range(len(bound.factors))]
         if bound.notation.rest is not None and devices % math.prod(sizes) == 0:
             order.insert(bound.notation.rest, None)
             sizes.insert(bound.notation.rest, devices // math.prod(sizes))
@@ -262,6 +263,8 @@ def output_layouts_of(bound: Bound, strategy: Any, devices: int) -> tuple[Layout
                 raise LayoutError(error.message, strategy=strategy, legal=simple) from None
         else:
             raise StrategyError(f"the entry of output {i} is {entry!r}", strategy=strategy, legal=simple)
+        assert layout.dims is not None
+        assert layout.dims is not None
         if len(layout.dims) != len(shape):
             raise StrategyError(
                 f"output {i} has shape {shape}, {len(shape)} dims; its entry has {len(layout.dims)}",

@@ -75,7 +75,8 @@ class _Search:
         self.inputs, self.state, self.loss_of, self.allowed = inputs, state, loss_of, allowed
         before, random = stream.state_dict(), torch.get_rng_state()
         self.seed = stream.draw(program.exact)  # the seed that the program will draw: the stream is put back
-        stream.load_state_dict(before), torch.set_rng_state(random)
+        stream.load_state_dict(before)
+        torch.set_rng_state(random)
         self.dtype = next(
             (t.dtype for t in (*state.values(), *inputs) if t.is_floating_point()), torch.get_default_dtype()
         )
@@ -224,7 +225,7 @@ class _OfStages(_Search):
                     return found
         first, *others = self.references
         for name in (v.name for v in self.graph.parameters.values()):
-            terms = [r.gradient(name) for r in (first, *others) if r.gradient(name) is not None]
+            terms = [g for r in (first, *others) if (g := r.gradient(name)) is not None]
             first.values[name].grad = sum(terms[1:], terms[0]) if terms else None
         return self.made[0, 0].parameters(self.state, message)
 

@@ -83,7 +83,10 @@ def worst(
         y = other.get(name)
         if x is None and y is None:
             continue
-        x, y = torch.zeros_like(y) if x is None else x, torch.zeros_like(x) if y is None else y
+        if x is None:
+            assert y is not None
+            x = torch.zeros_like(y)
+        y = torch.zeros_like(x) if y is None else y
         decided = precision(name)
         this = Worst(difference(x, y, floor), allowed.tolerance(decided), name, decided)
         found = this if not found.tensor or this.excess() > found.excess() else found
@@ -113,15 +116,15 @@ class Reference:
         for op in graph.ops:
             outs = call(op, self.values)
             scale = self.terms(op)
-            for value, out in zip(op.outputs, outs):
-                if value is None:
+            for made, out in zip(op.outputs, outs):
+                if made is None:
                     continue
                 if any(out is x for x in self.values.values()):
                     out = out.view_as(out)  # a tensor of its own, so that each has its own gradient
                 if out.requires_grad:
                     out.retain_grad()
-                self.values[value.name] = out
-                self.scales[value.name] = max(scale, largest(out))
+                self.values[made.name] = out
+                self.scales[made.name] = max(scale, largest(out))
         self.outputs = [self.values[o.name] if isinstance(o, Value) else o for o in graph.outputs]
 
     def terms(self, op: Op) -> float:
@@ -211,8 +214,9 @@ class Comparison:
             op = self.ops.get(getattr(instruction, "producer", ""))
         made = instruction.target.value.name if not isinstance(instruction, LocalOp) else instruction.op.name
         who = (op.name, op.kind, op.source) if op is not None else (instruction.operator, "", "")
+        allowed, decided = self.decided(precision)
         return FirstDifference(
-            *who, phase, part, self.original.get(made, made), apart, self.dtype, message, *self.decided(precision)
+            *who, phase, part, self.original.get(made, made), apart, self.dtype, message, allowed, decided
         )
 
     def decided(self, precision: Precision | None) -> tuple[float, Precision | None]:
@@ -451,7 +455,7 @@ def _of(node: torch.fx.Node) -> tuple[Any, PlacedValue | None]:
     """The instruction of a program's node, and its value; None for a node whose value is a tuple of outputs."""
     instruction = node.meta.get("instruction")
     if instruction is None:
-        instruction = node.args[0].meta["instruction"]
+        instruction = node.all_input_nodes[0].meta["instruction"]
     return instruction, node.meta.get("instance")
 
 

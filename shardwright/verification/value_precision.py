@@ -71,7 +71,8 @@ def precisions(graph: Graph, steps: int = 1) -> Precisions:
         steps: the number of optimizer steps. Each step passes the precision of gradients on to parameters.
     """
     state = {name: _of(v.dtype) for name, v in (*graph.parameters.items(), *graph.buffers.items())}
-    first = None
+    values: dict[str, Precision | None] = {}
+    first: dict[str, Precision | None] | None = None
     for _ in range(steps):
         values = _forward(graph, state)
         gradients = _backward(graph, values)

@@ -57,7 +57,7 @@ _OWN_NOTE = "a batch norm that trains normalises each micro-batch by itself, whi
 
 def verify(
     net: nn.Module,
-    inputs: tuple | Tensor,
+    inputs: tuple[Any, ...] | Tensor,
     targets: Any = None,
     *,
     loss_fn: Callable[..., Any] | None = None,
@@ -151,7 +151,7 @@ def verify(
 
 def verify_call(
     model: AutoParallel,
-    args: tuple,
+    args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
     *,
     devices: int | None = None,
@@ -216,7 +216,7 @@ class _Twin:
 
     net: nn.Module
     loss_fn: Any
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     policy: MixedPrecision | None
 
@@ -240,7 +240,7 @@ class _Run:
 
     results: list[list[Tensor]] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     failure: str | None = None
 
@@ -250,12 +250,12 @@ class _Verification:
         self,
         net: nn.Module,
         loss_fn: Any,
-        args: tuple,
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
         wrap: Callable[[nn.Module, Any, Runtime], AutoParallel],
         devices: int,
         steps: int,
-        optimizer: Callable | None,
+        optimizer: Callable[..., torch.optim.Optimizer] | None,
         dtypes: Sequence[torch.dtype],
         tolerances: Mapping[torch.dtype, float] | None,
         policy: MixedPrecision | None,
@@ -279,7 +279,10 @@ class _Verification:
         self.state = _values(net, loss_fn, device)
 
     def report(self) -> VerifyReport:
-        rows, found, plan, notes = [], None, None, {}
+        rows: list[Differences] = []
+        notes: dict[str, None] = {}
+        found: FirstDifference | None = None
+        plan: Plan | PipelinePlan | None = None
         with observed(None), torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             self.random, self.stream = torch.get_rng_state(), stream.state_dict()
             try:
@@ -317,7 +320,8 @@ class _Verification:
             raise SettingError(
                 f"the model cannot be copied: {error}", legal="a model that copy.deepcopy copies"
             ) from error
-        return _Twin(net, loss_fn, *closed(pytree.tree_map(cast, opened((self.args, self.kwargs)))), self.policy)
+        args, kwargs = closed(pytree.tree_map(cast, opened((self.args, self.kwargs))))
+        return _Twin(net, loss_fn, args, kwargs, self.policy)
 
     def compare(self, dtype: torch.dtype, notes: dict[str, None]) -> tuple[Differences, Plan | PipelinePlan]:
         one, twin = self.twin(dtype), self.twin(dtype)
