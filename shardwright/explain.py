@@ -36,7 +36,7 @@ from .cluster import Cluster
 from .cost.cost_model import CostModel
 from .cost.memory_timeline import MemoryTimeline
 from .graph import Graph, Op
-from .layout import Digits
+from .layout import Digits, Layout
 from .partition.local_program import Decision, Decisions, GlobalExtreme, LocalOp, Redistribute, made_by, read_by
 from .partition.parameter_sharding import OptimizerParallel
 from .partition.rematerialization import RecomputedInstruction, Regather
@@ -436,7 +436,8 @@ def explained(plan: Plan | PipelinePlan, name: str, count: int = 3, memory: floa
 
 def opened(plan: Plan) -> dict[str, Digits]:
     """Operator of a plan -> the digits of the partial sum that passes through it."""
-    layouts, came = {}, {}
+    layouts: dict[str, Layout] = {}
+    came: dict[str, Digits] = {}
     for i in plan.routed.instructions:
         layouts.update((o.name, o.layout) for o in made_by(i))
         if isinstance(i, LocalOp) and i.op.origin is None:

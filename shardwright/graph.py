@@ -192,7 +192,7 @@ class Pieces(NamedTuple):
     """
 
     dim: int
-    count: int
+    count: int  # type: ignore[assignment]  # tuple has a method of this name
     parts: int
 
 

@@ -74,7 +74,8 @@ class Monitor:
         self._sum: Tensor | None = None
         self._count = 0  # the number of losses in the sum
         self._next = 0  # the number of the next step, where none is given
-        self._steps, self._since = 0, None
+        self._steps = 0
+        self._since: float | None = None  # None: before the first step
         self._waiting: list[_Line] = []
         self._work: float | None = None
 
@@ -127,7 +128,7 @@ class Monitor:
         return line
 
     def _rates(self, now: float) -> dict[str, float]:
-        if not self._steps:
+        if not self._steps or self._since is None:
             return {}
         each = self._steps / (now - self._since)
         rates = {"steps/s": each}
@@ -146,7 +147,7 @@ class Monitor:
             programs = getattr(self._model, "_programs", None)
             if not programs:
                 return 0.0
-            plan = self._model.plan
+            plan: Any = getattr(self._model, "plan", None)
             flops = sum(sum(work_of(op).flops) for op in plan.graph.ops)
             self._work = flops * getattr(plan, "micro_batches", 1)
         return self._work

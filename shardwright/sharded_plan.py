@@ -398,7 +398,11 @@ class Plan(SavedPlan):
         if dropped:
             out["recomputed"] = max(dropped)
         regained = {name for region in self.regions for name in region.dropped}
-        gathered = [(i.target.local_bytes, i.again or i.target.name in regained) for i in moves if _copied(i)]
+        gathered = [
+            (i.target.local_bytes, i.again or i.target.name in regained)
+            for i in moves
+            if isinstance(i, Redistribute) and _copied(i)
+        ]
         if gathered:
             out["gathered"] = sum(size for size, again in gathered if not again) + max(
                 (size for size, again in gathered if again), default=0

@@ -126,7 +126,8 @@ class _Missing(type):
 
 def _found(path: str) -> Any:
     """The object at a path; None where a part of the path is missing."""
-    held, parts = torch, path.split(".")
+    held: Any = torch
+    parts = path.split(".")
     for count, part in enumerate(parts[1:], start=2):
         if not hasattr(held, part):
             try:
@@ -609,7 +610,8 @@ def default_store() -> Any:
 def group_timeout(device: torch.device | str) -> timedelta | None:
     """The timeout of collectives of the default process group; None if its backend does not tell."""
     try:
-        return torch.distributed.group.WORLD._get_backend(torch.device(device)).options._timeout
+        world: Any = torch.distributed.group.WORLD
+        return world._get_backend(torch.device(device)).options._timeout
     except (AttributeError, RuntimeError):
         return None
 

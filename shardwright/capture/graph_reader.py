@@ -65,6 +65,11 @@ def bare(name: str, prefix: str) -> str:
     return name.removeprefix(prefix + ".") if prefix else name
 
 
+def _args(node: torch.fx.Node) -> tuple[Any, ...]:
+    """The arguments of a node whose target says their types."""
+    return node.args
+
+
 class GraphReader(InPlaceReader):
     """The reader of one exported program."""
 
@@ -237,7 +242,7 @@ class GraphReader(InPlaceReader):
             if node.op == "get_attr":
                 self.cells[node] = getattr(owner, node.target)
             elif node.op == "output":
-                return [self.cells[a] if isinstance(a, torch.fx.Node) else a for a in node.args[0]]
+                return [self.cells[a] if isinstance(a, torch.fx.Node) else a for a in _args(node)[0]]
             elif node.op == "call_function":
                 try:
                     self.call(node)
@@ -267,20 +272,20 @@ class GraphReader(InPlaceReader):
         if self.sizes is not None and isinstance(node.meta.get("val"), _SYMBOLIC):
             self.cells[node] = self.sizes.of(node.meta["val"])
         elif self.sizes is not None and target is aten.slice.Tensor and _is_all(node):
-            self.cells[node] = self.cells[node.args[0]]  # torch omits this slice where sizes are numbers
+            self.cells[node] = self.cells[_args(node)[0]]  # torch omits this slice where sizes are numbers
         elif target is torch.ops.shardwright.mark.default:
             self.mark(node)
         elif target is EDGE:
-            self.region_edge(*node.args)
+            self.region_edge(*_args(node))
         elif target is OPAQUE:
             self.cells[node] = self.record(
-                node, self.functions[node.args[1]], tuple(self.leaf(self.cells[a]) for a in node.args[0]), {}
+                node, self.functions[_args(node)[1]], tuple(self.leaf(self.cells[a]) for a in _args(node)[0]), {}
             )
             if self.casting:
                 self.ops[-1] = replace(self.ops[-1], target=under(self.ops[-1].target, self.casting))
         elif target is operator.getitem:
-            held = self.cells[node.args[0]]
-            self.cells[node] = held[node.args[1]]
+            held = self.cells[_args(node)[0]]
+            self.cells[node] = held[_args(node)[1]]
         elif isinstance(target, OpOverload):
             self.operator(node, target)
         elif target is torch.ops.higher_order.wrap_with_set_grad_enabled:
@@ -292,7 +297,7 @@ class GraphReader(InPlaceReader):
 
     def grad_mode(self, node: torch.fx.Node) -> None:
         """Inline a region under torch.no_grad: its results carry no gradient."""
-        enabled, sub, *args = node.args
+        enabled, sub, *args = _args(node)
         outside, begin = self.frontier, serial()
         self.frontier = None if enabled else begin if outside is None else outside
         results = self.inlined(sub, args)
@@ -320,7 +325,7 @@ class GraphReader(InPlaceReader):
 
     def autocast(self, node: torch.fx.Node) -> None:
         """Inline a region under torch.autocast: its casts are written out."""
-        device_type, dtype, enabled, _, sub, *args = node.args
+        device_type, dtype, enabled, _, sub, *args = _args(node)
         outside, casts = self.casting, self.casts
         self.casting = outside.within(device_type, dtype, enabled)
         self.casts = casts if outside else {}
@@ -351,7 +356,7 @@ class GraphReader(InPlaceReader):
         """
         nodes = [
             a
-            for a in pytree.tree_leaves((node.args, dict(node.kwargs)))
+            for a in pytree.tree_leaves((_args(node), dict(node.kwargs)))
             if isinstance(a, torch.fx.Node) and isinstance(self.cells[a], Cell)
         ]
         devices = iter([n.meta["val"].device for n in nodes])
@@ -402,7 +407,7 @@ class GraphReader(InPlaceReader):
         return cast
 
     def mark(self, node: torch.fx.Node) -> None:
-        source, call, place = node.args
+        source, call, place = _args(node)
         self.cells[node] = self.cells[source]
         if place >= 0:
             self.begun.setdefault(call, len(self.ops))
@@ -473,7 +478,7 @@ class GraphReader(InPlaceReader):
         if not schema_of(target).returns and not written:
             return  # an assertion of export
         args, kwargs = pytree.tree_map(
-            lambda a: self.leaf(self.cells[a]) if isinstance(a, torch.fx.Node) else a, (node.args, dict(node.kwargs))
+            lambda a: self.leaf(self.cells[a]) if isinstance(a, torch.fx.Node) else a, (_args(node), dict(node.kwargs))
         )
         if self.casting:
             args, kwargs, whole = self.cast(node, target, tuple(args), kwargs)
@@ -493,7 +498,7 @@ class GraphReader(InPlaceReader):
         named = dict(zip(names, args)) | kwargs
         silent = without_side_effects(target, named)
         if silent is not None:
-            self.running_statistics(node, silent, named, dict(zip(names, node.args)) | dict(node.kwargs))
+            self.running_statistics(node, silent, named, dict(zip(names, _args(node))) | dict(node.kwargs))
             return
         recurrent = without_dropout(target, named)
         if recurrent is not None:
@@ -507,8 +512,8 @@ class GraphReader(InPlaceReader):
         cells = self.record(node, target, tuple(args), kwargs)
         if target is not aten.lift_fresh_copy.default:  # a copy, though the fake tensors may share memory
             self.find_views(node, target, tuple(args), kwargs, cells)
-        if _is_view(target) and node.args and node.args[0] in self.entries:
-            self.entries[node] = self.entries[node.args[0]]
+        if _is_view(target) and _args(node) and _args(node)[0] in self.entries:
+            self.entries[node] = self.entries[_args(node)[0]]
         self.cells[node] = cells[0] if isinstance(node.meta.get("val"), torch.Tensor) else cells
 
     def emit(self, target: Any, args: tuple, kwargs: dict) -> list[Value]:
@@ -569,7 +574,7 @@ class GraphReader(InPlaceReader):
         outputs += tuple(Value(f"{name}.{i}", v.shape, v.dtype) for i, v in enumerate(further, len(metas)))
         nodes = [
             a
-            for a in pytree.tree_leaves((node.args, dict(node.kwargs)))
+            for a in pytree.tree_leaves((_args(node), dict(node.kwargs)))
             if isinstance(a, torch.fx.Node) and isinstance(self.cells[a], Cell)
         ]
         self.places.append({i: self.entries[n] for i, n in enumerate(nodes) if n in self.entries and entered})
@@ -594,7 +599,7 @@ class GraphReader(InPlaceReader):
 
 def _is_all(node: torch.fx.Node) -> bool:
     """True where a slice takes all of a dim, ``x[:]``."""
-    start, end, step = (*node.args[2:], *(None, None, 1)[len(node.args) - 2 :])
+    start, end, step = (*_args(node)[2:], *(None, None, 1)[len(_args(node)) - 2 :])
     return start in (None, 0) and end in (None, sys.maxsize) and step == 1
 
 

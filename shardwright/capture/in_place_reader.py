@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ..graph import Value, map_values, values_in
 from ..rules.indexing import overwritten
 from ..rules.normalization import batch_norm
 from ..torch_private import pytree, schema_of
-from .mutation import Cell, View, ViewStep, gives_back, is_same, plain_form, shares_memory
+from .mutation import Cell, Memory, View, ViewStep, Writer, gives_back, is_same, plain_form, shares_memory
 from .source_lines import module_path, source_of
 
 __all__ = ["InPlaceReader", "metas_made", "tensors_of"]
@@ -33,7 +34,7 @@ def tensors_of(made: Any) -> list[Any]:
     return list(made) if isinstance(made, (tuple, list)) else [made]
 
 
-def metas_made(target: Any, args: tuple, kwargs: dict) -> list[torch.Tensor] | None:
+def metas_made(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
     """The outputs of an operator as meta tensors; None where the operator needs elements."""
     args, kwargs = map_values((args, kwargs), lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
     try:
@@ -43,9 +44,36 @@ def metas_made(target: Any, args: tuple, kwargs: dict) -> list[torch.Tensor] | N
 
 
 class InPlaceReader:
-    """The part of `GraphReader` that reads in-place operators; `GraphReader` has the attributes that are read here."""
+    """The part of `GraphReader` that reads in-place operators; `GraphReader` sets the attributes."""
 
-    def find_views(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict, cells: list[Cell | None]) -> None:
+    cells: dict[torch.fx.Node, Any]
+    updates: dict[str, Value]
+    memories: dict[str, Memory]
+    writer: Writer
+    node: torch.fx.Node | None
+    frontier: int | None
+    aliases: dict[str, str]
+    prefix: str
+
+    def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
+        raise NotImplementedError
+
+    def read(self, cell: Cell) -> Value:
+        raise NotImplementedError
+
+    def record(
+        self,
+        node: torch.fx.Node,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        further: Sequence[Value] = (),
+        metas: list[Any] | None = None,
+        entered: bool = True,
+    ) -> list[Cell]:
+        raise NotImplementedError
+
+    def find_views(self, node: torch.fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cells: list[Cell | None]) -> None:
         """Make each output that shares memory with an input a view of that input."""
         sources = [
             n
@@ -69,7 +97,7 @@ class InPlaceReader:
                 step = ViewStep(target, args, kwargs, parent.value, i, sizes, same)
                 cell.view = View(parent.memory, cell.view.value, parent, step)
 
-    def in_place(self, node: torch.fx.Node, target: Any, written: list[str], args: tuple, kwargs: dict) -> None:
+    def in_place(self, node: torch.fx.Node, target: Any, written: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read ``x.relu_()`` as a plain relu; the variable x holds its result from here on."""
         given = dict(zip((a.name for a in schema_of(target).arguments), node.args)) | dict(node.kwargs)
         changed = [
@@ -109,7 +137,7 @@ class InPlaceReader:
                 self.store(node, cell, value)
         self.cells[node] = changed[0] if isinstance(node.meta.get("val"), torch.Tensor) else changed
 
-    def turn(self, node: torch.fx.Node, plain: Any, args: tuple, kwargs: dict) -> None:
+    def turn(self, node: torch.fx.Node, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read ``x.t_()``: the variable views its memory with other dims from here on."""
         cell = self.cells[node.args[0]]
         before = cell.view

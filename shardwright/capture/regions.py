@@ -129,9 +129,9 @@ opaque.register_autograd(_no_backward)
 OPAQUE = torch.ops.shardwright.opaque.default
 
 
-def _classes(of: type = torch.autograd.Function) -> Iterator[type]:
+def _classes(of: Any = torch.autograd.Function) -> Iterator[Any]:
     """Every class below `of` that is not torch's own, bases before their subclasses."""
-    below = of.__subclasses__()
+    below: list[Any] = of.__subclasses__()
     for cls in below:
         if not cls.__module__.startswith("torch."):
             yield cls
@@ -139,7 +139,7 @@ def _classes(of: type = torch.autograd.Function) -> Iterator[type]:
         yield from _classes(cls)
 
 
-def _watch(cls: type, put_back: contextlib.ExitStack) -> None:
+def _watch(cls: Any, put_back: contextlib.ExitStack) -> None:
     """Give a class a ``forward`` and a ``setup_context`` that leave a node while a model is captured.
 
     Outside of a capture, in other threads, and where `forward` is called by hand, both behave like the class's own.
@@ -184,7 +184,7 @@ def _watched() -> Iterator[None]:
     meta = type(torch.autograd.Function)
     plain = meta.__init__
 
-    def made(cls: type, *args: Any, **kwargs: Any) -> None:
+    def made(cls: Any, *args: Any, **kwargs: Any) -> None:
         plain(cls, *args, **kwargs)
         if not cls.__module__.startswith("torch."):
             _watch(cls, put_back)
@@ -193,7 +193,7 @@ def _watched() -> Iterator[None]:
         for cls in _classes():
             _watch(cls, put_back)
         put_back.callback(setattr, meta, "__init__", plain)
-        meta.__init__ = made
+        meta.__init__ = made  # type: ignore[method-assign]  # put back at the end
         yield
 
 
@@ -213,7 +213,8 @@ def collect_functions(line: Callable[[], str | None]) -> Iterator[list[tuple[App
         with _watched():
             yield calls
     finally:
-        _CALLS.reset(tokens[0]), _LINE.reset(tokens[1])
+        _CALLS.reset(tokens[0])
+        _LINE.reset(tokens[1])
 
 
 def _apply(cls: type, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -249,7 +250,7 @@ def _tried(applied: Applied, tensors: Sequence[Tensor], line: Callable[[], str |
         )
 
     dirty = FunctionCtx.mark_dirty
-    FunctionCtx.mark_dirty = refused
+    FunctionCtx.mark_dirty = refused  # type: ignore[method-assign, assignment]  # put back below
     try:
         with DisableTorchFunction(), disable_current_modes(), FakeTensorMode(), torch.enable_grad():
             fakes = [
@@ -270,7 +271,7 @@ def _tried(applied: Applied, tensors: Sequence[Tensor], line: Callable[[], str |
             legal=_LEGAL,
         ) from error
     finally:
-        FunctionCtx.mark_dirty = dirty
+        FunctionCtx.mark_dirty = dirty  # type: ignore[method-assign]  # as it was
     return made
 
 

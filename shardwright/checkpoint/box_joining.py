@@ -120,13 +120,13 @@ def joints_of(
                 starts, sizes = extents[name]
                 alike.setdefault((starts[0], sizes[0]), []).append(rank)
         for (_, length), ranks in alike.items():
-            extents = tuple(said[rank][name] for rank in ranks)
-            cut = [dim for _, sizes in extents for dim in range(1, len(shape)) if sizes[dim] < shape[dim]]
-            if not cut or sum(math.prod(sizes) for _, sizes in extents) < length * math.prod(shape[1:]):
+            parts = tuple(said[rank][name] for rank in ranks)
+            cut = [dim for _, sizes in parts for dim in range(1, len(shape)) if sizes[dim] < shape[dim]]
+            if not cut or sum(math.prod(sizes) for _, sizes in parts) < length * math.prod(shape[1:]):
                 continue
-            joint = Joint(name, dtype, shape, tuple(ranks), extents, min(cut), most)
+            joint = Joint(name, dtype, shape, tuple(ranks), parts, min(cut), most)
             size = element_size(dtype)
-            if joint.row * size <= most and all(math.prod(sizes[joint.dims :]) * size <= SHORT for _, sizes in extents):
+            if joint.row * size <= most and all(math.prod(sizes[joint.dims :]) * size <= SHORT for _, sizes in parts):
                 out.append(joint)
     return out
 
@@ -150,7 +150,9 @@ def joined(
         Exception: the error that kept this rank's boxes from host memory. Raised only at the end, as the other ranks
             wait for this one in each round.
     """
-    memory, failed = ranks.rows(), None
+    memory = ranks.rows()
+    assert memory is not None or not joints  # ranks that share no memory join nothing
+    failed: Exception | None = None
     boxes: dict[str, Tensor] = {}  # in host memory
     for now in _rounds(joints):
         joint, step = now.get(ranks.rank, (None, 0))

@@ -116,7 +116,7 @@ class CheckpointCallback:
             weakref.finalize(self, self._ending.close)
         ends = self._ending is not None and self._ending.due(step)
         saving = self._if_due(step, extra, ends)
-        if ends:
+        if ends and self._ending is not None:
             self.wait()
             self._ending.leave()
         return saving

@@ -96,12 +96,16 @@ class WrittenBox(NamedTuple):
 
 def written_here(held: Iterable[LocalTensor], rank: int) -> list[WrittenBox]:
     """The boxes that a rank writes, in the order of `held`."""
-    here = [h for h in held if h.local is not None and h.place.box is not None and rank in h.place.holders]
-    order = {h.name: i for i, h in enumerate(here)}
+    here = [
+        (h, h.local, h.place.box)
+        for h in held
+        if h.local is not None and h.place.box is not None and rank in h.place.holders
+    ]
+    order = {h.name: i for i, (h, _, _) in enumerate(here)}
     turns: dict[tuple[int, ...], int] = {}
     out = []
-    for h in sorted(here, key=lambda h: -h.local.nbytes):
-        holders, local, starts = h.place.holders, h.local, tuple(s.start for s in h.place.box)
+    for h, local, box in sorted(here, key=lambda one: -one[1].nbytes):
+        holders, starts = h.place.holders, tuple(s.start for s in box)
         if local.nbytes >= SHARED * len(holders) > SHARED and local.shape[0] >= len(holders):
             number, rows = holders.index(rank), local.shape[0]
             first, last = rows * number // len(holders), rows * (number + 1) // len(holders)
@@ -253,7 +257,7 @@ def file_of(name: str) -> tuple[str, str]:
 
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor in host memory, row-major; no copy where the tensor is contiguous."""
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class WholeFiles:
@@ -525,7 +529,7 @@ def write_metadata(
             item.piece.file, item.offset, item.length
         )
         chunks[item.name].append(ChunkStorageMetadata(starts, sizes))
-    described = {
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         name: TensorStorageMetadata(TensorProperties(dtype_named(dtype)), torch.Size(shape), chunks[name])
         for name, (shape, dtype, _) in tensors.items()
     }

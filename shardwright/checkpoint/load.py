@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -232,6 +232,7 @@ def _as_it_lies(kept: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
     if not isinstance(kept, Tensor) or isinstance(kept, DTensor) != isinstance(parameter, DTensor):
         return False
     if isinstance(kept, DTensor):
+        assert isinstance(parameter, DTensor)
         if (kept.device_mesh, kept.placements) != (parameter.device_mesh, parameter.placements):
             return False
         local = kept.to_local(), parameter.to_local()
@@ -280,7 +281,7 @@ class Restored:
 def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    path: str | Path | None = None,
+    path: str | os.PathLike[str] | None = None,
     *,
     step: int | None = None,
     schedulers: Any = (),
@@ -336,6 +337,7 @@ def load_checkpoint(
         error = raised
     ranks.agreed(error)  # no rank interprets content that another rank has found damaged
     try:
+        assert stored is not None  # agreed raises where this rank has an error
         loaded = _Loaded(stored, CheckpointedModel(model, ranks), optimizer, several(schedulers), data, strict)
     except Exception as raised:  # agreed on below, so that all ranks raise it
         error = raised
@@ -346,6 +348,7 @@ def load_checkpoint(
             source=str(folder),
             legal="a path in a file system that all hosts share",
         )
+    assert loaded is not None
     try:
         loaded.restore()
     except Exception as raised:  # from a scheduler or a sampler
@@ -471,11 +474,12 @@ class _Loaded:
         """Fill the tensors, at once or with the first call of the model."""
         subject, take = self.subject, self.filling.into(self.optimizer)
         if subject.waits:
+            assert subject.wrapper is not None
             subject.wrapper._awaited[:] = [take]
         else:
             take()
 
-    def _wrong(self, what: str, legal: str) -> None:
+    def _wrong(self, what: str, legal: str) -> NoReturn:
         raise CheckpointError(what, source=str(self.folder), legal=legal)
 
     def _groups(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -484,6 +488,7 @@ class _Loaded:
         Raises:
             CheckpointError: another kind of optimizer, or other groups.
         """
+        assert self.optimizer is not None
         saved, kind = self.state.get("optimizer"), type(self.optimizer).__name__
         if saved is None:
             self._wrong(f"it has no state of an optimizer, and the {kind} is to have one", "optimizer=None")

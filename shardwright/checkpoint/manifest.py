@@ -113,7 +113,7 @@ _ROW = 8 * _COLUMNS
 _PIECE = 128 * _ROW
 
 #: The digest's description in a manifest.
-ALGORITHM = {"name": "crc32 of column sums", "block": BLOCK, "columns": _COLUMNS}
+ALGORITHM: dict[str, Any] = {"name": "crc32 of column sums", "block": BLOCK, "columns": _COLUMNS}
 
 
 def blocks_of(size: int) -> int:
@@ -129,7 +129,7 @@ def digest(path: Path, first: int = 0, last: int | None = None) -> str:
     """
     out = []
     held = np.empty(_PIECE, np.uint8)
-    buffer = memoryview(held)
+    buffer = held.data
     with open(path, "rb", buffering=0) as file:
         number = first
         while last is None or number < last:
@@ -141,7 +141,7 @@ def digest(path: Path, first: int = 0, last: int | None = None) -> str:
                 size += count
             if not size:
                 break
-            out.append(f"{zlib.crc32(sums, size):08x}")
+            out.append(f"{zlib.crc32(sums.data, size):08x}")
             number += 1
     return "".join(out)
 

@@ -287,6 +287,7 @@ def save_checkpoint(
     if error is None:
         try:
             _check(path, step, keep_checkpoint_max)
+            assert path is not None
             job, state = _collected(
                 CheckpointedModel(model, ranks),
                 optimizer,
@@ -307,6 +308,7 @@ def save_checkpoint(
             error = located(raised, path)
     try:
         said = ranks.agreed(error, None if job is None else job.said)
+        assert job is not None  # agreed raises where this rank has an error
         job.settle(said)
     except Exception:  # of any kind: raised again
         if job is not None:
@@ -314,6 +316,7 @@ def save_checkpoint(
         raise
     saving = BackgroundSave(step, job.path / folders.name_of(step))
     if asynchronous:
+        assert copies is not None
         begun(saving, partial(_complete, copies, job))
         before_next_step(copies.help)
     else:
@@ -413,7 +416,7 @@ def _collected(
     state["tied"] = subject.aliases
     position = None if data is None else {"state": words(data.state_dict(), type(data).__name__)}
     texts, config = {}, getattr(subject.net, "config", None)
-    if whole and hasattr(subject.net, "save_pretrained") and hasattr(config, "to_json_string"):
+    if whole and hasattr(subject.net, "save_pretrained") and config is not None and hasattr(config, "to_json_string"):
         texts[CONFIG] = config.to_json_string().encode()  # Hugging Face needs it to read the folder
     written = written_here(held, ranks.rank)
     said: dict[str, Any] = {

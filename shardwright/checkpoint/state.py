@@ -131,7 +131,7 @@ class CheckpointedModel:
         self.wrapper = model if isinstance(model, AutoParallel) else None
         self.net: nn.Module = model.net if isinstance(model, AutoParallel) else model
         self.ranks = ranks
-        self.plan: Plan | PipelinePlan | None = model.plan if self.planned else None
+        self.plan: Plan | PipelinePlan | None = self.wrapper.plan if self.planned and self.wrapper is not None else None
         self.tensors: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self.extra: dict[str, nn.Module] = {}
@@ -288,7 +288,9 @@ def optimizer_state(
     Raises:
         CheckpointError: a tensor whose placement is unknown.
     """
-    names, tensors, others = state_names(subject, optimizer), [], {}
+    names = state_names(subject, optimizer)
+    tensors: list[LocalTensor] = []
+    others: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]

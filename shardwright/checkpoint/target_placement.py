@@ -80,7 +80,7 @@ def placed(
         CheckpointError: strategies of another model: names or shapes differ.
     """
     held = strategies.all
-    mine = {strategy_name(name): entry for name, entry in entries.items() if strategy_name(name) is not None}
+    mine = {known: entry for name, entry in entries.items() if (known := strategy_name(name)) is not None}
     absent, unknown = [n for n in strategies.parameters if n not in mine], [n for n in mine if n not in held]
     other = [n for n in mine if n in held and held[n].shape != mine[n].shape]
     if absent or unknown or other:

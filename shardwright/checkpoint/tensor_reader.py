@@ -175,7 +175,7 @@ class StoredTensors:
         """Fill `target` (bytes) from a file, from `offset` on."""
         handle = self._open.get(name)
         path = self.folder / name
-        memory, count = memoryview(target.numpy()), 0
+        memory, count = target.numpy().data, 0
         try:
             if handle is None:
                 handle = self._open[name] = os.open(path, os.O_RDONLY)

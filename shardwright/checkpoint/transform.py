@@ -66,7 +66,7 @@ Progress = Callable[[str, int, int], None]
 _SHARE = 256 << 20
 
 
-def opened(source: str | os.PathLike, step: int | None = None) -> StoredTensors:
+def opened(source: str | os.PathLike[str], step: int | None = None) -> StoredTensors:
     """The tensors of a checkpoint.
 
     Args:
@@ -148,9 +148,9 @@ def check_sound(stored: StoredTensors, progress: Progress | None = None) -> None
 
 
 def transform(
-    source: str | os.PathLike,
-    target: str | os.PathLike,
-    to: str | os.PathLike | ParameterStrategies,
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str | os.PathLike[str] | ParameterStrategies,
     *,
     step: int | None = None,
     progress: Progress | None = None,
@@ -193,7 +193,7 @@ def transform(
 
 
 def merge(
-    source: str | os.PathLike, target: str | os.PathLike, *, step: int | None = None, progress: Progress | None = None
+    source: str | os.PathLike[str], target: str | os.PathLike[str], *, step: int | None = None, progress: Progress | None = None
 ) -> Path:
     """Write the parts of a checkpoint as whole files: ``model.safetensors``, and the optimizer's.
 
@@ -308,7 +308,7 @@ def _state(stored: StoredTensors) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _written(stored: StoredTensors, target: str | os.PathLike, progress: Progress) -> Iterator[_New]:
+def _written(stored: StoredTensors, target: str | os.PathLike[str], progress: Progress) -> Iterator[_New]:
     """A new checkpoint: whole at the end of the block, or removed.
 
     Raises:
@@ -347,7 +347,7 @@ def _written(stored: StoredTensors, target: str | os.PathLike, progress: Progres
 
 
 def rank_list_for_transform(
-    rank_id: int, src_strategy_file: str | os.PathLike | None = None, dst_strategy_file: str | os.PathLike | None = None
+    rank_id: int, src_strategy_file: str | os.PathLike[str] | None = None, dst_strategy_file: str | os.PathLike[str] | None = None
 ) -> list[int]:
     """The ranks of a source whose slices make up the slices of one rank of a destination.
 
@@ -457,9 +457,9 @@ def _fewest(needs: Sequence[tuple[int, ...]]) -> list[int]:
 
 
 def transform_checkpoints(
-    src_checkpoints_dir: str | os.PathLike,
-    dst_checkpoints_dir: str | os.PathLike,
-    dst_strategy_file: str | os.PathLike | None = None,
+    src_checkpoints_dir: str | os.PathLike[str],
+    dst_checkpoints_dir: str | os.PathLike[str],
+    dst_strategy_file: str | os.PathLike[str] | None = None,
     *,
     progress: Progress | None = None,
 ) -> list[Path]:
@@ -515,8 +515,8 @@ def transform_checkpoints(
 
 def load_distributed_checkpoint(
     network: nn.Module,
-    checkpoint: str | os.PathLike,
-    predict_strategy: Mapping[str, ParameterPlan] | str | os.PathLike | None = None,
+    checkpoint: str | os.PathLike[str],
+    predict_strategy: Mapping[str, ParameterPlan] | str | os.PathLike[str] | None = None,
     *,
     rank_id: int | None = None,
     strict_load: bool = True,

@@ -100,7 +100,8 @@ class _Synced(threading.Thread):
 
     def __init__(self, folder: Path, names: list[str]) -> None:
         super().__init__()
-        self._what, self._error = (folder, names), None
+        self._what = (folder, names)
+        self._error: OSError | None = None
 
     def run(self) -> None:
         try:

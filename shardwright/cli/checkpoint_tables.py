@@ -20,7 +20,7 @@ __all__ = ["show", "words"]
 def words(stored: StoredTensors) -> dict[str, Any]:
     """A checkpoint as JSON: the contents of its manifest, and the bytes of each tensor."""
     made = stored.manifest
-    tensors = {
+    tensors: dict[str, dict[str, Any]] = {
         name: {"shape": list(e.shape), "dtype": e.dtype, "layout": e.layout, "bytes": e.bytes}
         for name, e in stored.entries.items()
     }

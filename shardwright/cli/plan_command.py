@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import ShardwrightError
 from .script import Nothing, arguments_of, first_call, import_modules, positive, without_weights
@@ -161,6 +161,12 @@ def _with_options_behind(arguments: argparse.Namespace) -> None:
     arguments.script_args = rest + given[end + 1 :]
 
 
+def _refused(arguments: argparse.Namespace, error: Exception) -> NoReturn:
+    """Print the usage and the error, and end with exit code 2."""
+    arguments.parser.error(str(error))
+    raise AssertionError("argparse has ended this process")
+
+
 def plan(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code. Errors of the script or function itself are raised as they are."""
     _with_options_behind(arguments)
@@ -172,7 +178,7 @@ def plan(arguments: argparse.Namespace) -> int:
         made = planned(arguments)
         made.save(arguments.output)
     except Nothing as error:
-        arguments.parser.error(str(error))
+        return _refused(arguments, error)
     except ShardwrightError as error:
         print(f"shardwright plan: error: {error}", file=sys.stderr)
         return 1
@@ -458,7 +464,7 @@ def verify(arguments: argparse.Namespace) -> int:
                 arguments.target, arguments.script_args, arguments.devices, arguments.steps, arguments.cut
             )
     except Nothing as error:
-        arguments.parser.error(str(error))
+        return _refused(arguments, error)
     except ShardwrightError as error:
         print(f"shardwright verify: error: {error}", file=sys.stderr)
         return 1

@@ -87,7 +87,8 @@ class Accelerator(accelerate.Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         made = super().prepare_data_loader(data_loader, *args, **kwargs)
         if self._whole_batches:
-            for shard in (getattr(made, "batch_sampler", None), getattr(made, "dataset", None)):
+            shards: tuple[Any, ...] = (getattr(made, "batch_sampler", None), getattr(made, "dataset", None))
+            for shard in shards:
                 if hasattr(shard, "process_index") and hasattr(shard, "num_processes"):
                     shard.num_processes, shard.process_index, shard.even_batches = 1, 0, False
                     break

@@ -12,7 +12,7 @@ which any number of devices can resume.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -32,7 +32,13 @@ __all__ = ["Accelerator", "Seq2SeqTrainer", "Trainer", "TrainerMixin"]
 _PARTS, _SCHEDULE = "shardwright", "scheduler.pt"
 
 
-class TrainerMixin:
+if TYPE_CHECKING:
+    _Trainer = transformers.Trainer
+else:
+    _Trainer = object
+
+
+class TrainerMixin(_Trainer):
     """The differences, for any subclass of `transformers.Trainer`: ``class MyTrainer(TrainerMixin, SFTTrainer): …``.
 
     Args:

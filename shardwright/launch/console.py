@@ -194,6 +194,7 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
         except ChildProcessError:
             pass  # reaped already
         else:
+            assert ended is not None
             code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             if code:
                 # Until the process is reaped, no other group has its id: the kill reaches its own children only.

@@ -652,6 +652,7 @@ def _incomplete(claim: Claim, environ: Mapping[str, str]) -> SettingError:
             legal="both, as torchrun and shardwright run set them, or neither",
         )
     if claim.rank is None:
+        assert claim.size is not None
         return SettingError(
             f"RANK_TABLE_FILE={environ['RANK_TABLE_FILE']} is set, RANK_ID is not",
             legal=f"RANK_ID from 0 to {claim.size - 1}, another launcher, or no RANK_TABLE_FILE",
@@ -665,6 +666,8 @@ def _place(
     environ: Mapping[str, str], whole: Claim, claims: list[Claim], agent: bool, table: RankTable | None
 ) -> RankInRun:
     rank, size = whole.rank, whole.size
+    assert rank is not None and size is not None
+    known: str | None
     if table is not None:
         beside = table.beside(rank)
         device, devices = table.devices[rank].device, 1 + max(entry.device for entry in beside)

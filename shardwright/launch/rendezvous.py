@@ -224,7 +224,7 @@ class Nodes(RendezvousHandler):
         A vanished machine never answers, and the store's C++ client would wait for it, deaf to Ctrl-C and to the
         workers.
         """
-        answers: queue.SimpleQueue[tuple[T | None, RuntimeError | None]] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[tuple[T, None] | tuple[None, RuntimeError]] = queue.SimpleQueue()
 
         def put() -> None:
             try:
@@ -234,12 +234,12 @@ class Nodes(RendezvousHandler):
 
         threading.Thread(target=put, daemon=True, name="question to node 0").start()
         try:
-            answer, error = answers.get(timeout=ANSWER)
+            said = answers.get(timeout=ANSWER)
         except queue.Empty:
             raise _NoAnswer("node 0 does not answer") from None
-        if error is not None:
-            raise _NoAnswer("node 0 is gone") from error
-        return answer
+        if said[1] is not None:
+            raise _NoAnswer("node 0 is gone") from said[1]
+        return said[0]
 
     def tell(self, code: int, text: str, node: int | None = None, kind: str = "lost") -> None:
         """Tell the other nodes that the run has failed here, or on `node`. The first failure written counts.

@@ -86,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     The exit code is 0 if every worker finished; that of the first worker that failed, ``128 + n`` if signal ``n``
     ended the worker or the launcher; 1 if the nodes did not meet; 2 for a mistake in the arguments.
     """
+    settings: RunSettings | None = None
     try:
         if arguments.devices is not None:
             given = [name for name in WORKER_OPTIONS if getattr(arguments, name) is not None]
@@ -101,6 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error(error.message)
     if arguments.devices is not None:
         return run_here(arguments.devices, arguments.script, arguments.script_args)
+    assert settings is not None
     if arguments.join is False:
         return run_behind(settings)
     return run_workers(settings)
@@ -153,8 +155,8 @@ def run_workers(settings: RunSettings) -> int:
         print(f"shardwright run: error: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, SettingError) else 1
     finally:
-        for stop, handler in before.items():
-            signal.signal(stop, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     if outcome.failure is not None:
         log = settings.worker_log(outcome.failure.rank, outcome.attempt)

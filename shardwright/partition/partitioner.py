@@ -93,7 +93,7 @@ def handed_on(layout: Layout, shape: tuple[int, ...], same: int) -> Layout:
     if any(size % cut for size, cut in zip(shape, layout.cuts)):
         return Layout.replicated(layout.devices, len(shape))
     return Layout.of(
-        layout.devices, [[major for d in dim if (major := _above(d, same)) is not None] for dim in layout.dims]
+        layout.devices, [[major for d in dim if (major := _above(d, same)) is not None] for dim in layout.dims or ()]
     )
 
 
@@ -113,7 +113,7 @@ def arriving(layout: Layout, source: int, target: int) -> Layout:
         layout: the layout on the sending stage, from `handed_on`.
     """
     scale = lambda d: Digit(d.size, d.stride * target // source)
-    return Layout.of(target, [[scale(d) for d in dim] for dim in layout.dims])
+    return Layout.of(target, [[scale(d) for d in dim] for dim in layout.dims or ()])
 
 
 def sender(position: int, source: int, target: int) -> int:
@@ -391,8 +391,8 @@ class Partitioner:
         others = {n: layout for n, layout in used.items() if n not in settled}
         if self.hsdp is None:
             return settled | {n: ParameterSharding(layout) for n, layout in others.items()}
-        used = {n: (self.graph.parameters[n], layout) for n, layout in others.items()}
-        return settled | stored_layouts(used, self.hsdp)
+        stored = {n: (self.graph.parameters[n], layout) for n, layout in others.items()}
+        return settled | stored_layouts(stored, self.hsdp)
 
     def used(self, parameter: Value) -> Layout:
         """The layout that all consumers of a parameter ask for."""
@@ -437,16 +437,17 @@ class Partitioner:
         local = local_call(op, rule, bound, assignment)
         feed = iter(got)
         args, kwargs = map_values((local.args, local.kwargs), lambda _: Ref(next(feed).name))
-        outputs, k = [], 0
-        for value in op.outputs:
-            if value is None:
+        outputs: list[PlacedValue | None] = []
+        k = 0
+        for output in op.outputs:
+            if output is None:
                 outputs.append(None)
                 continue
             layout = bound.output_layout(k, assignment)
             assert layout is not None
             if open_ is not None:
                 layout = layout.with_partial(open_ + layout.partial)
-            outputs.append(self.make(value, layout))
+            outputs.append(self.make(output, layout))
             k += 1
         self.out.append(LocalOp(op, local.target, tuple(args), kwargs, tuple(outputs), decision.op.name))
         self.producer.update((v.name, decision.op.name) for v in op.outputs if v is not None)

@@ -281,17 +281,18 @@ class _Programs:
         return made
 
     def compute(self, op: Op) -> None:
-        steps = [(op, None, None, None)]
+        steps: list[tuple[Op, tuple[Any, Any, Any] | None]] = [(op, None)]
         described = find_rule(op)
         if described is not None and described.expand is not None:  # e.g. random operators, which share one stream
             bound = bound_rule(op, described)
-            steps, renamed = expand(self.swapped(op), described, bound, bound.whole(self.devices))
+            made, renamed = expand(self.swapped(op), described, bound, bound.whole(self.devices))
             self.renamed.update(renamed)
-        for step, rule, bound, assignment in steps:
+            steps = [(step, (rule, own, assignment)) for step, rule, own, assignment in made]
+        for step, cut in steps:
             step = self.swapped(step)
             if any(v.name == SEED.name for v in step.inputs) and self.seed is None:
                 self.seed = self.enter(PlacedValue(SEED.name, SEED, self.whole(SEED)))
-            local = local_call(step, rule, bound, assignment) if rule is not None else step
+            local = step if cut is None else local_call(step, *cut)
             args, kwargs = pytree.tree_map(
                 lambda leaf: Ref(self.made[leaf.name].name) if isinstance(leaf, Value) else leaf,
                 (local.args, local.kwargs),
@@ -444,7 +445,7 @@ def with_own_statistics(graph: Graph, devices: int, on_missing_rule: str = "erro
             continue
         own, stats = _own(op, devices)
         ops.append(own)
-        if any(v.name in read for v in op.outputs[1:]):  # e.g. by a second call of the same layer
+        if any(v is not None and v.name in read for v in op.outputs[1:]):  # e.g. by a second call of the same layer
             ops += _averaged([(op, stats)], f"{op.name}.running_statistics", devices, changed)
         elif len(op.outputs) == 3:
             layers.append((op, stats))
@@ -506,7 +507,7 @@ def _averaged(group: list[_Layer], name: str, devices: int, changed: dict[str, V
     tracked = [op.argument("tracked") for op, _ in group if op.argument("tracked") is not None]
     momenta = [0.0 if math.isnan(op.argument("momentum")) else op.argument("momentum") for op, _ in group]
     new = tuple(Value(f"{name}.{i}", v.shape, v.dtype) for i, v in enumerate(old))
-    changed.update((v.name, n) for v, n in zip((v for op, _ in group for v in op.outputs[1:]), new))
+    changed.update((v.name, n) for v, n in zip((v for op, _ in group for v in op.outputs[1:]), new) if v is not None)
     made.append(
         Op(name, running_averages, (seen, old, tracked, momenta, [1 / devices] * 2), {}, (seen, *old, *tracked), new)
     )

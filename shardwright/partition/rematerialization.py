@@ -461,7 +461,7 @@ class _Regions:
                 member = None
         elif said is not None:
             sends = bool(instruction.forward.collectives)
-            if getattr(instruction, "cause", "operator") == "parameter":
+            if isinstance(instruction, Redistribute) and instruction.cause == "parameter":
                 member = call if sends and (said.parallel_optimizer_comm or instruction.again) else None
             elif (sends and not said.mp_comm) or (
                 said.keep and getattr(instruction, "cause", "operator") == "operator"

@@ -133,7 +133,8 @@ class _Padder:
         self, sources: Mapping[str, Layout], parameters: Iterable[tuple[Value, Layout]], renamed: Mapping[str, Value]
     ) -> None:
         self.work: list[Piece] = []
-        self.renamed, self.handed = renamed, {}
+        self.renamed = renamed
+        self.handed: dict[str, Value] = {}
         self.notes: list[str] = []
         self.parameters: dict[str, Value] = {}
         self.layouts = dict(sources)  # name of a value in its true shape -> its layout
@@ -205,25 +206,26 @@ class _Padder:
             inputs.append(self.obtain(value, shape, want, fill, flows and not passes))
         feed = iter(inputs)
         args, kwargs = map_values((op.args, op.kwargs), lambda _: next(feed))
-        outputs, k = [], 0
-        for value in op.outputs:
-            if value is not None:
+        outputs: list[Value | None] = []
+        k = 0
+        for output in op.outputs:
+            if output is not None:
                 layout = bound.output_layout(k, assignment)
                 assert layout is not None
-                if shapes[1][k] == value.shape:
-                    self.layouts[value.name] = layout.without_partial()
+                if shapes[1][k] == output.shape:
+                    self.layouts[output.name] = layout.without_partial()
                 else:
-                    made = replace(value, shape=shapes[1][k])
-                    self.made[value.name] = _Made(
+                    made = replace(output, shape=shapes[1][k])
+                    self.made[output.name] = _Made(
                         made,
-                        value.shape,
+                        output.shape,
                         layout.without_partial(),
                         leaks=leaks or meets(bound.outputs[k], met),
                         detached=held[0] if op.target is aten.detach.default else None,
                     )
-                    value = made
+                    output = made
                 k += 1
-            outputs.append(value)
+            outputs.append(output)
         if uneven:
             op = replace(op, args=args, kwargs=kwargs, inputs=tuple(inputs), outputs=tuple(outputs))
             bound = replace(bound, factors=factors, in_shapes=tuple(shapes[0]), out_shapes=tuple(shapes[1]))
@@ -313,6 +315,7 @@ class _Padder:
 
     def starts(self, builder: Builder, made: _Made, dim: int) -> Value:
         """The start of each part of a padded dim; one value for all dims with the same parts."""
+        assert made.layout.dims is not None
         digits = made.layout.dims[dim]
         parts = digits_size(digits)
         key = (parts, made.value.shape[dim] // parts)
@@ -361,11 +364,18 @@ def _between(source: Layout | None, want: Layout, dims: Sequence[int]) -> Layout
 def _check(op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> None:
     """Check that the operator produces slices of the padded shapes from padded slices."""
     local = local_call(op, rule, bound, assignment)
-    shapes = iter([bound.input_layout(i, assignment).local_shape(v.shape) for i, v in enumerate(op.inputs)])
-    wanted = [bound.output_layout(i, assignment).local_shape(shape) for i, shape in enumerate(bound.out_shapes)]
+
+
+    def local_shape(layout: Layout | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+        assert layout is not None
+        return layout.local_shape(shape)
+
+    shapes = iter([local_shape(bound.input_layout(i, assignment), v.shape) for i, v in enumerate(op.inputs)])
+    wanted = [local_shape(bound.output_layout(i, assignment), shape) for i, shape in enumerate(bound.out_shapes)]
     args, kwargs = map_values(
         (local.args, local.kwargs), lambda v: torch.empty(next(shapes), dtype=v.dtype, device="meta")
     )
+    got: object
     try:
         made = local.target(*args, **kwargs)
         made = made if isinstance(made, (tuple, list)) else (made,)

@@ -162,7 +162,7 @@ def _outcome(bound: Bound, dims: tuple[tuple[int, ...], ...], factor: int) -> st
 
 
 def _is_whole(layout: Layout | None) -> bool:
-    return layout is not None and not any(layout.dims)
+    return layout is not None and not any(layout.dims or ())
 
 
 def _follow_step(
@@ -242,7 +242,7 @@ def followed(op: Op, described: Rule, kinds: Sequence[str]) -> str | None:
     how = kinds[reduced[0]] if len(reduced) == 1 else "sum" if "sum" in (kinds[i] for i in reduced) else "mean"
     if additive(op) or described.is_linear(op) or (described.view and len(kinds) == 1):
         return how
-    if op.kind in ("to", "_to_copy") and all(v.dtype.is_floating_point for v in (op.inputs[0], op.outputs[0])):
+    if op.kind in ("to", "_to_copy") and all(v.dtype.is_floating_point for v in (op.inputs[0], op.output(0))):
         return how  # terms are rounded before their sum, since each part can round only its own term
     of = product(op)
     if of and len(reduced) == 1 and (of > 0 or reduced == [0]):

@@ -40,6 +40,7 @@ def schedule_of(setting: PipelineSettings, devices: int) -> Schedule:
         SettingError: devices that the stages do not divide, or an unknown schedule.
     """
     groups = setting.stages
+    assert isinstance(groups, int) and isinstance(setting.micro_batches, int)
     if devices % groups:
         raise SettingError(
             f"{groups} stages on {devices} devices",

@@ -79,11 +79,17 @@ class MicrobatchPlan:
     counts: Graph | None = None
     updates: dict[str, Join] = field(default_factory=dict)
 
+    def join(self, index: int) -> Join:
+        """The join of output `index`, a value."""
+        join = self.joins[index]
+        assert join is not None
+        return join
+
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(args: tuple, kwargs: dict[str, Any]) -> int | None:
+def rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """The number of rows of a batch: the size of dim 0 of the first tensor with dims; None without such a tensor."""
     tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
     return next((x.shape[0] for x in tensors if x.dim()), None)

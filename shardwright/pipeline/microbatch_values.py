@@ -126,12 +126,12 @@ class MicrobatchRewriter:
                 self.kinds[value.name] = SAME
                 self.free.add(value.name)
         for name, tensor in self.graph.constants.items():
-            twin = self.wide.constants.get(name)
+            other = self.wide.constants.get(name)
             alike = (
-                twin is not None
-                and twin.shape == tensor.shape
-                and twin.dtype == tensor.dtype
-                and (tensor.is_meta or twin.is_meta or torch.equal(tensor, twin))
+                other is not None
+                and other.shape == tensor.shape
+                and other.dtype == tensor.dtype
+                and (tensor.is_meta or other.is_meta or torch.equal(tensor, other))
             )
             self.kinds[name] = (
                 SAME
@@ -152,11 +152,14 @@ class MicrobatchRewriter:
             self.kinds[outputs[0].name] = self.kinds[op.inputs[0].name]
             self.free |= {outputs[0].name} if op.inputs[0].name in self.free else set()
             return
+        decided: Op | None = op
+        kinds: list[Kind]
         try:
-            op, kinds = self._decided(op, twin)
+            decided, kinds = self._decided(op, twin)
         except ShardwrightError as error:
             kinds = [NotSeparable(error)] * len(outputs)
-        if op is not None:
+        if decided is not None:
+            op = decided
             random = torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
             if random and isinstance(kinds[0], BatchDim):
                 op = replace(op, micro=self._pieces(outputs[0], kinds[0]))
@@ -206,7 +209,7 @@ class MicrobatchRewriter:
             return self._of_alike(op, twin, inputs)
         if all(kind == SAME for kind in inputs):
             return op, self._of_nothing(op, twin)
-        return self._of_reduced(op, twin, [kind.how for kind in inputs])
+        return self._of_reduced(op, twin, [kind.how for kind in inputs if isinstance(kind, ReducedOverBatch)])
 
     def _read(self, value: Value, wider: Value) -> Kind:
         """The kind of an input; a dim of size 1 that stands for all rows of a larger micro-batch carries the batch."""
@@ -241,7 +244,7 @@ class MicrobatchRewriter:
         _, bound = self._described(op, twin)
         place = batch_place(bound, bound.inputs[0], rows)
         kind = image(bound, bound.outputs[0], place) if place is not None else None
-        if kind is None or any(place[0] in dim for dims in bound.inputs[1:] for dim in dims):
+        if place is None or kind is None or any(place[0] in dim for dims in bound.inputs[1:] for dim in dims):
             raise self.error(op, "it has a channel for each row")
         own = NotSeparable(self.error(op, "its running statistics are those of each micro-batch in turn"))
         return op, [kind, *[own] * (len(bound.outputs) - 1)]
@@ -308,7 +311,8 @@ class MicrobatchRewriter:
         kinds: list[Kind] = []
         for dims, made in zip(bound.outputs, after_cut(twin, described, bound, place[0], self.ratio)):
             if made == "ratio" and isinstance(op.argument("target"), Value):
-                return self._counted(op), [ReducedOverBatch("sum")]
+                self._counted(op)
+                return None, [ReducedOverBatch("sum")]
             if made in ("mixed", "ratio"):
                 raise self.error(op, "rows of the batch meet other rows in more than a sum or a mean")
             to = image(bound, dims, place)
@@ -435,7 +439,7 @@ class MicrobatchRewriter:
         ops = self._built(op, builder)
         ops[0] = replace(ops[0], name=op.name, mark=op.mark, origin=op.origin, number=op.number)
         ops[-1] = replace(ops[-1], outputs=(out,))
-        assert made.name == builder.steps[-1][0].outputs[0].name
+        assert made.name == builder.steps[-1][0].output(0).name
         self.ops += ops
 
 

@@ -594,7 +594,7 @@ def _of_one(plan: Plan) -> Simulation:
         fixed=[fixed],
         kept=[kept],
         devices=[plan.devices],
-        running=[tuple(_profile(*half) for half in zip(seconds, held))],
+        running=[(_profile(seconds[0], held[0]), _profile(seconds[1], held[1]))],
     )
 
 

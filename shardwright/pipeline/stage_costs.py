@@ -427,7 +427,11 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
     return UnitPrices(
         plan.devices,
         recompute,
-        *(each[of] for each in (seconds, once, fixed, kept, working)),
+        seconds[of],
+        once[of],
+        fixed[of],
+        kept[of],
+        working[of],
         _sends(plan, units, cluster),
         _shared(plan, units, cluster),
     )

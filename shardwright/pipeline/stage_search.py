@@ -297,10 +297,11 @@ class StageSearch:
                 searched = self.planner(graph, devices, fed) if plan is None else plan
                 self.priced[pair] = _Priced(searched, plan is None, [unit_prices(searched, self.units, self.cluster)])
             self.equal[pair] = self.cut_equally(pair, math.inf)
-            if (self.equal[pair] is None or self.equal[pair].peak > self.memory) and len(self.priced[pair].prices) == 1:
+            cut = self.equal[pair]
+            if (cut is None or cut.peak > self.memory) and len(self.priced[pair].prices) == 1:
                 again = all_recomputed(self.priced[pair].plan, self.units)
                 self.priced[pair].prices.append(unit_prices(again, self.units, self.cluster, recompute=True))
-            if self.equal[pair] is None or self.equal[pair].peak > self.memory:
+            if cut is None or cut.peak > self.memory:
                 self.equal[pair] = self.cut_equally(pair, self.memory)
         except ShardwrightError as error:
             self.refused[pair] = error
@@ -508,11 +509,11 @@ class AutomaticStages:
     def of(
         cls,
         setting: PipelineSettings,
-        args: tuple,
+        args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        captured: Callable,
+        captured: Callable[..., Any],
         before: Any = None,
-        first: Callable | None = None,
+        first: Callable[[Graph, Any, Callable[[], PipelineSearchResult]], PipelineSearchResult] | None = None,
         fed_apart: bool = False,
     ) -> AutomaticStages:
         """The settings for a call of a model; without stages="auto", for the requested number of micro-batches.
@@ -529,7 +530,7 @@ class AutomaticStages:
         if setting.stages != "auto":
             if setting.micro_batches == "auto":
                 raise SettingError('micro_batches="auto" with a number of stages', legal='a number, or stages="auto"')
-            return cls(setting.micro_batches, captured)
+            return cls(int(setting.micro_batches), captured)
         if fed_apart:
             raise SettingError(
                 'stages="auto" where each process feeds its own part of the batch: of how many parts '
@@ -538,7 +539,7 @@ class AutomaticStages:
             )
         chosen, rows = getattr(before, "chosen", None), rows_of(args, dict(kwargs)) or 1
         if setting.micro_batches != "auto":
-            count = setting.micro_batches
+            count = int(setting.micro_batches)
         elif chosen is None:
             count = first_count(rows)
         else:

@@ -49,7 +49,7 @@ class StageInput(NamedTuple):
     """
 
     kind: str
-    index: int
+    index: int  # type: ignore[assignment]  # tuple has a method of this name
     name: str
 
 
@@ -135,7 +135,7 @@ class _Cutter:
             ]
             latest, maker = max(before, key=lambda entry: entry[0], default=(None, None))
             own = self.marked(op)
-            if own is not None and latest is not None and latest > own:
+            if own is not None and latest is not None and maker is not None and latest > own:
                 raise PlanError(
                     f"reads what {maker.name} makes in stage {latest}, and is in stage {own} itself: values flow "
                     "to later stages only",
@@ -143,8 +143,9 @@ class _Cutter:
                     legal=f"stage {latest} or later for its module "
                     f"{op.module!r}, or an earlier one for {maker.module!r}",
                 )
-            if own is not None or latest is not None:
-                found[op.name] = latest if own is None else own
+            stage = latest if own is None else own
+            if stage is not None:
+                found[op.name] = stage
         consumers = self.graph.consumers()
         for op in reversed(self.graph.ops):
             if op.name not in found:
@@ -207,12 +208,12 @@ class _Cutter:
         sent, sends = [], []
         consumers = graph.consumers()
         for op in ops:
-            for v in op.outputs:
-                if v is not None and any(self.stage[c.name] != stage for c, _ in consumers.get(v.name, ())):
-                    out = replace(v, name=f"{v.name}.sent")
-                    sends.append(Op(f"send.{v.name}", send, (v,), {}, (v,), (out,), op.module, op.source))
-                    sent.append(v.name)
-        outputs = [graph.outputs[i] for i in results] + [op.outputs[0] for op in sends]
+            for made in op.outputs:
+                if made is not None and any(self.stage[c.name] != stage for c, _ in consumers.get(made.name, ())):
+                    out = replace(made, name=f"{made.name}.sent")
+                    sends.append(Op(f"send.{made.name}", send, (made,), {}, (made,), (out,), op.module, op.source))
+                    sent.append(made.name)
+        outputs = [graph.outputs[i] for i in results] + [op.output(0) for op in sends]
         batch = {
             v.name: d
             for v in inputs
@@ -301,7 +302,9 @@ class Units:
         out: list[list[str]] = [[] for _ in range(len(self) - 1)]
         for op in self.graph.ops:
             for v in op.outputs:
-                last = self.readers.get(v.name, (0,))[-1] if v is not None else 0
+                if v is None:
+                    continue
+                last = self.readers.get(v.name, (0,))[-1]
                 for border in range(self.of[op.name], last):
                     out[border].append(v.name)
         return tuple(map(tuple, out))
@@ -327,11 +330,11 @@ class Units:
     @cached_property
     def same(self) -> dict[str, Value]:
         """Name of a value that a unit produces -> the value in its place in the unit's representative."""
-        out = {}
+        out: dict[str, Value] = {}
         for unit, first in enumerate(self.representative):
             if first != unit:
                 for op, other in zip(self.members[unit], self.members[first]):
-                    out.update((v.name, w) for v, w in zip(op.outputs, other.outputs) if v is not None)
+                    out.update((v.name, w) for v, w in zip(op.outputs, other.outputs) if v and w)
         return out
 
     @cached_property
@@ -413,8 +416,9 @@ def _backwards(graph: Graph, groups: list[list[str]]) -> tuple[int, int] | None:
         own = modules.get(path) if path else None
         if own is not None and latest is not None and latest > own:
             return own, latest
-        if own is not None or latest is not None:
-            found[op.name] = latest if own is None else own
+        group = latest if own is None else own
+        if group is not None:
+            found[op.name] = group
     return None
 
 
@@ -430,7 +434,8 @@ class _Forms:
     """Keys of units, equal for equal units."""
 
     def __init__(self, units: Units) -> None:
-        self.units, self.places = units, {}
+        self.units = units
+        self.places: dict[str, tuple[int, int, int]] = {}
         for members in units.members:
             for k, op in enumerate(members):
                 self.places.update(

@@ -336,7 +336,9 @@ def read_graph(said: dict[str, Any]) -> Graph:
         name: torch.empty(shape, dtype=_leaf_of(dtype, {}), device="meta")
         for name, (shape, dtype) in said["constants"].items()
     }
-    specs = [None if said[which] is None else pytree.treespec_loads(said[which]) for which in ("in_spec", "out_spec")]
+    in_spec, out_spec = (
+        None if said[which] is None else pytree.treespec_loads(said[which]) for which in ("in_spec", "out_spec")
+    )
     return Graph(
         tuple(values[n] for n in said["inputs"]),
         {name: value(*rest) for name, rest in said["parameters"].items()},
@@ -344,7 +346,8 @@ def read_graph(said: dict[str, Any]) -> Graph:
         constants,
         tuple(ops),
         tuple(_leaf_of(x, values) for x in said["outputs"]),
-        *specs,
+        in_spec,
+        out_spec,
         {name: values[n] for name, n in said["updates"].items()},
         dict(said["aliases"]),
         said.get("batch"),

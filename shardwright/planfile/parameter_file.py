@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import LayoutError, PlanError, SettingError, ShardwrightError
 from ..graph import Graph, Value
@@ -42,6 +42,9 @@ SCHEMA = 1
 
 #: The value of the head's "kind".
 KIND = "parameter strategies"
+
+#: A part of a tensor, one slice a dim.
+Box: TypeAlias = tuple[slice, ...]
 
 _LEGAL = "a file that save_param_strategy_file wrote, or a plan"
 
@@ -75,7 +78,7 @@ class TensorStorage:
             return (slice(0, 0),) * len(self.shape)
         return true_slice(self.layout, self.shape, rank - self.first)
 
-    def of_rank(self, rank: int) -> tuple[tuple[slice, ...], tuple[int, ...]]:
+    def of_rank(self, rank: int) -> tuple[Box, tuple[int, ...]]:
         """The part that is stored on `rank`, and the ranks that hold the same part, ascending.
 
         No ranks are returned where the part is empty.
@@ -86,7 +89,7 @@ class TensorStorage:
         return box, tuple(self.first + r for r in ranks)
 
     @property
-    def boxes(self) -> tuple[tuple[tuple[slice, ...], tuple[int, ...]], ...]:
+    def boxes(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
         """The different parts, none of them empty, each with the ranks that hold it, ascending.
 
         A tensor without elements has one part.
@@ -97,7 +100,7 @@ class TensorStorage:
 
 
 @lru_cache(maxsize=4096)
-def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[tuple[slice, ...], tuple[int, ...]], ...]:
+def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[Box, tuple[int, ...]], ...]:
     """The value of `TensorStorage.boxes`, for ranks from 0 on.
 
     Cached: parameters and their optimizer state share few layouts and shapes.
@@ -181,7 +184,7 @@ class ParameterStrategies:
         twice = next((name for name in made[1] if name in made[0]), None)
         if twice is not None:
             raise PlanError(f"{twice!r} is a parameter too", source=made[1][twice].where, legal="one line")
-        return cls(devices, *made, path)
+        return cls(devices, made[0], made[1], path)
 
     def save(self, path: str | Path) -> None:
         """Write the file: the same text for the same layouts.
@@ -290,10 +293,10 @@ class ParameterStrategies:
                     source=held.where,
                     legal=f"the whole of it: {[1] * len(held.shape)}",
                 )
-            if (stored or {}).get(name, held.layout) != held.layout:
+            if stored is not None and stored.get(name, held.layout) != held.layout:
                 raise PlanError(
                     f"it is stored as {stored[name]} already",
-                    operator=f"the parameter {name!r}",  # type: ignore[index]
+                    operator=f"the parameter {name!r}",
                     source=held.where,
                     legal="the layout that it has, or a model that is not cut yet",
                 )
@@ -347,9 +350,9 @@ def as_parameter_strategies(given: ParameterStrategies | str | os.PathLike | Non
 
 
 @lru_cache(maxsize=4096)
-def _by_rank(layout: Layout, shape: tuple[int, ...]) -> dict[int, tuple[tuple[slice, ...], tuple[int, ...]]]:
+def _by_rank(layout: Layout, shape: tuple[int, ...]) -> dict[int, tuple[Box, tuple[int, ...]]]:
     """The value of `TensorStorage.of_rank` for each rank, for ranks from 0 on."""
-    nothing: tuple[tuple[slice, ...], tuple[int, ...]] = ((slice(0, 0),) * len(shape), ())
+    nothing: tuple[Box, tuple[int, ...]] = ((slice(0, 0),) * len(shape), ())
     return dict.fromkeys(range(layout.devices), nothing) | {
         rank: (box, ranks) for box, ranks in _boxes(layout, shape) for rank in ranks
     }

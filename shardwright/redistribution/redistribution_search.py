@@ -104,27 +104,27 @@ def refine(source: Layout, target: Layout) -> Refinement | None:
         chain = tuple(sorted(boundaries))
         if not _is_chain(chain):
             return None
-        split = [[_split(d, chain) for d in layout.dims] for layout in layouts]
+        split = [[_split(d, chain) for d in layout.dims or ()] for layout in layouts]
         cuts = []  # per dim: the prefix products of both
         for dim in zip(*split):
             if not dim[0] and not dim[1]:
                 cuts.append([1])
                 continue
-            both = sorted({p for digits in dim for p in _prefixes(digits)})
+            both = sorted({p for each in dim for p in _prefixes(each)})
             if not _is_chain(both):
                 return None
             cuts.append(both)
         known = len(boundaries)
-        for dims in split:
-            for digits, both in zip(dims, cuts):
-                if len(digits) + 1 == len(both):
+        for mine in split:
+            for own, both in zip(mine, cuts):
+                if len(own) + 1 == len(both):
                     continue  # no prefixes but its own
-                for digit, lo, hi in zip(digits, (prefixes := _prefixes(digits)), prefixes[1:]):
+                for digit, lo, hi in zip(own, (prefixes := _prefixes(own)), prefixes[1:]):
                     boundaries.update(digit.stride * (hi // p) for p in both if lo < p < hi)
         if len(boundaries) == known:
             break
     sizes: list[int] = []
-    dims = []
+    dims: list[tuple[int, ...]] = []
     for both in cuts:
         dims.append(tuple(range(len(sizes), len(sizes) + len(both) - 1)))
         sizes += [hi // lo for lo, hi in zip(both, both[1:])]
@@ -143,19 +143,20 @@ def intermediates(source: Layout, target: Layout) -> Iterator[Layout]:
 
     The first is always possible: everything gathered except the partial digits of the target.
     """
+    assert source.dims is not None and target.dims is not None
     devices, open_ = source.devices, target.partial
     yield Layout.of(devices, ((),) * len(source.dims), open_, source.reduction)
     boundaries = tuple(sorted(_ends(open_)))
     partial = _split(source.partial, boundaries)
     stays = [d for d in partial if any(d.stride % o.stride == 0 and o.span % d.span == 0 for o in open_)]
     others = [d for d in partial if d not in stays]
-    for layout, sums in ((source, others), (target, [])):
-        prefixes = [range(len(d) + 1) for d in layout.dims]
+    for laid, sums in ((source.dims, others), (target.dims, [])):
+        prefixes = [range(len(d) + 1) for d in laid]
         chosen = list(product(*prefixes, *[(0, 1)] * len(sums)))
         if len(chosen) > 64:  # many digits and mixed radices at once: keep planning quick
             chosen = chosen[:: len(chosen) // 64]
         for lengths in chosen:
-            dims = [d[:n] for d, n in zip(layout.dims, lengths)]
+            dims = [d[:n] for d, n in zip(laid, lengths)]
             kept = [d for d, keep in zip(sums, lengths[len(dims) :]) if keep]
             yield Layout.of(devices, dims, (*stays, *kept), source.reduction)
 
@@ -200,6 +201,7 @@ def _cheapest(
     came: dict[State, tuple[State, CollectiveKind, State] | None] = {first: None}
     best = {first: (0, 0, 0)}
     tick = 0
+    sent, state = 0, first
     while heap:
         sent, collectives, permuting, _, state = heapq.heappop(heap)
         if state == goal:

@@ -29,7 +29,7 @@ as [4, 2, 3], permutes to [2, 4, 3], exchanges the 2 pieces, and joins them to [
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -79,6 +79,9 @@ class Atom:
 
 
 Ranges = tuple[tuple[int, int, Digits], ...]
+
+#: An axis of a local tensor: (size, dim, atom); the rest after a dim's atoms is an axis with atom None.
+_Axis: TypeAlias = tuple[int, int, Atom | None]
 
 
 @dataclass(frozen=True)
@@ -260,46 +263,61 @@ def _stays(atom: Atom) -> bool:
 def _geometry(step: RedistributionStep, shape: tuple[int, ...]) -> Geometry:
     if len(shape) != len(step.dims):
         raise LayoutError(f"the conversion is of {len(step.dims)} dims, the local tensor {shape} has {len(shape)}")
-    # An axis is (size, dim, atom); the rest after a dim's atoms is an axis too, with atom None.
-    before, kept, after, piece, result = [], [], [], [], []
+    before: list[_Axis] = []
+    kept: list[_Axis] = []
+    after: list[_Axis] = []
+    piece: list[int] = []
+    result: list[int] = []
     for dim, (size, atoms) in enumerate(zip(shape, step.dims)):
         local = math.prod(a.size for a in atoms if a.gathered is None)
         if size % local:
             raise LayoutError(f"dim {dim} of the local tensor {shape} has size {size}, not a multiple of {local}")
-        axes = [(a.size, dim, a) for a in atoms] + [(size // local, dim, None)]
+        axes: list[_Axis] = [(a.size, dim, a) for a in atoms] + [(size // local, dim, None)]
         before += [x for x in axes if x[2] is None or x[2].gathered is None]
         kept += [x for x in axes if x[2] is None or _stays(x[2])]
         after += [x for x in axes if x[2] is None or x[2].scattered is None]
         piece.append(math.prod(x[0] for x in axes if x[2] is None or _stays(x[2])))
         result.append(math.prod(x[0] for x in axes if x[2] is None or x[2].scattered is None))
-    scattered = sorted((x for x in before if x[2] and x[2].scattered is not None), key=lambda x: x[2].scattered)
-    gathered = sorted((x for x in after if x[2] and x[2].gathered is not None), key=lambda x: x[2].gathered)
+    scattered = _numbered((x, x[2] and x[2].scattered) for x in before)
+    gathered = _numbered((x, x[2] and x[2].gathered) for x in after)
     pieces = math.prod(x[0] for x in scattered or gathered)
     cuts = _ranges(step, piece, [(x, x[2] and x[2].scattered) for x in before])
     joins = _ranges(step, piece, [(x, x[2] and x[2].gathered) for x in after])
     if step.kind is CollectiveKind.SLICE:
         view = tuple(x[0] for x in before)
-        select = tuple((k, step.moved[x[2].scattered]) for k, x in enumerate(before) if x in scattered)
+        select = tuple(
+            (k, step.moved[digit])
+            for k, (_, _, atom) in enumerate(before)
+            if atom is not None and (digit := atom.scattered) is not None
+        )
         return Geometry(view, None, None, pieces, None, None, tuple(result), tuple(result), cuts, select=select[::-1])
     pre = _rearranged(before, scattered + kept, shape, ((pieces,) if scattered else ()) + tuple(piece))
     post = _rearranged(gathered + kept, after, ((pieces,) if gathered else ()) + tuple(piece), tuple(result))
-    return Geometry(*pre, pieces, *post, tuple(result), cuts, joins)
+    return Geometry(pre[0], pre[1], pre[2], pieces, post[0], post[1], post[2], tuple(result), cuts, joins)
 
 
-def _ranges(step: RedistributionStep, lengths: list[int], axes: list) -> Ranges | None:
+def _numbered(axes: Iterable[tuple[_Axis, int | None]]) -> list[_Axis]:
+    """The axes that have a number, in its order."""
+    return [axis for axis, _ in sorted(((x, n) for x, n in axes if n is not None), key=lambda one: one[1])]
+
+
+def _ranges(step: RedistributionStep, lengths: list[int], axes: list[tuple[_Axis, int | None]]) -> Ranges | None:
     """The numbering digits of `axes` (None: an axis stays) as ranges; None unless they come first in each dim."""
     out = []
     for dim, length in enumerate(lengths):
         digits = [digit for axis, digit in axes if axis[1] == dim]
         count = sum(d is not None for d in digits)
-        if None in digits[:count]:
+        first = [d for d in digits[:count] if d is not None]
+        if len(first) < count:
             return None
         if count:
-            out.append((dim, length, tuple(step.moved[d] for d in digits[:count])))
+            out.append((dim, length, tuple(step.moved[d] for d in first)))
     return tuple(out)
 
 
-def _rearranged(axes: list, order: list, shape: tuple[int, ...], out: tuple[int, ...]) -> tuple:
+def _rearranged(
+    axes: list[_Axis], order: list[_Axis], shape: tuple[int, ...], out: tuple[int, ...]
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None, tuple[int, ...] | None]:
     """(view, perm, shape) of ``x.reshape(view).permute(perm).reshape(shape)``; None for no-ops, as few axes as
     possible.
 
@@ -318,9 +336,9 @@ def _rearranged(axes: list, order: list, shape: tuple[int, ...], out: tuple[int,
     if runs == ordered:
         return None, None, (out if out != shape else None)
     view = tuple(math.prod(axes[k][0] for k in run) for run in ordered)
-    perm = tuple(ordered.index(run) for run in runs)
-    permuted = tuple(view[k] for k in perm)
-    return view, perm, (out if out != permuted else None)
+    places = tuple(ordered.index(run) for run in runs)
+    permuted = tuple(view[k] for k in places)
+    return view, places, (out if out != permuted else None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -213,10 +213,14 @@ class Comparison:
         if op is None:  # the redistribution of a result of the model: named after its producer
             op = self.ops.get(getattr(instruction, "producer", ""))
         made = instruction.target.value.name if not isinstance(instruction, LocalOp) else instruction.op.name
-        who = (op.name, op.kind, op.source) if op is not None else (instruction.operator, "", "")
+        name, kind, source = (op.name, op.kind, op.source) if op is not None else (instruction.operator, "", "")
         allowed, decided = self.decided(precision)
         return FirstDifference(
-            *who, phase, part, self.original.get(made, made), apart, self.dtype, message, allowed, decided
+            name,
+            kind,
+            source,
+            phase,
+            part, self.original.get(made, made), apart, self.dtype, message, allowed, decided
         )
 
     def decided(self, precision: Precision | None) -> tuple[float, Precision | None]:
