@@ -1,6 +1,6 @@
 # make demo    the four tutorial networks on eight devices in this one process, beside one device
 # make test    the test suite, on all cores;  make test ARGS="-k layout -x"  hands arguments to pytest
-# make lint    ruff's format and rules, and the layers of the package;  make format  mends what ruff can
+# make lint    ruff's format and rules, the layers of the package, and its types;  make format  mends what ruff can
 # make venv    the environment, made once, brought up to date when pyproject.toml changes
 # make clean   removes what runs leave behind;  make distclean  the environments too
 
@@ -15,6 +15,8 @@ ARGS    ?=
 VENV  := .venv$(if $(filter-out $(DEFAULT),$(TORCH)),-$(shell printf %s '$(TORCH)' | tr -cs 'A-Za-z0-9._' '-'))
 STAMP := $(VENV)/.shardwright-installed
 HELD  := $(VENV)/torch.txt
+# Types are those of the default torch; another one declares some of its own functions otherwise.
+TYPES := $(if $(filter $(DEFAULT),$(TORCH)),$(VENV)/bin/mypy --no-error-summary,true)
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq
 
 .PHONY: demo test lint format venv clean distclean
@@ -28,6 +30,7 @@ test: lint
 lint: venv
 	@$(VENV)/bin/ruff format --quiet --check . && $(VENV)/bin/ruff check --quiet . && $(VENV)/bin/lint-imports >/dev/null \
 	    || { $(VENV)/bin/lint-imports | tail -n 30; echo "make lint: see above; make format mends most of it" >&2; exit 1; }
+	@$(TYPES)
 
 format: venv
 	@$(VENV)/bin/ruff check --quiet --fix . ; $(VENV)/bin/ruff format --quiet .
@@ -50,7 +53,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .hypothesis log_output rank_*
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .hypothesis log_output rank_*
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean

@@ -5,42 +5,52 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `as` hands a name on to type checkers
     __version__: str
-    from . import ops
-    from .capture.annotations import Operator, no_optimizer_parallel, recompute, set_stage, shard
-    from .capture.manual import layerwise_parallel
-    from .checkpoint.callback import CheckpointCallback, CheckpointConfig
-    from .checkpoint.load import Restored, load_checkpoint
-    from .checkpoint.manifest import latest_checkpoint
-    from .checkpoint.save import save_checkpoint
-    from .checkpoint.transform import load_distributed_checkpoint, rank_list_for_transform, transform_checkpoints
-    from .cluster import Cluster, Level
-    from .errors import (
-        CaptureError,
-        CheckpointError,
-        LayoutError,
-        MissingRuleError,
-        PlanError,
-        RuleError,
-        RuntimeMismatchError,
-        SettingError,
-        ShardwrightError,
-        StrategyError,
-        StuckError,
-        TorchVersionError,
+    from . import ops as ops
+    from .capture.annotations import (
+        Operator as Operator,
+        no_optimizer_parallel as no_optimizer_parallel,
+        recompute as recompute,
+        set_stage as set_stage,
+        shard as shard,
     )
-    from .layout import Digit, Layout
-    from .mixed_precision import MixedPrecision
-    from .monitor import Monitor
-    from .parallel.auto_parallel import AutoParallel, RecaptureWarning
-    from .planning import PipelinePlan, Plan, plan
-    from .process import init, rank, world_size
-    from .rules import rule
-    from .runtime.deferred_init import no_init_parameters
-    from .solver.least_memory import InfeasibleMemoryError
-    from .verification.verify import verify
-    from .verification.verify_report import VerifyReport
+    from .capture.manual import layerwise_parallel as layerwise_parallel
+    from .checkpoint.callback import CheckpointCallback as CheckpointCallback, CheckpointConfig as CheckpointConfig
+    from .checkpoint.load import Restored as Restored, load_checkpoint as load_checkpoint
+    from .checkpoint.manifest import latest_checkpoint as latest_checkpoint
+    from .checkpoint.save import save_checkpoint as save_checkpoint
+    from .checkpoint.transform import (
+        load_distributed_checkpoint as load_distributed_checkpoint,
+        rank_list_for_transform as rank_list_for_transform,
+        transform_checkpoints as transform_checkpoints,
+    )
+    from .cluster import Cluster as Cluster, Level as Level
+    from .errors import (
+        CaptureError as CaptureError,
+        CheckpointError as CheckpointError,
+        LayoutError as LayoutError,
+        MissingRuleError as MissingRuleError,
+        PlanError as PlanError,
+        RuleError as RuleError,
+        RuntimeMismatchError as RuntimeMismatchError,
+        SettingError as SettingError,
+        ShardwrightError as ShardwrightError,
+        StrategyError as StrategyError,
+        StuckError as StuckError,
+        TorchVersionError as TorchVersionError,
+    )
+    from .layout import Digit as Digit, Layout as Layout
+    from .mixed_precision import MixedPrecision as MixedPrecision
+    from .monitor import Monitor as Monitor
+    from .parallel.auto_parallel import AutoParallel as AutoParallel, RecaptureWarning as RecaptureWarning
+    from .planning import PipelinePlan as PipelinePlan, Plan as Plan, plan as plan
+    from .process import init as init, rank as rank, world_size as world_size
+    from .rules import rule as rule
+    from .runtime.deferred_init import no_init_parameters as no_init_parameters
+    from .solver.least_memory import InfeasibleMemoryError as InfeasibleMemoryError
+    from .verification.verify import verify as verify
+    from .verification.verify_report import VerifyReport as VerifyReport
 
 #: Public name -> its module. A module is imported when one of its names is first used, so that the launcher does not
 #: import torch.
@@ -88,21 +98,23 @@ _MODULES = {
 __all__ = sorted([*_MODULES, "__version__", "ops"])
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib import metadata  # noqa: PLC0415  20 ms that a worker does not need
+if not TYPE_CHECKING:  # a checker reads the imports above, and says which name is none of them
 
-        try:
-            return metadata.version("shardwright")  # the version in pyproject.toml at installation
-        except metadata.PackageNotFoundError:  # a checkout on the path, not installed
-            return "0+unknown"
-    if name == "ops":
-        return import_module(".ops", __name__)  # a public module, not a name of one
-    if name not in _MODULES:
-        raise AttributeError(f"module 'shardwright' has no attribute {name!r}")
-    value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            from importlib import metadata  # noqa: PLC0415  20 ms that a worker does not need
+
+            try:
+                return metadata.version("shardwright")  # the version in pyproject.toml at installation
+            except metadata.PackageNotFoundError:  # a checkout on the path, not installed
+                return "0+unknown"
+        if name == "ops":
+            return import_module(".ops", __name__)  # a public module, not a name of one
+        if name not in _MODULES:
+            raise AttributeError(f"module 'shardwright' has no attribute {name!r}")
+        value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

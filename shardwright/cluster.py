@@ -204,7 +204,9 @@ class Cluster:
         return replace(self, name=f"{self.name}, free links", levels=levels, overhead=_FREE_SECONDS)
 
     @classmethod
-    def of(cls, given: Cluster | str | os.PathLike | Mapping[str, Any] | None, devices: int | None = None) -> Cluster:
+    def of(
+        cls, given: Cluster | str | os.PathLike[str] | Mapping[str, Any] | None, devices: int | None = None
+    ) -> Cluster:
         """The cluster of a setting.
 
         Args:
@@ -240,7 +242,7 @@ class Cluster:
         return preset(name, devices)
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> Cluster:
+    def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """The cluster of a JSON file.
 
         Raises:
@@ -289,7 +291,7 @@ class Cluster:
         """The cluster as a dict for `from_dict`."""
         return {"schema": SCHEMA, **asdict(self), "levels": [asdict(level) for level in self.levels]}
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cluster as JSON, for `Cluster.of`."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 

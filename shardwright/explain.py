@@ -530,11 +530,12 @@ class _Neighbourhood:
             within, forms.values(), lambda s: float(whole.costs[options.index(s)]), count, cost
         )
         tried = len(fitting) + len(refused)
-        first = min((*fitting, *refused), key=lambda a: a.aside, default=None)
-        held = first if first is not None and first.over is not None and first.aside < own.aside * (1 - LESS) else None
+        alone = lambda a: np.inf if a.aside is None else a.aside
+        first = min((*fitting, *refused), key=alone, default=None)
+        held = first if first is not None and first.over is not None and alone(first) < own.aside * (1 - LESS) else None
         fitting = fitting[:count]
         most = fitting[-1].total if len(fitting) == count else np.inf
-        shown = (*fitting, *[a for a in refused if a.aside < most][:count])
+        shown = (*fitting, *[a for a in refused if alone(a) < most][:count])
         return Explanation(
             self.plan,
             self.plan.decisions[self.name],

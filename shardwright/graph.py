@@ -139,7 +139,7 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
     return pytree.tree_map(change, tree)
 
 
-def key_of(tree: Any) -> tuple:
+def key_of(tree: Any) -> tuple[Any, ...]:
     """Nested arguments as a dictionary key. 1, 1.0 and True are equal in Python, but not to an operator."""
     kind = type(tree)
     if isinstance(tree, (tuple, list)):
@@ -218,7 +218,7 @@ class Op:
 
     name: str
     target: Any
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: tuple[Value, ...]
     outputs: tuple[Value | None, ...]
@@ -261,7 +261,7 @@ class Op:
                 return schema_default.default_value
         return default
 
-    def with_arguments(self, **changes: Any) -> tuple[tuple, dict[str, Any]]:
+    def with_arguments(self, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(args, kwargs)`` with arguments, by schema name, replaced."""
         args, kwargs = list(self.args), dict(self.kwargs)
         names = self.argument_names

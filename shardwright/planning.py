@@ -220,7 +220,7 @@ def make_plan(
 
 
 def capture_micro(
-    net: nn.Module, args: tuple, kwargs: dict[str, Any], count: int, **given: Any
+    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, **given: Any
 ) -> tuple[Graph, Graph | None]:
     """Capture a model for one micro-batch of the inputs of a whole batch.
 
@@ -377,7 +377,7 @@ def make_pipeline(
 @gc_paused()
 def plan(
     net: nn.Module,
-    inputs: tuple,
+    inputs: tuple[Any, ...],
     loss_fn: Any = None,
     targets: Any = None,
     *,

@@ -17,7 +17,8 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -42,6 +43,8 @@ __all__ = [
     "stored_whole",
     "whole_shape",
 ]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 #: Attribute of a parameter that `no_optimizer_parallel` has marked.
 _STORED_WHOLE = "_shardwright_stored_whole"
@@ -81,7 +84,7 @@ def collect_marks() -> Iterator[list[Operator]]:
 
 def _user_line() -> str:
     """``file.py:41`` of the nearest caller outside this package and torch."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if not module.startswith(("shardwright.", "torch.")) and module not in ("shardwright", "torch"):
@@ -108,13 +111,15 @@ class Operator:
         if not callable(function):
             raise SettingError(f"{function!r} is not an operator", legal="a function such as torch.matmul")
         self.function = function
-        self.in_strategy: tuple | None = None
-        self.out_strategy: tuple | None = None
+        self.in_strategy: tuple[Any, ...] | None = None
+        self.out_strategy: tuple[Any, ...] | None = None
         self.priority = 0
         self.source = _user_line()
         self.recomputed: RecomputeSettings | None = None
 
-    def shard(self, in_strategy: tuple | None = None, out_strategy: tuple | None = None, priority: int = 0) -> Operator:
+    def shard(
+        self, in_strategy: tuple[Any, ...] | None = None, out_strategy: tuple[Any, ...] | None = None, priority: int = 0
+    ) -> Operator:
         """Set the strategy of the operator; the last call before the first step holds.
 
         Args:
@@ -148,7 +153,9 @@ class Operator:
         with region(self.recomputed, self):
             return _leave(number, self.function(*args, **kwargs))
 
-    def _enter(self, calls: list[Operator], args: tuple, kwargs: dict) -> tuple[int, tuple[tuple, dict]]:
+    def _enter(
+        self, calls: list[Operator], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int, tuple[tuple[Any, ...], dict[str, Any]]]:
         number, place = len(calls), iter(range(1_000_000))
         calls.append(self)
         return number, pytree.tree_map_only(torch.Tensor, lambda x: mark(x, number, next(place)), (args, kwargs))
@@ -181,21 +188,41 @@ class _ModuleMark(Operator):
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after)
 
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         calls = _CALLS.get()
         if calls is None:
             return None
         self._number, changed = self._enter(calls, args, kwargs)
         return changed
 
-    def _after(self, module: nn.Module, args: tuple, result: Any) -> Any:
+    def _after(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
         return None if _CALLS.get() is None else _leave(self._number, result)
+
+
+@overload
+def shard(  # type: ignore[overload-overlap]  # a module is callable too
+    operator: ModuleT,
+    in_strategy: tuple[Any, ...] | None = None,
+    out_strategy: tuple[Any, ...] | None = None,
+    priority: int = 0,
+) -> ModuleT: ...
+
+
+@overload
+def shard(
+    operator: Callable[..., Any],
+    in_strategy: tuple[Any, ...] | None = None,
+    out_strategy: tuple[Any, ...] | None = None,
+    priority: int = 0,
+) -> Operator: ...
 
 
 def shard(
     operator: Callable[..., Any] | nn.Module,
-    in_strategy: tuple | None = None,
-    out_strategy: tuple | None = None,
+    in_strategy: tuple[Any, ...] | None = None,
+    out_strategy: tuple[Any, ...] | None = None,
     priority: int = 0,
 ) -> Any:
     """Mark how one operator is split.
@@ -230,6 +257,18 @@ def shard(
     return Operator(operator).shard(in_strategy, out_strategy, priority)
 
 
+@overload
+def recompute(  # type: ignore[overload-overlap]  # a module is callable too
+    target: ModuleT, mp_comm_recompute: bool = True, parallel_optimizer_comm_recompute: bool = False
+) -> ModuleT: ...
+
+
+@overload
+def recompute(
+    target: Callable[..., Any], mp_comm_recompute: bool = True, parallel_optimizer_comm_recompute: bool = False
+) -> Operator: ...
+
+
 def recompute(target: Any, mp_comm_recompute: bool = True, parallel_optimizer_comm_recompute: bool = False) -> Any:
     """Drop the results inside a module, or of an operator, after the forward and recompute them in the backward.
 
@@ -262,7 +301,7 @@ class _ReShard:
         self.mark, self.module = held, module
 
     def __call__(
-        self, in_strategy: tuple | None = None, out_strategy: tuple | None = None, priority: int = 0
+        self, in_strategy: tuple[Any, ...] | None = None, out_strategy: tuple[Any, ...] | None = None, priority: int = 0
     ) -> nn.Module:
         self.mark.shard(in_strategy, out_strategy, priority)
         return self.module

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -129,7 +129,7 @@ def _fake_state(
                 for name, tensor in held.items():
                     if tensor is not None:
                         saved.append((held, name, tensor))
-                        held[name] = fake(tensor)
+                        held[name] = fake(tensor)  # type: ignore[assignment]  # put back at the end
         with recurrent_weights(module), recurrent_states():
             yield
     finally:
@@ -165,7 +165,7 @@ def _innermost(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSu
 @contextlib.contextmanager
 def _data_detached() -> Iterator[None]:
     """Make ``x.data`` in the model's code mean ``x.detach()``: an export takes ``x.data`` for a constant."""
-    plain = torch.Tensor.data
+    plain: Any = torch.Tensor.data
 
     def get(tensor: torch.Tensor) -> torch.Tensor:
         ours = isinstance(tensor, FakeTensor) and is_users(sys._getframe(1).f_code.co_filename)
@@ -180,7 +180,7 @@ def _data_detached() -> Iterator[None]:
             )
         plain.__set__(tensor, value)
 
-    torch.Tensor.data = property(get, put)
+    torch.Tensor.data = property(get, put)  # type: ignore[assignment]  # put back below
     try:
         yield
     finally:
@@ -390,7 +390,7 @@ def _captured(
                 fake_args,
                 fake_kwargs,
                 strict=False,
-                dynamic_shapes=None if vary is None else _dynamic((fake_args, fake_kwargs), vary),
+                dynamic_shapes=cast("Any", None if vary is None else _dynamic((fake_args, fake_kwargs), vary)),
             )
         if _hooks_inside(module) != hooks:  # the first forward alone registers hooks
             watch.outcome.effects.assign()
@@ -412,7 +412,11 @@ def _captured(
 
     try:
         with outermost_left_out(net, module, loss_fn is None, hooks_around):
-            made = _with_counters(exported) if vary is None else exported(counters)
+            if vary is None:
+                made = _with_counters(exported)
+            else:
+                assert counters is not None
+                made = exported(counters)
         _check_constants(made.graph)
         _check_updates(made.graph)
         return made
@@ -542,11 +546,11 @@ def _check_updates(graph: Graph) -> None:
             wanted.update(v.name for v in op.inputs)
     for name, value in carrying.items():
         if name in wanted:
-            op = producers.get(value.name)
+            maker = producers.get(value.name)
             raise CaptureError(
                 f"the new value of the buffer {name!r} carries gradients into the next step, where one device "
                 "raises at the second backward",
-                source=op.source or None if op else None,
+                source=maker.source or None if maker else None,
                 legal="a value without them: .detach(), or torch.no_grad()",
             )
 
@@ -677,9 +681,10 @@ class ModelAndLoss(nn.Module):
 
     def __init__(self, net: nn.Module, loss_fn: Any) -> None:
         super().__init__()
+        self.tables: list[tuple[str, nn.Module]]
         self.__dict__["tables"] = [("", net)] + ([("loss_fn.", loss_fn)] if isinstance(loss_fn, nn.Module) else [])
 
-    def named_parameters(self, *args: Any, **kwargs: Any):  # type: ignore[override]
+    def named_parameters(self, *args: Any, **kwargs: Any):
         for prefix, module in self.tables:
             for name, tensor in module.named_parameters(*args, **kwargs):
                 yield prefix + name, tensor
@@ -688,7 +693,7 @@ class ModelAndLoss(nn.Module):
         for _, module in self.tables:
             yield from module.modules()
 
-    def named_buffers(self, *args: Any, **kwargs: Any):  # type: ignore[override]
+    def named_buffers(self, *args: Any, **kwargs: Any):
         for prefix, module in self.tables:
             for name, tensor in module.named_buffers(*args, **kwargs):
                 yield prefix + name, tensor

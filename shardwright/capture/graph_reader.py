@@ -136,7 +136,8 @@ class GraphReader(InPlaceReader):
     def graph(self) -> Graph:
         signature, constants = self.program.graph_signature, {}
         inputs: list[Value] = []
-        parameters, buffers = self.parameters, {}
+        parameters = self.parameters
+        buffers: dict[str, Value] = {}
         placeholders = [n for n in self.program.graph.nodes if n.op == "placeholder"]
         for node, spec in zip(placeholders, signature.input_specs, strict=True):
             meta = node.meta.get("val")
@@ -240,7 +241,7 @@ class GraphReader(InPlaceReader):
             if node.op == "placeholder":
                 continue
             if node.op == "get_attr":
-                self.cells[node] = getattr(owner, node.target)
+                self.cells[node] = getattr(owner, str(node.target))
             elif node.op == "output":
                 return [self.cells[a] if isinstance(a, torch.fx.Node) else a for a in _args(node)[0]]
             elif node.op == "call_function":
@@ -360,9 +361,8 @@ class GraphReader(InPlaceReader):
             if isinstance(a, torch.fx.Node) and isinstance(self.cells[a], Cell)
         ]
         devices = iter([n.meta["val"].device for n in nodes])
-        decided = casts_of(
-            target, *map_values((args, kwargs), lambda v: Like(v.shape, v.dtype, next(devices))), self.casting
-        )
+        plain, named = map_values((args, kwargs), lambda v: Like(v.shape, v.dtype, next(devices)))
+        decided = casts_of(target, plain, named, self.casting)
         recorded = tuple(m.dtype for m in pytree.tree_leaves(node.meta.get("val")) if isinstance(m, torch.Tensor))
         if decided.made is not None and decided.made != recorded:
             raise CaptureError(
@@ -519,6 +519,7 @@ class GraphReader(InPlaceReader):
     def emit(self, target: Any, args: tuple, kwargs: dict) -> list[Value]:
         """Append an operator that computes a part of the current node; its outputs."""
         metas = metas_made(target, args, kwargs)
+        assert self.node is not None
         if metas is None:
             raise CaptureError(
                 f"{target} cannot stand for a part of {self.node.target}",
@@ -599,7 +600,8 @@ class GraphReader(InPlaceReader):
 
 def _is_all(node: torch.fx.Node) -> bool:
     """True where a slice takes all of a dim, ``x[:]``."""
-    start, end, step = (*_args(node)[2:], *(None, None, 1)[len(_args(node)) - 2 :])
+    given = _args(node)[2:]
+    start, end, step = given + (None, None, 1)[len(given) :]
     return start in (None, 0) and end in (None, sys.maxsize) and step == 1
 
 

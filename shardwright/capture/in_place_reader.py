@@ -73,7 +73,14 @@ class InPlaceReader:
     ) -> list[Cell]:
         raise NotImplementedError
 
-    def find_views(self, node: torch.fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cells: list[Cell | None]) -> None:
+    def find_views(
+        self,
+        node: torch.fx.Node,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cells: Sequence[Cell | None],
+    ) -> None:
         """Make each output that shares memory with an input a view of that input."""
         sources = [
             n
@@ -93,11 +100,14 @@ class InPlaceReader:
             source = None if not shared else shared[i] if len(shared) == len(cells) else shared[0]
             parent = None if source is None else self.cells[source].view
             if parent is not None and any(v is parent.value for v in values_in((args, kwargs))):
+                assert source is not None and cell is not None
                 same = gives_back(target, args, kwargs) or is_same(source.meta["val"], meta)
                 step = ViewStep(target, args, kwargs, parent.value, i, sizes, same)
                 cell.view = View(parent.memory, cell.view.value, parent, step)
 
-    def in_place(self, node: torch.fx.Node, target: Any, written: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def in_place(
+        self, node: torch.fx.Node, target: Any, written: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Read ``x.relu_()`` as a plain relu; the variable x holds its result from here on."""
         given = dict(zip((a.name for a in schema_of(target).arguments), node.args)) | dict(node.kwargs)
         changed = [
@@ -133,13 +143,15 @@ class InPlaceReader:
                 legal="an operator that returns its result",
             )
         for cell, value in zip(changed, made):
+            assert cell is not None
             if value is not cell.view.value:
                 self.store(node, cell, value)
         self.cells[node] = changed[0] if isinstance(node.meta.get("val"), torch.Tensor) else changed
 
     def turn(self, node: torch.fx.Node, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read ``x.t_()``: the variable views its memory with other dims from here on."""
-        cell = self.cells[node.args[0]]
+        (source, *_) = node.all_input_nodes
+        cell = self.cells[source]
         before = cell.view
         value = self.record(node, plain, args, kwargs)[0].view.value
         step = ViewStep(plain, args, kwargs, before.value, 0, (value.shape,), before.value.shape == value.shape == ())
@@ -150,6 +162,7 @@ class InPlaceReader:
         rows, columns = x.shape
         if wrap and rows > columns:
             return None
+        assert self.node is not None
         diagonal = self.emit(
             aten.full.default, ([min(rows, columns)], fill), {"dtype": x.dtype, "device": self.node.meta["val"].device}
         )[0]

@@ -176,10 +176,10 @@ def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> Itera
                     yield from _cells(value, seen, 0)
             elif kind not in _PLAIN and _keeps(value):
                 yield GuardedPlace(cls, key, key)
-    for _, held in modules:
-        for key, value in list(vars(held).items()):
+    for _, imported in modules:
+        for key, value in list(vars(imported).items()):
             if _keeps(value):
-                yield GuardedPlace(vars(held), key, key)
+                yield GuardedPlace(vars(imported), key, key)
             yield from _cells(value, seen, 0)
     for function in functions:
         yield from _cells(function, seen, 0)

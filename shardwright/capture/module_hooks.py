@@ -94,7 +94,7 @@ def outermost_left_out(net: nn.Module, root: nn.Module, forward: bool, around: b
         around: True where any hooks run around the program. False: only the hooks of all modules are changed; they skip
             `root` where `root` is not the user's module.
     """
-    kept: list[tuple[OrderedDict, OrderedDict]] = []
+    kept: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for table in (hooks_of(net).forward_pre, hooks_of(net).forward) if forward else (hooks_of(net).forward_pre,):
         if around:
             kept.append((table, OrderedDict(table)))
@@ -121,5 +121,5 @@ def _but_for(left_out: nn.Module | None, hook: Callable[..., Any]) -> Callable[.
             return None
         return hook(module, *args)
 
-    call.__wrapped__ = hook
+    call.__wrapped__ = hook  # type: ignore[attr-defined]  # as functools.wraps sets it
     return call

@@ -130,6 +130,7 @@ class Writer:
     def read(self, view: View) -> Value:
         """The current value of a view; view operators are recorded where the memory was written since the last read."""
         if view.version != view.memory.version and view.parent is not None:
+            assert view.step is not None
             step, seen = view.step, self.read(view.parent)
             args, kwargs = map_values((step.args, step.kwargs), lambda v: seen if v is step.seen else v)
             view.value = self.emit(step.target, args, kwargs)[step.output]
@@ -144,6 +145,7 @@ class Writer:
         """
         changed: list[tuple[View, Value]] = [(view, value)]
         while view.parent is not None:
+            assert view.step is not None
             value = self.inverse(view.step, self.read(view.parent), value)
             view = view.parent
             changed.append((view, value))

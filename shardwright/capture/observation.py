@@ -126,8 +126,8 @@ class Observation:
             for hooks in HOOKS[:2]:
                 for hook in vars(module)[hooks].values():
                     self._found(hook, f"a hook of {path}")
-        for hooks in (hooks_of_all_modules().forward_pre, hooks_of_all_modules().forward):
-            for hook in hooks.values():
+        for table in (hooks_of_all_modules().forward_pre, hooks_of_all_modules().forward):
+            for hook in table.values():
                 if not getattr(hook, "of_shardwright", False):
                     self._found(hook, "a hook of all modules")
         self._watch(nn.Module)
@@ -173,7 +173,8 @@ class Observation:
 
     def _watch(self, cls: type) -> None:
         """Record the reads and assignments of attributes on objects of a class."""
-        read, assigned = cls.__getattribute__, cls.__setattr__
+        read: Callable[..., Any] = cls.__getattribute__
+        assigned: Callable[..., None] = cls.__setattr__
         relevant, note, wrote = self._relevant, self._read, self._wrote
 
         def is_relevant(code: types.CodeType) -> bool:
@@ -310,6 +311,7 @@ class Observation:
         elif isinstance(
             value, types.SimpleNamespace
         ):  # a namespace cannot be watched: all its attributes count as read
+            assert attributes is not None
             self._space(attributes, path)
             for name in attributes:
                 self._note(GuardedPlace(attributes, name, f"{path}.{name}"))

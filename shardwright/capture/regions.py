@@ -118,7 +118,7 @@ def opaque(inputs: list[Tensor], call: int) -> list[Tensor]:
 
 @opaque.register_fake
 def _(inputs: list[Tensor], call: int) -> list[Tensor]:
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in _CALLS.get()[call][1]]
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in _recorded()[call][1]]
 
 
 def _no_backward(ctx: Any, *gradients: Any) -> Any:
@@ -172,10 +172,17 @@ def _watch(cls: Any, put_back: contextlib.ExitStack) -> None:
         setattr(cls, name, staticmethod(ours))
 
 
+def _recorded() -> list[tuple[Applied, list[Tensor]]]:
+    """The calls recorded in the capture that is running."""
+    calls = _CALLS.get()
+    assert calls is not None
+    return calls
+
+
 def _mark(ctx: Any, output: Any) -> None:
     """Mark the non-differentiable outputs of the last recorded call."""
     made = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
-    ctx.mark_non_differentiable(*(x for x, flows in zip(made, _CALLS.get()[-1][0].differentiable) if not flows))
+    ctx.mark_non_differentiable(*(x for x, flows in zip(made, _recorded()[-1][0].differentiable) if not flows))
 
 
 @contextlib.contextmanager
@@ -229,6 +236,7 @@ def _apply(cls: type, args: tuple, kwargs: dict[str, Any]) -> Any:
         _CALLS.reset(token)
     given = [x for x in made if isinstance(x, Tensor)]
     applied.differentiable = tuple(x.requires_grad for x in given)
+    assert calls is not None
     calls.append((applied, given))
     outputs = iter(opaque(tensors, len(calls) - 1))
     return pytree.tree_unflatten([next(outputs) if isinstance(x, Tensor) else x for x in made], out_spec)
@@ -576,6 +584,7 @@ def written_out(
         env = {node: held(node) for node in outside} | dict(zip(taken, tensors))
         for node in region:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            assert callable(node.target)
             env[node] = node.target(*args, **kwargs)
         return [env[node] for node in made]
 

@@ -108,7 +108,7 @@ class Sizes:
             raise NotScalable(f"{number} depends on sizes or values without a formula")
         formula = formula_of(number)
         if isinstance(number, torch.SymInt):
-            return Size.of(number_at(formula, self.captured), formula) if formula.free_symbols else int(formula)
+            return Size.of(int(number_at(formula, self.captured)), formula) if formula.free_symbols else int(formula)
         return Fraction.of(number_at(formula, self.captured), formula) if formula.free_symbols else float(formula)
 
     def shape(self, tensor: torch.Tensor) -> tuple[Any, ...]:

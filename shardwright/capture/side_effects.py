@@ -190,8 +190,9 @@ class Counter:
     steps: tuple
 
     def _stepped(self, step: Any) -> Any:
-        kind = _NUMBERS[type(self)]
-        plain = kind(kind.__float__(self)) if kind is float else kind.__index__(self)
+        kind: Any = _NUMBERS[type(self)]
+        of_fractions = kind is float
+        plain = kind(kind.__float__(self)) if of_fractions else kind.__index__(self)
         if type(step) is not int and type(step) is not kind:
             self.trace.used = True
             return plain + step
@@ -659,7 +660,8 @@ class LineFinder:
     """
 
     def __init__(self, watch: Callable[[], Callable[[], bool]]) -> None:
-        self._watch, self._last, self._before = watch, "", None
+        self._watch, self._last = watch, ""
+        self._before: Any = None
         self._changed: Callable[[], bool] = bool
         self.line: str | None = None
 

@@ -151,10 +151,10 @@ def joined(
             wait for this one in each round.
     """
     memory = ranks.rows()
-    assert memory is not None or not joints  # ranks that share no memory join nothing
     failed: Exception | None = None
     boxes: dict[str, Tensor] = {}  # in host memory
     for now in _rounds(joints):
+        assert memory is not None  # ranks that share no memory join nothing
         joint, step = now.get(ranks.rank, (None, 0))
         if joint is not None and failed is None:
             try:

@@ -434,7 +434,8 @@ class PartFile:
             return
         # The box must not be a view of a larger tensor: torch.save writes all of the storage.
         alone = torch.frombuffer(memory_of(tensor), dtype=tensor.dtype).view(tensor.shape)
-        with config.patch({"save.compute_crc32": False}):  # no reader checks it, and it takes longer than the rest
+        settings: Any = config
+        with settings.patch({"save.compute_crc32": False}):  # no reader checks it, and it takes longer than the rest
             _save(alone, self._file)
         self._file.flush()
         end = os.fstat(self._file.fileno()).st_size
@@ -511,6 +512,7 @@ def write_metadata(
     """
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION  # noqa: PLC0415  half a second to import
     from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415  half a second, for this format alone
+        BytesStorageMetadata,
         ChunkStorageMetadata,
         Metadata,
         MetadataIndex,

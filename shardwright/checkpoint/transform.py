@@ -193,7 +193,11 @@ def transform(
 
 
 def merge(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], *, step: int | None = None, progress: Progress | None = None
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Write the parts of a checkpoint as whole files: ``model.safetensors``, and the optimizer's.
 
@@ -347,7 +351,9 @@ def _written(stored: StoredTensors, target: str | os.PathLike[str], progress: Pr
 
 
 def rank_list_for_transform(
-    rank_id: int, src_strategy_file: str | os.PathLike[str] | None = None, dst_strategy_file: str | os.PathLike[str] | None = None
+    rank_id: int,
+    src_strategy_file: str | os.PathLike[str] | None = None,
+    dst_strategy_file: str | os.PathLike[str] | None = None,
 ) -> list[int]:
     """The ranks of a source whose slices make up the slices of one rank of a destination.
 

@@ -16,14 +16,14 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ..errors import CheckpointError, ShardwrightError
 from ..json_values import encode
 from ..pipeline.pipeline_plan import PipelinePlan
-from ..runtime.distributed.coordination import SingleRank
+from ..runtime.distributed.coordination import ProcessRanks, SingleRank
 from ..sharded_plan import Plan
 from . import manifest as folders
 from .box_joining import Joint, joined, joints_of, scattered
@@ -289,17 +289,22 @@ class SaveJob:
             for name, size in files.sizes.items()
         }
 
+    @property
+    def _several(self) -> ProcessRanks:
+        """The ranks, where there are several: one rank has nobody to send to."""
+        return cast("ProcessRanks", self.ranks)
+
     def _joints(self) -> list[Joint]:
         """The boxes that ranks join, where all are on one host; empty where the ranks share no memory."""
         said = self.ranks.exchanged(scattered(self.written))
-        if not any(said) or self.ranks.rows() is None:
+        if not any(said) or self._several.rows() is None:
             return []
-        return joints_of(self.tensors, said, self.ranks.row_bytes)
+        return joints_of(self.tensors, said, self._several.row_bytes)
 
     def _join(self, files: WholeFiles, joints: list[Joint]) -> None:
         """Write boxes that are short runs in the file, joined with the other columns of their rows from other ranks."""
         failed: Exception | None = None
-        for name, first, rows in joined(joints, {w.name: w.tensor for w in self.written}, self.ranks):
+        for name, first, rows in joined(joints, {w.name: w.tensor for w in self.written}, self._several):
             try:
                 if failed is None:
                     files.write_run(self.part, name, first, rows)
@@ -318,10 +323,10 @@ class SaveJob:
             mine = iter(self.written)
             for name, starts, sizes, dtype in boxes:
                 if rank == self.ranks.rank:
-                    self.ranks.send(next(mine).tensor.cpu().contiguous().reshape(-1).view(torch.uint8))
+                    self._several.send(next(mine).tensor.cpu().contiguous().reshape(-1).view(torch.uint8))
                 elif self.ranks.rank == 0:
                     box = torch.empty(sizes, dtype=dtype, device="cpu")
-                    self.ranks.receive(box.reshape(-1).view(torch.uint8), rank)
+                    self._several.receive(box.reshape(-1).view(torch.uint8), rank)
                     try:
                         if failed is None:
                             files.write(self.part, [(name, starts, box)])

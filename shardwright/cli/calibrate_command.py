@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["add_calibrate_parser", "calibrate"]
 
 
-def add_calibrate_parser(subparsers: argparse._SubParsersAction) -> None:
+def add_calibrate_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``calibrate`` to the commands."""
     parser = subparsers.add_parser(
         "calibrate",

@@ -26,7 +26,7 @@ __all__ = ["add_checkpoint_parser", "info", "merge", "transform", "verify"]
 DONE, FAILED, WRONG = 0, 1, 2
 
 
-def add_checkpoint_parser(subparsers: argparse._SubParsersAction) -> None:
+def add_checkpoint_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``checkpoint`` to the commands."""
     parser = subparsers.add_parser(
         "checkpoint",
@@ -38,7 +38,7 @@ def add_checkpoint_parser(subparsers: argparse._SubParsersAction) -> None:
     commands = parser.add_subparsers(metavar="command", required=True)
 
     def command(
-        name: str, function: Callable[[argparse.Namespace], int], *paths: str, **said: str
+        name: str, function: Callable[[argparse.Namespace], int], *paths: str, **said: Any
     ) -> argparse.ArgumentParser:
         made = commands.add_parser(name, allow_abbrev=False, **said)
         for path in paths:

@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = Parser(prog="shardwright", allow_abbrev=False, description="Operator-level parallel training on PyTorch.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the installed version")
-    subparsers = parser.add_subparsers(metavar="command", required=True)
+    subparsers: Any = parser.add_subparsers(metavar="command", required=True)
     for add_parser in COMMANDS:
         add_parser(subparsers)
     return parser

@@ -48,7 +48,7 @@ __all__ = [
 EQUAL, DIFFERENT, FAILED = 0, 1, 2
 
 
-def add_plan_parser(subparsers: argparse._SubParsersAction) -> None:
+def add_plan_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``plan`` to the commands."""
     parser = subparsers.add_parser(
         "plan",
@@ -219,7 +219,7 @@ def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
             building.enter_context(without_weights())
         if os.path.isfile(arguments.target):
 
-            def take(model: AutoParallel, args: tuple, kwargs: dict[str, Any]) -> Plan | PipelinePlan:
+            def take(model: AutoParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | PipelinePlan:
                 building.close()  # the model is built; capture makes modules of its own
                 piped = _piped(model.settings.pipeline, arguments.pipeline)
                 return plan_call(model, args, kwargs, devices, **given | piped)
@@ -233,7 +233,11 @@ def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
 
 
 def plan_call(
-    model: AutoParallel, args: tuple, kwargs: dict[str, Any] | None = None, devices: int | None = None, **settings: Any
+    model: AutoParallel,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    devices: int | None = None,
+    **settings: Any,
 ) -> Plan | PipelinePlan:
     """Plan one call of a wrapped model, with its settings.
 
@@ -299,7 +303,7 @@ def _check_writable(path: Path) -> None:
 # -- ``shardwright explain`` ---------------------------------------------------------------------------------------
 
 
-def add_explain_parser(subparsers: argparse._SubParsersAction) -> None:
+def add_explain_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``explain`` to the commands."""
     parser = subparsers.add_parser(
         "explain",
@@ -360,7 +364,7 @@ def explain(arguments: argparse.Namespace) -> int:
 OPERATORS = 200_000
 
 
-def add_simulate_parser(subparsers: argparse._SubParsersAction) -> None:
+def add_simulate_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``simulate`` to the commands."""
     parser = subparsers.add_parser(
         "simulate",
@@ -423,7 +427,7 @@ def simulate(arguments: argparse.Namespace) -> int:
 # -- ``shardwright verify`` ----------------------------------------------------------------------------------------
 
 
-def add_verify_parser(subparsers: argparse._SubParsersAction) -> None:
+def add_verify_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``verify`` to the commands."""
     parser = subparsers.add_parser(
         "verify",

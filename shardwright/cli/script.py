@@ -43,7 +43,7 @@ def first_call(
     script: str,
     script_args: Sequence[str],
     devices: int | None,
-    take: Callable[[AutoParallel, tuple, dict[str, Any]], Any],
+    take: Callable[[AutoParallel, tuple[Any, ...], dict[str, Any]], Any],
 ) -> Any:
     """Run a script until it first calls an `AutoParallel` model.
 
@@ -62,7 +62,7 @@ def first_call(
     """
     from ..parallel.auto_parallel import observed  # noqa: PLC0415  imports torch
 
-    def observer(model: AutoParallel, args: tuple, kwargs: dict[str, Any]) -> None:
+    def observer(model: AutoParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             result = take(model, args, kwargs)
         except ShardwrightError as error:
@@ -165,7 +165,7 @@ def without_weights() -> Iterator[None]:
     def _apply(self: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         return plain(self, lambda x: _moved(function, x), recurse)
 
-    hook = register_module_parameter_registration_hook(shell)
+    hook = register_module_parameter_registration_hook(shell)  # type: ignore[arg-type]  # a hook may return a parameter
     nn.Module._apply = _apply  # type: ignore[method-assign]
     try:
         yield

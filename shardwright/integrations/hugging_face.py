@@ -33,7 +33,7 @@ _PARTS, _SCHEDULE = "shardwright", "scheduler.pt"
 
 
 if TYPE_CHECKING:
-    _Trainer = transformers.Trainer
+    from transformers import Trainer as _Trainer
 else:
     _Trainer = object
 
@@ -50,6 +50,8 @@ class TrainerMixin(_Trainer):
     Raises:
         SettingError: another model, or a setting that a parallel model cannot follow.
     """
+
+    model: Any  #: the `AutoParallel`; inside `_save` and the like the plain model
 
     def __init__(self, model: AutoParallel | None = None, args: Any = None, *more: Any, **kwargs: Any) -> None:
         if not isinstance(model, AutoParallel):
@@ -119,7 +121,7 @@ class TrainerMixin(_Trainer):
 
     # -- checkpoints --
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         with self.model.whole(rank=None if self.args.save_on_each_node else 0) as net:
             if net is not None:
                 model, self.model = self.model, net
@@ -141,7 +143,7 @@ class TrainerMixin(_Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULE)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        parallel = self.model if model is None else model
+        parallel: Any = self.model if model is None else model
         with parallel.whole() as net:
             super()._load_from_checkpoint(resume_from_checkpoint, net)
 

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from types import FrameType
+from typing import Any
 
 from ..errors import SettingError, ShardwrightError
 from .console import Progress, coordinator_log, last_lines
@@ -41,7 +42,7 @@ WORKER_OPTIONS = (
 )
 
 
-def add_run_parser(subparsers: argparse._SubParsersAction) -> None:
+def add_run_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``run`` to the commands."""
     parser = subparsers.add_parser(
         "run",
@@ -51,7 +52,7 @@ def add_run_parser(subparsers: argparse._SubParsersAction) -> None:
         usage="%(prog)s [options] script.py [script arguments]",
     )
 
-    def option(name: str, help: str, **keywords: object) -> None:
+    def option(name: str, help: str, **keywords: Any) -> None:
         parser.add_argument(f"--{name}", help=help, **keywords)
 
     option("devices", "run the script in this process, on N devices; no workers", type=_positive, metavar="N")

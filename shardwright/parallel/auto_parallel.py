@@ -19,7 +19,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -49,11 +49,13 @@ from .whole_model import WholeModel, attribute_of_net, refuse_calls_of_parts, si
 __all__ = ["AutoParallel", "RecaptureWarning", "observed"]
 
 #: Called with (model, args, kwargs) before a model is captured, or None.
-_OBSERVER: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("shardwright_observer", default=None)
+_OBSERVER: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar(
+    "shardwright_observer", default=None
+)
 
 
 @contextlib.contextmanager
-def observed(observer: Callable[[AutoParallel, tuple, dict[str, Any]], None] | None) -> Iterator[None]:
+def observed(observer: Callable[[AutoParallel, tuple[Any, ...], dict[str, Any]], None] | None) -> Iterator[None]:
     """Call `observer` before each planning of a model inside the ``with`` block; an exception of the observer ends
     that call.
 
@@ -193,9 +195,7 @@ class AutoParallel(CallPlanning, nn.Module):
         self.__dict__["_programs"], self.__dict__["_states"] = OrderedDict(), {}
         self.__dict__["_graphs"] = GraphCache()
         self.__dict__["_strategy_files"] = []
-        self.__dict__["_awaited"]: list[
-            Callable[[], None]
-        ] = []  # functions that load a checkpoint after the first plan
+        self.__dict__["_awaited"] = []  # functions that load a checkpoint after the first plan
         self.__dict__["_copies"], self.__dict__["_whole"], self.__dict__["_first_ranks"] = [], None, {}
         self._stored: dict[str, Layout] | None = None
         self._used: dict[str, Layout] | None = None
@@ -261,7 +261,7 @@ class AutoParallel(CallPlanning, nn.Module):
         distributed.all_reduce(needed, distributed.ReduceOp.MAX)
         return int(needed)
 
-    def _between_hooks(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _between_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call with the hooks of the outermost module around it."""
         net = self.net
         hooks = hooks_of(net)
@@ -301,7 +301,7 @@ class AutoParallel(CallPlanning, nn.Module):
             program.effects.play()
         return result
 
-    def _found(self, feed: tuple) -> StepProgram | PipelineProgram | None:
+    def _found(self, feed: tuple[Any, ...]) -> StepProgram | PipelineProgram | None:
         """The program whose guards hold, of those built for such inputs; None: no guards hold.
 
         Programs of equal inputs differ in the state of the model that they were captured in.
@@ -321,7 +321,7 @@ class AutoParallel(CallPlanning, nn.Module):
                 return self._programs[key]
         return None
 
-    def _keep(self, feed: tuple, program: StepProgram | PipelineProgram) -> None:
+    def _keep(self, feed: tuple[Any, ...], program: StepProgram | PipelineProgram) -> None:
         """Keep a new program, and load the values of a checkpoint that waited for the first plan."""
         self._programs[(*feed, program.guards)] = program
         self._states.setdefault(feed, []).insert(0, program.guards)
@@ -336,7 +336,7 @@ class AutoParallel(CallPlanning, nn.Module):
         while len(self._programs) > self._running.max_programs:
             self._forget(next(iter(self._programs)))
 
-    def _forget(self, key: tuple) -> None:
+    def _forget(self, key: tuple[Any, ...]) -> None:
         """Drop a program."""
         *feed, guards = key
         del self._programs[key]
@@ -351,7 +351,7 @@ class AutoParallel(CallPlanning, nn.Module):
         self.net.train(mode)
         return self
 
-    def _announce(self, feed: tuple) -> str:
+    def _announce(self, feed: tuple[Any, ...]) -> str:
         """Warn that the model is captured anew: once for inputs of other shapes, and once for each change of its
         state. The change of state is returned; "": none."""
         if not self._programs:
@@ -375,7 +375,7 @@ class AutoParallel(CallPlanning, nn.Module):
         return change or ""
 
     def _build(
-        self, args: tuple, kwargs: dict[str, Any], why: str = "", hooks_around: bool = True
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "", hooks_around: bool = True
     ) -> StepProgram | PipelineProgram:
         """Capture a call, plan it and build its program.
 
@@ -407,6 +407,7 @@ class AutoParallel(CallPlanning, nn.Module):
         )
         program.exact = self._running.random == "exact"
         around = {id(self.net): HOOKS[:2] if self.loss_fn is None else HOOKS[:1]}
+        assert recording.effects is not None
         program.effects = recording.effects
         program.guards = recording.guards = Guards(
             recording.modules,
@@ -421,6 +422,7 @@ class AutoParallel(CallPlanning, nn.Module):
             self._write_strategies(plan)
             if isinstance(plan, PipelinePlan):
                 self._first_ranks.update((name, parameter.ranks.start) for name, parameter in plan.parameters.items())
+            assert followers is not None
             followers.follow()
         if self._running.save_graphs is not None:
             from ..report.ir_dump import write_dumps  # noqa: PLC0415  needed only when dumps are written
@@ -457,7 +459,7 @@ class AutoParallel(CallPlanning, nn.Module):
             )
         return list(self._programs.values())[-1].plan
 
-    def infer_layout(self, *args: Any, **kwargs: Any) -> dict[str, ParameterPlan]:
+    def infer_layout(self, *args: Any, **kwargs: Any) -> dict[str, ParameterPlan] | dict[str, StageParameter]:
         """Plan a call without running it, and return the layout of each parameter and buffer. No parameter is cut or
         allocated. Files that `save_operator_strategy_file` and `save_param_strategy_file` still have to write are
         written.
@@ -526,7 +528,7 @@ class AutoParallel(CallPlanning, nn.Module):
     compile = compile_instead
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoParallel:
-        return copied(self, memo)
+        return cast("AutoParallel", copied(self, memo))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":
@@ -544,5 +546,5 @@ class AutoParallel(CallPlanning, nn.Module):
             return attribute_of_net(self, name)
 
 
-def _shapes(key: tuple) -> list[tuple[int, ...]]:
+def _shapes(key: tuple[Any, ...]) -> list[tuple[int, ...]]:
     return [tuple(entry[0]) for entry in key[2] if isinstance(entry[0], torch.Size)]

@@ -32,6 +32,7 @@ from ..planning import make_pipeline, make_plan
 from ..process import Runtime, current, stream
 from ..pytree_objects import opened
 from ..runtime.deferred_init import beginnings
+from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram
 from ..sharded_plan import Plan
 from ..torch_private import pytree
@@ -51,7 +52,7 @@ class CallPlanning(SettingMethods):
         args: tuple,
         kwargs: dict[str, Any],
         module: ModelAndLoss,
-        before: StepProgram | None,
+        before: StepProgram | PipelineProgram | None,
         *,
         runs: bool = True,
         recording: Recording | None = None,

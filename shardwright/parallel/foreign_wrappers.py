@@ -111,9 +111,13 @@ def watch_wrapping(kind: type[nn.Module]) -> None:
 
     def look(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         wrapper = _kind(type(module)) if submodule is not None else None
-        if wrapper is not None and (
-            any(isinstance(m, kind) for m in submodule.modules())
-            or any(hasattr(p, CUT) for p in submodule.parameters())
+        if (
+            submodule is not None
+            and wrapper is not None
+            and (
+                any(isinstance(m, kind) for m in submodule.modules())
+                or any(hasattr(p, CUT) for p in submodule.parameters())
+            )
         ):
             raise SettingError(f"{wrapper[0]} around a parallel model", legal=wrapper[1])
 

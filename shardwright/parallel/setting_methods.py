@@ -7,6 +7,7 @@ replaces one of the two by a changed copy.
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from .sequence_buckets import SequenceBuckets
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+<<<<<<< HEAD:shardwright/parallel/setting_methods.py
 __all__ = ["ProgramSettings", "SettingMethods"]
 
 
@@ -78,11 +80,71 @@ class SettingMethods:
 
     _settings: Settings
     _running: ProgramSettings
+=======
+    from ..layout import Layout
+    from ..mixed_precision import MixedPrecision
+    from ..planfile.pipeline_document import PipelineDocument
+    from ..planfile.plan_document import PlanDocument
+    from ..process import Runtime
+    from ..runtime.pipeline_step import PipelineProgram
+    from ..runtime.step_program import StepProgram
+    from .graph_cache import GraphCache
+    from .whole_model import WholeModel
+
+    _Module = nn.Module  # the one subclass is a module
+else:
+    _Module = object
+
+__all__ = ["Settings"]
+
+
+class Settings(_Module):
+    """The settings of `AutoParallel`, as a base class. Each setter returns the model, so that calls can be chained."""
+>>>>>>> 6d2dfc1 (mypy checks the package in make lint, and the public surface strictly):shardwright/parallel/settings.py
+
+    # The attributes that `AutoParallel` sets.
+    net: nn.Module
+    loss_fn: Any
+    parallel_mode: str
+    on_missing_rule: str
+    sync_batch_norm: bool
+    random: str
+    recompute: Any
+    uneven: bool
+    varying: tuple[int, ...]
+    mixed_precision: MixedPrecision | None
+    _cluster: Any
+    _memory: Any
+    _optimizer: Any
+    _search_memory: Any
+    _search_progress: Any
+    _dataset_strategy: Any
+    _kind: str
+    _strategies: PlanDocument | PipelineDocument | None
+    _parameter_strategies: ParameterStrategies | None
+    _loss_trains: bool
+    _programs: OrderedDict[Any, StepProgram | PipelineProgram]
+    _graphs: GraphCache
+    _accumulation: Any
+    _strategy_files: list[Any]
+    _awaited: list[Callable[[], None]]
+    _copies: list[Any]
+    _whole: WholeModel | None
+    _first_ranks: dict[str, int]
+    _stored: dict[str, Layout] | None
+    _used: dict[str, Layout] | None
+
+    if TYPE_CHECKING:
+
+        @property
+        def plan(self) -> Plan | PipelinePlan: ...
+
+        def _runtime(self) -> Runtime: ...
 
     #: The library that hands batches to the processes, and its dataset_strategy; None: the user's own loop.
     _handed: tuple[str, Any] | None = None
 
-    def dataset_strategy(self, strategy: str | tuple) -> Self:
+    def dataset_strategy(self, strategy: str | tuple[Any, ...]) -> Self:
         """Set the way in which the batch is fed.
 
         Args:

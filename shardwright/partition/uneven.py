@@ -365,7 +365,6 @@ def _check(op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> None:
     """Check that the operator produces slices of the padded shapes from padded slices."""
     local = local_call(op, rule, bound, assignment)
 
-
     def local_shape(layout: Layout | None, shape: tuple[int, ...]) -> tuple[int, ...]:
         assert layout is not None
         return layout.local_shape(shape)

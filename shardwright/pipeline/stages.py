@@ -26,7 +26,7 @@ so they share one representative.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -341,7 +341,7 @@ class Units:
     def reduced(self) -> Graph:
         """The graph of the representatives alone."""
         graph = self.graph
-        change = lambda v: self.same.get(v.name, v)
+        change: Callable[[Value], Value] = lambda v: self.same.get(v.name, v)
         ops = tuple(
             _changed(op, change) for op in graph.ops if self.representative[self.of[op.name]] == self.of[op.name]
         )

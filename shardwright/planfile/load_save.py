@@ -34,7 +34,7 @@ def load_plan(path: str | Path) -> Plan | PipelinePlan:
     return read_document(path).plan()
 
 
-def read_document(path: str | Path) -> PlanDocument | PipelineDocument:
+def read_document(path: str | os.PathLike[str]) -> PlanDocument | PipelineDocument:
     """The document of a file.
 
     Raises:
@@ -71,7 +71,7 @@ def read_document(path: str | Path) -> PlanDocument | PipelineDocument:
 
 
 def as_document(
-    given: PlanDocument | PipelineDocument | str | os.PathLike | None,
+    given: PlanDocument | PipelineDocument | str | os.PathLike[str] | None,
 ) -> PlanDocument | PipelineDocument | None:
     """The given document, or that of a path; None for None.
 

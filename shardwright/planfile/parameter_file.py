@@ -261,7 +261,7 @@ class ParameterStrategies:
                     f"{groups} stage{'s' * (groups != 1)}",
                     operator=f"the parameter {name!r}",
                     source=held.where,
-                    legal=f"ranks of one stage: {devices // groups} devices",
+                    legal=f"ranks of one stage: {devices // int(groups)} devices",
                 )
             said = str(value.stored.dtype).removeprefix("torch.")
             if (tuple(value.shape), said) != (held.shape, held.dtype):

@@ -112,7 +112,8 @@ class DocumentHead:
             if not isinstance(given.get(name, []), list) or not all(isinstance(x, str) for x in given.get(name, [])):
                 raise self.wrong(f"hsdp: {name}: {given[name]!r}", "a list of names of parameters")
         try:
-            return OptimizerParallel(**{k: frozenset(v) if isinstance(v, list) else v for k, v in given.items()})
+            settings: dict[str, Any] = {k: frozenset(v) if isinstance(v, list) else v for k, v in given.items()}
+            return OptimizerParallel(**settings)
         except (TypeError, ShardwrightError) as error:
             raise self.wrong(
                 getattr(error, "message", f"hsdp: {given!r}"),

@@ -253,7 +253,9 @@ def _moves(
 ) -> Iterator[tuple[CollectiveKind, int, State]]:
     """Yield (kind, number of ranks in a group, the state after) of every move; reductions first."""
     taken = {state[i]: i for i in moving if state[i] >= 0}
-    reduce, scatter, gather, exchange = [], [], [], []
+    reduce: list[int] = []
+    scatter: list[int] = []
+    gather, exchange = [], []
     for i in moving:
         here, there = state[i], goal[i]
         if here == there:

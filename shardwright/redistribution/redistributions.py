@@ -33,6 +33,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from typing import TypeAlias
 
 from ..errors import LayoutError
 from ..layout import Digit, Digits, Layout, merge
@@ -278,12 +279,18 @@ def _geometry(step: RedistributionStep, shape: tuple[int, ...]) -> Geometry:
         after += [x for x in axes if x[2] is None or x[2].scattered is None]
         piece.append(math.prod(x[0] for x in axes if x[2] is None or _stays(x[2])))
         result.append(math.prod(x[0] for x in axes if x[2] is None or x[2].scattered is None))
-    scattered = _numbered((x, x[2] and x[2].scattered) for x in before)
-    gathered = _numbered((x, x[2] and x[2].gathered) for x in after)
+    scattered = _numbered((x, x[2].scattered if x[2] else None) for x in before)
+    gathered = _numbered((x, x[2].gathered if x[2] else None) for x in after)
     pieces = math.prod(x[0] for x in scattered or gathered)
+<<<<<<< HEAD:shardwright/redistribution/redistributions.py
     cuts = _ranges(step, piece, [(x, x[2] and x[2].scattered) for x in before])
     joins = _ranges(step, piece, [(x, x[2] and x[2].gathered) for x in after])
     if step.kind is CollectiveKind.SLICE:
+=======
+    cuts = _ranges(step, piece, [(x, x[2].scattered if x[2] else None) for x in before])
+    joins = _ranges(step, piece, [(x, x[2].gathered if x[2] else None) for x in after])
+    if step.kind == "slice":
+>>>>>>> 6d2dfc1 (mypy checks the package in make lint, and the public surface strictly):shardwright/redistribution.py
         view = tuple(x[0] for x in before)
         select = tuple(
             (k, step.moved[digit])

@@ -127,7 +127,7 @@ def layout_text(layout: Layout) -> str:
     return "[" + ", ".join("·".join(map(repr, digits)) or "-" for digits in layout.dims or ()) + "]"
 
 
-class ValueNumbers(dict):
+class ValueNumbers(dict[str, Any]):
     """Name of a value -> its text in a dump: ``%4`` for a produced value, ``%w1`` for a fed or stored one.
 
     Args:
@@ -148,7 +148,7 @@ class ValueNumbers(dict):
         return self[name]
 
 
-def arguments(args: tuple, kwargs: dict[str, Any], names: dict[str, str]) -> list[str]:
+def arguments(args: tuple[Any, ...], kwargs: dict[str, Any], names: dict[str, str]) -> list[str]:
     """An operator's arguments as text, values by their text in `names`."""
     return [_argument(a, names) for a in args] + [f"{k}={_argument(a, names)}" for k, a in kwargs.items()]
 

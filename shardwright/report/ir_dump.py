@@ -253,7 +253,7 @@ class Execute:
         value: Value,
         shape: tuple[int, ...],
         written: str,
-        collectives: Iterator,
+        collectives: Iterator[Any],
         comment: Callable[[RedistributionStep], str],
     ) -> str:
         """Write a line for each step of a redistribution. The number of its result is returned, or `written` where it

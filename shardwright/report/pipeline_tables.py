@@ -221,7 +221,7 @@ def _seconds(simulation: Simulation, stage: Stage) -> tuple[float, float, float]
 def _dearest_stage(spent: Iterable[tuple[PricedCollective, Stage]], cluster: Cluster) -> Table:
     """The most expensive communications inside stages, for one micro-batch. Equal communications share a row; a row
     that several stages share counts one of them, the most expensive."""
-    alike: dict[tuple, dict[int, list[PricedCollective]]] = {}
+    alike: dict[tuple[object, ...], dict[int, list[PricedCollective]]] = {}
     for c, stage in spent:
         key = c.kind, c.digits, c.bytes, c.phase, stage.devices
         alike.setdefault(key, {}).setdefault(stage.number, []).append(c)

@@ -131,7 +131,7 @@ def _memory(kinds: dict[str, float], peak: float, cluster: Cluster) -> Table:
 
 def _dearest(collectives: Iterable[PricedCollective], together: float, cluster: Cluster) -> Table:
     """The most expensive communications; equal ones share a row."""
-    alike: dict[tuple, list[PricedCollective]] = {}
+    alike: dict[tuple[object, ...], list[PricedCollective]] = {}
     for c in collectives:
         alike.setdefault((c.kind, c.digits, c.bytes, c.phase), []).append(c)
     rows = sorted(alike.values(), key=lambda group: -sum(c.seconds for c in group))

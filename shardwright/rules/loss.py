@@ -276,7 +276,9 @@ def _by_class(b, op: Op) -> tuple[Value, Value]:
         loss = b.call(aten.mul.Tensor, loss, counts)
         counts = b.call(aten.where.ScalarOther, kept, counts, 0)
     if of_all is not None:
-        for_all = b.call(aten.mul.Tensor, raised, classes if wide_weight is None else b.call(aten.sum.default, wide_weight))
+        for_all = b.call(
+            aten.mul.Tensor, raised, classes if wide_weight is None else b.call(aten.sum.default, wide_weight)
+        )
         smooth = b.call(aten.mul.Tensor, b.call(aten.sub.Tensor, for_all, of_all), smoothing / classes)
         loss = b.call(aten.add.Tensor, b.call(aten.mul.Tensor, loss, 1 - smoothing), smooth)
     return b.call(aten.where.ScalarOther, kept, loss, 0), counts

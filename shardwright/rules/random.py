@@ -303,9 +303,7 @@ def _from_nothing(op: Op) -> str:
 
 
 def _expand_permutation(op: Op, bound: Bound, assignment: Assignment) -> Expansion:
-    return lambda b: b.call(
-        permutation, SEED, op.number, op.argument("n"), op.output(0).dtype, op.kwargs.get("device")
-    )
+    return lambda b: b.call(permutation, SEED, op.number, op.argument("n"), op.output(0).dtype, op.kwargs.get("device"))
 
 
 def _multinomial_text(op: Op) -> str:

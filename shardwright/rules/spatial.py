@@ -303,7 +303,9 @@ def _plane_text(op: Op) -> str:
     lead = _lead(op)
     sides = [
         ", ".join(
-            operand([*lead, *whole(named(len(v.shape) - len(lead), f"{letter}{i}_"))]) for i, v in enumerate(side) if v is not None
+            operand([*lead, *whole(named(len(v.shape) - len(lead), f"{letter}{i}_"))])
+            for i, v in enumerate(side)
+            if v is not None
         )
         for letter, side in (("s", op.inputs), ("o", op.outputs))
     ]

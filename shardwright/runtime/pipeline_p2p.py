@@ -389,7 +389,7 @@ def _shapes(plan: PipelinePlan) -> list[tuple[int, ...] | None]:
     out: list[tuple[int, ...] | None] = [None] * len(plan.graph.outputs)
     for stage in plan.stages:
         for index, instance in zip(stage.results, stage.plan.routed.outputs):
-            how, dim = plan.micro.joins[index]
+            how, dim = plan.micro.join(index)
             shape = list(instance.local_shape)
             if how == "cat":
                 shape[dim] *= plan.micro_batches

@@ -73,7 +73,7 @@ def parts_of(plan: PipelinePlan, fed: int) -> tuple[list[int], list[int]]:
             if source.kind == "input" and source.index < len(inputs) and layout.dims:
                 inputs[source.index] = max(1, plan.parts // layout.cuts[0])
         for index, made in zip(stage.results, stage.plan.routed.outputs):
-            how, dim = plan.micro.joins[index]
+            how, dim = plan.micro.join(index)
             if how == "cat":
                 outputs[index] = max(1, plan.parts // made.layout.cuts[dim])
     return inputs, outputs
@@ -269,7 +269,7 @@ class PipelineStep:
         for index, out in zip(body.stage.results, made):
             if index == program.loss:
                 outputs.append(out)
-                share = 1 if self.plan.micro.joins[index].how == "sum" else self.count
+                share = 1 if self.plan.micro.join(index).how == "sum" else self.count
                 gradients.append(torch.full_like(out, 1 / share))
         for name, out in zip(body.stage.sent, made[len(body.stage.results) :]):
             came = [program.link.receive(t, k, True) for t in program.outgoing[s][name] if t.gradient]
@@ -353,7 +353,7 @@ class PipelineStep:
         made = self.results.get(index)
         if made is None:
             return None
-        how, dim = self.plan.micro.joins[index]
+        how, dim = self.plan.micro.join(index)
         if how == "cat":
             return together(made, dim, self.program.made_parts[index])
         if how == "same":
@@ -568,7 +568,7 @@ class PipelineProgram:
 def _loss(plan: PipelinePlan) -> tuple[int | None, str | None]:
     """The index of the one output that is trained, and the reason why none can be, where gradients would flow."""
     wanted = [i for i, v in enumerate(plan.graph.outputs) if isinstance(v, Value) and v.requires_grad]
-    losses = [i for i in wanted if not plan.graph.outputs[i].shape and plan.micro.joins[i].how != "cat"]
+    losses = [i for i in wanted if not plan.graph.outputs[i].shape and plan.micro.join(i).how != "cat"]
     if not wanted or len(losses) == 1:
         return (losses[0] if losses else None), None
     return None, f"it returns {len(losses)} losses" if losses else "it returns no loss"

@@ -216,11 +216,7 @@ class Comparison:
         name, kind, source = (op.name, op.kind, op.source) if op is not None else (instruction.operator, "", "")
         allowed, decided = self.decided(precision)
         return FirstDifference(
-            name,
-            kind,
-            source,
-            phase,
-            part, self.original.get(made, made), apart, self.dtype, message, allowed, decided
+            name, kind, source, phase, part, self.original.get(made, made), apart, self.dtype, message, allowed, decided
         )
 
     def decided(self, precision: Precision | None) -> tuple[float, Precision | None]:

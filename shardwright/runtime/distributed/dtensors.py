@@ -68,7 +68,7 @@ def beginning(x: Tensor, shape: torch.Size) -> Tensor:
 
 def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: ProcessGroups) -> DTensor:
     """A rank's slice as a DTensor on a mesh whose axes are the layout's digits, in the layout's own order."""
-    digits: list[tuple[Digit, Any]] = [(d, Shard(dim)) for dim, ds in enumerate(layout.dims) for d in ds]
+    digits: list[tuple[Digit, Any]] = [(d, Shard(dim)) for dim, ds in enumerate(layout.dims or ()) for d in ds]
     digits += [(d, Replicate()) for d in layout.replicas]
     if not digits:  # one device
         mesh = DeviceMesh.from_group(groups.of(()), local.device.type, mesh_dim_names=("alone",))

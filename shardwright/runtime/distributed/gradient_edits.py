@@ -49,9 +49,9 @@ VIEWS = frozenset(
         Tensor.unfold,
         Tensor.expand,
         Tensor.view_as,
-        Tensor.T.__get__,
-        Tensor.mT.__get__,
-        Tensor.data.__get__,
+        Tensor.T.__get__,  # type: ignore[attr-defined]  # a property, which torch types as its value
+        Tensor.mT.__get__,  # type: ignore[attr-defined]  # likewise
+        Tensor.data.__get__,  # type: ignore[attr-defined]  # likewise
         torch.select,
         torch.narrow,
         torch.reshape,

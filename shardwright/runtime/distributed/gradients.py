@@ -215,6 +215,8 @@ class StageGradient(Gradient):
 
     __slots__ = ("counts",)
 
+    counts: bool
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = super().__torch_function__(function, types, args, kwargs)

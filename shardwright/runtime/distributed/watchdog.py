@@ -178,7 +178,7 @@ _LIBRARY = sysconfig.get_paths()["stdlib"]
 def users_line() -> str:
     """The line of the user's own program at which the main thread is: ``train.py:57 in main``; "" where it is in
     none."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and not _is_users(frame):
         frame = frame.f_back
     if frame is None:
