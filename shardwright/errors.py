@@ -7,6 +7,10 @@ plan alone, so that every rank raises the same one; nothing has run or been sent
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "PACKAGE_FOLDER",
@@ -62,7 +66,7 @@ class ShardwrightError(Exception):
 
     def located(
         self, *, operator: str | None = None, source: str | None = None, strategy: object | None = None
-    ) -> ShardwrightError:
+    ) -> Self:
         """The same error with operator, source and strategy filled in where it had none."""
         return type(self)(
             self.message,

@@ -89,7 +89,6 @@ class SettingMethods:
     from ..runtime.pipeline_step import PipelineProgram
     from ..runtime.step_program import StepProgram
     from .graph_cache import GraphCache
-    from .whole_model import WholeModel
 
     _Module = nn.Module  # the one subclass is a module
 else:
@@ -129,7 +128,7 @@ class Settings(_Module):
     _strategy_files: list[Any]
     _awaited: list[Callable[[], None]]
     _copies: list[Any]
-    _whole: WholeModel | None
+    _whole: Any  # the `WholeModel` that is open, or None
     _first_ranks: dict[str, int]
     _stored: dict[str, Layout] | None
     _used: dict[str, Layout] | None

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..cluster import Cluster
 from ..cost.cost_model import PricedCollective
-from ..layout import digits_size
+from ..layout import Digits, digits_size
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
 from ..pipeline.simulate import Once, Simulation
 from ..rules.dims import send
@@ -221,7 +221,7 @@ def _seconds(simulation: Simulation, stage: Stage) -> tuple[float, float, float]
 def _dearest_stage(spent: Iterable[tuple[PricedCollective, Stage]], cluster: Cluster) -> Table:
     """The most expensive communications inside stages, for one micro-batch. Equal communications share a row; a row
     that several stages share counts one of them, the most expensive."""
-    alike: dict[tuple[object, ...], dict[int, list[PricedCollective]]] = {}
+    alike: dict[tuple[str, Digits, float, str, int], dict[int, list[PricedCollective]]] = {}
     for c, stage in spent:
         key = c.kind, c.digits, c.bytes, c.phase, stage.devices
         alike.setdefault(key, {}).setdefault(stage.number, []).append(c)

@@ -236,6 +236,7 @@ class ProcessStageLink:
         for group in range(schedule.groups):
             for message in self._of_group(schedule, group):
                 t = message.transfer
+                assert t is not None
                 there, here = (t.target, t.source) if message.back else (t.source, t.target)
                 if here in self.mine and there not in self.mine:
                     (peer,) = self.plan.peers(t, self.rank, message.back)

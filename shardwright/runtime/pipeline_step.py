@@ -118,6 +118,7 @@ class PipelineStep:
         self.weights: dict[tuple[int, int], Any] = {}  # second half of a backward that runs in two
         self.fed_gradients: dict[tuple[int, int], Tensor] = {}
         self.given = False
+        self.inputs_wanted: list[Tensor] = []  # the inputs of the call that take gradients
 
     def _leaf(self, s: int, name: str, parameter: Tensor) -> Tensor:
         """The leaf that a stage's program computes on: the parameter's memory, or its gathered weight."""
@@ -225,7 +226,7 @@ class PipelineStep:
             else:
                 x, wants = program.link.receive(transfer, k, False), value.requires_grad and self.trains
             inputs.append(x.detach().requires_grad_(wants))
-        buffers = body.buffers.values()
+        buffers = list(body.buffers.values())
         if body.updates and self.trains:
             buffers = [b.clone() for b in buffers]  # a forward's buffers must be unchanged in its backward
         seed = [self.seeds[k]] if body.stage.plan.routed.seed is not None else []

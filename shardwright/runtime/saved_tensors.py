@@ -110,7 +110,8 @@ class RegionRun:
     """
 
     def __init__(self, again: _Again) -> None:
-        self.again, self.waiting = again, weakref.WeakSet()
+        self.again = again
+        self.waiting: weakref.WeakSet[Dropped] = weakref.WeakSet()
         self.kept: dict[Hashable, Any] = {}
         self.versions: dict[Hashable, list[int]] = {}
 

@@ -308,7 +308,7 @@ class Steps:
             StuckError: other ranks do not come to it.
         """
         grad = torch.is_grad_enabled()
-        if self._fresh and self._runs[0] == number:
+        if self._fresh and self._runs is not None and self._runs[0] == number:
             self._fresh, position.program, position.back = False, what, False
         elif grad or talks:
             runs = (number, grad, looks_back and position.back)

@@ -91,6 +91,7 @@ class Scatter:
     def __call__(self, term: Tensor) -> Tensor | None:
         """The part; None where the term is kept."""
         parameter, sums = self._parameter, self._sums
+        assert parameter is not None and sums is not None
         sums.note_backward()
         if sums.accumulates:
             self._keep(term.to(self._held))
@@ -115,17 +116,19 @@ class Scatter:
             term.add_(part)
 
     def _keep(self, term: Tensor) -> None:
-        parameter = self._parameter
+        parameter, sums = self._parameter, self._sums
+        assert parameter is not None and sums is not None
         if unsummed_over(parameter) == self:
             local_tensor(parameter.grad).add_(term)
             return
-        self._sums.sum_kept(parameter)  # a term of another program, over other ranks
+        sums.sum_kept(parameter)  # a term of another program, over other ranks
         term = term.clone(memory_format=torch.contiguous_format)
         if parameter.grad is not None:
             self.include(term, local_tensor(parameter.grad))
-        parameter.grad = Unsummed(term, spec_of(parameter), requires_grad=False)
-        parameter.grad.digits = self
-        self._sums.keep(parameter)
+        kept = Unsummed(term, spec_of(parameter), requires_grad=False)
+        kept.digits = self
+        parameter.grad = kept
+        sums.keep(parameter)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Scatter) and (self.name, self.scatter) == (other.name, other.scatter)
@@ -168,18 +171,18 @@ class SumInTurns:
         group, n, numel = self._group, self._group.size, len(x)
         host = group.through_memory(x)
         if host is not None:
-            yield  # other ranks may not have come here yet
+            yield None  # other ranks may not have come here yet
             yield host.all_reduce(x, "sum", x)
         elif not group.exchanges or rings(n, x):
             work = dist.all_reduce(x, group=group.group, async_op=True)
-            yield
+            yield None
             work.wait()
             yield x
         elif n == 2:
             memory, counts = self._scratch.take(numel, x), [0, 0]
             received, counts[1 - group.position] = memory[:numel], numel
             work = group.group.alltoall_base(received, x, counts, counts)
-            yield
+            yield None
             work.wait()
             x.add_(received)
             self._scratch.give(memory)
@@ -195,7 +198,7 @@ class SumInTurns:
         if rides and not group.riders:
             rider = Rider(x)
             group.riders.append(rider)
-            yield
+            yield None
             if rider.terms is not None:
                 yield reduced(rider.terms, "sum")
                 return
@@ -204,7 +207,7 @@ class SumInTurns:
         memory = self._scratch.take(len(copies), x)
         terms = memory[: len(copies)]
         work = group.group.alltoall_base(terms, copies, [], [])
-        yield
+        yield None
         work.wait()
         total = reduced(terms.view(n, -1), "sum")
         self._scratch.give(memory)
@@ -217,7 +220,7 @@ class SumInTurns:
         memory = self._scratch.take(len(whole), x)
         terms = memory[: len(whole)]
         work = group.group.alltoall_base(terms, whole, [], [])
-        yield
+        yield None
         work.wait()
         piece, received = reduced(terms.view(n, -1), "sum"), whole  # `whole` has been sent: its memory is free
         if received.nbytes <= transport.GATHERED_COPIES:
@@ -225,7 +228,7 @@ class SumInTurns:
             work = group.group.alltoall_base(received, copies, [], [])
         else:
             work = transport.all_gather_single(received, piece.contiguous(), group=group.group, async_op=True)
-        yield
+        yield None
         work.wait()
         self._scratch.give(memory)
         yield received[:numel]
@@ -400,12 +403,14 @@ class GradientSums:
     def _complete(self, parameter: nn.Parameter, leaf: Tensor) -> None:
         """Hand over the gradient of a leaf that needs no sum, or has been kept whole; a hook of the leaf."""
         gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
         if gradient is not None:
             hand_over(parameter, beginning(gradient, local_tensor(parameter).shape), self._groups.rank)
 
     def _came(self, bucket: _Bucket, place: int, leaf: Tensor) -> None:
         """Put the gradient of a leaf into its bucket; a hook of the leaf."""
         gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
         self.note_backward()
         bucket.gradients[place] = beginning(gradient, bucket.shapes[place])
         bucket.missing -= 1

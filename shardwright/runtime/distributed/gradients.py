@@ -256,6 +256,8 @@ class Unsummed(Gradient):
 
     __slots__ = ("digits",)
 
+    digits: Any
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function in _REFUSED:
@@ -340,8 +342,9 @@ def keep_unsummed(parameter: nn.Parameter, term: Tensor, digits: Digits, rank: i
         return
     if held is not None and not digits_value(digits, rank):
         term = term + local_tensor(held)
-    parameter.grad = Unsummed(term, spec_of(parameter), requires_grad=False)
-    parameter.grad.digits = digits
+    kept = Unsummed(term, spec_of(parameter), requires_grad=False)
+    kept.digits = digits
+    parameter.grad = kept
 
 
 def copy_of_gradient(gradient: Gradient) -> Gradient:
@@ -353,7 +356,7 @@ def copy_of_gradient(gradient: Gradient) -> Gradient:
     if isinstance(gradient, Unsummed):
         raise not_summed("copy.deepcopy")
     made = type(gradient)(local_tensor(gradient).clone(), spec_of(gradient), requires_grad=False)
-    if isinstance(gradient, StageGradient):
+    if isinstance(gradient, StageGradient) and isinstance(made, StageGradient):
         made.counts = gradient.counts
     return made
 

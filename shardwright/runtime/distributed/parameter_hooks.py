@@ -208,7 +208,7 @@ class _Exchange:
             yield vars(value)
 
 
-def leaf_of_slice(parameter: nn.Parameter) -> Tensor:
+def leaf_of_slice(parameter: Tensor) -> Tensor:
     """A leaf on the storage of a rank's own slice, with the dim of the ranks. Its gradient is handed over to the
     parameter."""
     leaf = parameter.detach().unsqueeze(0)
@@ -216,6 +216,7 @@ def leaf_of_slice(parameter: nn.Parameter) -> Tensor:
         return leaf
 
     def hand_over(filled: Tensor) -> None:
+        assert filled.grad is not None
         gradient, filled.grad = called_before(parameter, filled.grad.squeeze(0)), None
         if parameter.grad is None:
             parameter.grad = gradient

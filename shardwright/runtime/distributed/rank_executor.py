@@ -211,7 +211,8 @@ class RankExecutor:
         self.lowered, self.groups, self._scatters = lowered, groups, scatters
         self.gathers: dict[str, BoundRedistribute] = {}
         self.types: dict[str, torch.dtype] = {}
-        self._eager, self._unkept = not compiled, None
+        self._eager = not compiled
+        self._unkept: RegatheredWeights | None = None
         self._lines = {op.name: op.source for op in lowered.plan.graph.ops}
         self.scattered: list[Scatter] = []
         root = nn.Module()

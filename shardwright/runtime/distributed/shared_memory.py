@@ -153,6 +153,7 @@ class HostMemory:
         self._broken, k, self._meetings = True, self.round, (self._meetings + 1) % _ROUNDS
         said, at, what = self._said, k * self._ranks, self._meetings * _ROUND + nbytes * len(_NUMBERS) + _NUMBERS[kind]
         said[at + self._position] = what
+        assert _calls is not None
         if _calls.sem_trywait(self._tickets):  # no ticket is left: this rank is the last
             for _ in self._others:
                 _calls.sem_post(self._tickets)
@@ -225,6 +226,7 @@ def _made(nbytes: int, ranks: int) -> tuple[int, str, bytes]:
             head[_NONCE] = nonce
             start = ctypes.c_char.from_buffer(head)
             for offset, value in ((_TICKETS, ranks - 1), *((_OWN + k * _LINE, 0) for k in range(ranks))):
+                assert _calls is not None
                 _calls.sem_init(ctypes.c_void_p(ctypes.addressof(start) + offset), 1, value)
             del start
     except OSError:

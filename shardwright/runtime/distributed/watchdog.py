@@ -275,18 +275,18 @@ def _culprits(culprits: Mapping[int, list[int]], seen: Mapping[int, Seen]) -> st
         alike = tuple(sorted(r for r in seen if _together(seen[r], first)))
         groups.setdefault(alike, []).append(culprit)
     lines = []
-    for waiters, missing in groups.items():
+    for waiters, absent in groups.items():
         at = seen[waiters[0]]
-        one = len(missing) == 1
+        one = len(absent) == 1
         lines.append(
-            f"{spelled(missing)} {'has' if one else 'have'} not come to {at.place} in call {at.call}; "
+            f"{spelled(absent)} {'has' if one else 'have'} not come to {at.place} in call {at.call}; "
             f"{spelled(waiters)} {'waits' if len(waiters) == 1 else 'wait'} there since "
             f"{max(seen[r].seconds for r in waiters):.0f} s"
         )
-        for rank in missing[:8]:
+        for rank in absent[:8]:
             lines.append(f"  {_whereabouts(rank, seen.get(rank))}")
-        if len(missing) > 8:
-            lines.append(f"  and {len(missing) - 8} more")
+        if len(absent) > 8:
+            lines.append(f"  and {len(absent) - 8} more")
     return "\n".join(lines)
 
 
@@ -663,7 +663,7 @@ class Ending:
         if not self._looked:  # an alarm may be older than this listener
             self._looked = True
             self._tell(store)
-        if self._asked is not None and not self._told:
+        if self._asked is not None and not self._told and self._ranks is not None:
             store.set("ending", "1")
             self._ranks.raise_alarm(store)
 
@@ -671,6 +671,7 @@ class Ending:
         """Answer an alarm that concerns the end of the run: store this rank's next step."""
         if self._told or not store.check(["ending"]):
             return
+        assert self._ranks is not None
         with self._lock:
             ends, self._told = self._ends, True
         store.set(f"ending/{self._ranks.rank}", str(ends))
