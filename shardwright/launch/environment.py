@@ -665,9 +665,8 @@ def _incomplete(claim: Claim, environ: Mapping[str, str]) -> SettingError:
 def _place(
     environ: Mapping[str, str], whole: Claim, claims: list[Claim], agent: bool, table: RankTable | None
 ) -> RankInRun:
-    rank, size = whole.rank, whole.size
+    rank, size, known = whole.rank, whole.size, None
     assert rank is not None and size is not None
-    known: str | None
     if table is not None:
         beside = table.beside(rank)
         device, devices = table.devices[rank].device, 1 + max(entry.device for entry in beside)

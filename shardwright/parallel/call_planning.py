@@ -96,9 +96,10 @@ class CallPlanning(SettingMethods):
                 check_held(module, devices, runtime.processes)
                 whole_args, whole_kwargs = (args, kwargs) if parts else local_inputs(args, kwargs, devices, dataset)
             else:
-                assert devices is not None
                 whole_args, whole_kwargs = (
-                    global_inputs(args, kwargs, devices // self._groups(devices), dataset) if parts else (args, kwargs)
+                    global_inputs(args, kwargs, devices // self._groups(devices), dataset)
+                    if parts and devices
+                    else (args, kwargs)
                 )
             fed += [
                 (tuple(x.shape), str(x.dtype))
