@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from ..capture.annotations import PipelineSettings
 from ..cluster import Cluster
@@ -39,8 +39,7 @@ def schedule_of(setting: PipelineSettings, devices: int) -> Schedule:
     Raises:
         SettingError: devices that the stages do not divide, or an unknown schedule.
     """
-    groups = setting.stages
-    assert isinstance(groups, int) and isinstance(setting.micro_batches, int)
+    groups, micro_batches = cast("int", setting.stages), cast("int", setting.micro_batches)
     if devices % groups:
         raise SettingError(
             f"{groups} stages on {devices} devices",
@@ -48,11 +47,7 @@ def schedule_of(setting: PipelineSettings, devices: int) -> Schedule:
             f"{', '.join(str(n) for n in range(1, devices + 1) if devices % n == 0)}",
         )
     return schedule(
-        None if setting.csv else setting.scheduler,
-        groups,
-        setting.micro_batches,
-        chunks=setting.chunks,
-        csv=setting.csv,
+        None if setting.csv else setting.scheduler, groups, micro_batches, chunks=setting.chunks, csv=setting.csv
     )
 
 

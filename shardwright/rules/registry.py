@@ -328,8 +328,8 @@ class Builder:
         )
         op = Op(name, target, args, kwargs, inputs, outputs, self.op.module, self.op.source, origin=self.op.name)
         described = find_rule(op)
-        assert described is not None
         bound = bound_rule(op, described, self.uneven)
+        assert described is not None  # else bound_rule has raised
         assignment = bound.follow(
             {i: self.layouts[v.name] for i, v in enumerate(inputs)}, devices=next(iter(self.layouts.values())).devices
         )

@@ -403,7 +403,6 @@ class GradientSums:
     def _complete(self, parameter: nn.Parameter, leaf: Tensor) -> None:
         """Hand over the gradient of a leaf that needs no sum, or has been kept whole; a hook of the leaf."""
         gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None
         if gradient is not None:
             hand_over(parameter, beginning(gradient, local_tensor(parameter).shape), self._groups.rank)
 
