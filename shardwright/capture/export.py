@@ -312,6 +312,7 @@ def capture_scalable(
     if effects is None or effects.described() != known.described():
         _LOG.info("no capture for all sizes, but one for each: the side effects of the forward depend on the sizes")
         return None
+    assert made.sizes is not None
     return ScalableGraph(made.graph, made.sizes)
 
 

@@ -148,7 +148,7 @@ def without_weights() -> Iterator[None]:
     from torch.nn.modules.module import register_module_parameter_registration_hook  # noqa: PLC0415  imports torch
 
     #: id of a parameter -> the parameter, to tell another one that got its id later, and its meta parameter.
-    shells: dict[int, tuple[weakref.ref, nn.Parameter]] = {}
+    shells: dict[int, tuple[weakref.ref[Any], nn.Parameter]] = {}
 
     def shell(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta or nn.parameter.is_lazy(parameter):

@@ -146,7 +146,9 @@ class CostModel:
         key = kind, digits, pieces
         found = self._collectives.get(key)
         if found is None:
-            found = collective_lines(CollectiveKind(kind), links_of(self.cluster, self.devices, merge(digits)), pieces)
+            found = collective_lines(
+                CollectiveKind.named(kind), links_of(self.cluster, self.devices, merge(digits)), pieces
+            )
             self._collectives[key] = found
         return found
 
@@ -414,4 +416,5 @@ def _causing(step: _Sent, instruction: Any) -> str:
     """The operator that causes a step of a forward redistribution; completing a partial sum counts for its
     producer."""
     completes = step.kind.reduces and getattr(instruction, "cause", "") != "parameter"
-    return (completes and getattr(instruction, "producer", "")) or instruction.operator
+    producer = getattr(instruction, "producer", "") if completes else ""
+    return producer or instruction.operator

@@ -30,7 +30,7 @@ from ..capture.guards import HOOKS, Guards
 from ..capture.module_hooks import has_global_hooks, hooked
 from ..errors import SettingError
 from ..layout import Layout
-from ..pipeline.pipeline_plan import PipelinePlan
+from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
 from ..pytree_objects import opened
 from ..runtime.distributed.gradient_fusion import Accumulation
 from ..runtime.optimizer_guard import watch_steps
@@ -181,7 +181,7 @@ class AutoParallel(CallPlanning, nn.Module):
             gradients_mean=parallel_mode in ("data_parallel", "hybrid_parallel"),
             compiled="inductor" if compile is True else compile or None,
             max_programs=max_programs,
-            varying=tuple(varying) if isinstance(varying, list) else varying,
+            varying=tuple(varying) if isinstance(varying, Sequence) else varying,
         )
         check_inside(net)
         watch_wrapping(AutoParallel)

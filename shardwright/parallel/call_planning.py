@@ -199,7 +199,7 @@ class CallPlanning(SettingMethods):
     def _groups(self, devices: int | None) -> int:
         """The number of device groups of a pipeline, where it is known and divides `devices`; else 1."""
         pipeline = self._settings.pipeline
-        groups = 1 if pipeline is None or pipeline.stages == "auto" else pipeline.stages
+        groups = pipeline.stages if pipeline is not None and isinstance(pipeline.stages, int) else 1
         return groups if devices is None or devices % groups == 0 else 1
 
     def _runtime(self) -> Runtime:

@@ -31,7 +31,16 @@ from .sequence_buckets import SequenceBuckets
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-<<<<<<< HEAD:shardwright/parallel/setting_methods.py
+    from ..layout import Layout
+    from ..process import Runtime
+    from ..runtime.pipeline_step import PipelineProgram
+    from ..runtime.step_program import StepProgram
+    from .graph_cache import GraphCache
+
+    _Module = nn.Module  # the one subclass is a module
+else:
+    _Module = object
+
 __all__ = ["ProgramSettings", "SettingMethods"]
 
 
@@ -75,52 +84,16 @@ class ProgramSettings:
             )
 
 
-class SettingMethods:
+class SettingMethods(_Module):
     """The methods, as a base class of `AutoParallel`. Each returns the model, so that calls can be chained."""
 
     _settings: Settings
     _running: ProgramSettings
-=======
-    from ..layout import Layout
-    from ..mixed_precision import MixedPrecision
-    from ..planfile.pipeline_document import PipelineDocument
-    from ..planfile.plan_document import PlanDocument
-    from ..process import Runtime
-    from ..runtime.pipeline_step import PipelineProgram
-    from ..runtime.step_program import StepProgram
-    from .graph_cache import GraphCache
-
-    _Module = nn.Module  # the one subclass is a module
-else:
-    _Module = object
-
-__all__ = ["Settings"]
-
-
-class Settings(_Module):
-    """The settings of `AutoParallel`, as a base class. Each setter returns the model, so that calls can be chained."""
->>>>>>> 6d2dfc1 (mypy checks the package in make lint, and the public surface strictly):shardwright/parallel/settings.py
 
     # The attributes that `AutoParallel` sets.
     net: nn.Module
     loss_fn: Any
-    parallel_mode: str
-    on_missing_rule: str
-    sync_batch_norm: bool
-    random: str
-    recompute: Any
-    uneven: bool
-    varying: tuple[int, ...]
-    mixed_precision: MixedPrecision | None
-    _cluster: Any
-    _memory: Any
-    _optimizer: Any
-    _search_memory: Any
-    _search_progress: Any
-    _dataset_strategy: Any
     _kind: str
-    _strategies: PlanDocument | PipelineDocument | None
-    _parameter_strategies: ParameterStrategies | None
     _loss_trains: bool
     _programs: OrderedDict[Any, StepProgram | PipelineProgram]
     _graphs: GraphCache

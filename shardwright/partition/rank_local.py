@@ -346,7 +346,7 @@ class _Programs:
             return Layout.of(self.devices, [group if d == dim else () for d in range(dims)])
 
         whole = Layout.replicated(self.devices, dims)
-        kind = CollectiveKind(schema_of(op.target).name.split("::")[1])
+        kind = CollectiveKind.named(schema_of(op.target).name.split("::")[1])
         # Between the tensor and the group stand the dims: the one to be cut, then the one to be joined.
         before = cut(op.args[-3]) if kind.source is Placement.SHARD else whole.with_partial(group)
         after = cut(op.args[1]) if kind.target is Placement.SHARD else whole

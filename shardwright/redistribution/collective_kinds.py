@@ -101,11 +101,20 @@ class CollectiveKind(str, Enum):
         return kind
 
     @classmethod
+    def named(cls, word: str) -> CollectiveKind:
+        """The kind of a word.
+
+        Raises:
+            SettingError: no kind has this name.
+        """
+        return cls(word)  # type: ignore[call-arg]  # a look-up by value, not a construction
+
+    @classmethod
     def _missing_(cls, value: object) -> CollectiveKind:
         raise SettingError(f"unknown kind of collective {value!r}", legal=", ".join(cls))
 
     # Like its word in every text and file, where an Enum would show its class.
-    __str__, __repr__, __format__ = str.__str__, str.__repr__, str.__format__
+    __str__, __repr__, __format__ = str.__str__, str.__repr__, str.__format__  # type: ignore[assignment]  # of a mix-in
 
     @property
     def communicates(self) -> bool:

@@ -282,15 +282,9 @@ def _geometry(step: RedistributionStep, shape: tuple[int, ...]) -> Geometry:
     scattered = _numbered((x, x[2].scattered if x[2] else None) for x in before)
     gathered = _numbered((x, x[2].gathered if x[2] else None) for x in after)
     pieces = math.prod(x[0] for x in scattered or gathered)
-<<<<<<< HEAD:shardwright/redistribution/redistributions.py
-    cuts = _ranges(step, piece, [(x, x[2] and x[2].scattered) for x in before])
-    joins = _ranges(step, piece, [(x, x[2] and x[2].gathered) for x in after])
-    if step.kind is CollectiveKind.SLICE:
-=======
     cuts = _ranges(step, piece, [(x, x[2].scattered if x[2] else None) for x in before])
     joins = _ranges(step, piece, [(x, x[2].gathered if x[2] else None) for x in after])
-    if step.kind == "slice":
->>>>>>> 6d2dfc1 (mypy checks the package in make lint, and the public surface strictly):shardwright/redistribution.py
+    if step.kind is CollectiveKind.SLICE:
         view = tuple(x[0] for x in before)
         select = tuple(
             (k, step.moved[digit])

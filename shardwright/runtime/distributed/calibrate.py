@@ -224,6 +224,7 @@ def _conversion(kind: CollectiveKind, devices: int, digit: Digit) -> Redistribut
     whole = Layout.replicated(devices, 2)
     rows, columns = Layout.of(devices, ((digit,), ())), Layout.of(devices, ((), (digit,)))
     layouts = {Placement.SHARD: rows, Placement.REPLICA: whole, Placement.PARTIAL: whole.with_partial((digit,))}
+    assert kind.source is not None and kind.target is not None
     source, target = layouts[kind.source], layouts[kind.target]
     made = redistribution(source, columns if source == target else target)
     assert [step.kind for step in made.steps] == [kind]
