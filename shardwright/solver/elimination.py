@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .search_memory import current
+from .search_memory import OutOfBudgetError, current
 
 __all__ = [
     "FEW",
@@ -340,10 +340,15 @@ class Tables:
     """Tables made of tables; the same operation on the same tables is computed once.
 
     Tables are known by identity. Every table that was an argument is kept alive, so that an identity is not used again.
+
+    Args:
+        facts: of the tables.
+        most: entries of all joints; with more, `OutOfBudgetError`. None: no limit.
     """
 
-    def __init__(self, facts: Facts | None = None) -> None:
+    def __init__(self, facts: Facts | None = None, most: int | None = None) -> None:
         self.facts = Facts() if facts is None else facts
+        self.left = math.inf if most is None else most
         self.budget = current()
         self._made: dict[tuple, tuple[np.ndarray, tuple]] = {}
         self._vectors: dict[bytes, np.ndarray] = {}
@@ -379,8 +384,11 @@ class Tables:
         return found[0]
 
     def _reduce(self, parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int) -> np.ndarray:
-        sizes = {dim: size for where, table in parts for dim, size in zip(where, table.shape) if dim >= 0}
-        self.budget.ask(8 * math.prod(sizes.values()))
+        sizes = {dim: size for where, table in parts for dim, size in zip(where, table.shape)}
+        self.left -= math.prod(sizes.values())
+        if self.left < 0:
+            raise OutOfBudgetError("elimination at these prices is too large")
+        self.budget.ask(8 * math.prod(size for dim, size in sizes.items() if dim >= 0))
         seen = [dim for where, _ in parts for dim in where]
         spread: dict[int, np.ndarray] = {}
         out = []

@@ -129,10 +129,13 @@ class Pricing:
 
         Args:
             multipliers: by moment, the price of a unit of memory.
+
+        Raises:
+            OutOfBudgetError: elimination is too large at these prices, which make equal tables differ.
         """
         inner, rows = self._merged.problem, self._inside
         costs, edges = rows.priced(inner.costs, multipliers), rows.priced_edges(inner.edges, multipliers)
-        gone = self._script.run(costs, edges, made=Tables(self.facts))
+        gone = self._script.run(costs, edges, made=Tables(self.facts, WORK))
         cut = self.cut(self._merged.lift(gone.complete([0] * len(inner.costs))))
         return gone.constant - float(multipliers.sum()) * self.rows.limit, cut
 

@@ -94,13 +94,15 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     pricing: Pricing | SweptPricing | None = Pricing.of(bound, rows) if seconds is None else None
     if pricing is None and seconds is None and large:
         pricing = SweptPricing(bound, rows)
+    searched = Searched() if pricing is None else None
     try:
-        found, leanest, least, priced, prices = (
-            Searched() if pricing is None else priced_search(bound, rows, pricing, gap)
-        )
+        if pricing is not None:
+            searched = priced_search(bound, rows, pricing, gap)
     except OutOfBudgetError:
-        pricing = None  # release its tables before the next attempt
-        found, leanest, least, priced, prices = priced_search(bound, rows, SweptPricing(bound, rows), gap)
+        pricing = None  # its tables are released once the error is
+    if searched is None:
+        searched = priced_search(bound, rows, SweptPricing(bound, rows), gap)
+    found, leanest, least, priced, prices = searched
     known = None if leanest is None else inner.lift(leanest.states[:-1])
     if known is not None and found is None and large:
         return _leanest(problem, infeasible(problem, known=known, least=least), priced)

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from shardwright.solver.cutting_planes import _PricedSearch, priced_search
+from shardwright.solver import lagrangian
+from shardwright.solver.cutting_planes import _PricedSearch, cheapest, priced_search
 from shardwright.solver.elimination import Facts, Tables, eliminate, elimination_order
-from shardwright.solver.lagrangian import Pricing
+from shardwright.solver.lagrangian import Cut, Pricing
 from shardwright.solver.memory_rows import Rows, binding
 from shardwright.solver.milp import NoAssignmentError, milp
 from shardwright.solver.presolve import candidates, consistent, merged, reduced, restrict
 from shardwright.solver.problem import MemoryUsage, Problem
+from shardwright.solver.search_memory import OutOfBudgetError
 from shardwright.solver.solve import solve_limited
 from shardwright.solver.splicing import Splicer
 
@@ -216,3 +218,57 @@ def test_a_part_has_what_is_known_and_what_goes_with_it():
     marks = search.marks()
     assert all(mark.all() for mark in marks), "nodes of few states have all"
     assert restrict(bound, marks).problem.cost(next(iter(search.known))) == search.prices.bound
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 30), st.integers(1, 400), st.sampled_from([60.0, 95.0, 105.0, 130.0]))
+def test_prices_are_those_of_the_program_over_all_moments(seed, count, moments, limit):
+    """No mixture of cuts within the limit at every moment is cheaper than the prices say, and one is as cheap."""
+    rng = np.random.default_rng(seed)
+    cuts = [
+        Cut((k,), float(50 + rng.exponential(20)), 100 + 15 * rng.standard_normal(moments) - rng.exponential(5))
+        for k in range(count)
+    ]
+    most = 500.0
+    prices, value = cheapest(cuts, limit, most)
+    assert (prices >= 0).all() and prices.sum() * limit <= most * (1 + 1e-6)
+    assert min(cut.cost + prices @ (cut.used - limit) for cut in cuts) == pytest.approx(value, rel=1e-6)
+    shares = dual(cuts, limit, most)
+    assert shares == pytest.approx(value, rel=1e-6)
+
+
+def dual(cuts: list[Cut], limit: float, most: float) -> float:
+    """The cheapest mixture of cuts, with `most` paid for each limit's worth of memory above the limit."""
+    import highspy
+
+    model = highspy.Highs()
+    model.setOptionValue("output_flag", False)
+    share = [model.addVariable(lb=0.0, obj=cut.cost) for cut in cuts]
+    above = model.addVariable(lb=0.0, obj=most)
+    model.addConstr(sum(share) == 1)
+    for over in zip(*((cut.used - limit) / limit for cut in cuts)):
+        model.addConstr(sum(float(o) * s for o, s in zip(over, share)) <= above)
+    model.run()
+    return model.getInfo().objective_function_value
+
+
+def test_a_search_goes_on_by_sweeps_where_prices_make_elimination_too_large(monkeypatch):
+    """Equal layers are computed once without prices, and are not equal with them."""
+    problem = chain(3, nodes=10)
+    bound, times = binding(problem)
+    rows = Rows.of(bound, len(times))
+    pricing, least, calls = Pricing.of(bound, rows), Pricing.least, []
+    with monkeypatch.context() as patched, pytest.raises(OutOfBudgetError):
+        patched.setattr(lagrangian, "WORK", 0)
+        pricing.least(np.zeros(rows.count))
+
+    def once(self, multipliers):
+        calls.append(multipliers)
+        if len(calls) == 2:
+            raise OutOfBudgetError("too large")
+        return least(self, multipliers)
+
+    monkeypatch.setattr(Pricing, "least", once)
+    found = solve_limited(problem)
+    assert len(calls) > 2 and held(problem, found.states) <= problem.limit
+    assert found.bound <= best_of(problem) <= found.cost
