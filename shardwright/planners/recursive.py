@@ -45,6 +45,12 @@ __all__ = ["recursion", "recursive_programming"]
 HOPES = (1.0, 0.5, 0.0)
 
 
+#: The exponents for a network of more than `LARGE` operators: a smaller one has its levels refuse their limits, which
+#: takes five times as long as keeping them.
+LARGE_HOPES = (1.0, 0.75)
+LARGE = 600
+
+
 #: Relative gap to the bound at which a level within a memory limit stops: a level is a step to a plan of which nothing
 #: is proved.
 NEAR_MARGINAL = 1e-2
@@ -80,13 +86,15 @@ def recursion(search: Search, memory: float | None = None, free: Decisions | Non
         return free
     if fits(search, free, memory, optimizer):
         return limited(free, memory)
-    for hope in HOPES[:-1]:
+    nearest = None
+    for hope in HOPES if len(search.described.graph.ops) <= LARGE else LARGE_HOPES:
         try:
             return levels.run(memory, hope)
-        except TooLittleMemoryError:
+        except TooLittleMemoryError as error:
+            nearest = error if nearest is None or error.least < nearest.least else nearest
             if not levels.hoped:
-                raise  # no level kept its limit: a smaller `hope` changes nothing
-    return levels.run(memory, HOPES[-1])
+                break  # no level kept its limit: a smaller `hope` changes nothing
+    raise nearest
 
 
 class _Recursion:
