@@ -343,7 +343,7 @@ class Tables:
 
     Args:
         facts: of the tables.
-        most: entries of all joints; with more, `OutOfBudgetError`. None: no limit.
+        most: entries of all results of `least`; with more, `OutOfBudgetError`. None: no limit.
     """
 
     def __init__(self, facts: Facts | None = None, most: int | None = None) -> None:
@@ -384,11 +384,12 @@ class Tables:
         return found[0]
 
     def _reduce(self, parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int) -> np.ndarray:
-        sizes = {dim: size for where, table in parts for dim, size in zip(where, table.shape)}
-        self.left -= math.prod(sizes.values())
+        sizes = {dim: size for where, table in parts for dim, size in zip(where, table.shape) if dim >= 0}
+        entries = math.prod(sizes.values())
+        self.left -= entries
         if self.left < 0:
-            raise OutOfBudgetError("elimination at these prices is too large")
-        self.budget.ask(8 * math.prod(size for dim, size in sizes.items() if dim >= 0))
+            raise OutOfBudgetError("elimination would make more tables than allowed")
+        self.budget.ask(8 * entries)
         seen = [dim for where, _ in parts for dim in where]
         spread: dict[int, np.ndarray] = {}
         out = []

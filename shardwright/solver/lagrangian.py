@@ -53,6 +53,7 @@ __all__ = ["Ascent", "Batched", "Cut", "PricedProblem", "Pricing", "SweptPricing
 
 MOST = 2**26  # entries of a joint, of those that its tables allow
 WORK = 2**31  # entries of all joints, equal ones once, above which elimination is too large; about 3 s
+RESULTS = 3 * 2**26  # entries of the results of one elimination, equal ones once: 1.5 GiB, which takes about 4 s
 ROOM = 64  # entries of a joint's result that count as one of fill; measured
 DEGREE = 3  # least neighbours of a node that is merged into another
 
@@ -135,7 +136,7 @@ class Pricing:
         """
         inner, rows = self._merged.problem, self._inside
         costs, edges = rows.priced(inner.costs, multipliers), rows.priced_edges(inner.edges, multipliers)
-        gone = self._script.run(costs, edges, made=Tables(self.facts, WORK))
+        gone = self._script.run(costs, edges, made=Tables(self.facts, RESULTS))
         cut = self.cut(self._merged.lift(gone.complete([0] * len(inner.costs))))
         return gone.constant - float(multipliers.sum()) * self.rows.limit, cut
 

@@ -259,7 +259,7 @@ def test_a_search_goes_on_by_sweeps_where_prices_make_elimination_too_large(monk
     rows = Rows.of(bound, len(times))
     pricing, least, calls = Pricing.of(bound, rows), Pricing.least, []
     with monkeypatch.context() as patched, pytest.raises(OutOfBudgetError):
-        patched.setattr(lagrangian, "WORK", 0)
+        patched.setattr(lagrangian, "RESULTS", 0)
         pricing.least(np.zeros(rows.count))
 
     def once(self, multipliers):
