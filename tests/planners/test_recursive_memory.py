@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,6 +131,25 @@ def test_levels_are_given_less_where_the_last_cannot_fit(
     assert any(map(binds, asked[-3:-1])), "or less for the upper levels would change nothing"
     assert plan.timeline.peak <= memory == plan.found.limit and plan.peak == plan.timeline.peak
     as_one_device(net, batch, loss_fn, plan)
+
+
+def test_a_large_network_has_two_turns(asked: list[Asked], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A level that refuses its limit takes long there: the second turn lowers the limits of the levels by little."""
+    monkeypatch.setattr(recursive, "LARGE", 0)
+    (net, batch, loss_fn), memory = layers(3), 38_600
+    with suppress(PlanError):
+        sw.plan(
+            net,
+            batch[:-1],
+            loss_fn,
+            batch[-1],
+            parallel_mode=MODE,
+            devices=8,
+            cluster=slow_devices(2, 2, 2),
+            memory=memory,
+        )
+    expected = [limit for hope in (1.0, 0.75) for limit in limits((2, 2, 2), memory, hope)]
+    assert [level.limit for level in asked] == pytest.approx(expected)
 
 
 def test_a_level_that_cannot_keep_its_limit_holds_as_little_as_it_can(asked: list[Asked]) -> None:
