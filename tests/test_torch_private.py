@@ -22,7 +22,17 @@ PACKAGE = Path(sw.__file__).parent
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "torch_private.py")
 
 #: Private by their spelling alone: names of Python's own library.
-PYTHONS = {"_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_inst", "_replace", "_SubParsersAction"}
+PYTHONS = {
+    "_value_",
+    "_asdict",
+    "_current_frames",
+    "_exit",
+    "_fields",
+    "_getframe",
+    "_inst",
+    "_replace",
+    "_SubParsersAction",
+}
 
 #: And of other libraries: numpy's generator, and what accelerate and Lightning have.
 OTHERS = {"_rand", "_dataloaders", "_accelerator_connector"}
