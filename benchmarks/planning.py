@@ -70,7 +70,7 @@ def measure(layers: int, devices: int, cluster: str, memory: float) -> dict[str,
     fed, costs = input_placement(graph, devices, "full_batch"), CostModel(Cluster.of(cluster, devices), devices)
     problem = PlanningProblem(graph, devices, fed, cost_model=costs)
     search = Search.of(problem)
-    made = clock.of("costs", lambda: search.energy(search.options()))
+    made = clock.of("costs", lambda: search.cost_graph(search.options()))
     found = clock.of("search", lambda: solve(made.problem))
     out = {
         "layers": layers,
@@ -85,12 +85,12 @@ def measure(layers: int, devices: int, cluster: str, memory: float) -> dict[str,
         held = clock.of(
             "costs, limited",
             lambda: holding(
-                search.energy(search.options(), cut=CUT), fed, search.carries, memory, optimizer_bytes("adam")
+                search.cost_graph(search.options(), cut=CUT), fed, search.carries, memory, optimizer_bytes("adam")
             ),
         )
-        found = clock.of("search, limited", lambda: solve(held.energy.problem, gap=ENOUGH))
+        found = clock.of("search, limited", lambda: solve(held.cost_graph.problem, gap=ENOUGH))
         out |= {
-            "nodes, limited": len(held.energy.problem.costs),
+            "nodes, limited": len(held.cost_graph.problem.costs),
             "step, limited": found.cost,
             "gap, limited": found.gap,
             "peak, limited": held.peak(found.states),

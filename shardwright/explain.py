@@ -159,7 +159,7 @@ class Within:
     @cached_property
     def cut(self) -> CostGraph:
         """The cost graph in which the storage of parameters is chosen too."""
-        return self.search.energy(self.search.options([self.decisions]), [self.decisions], cut=CUT)
+        return self.search.cost_graph(self.search.options([self.decisions]), [self.decisions], cut=CUT)
 
     def priced(self, strategies: Collection[Strategy]) -> PricedStrategies:
         """Prices of plans in which the operator has one of `strategies`.
@@ -246,13 +246,13 @@ def shares_of(plan: Plan, name: str, costs: CostModel) -> tuple[Share, ...]:
 
     A redistribution that several consumers share is a share of the first of them.
     """
-    routed = plan.routed
-    known = {i.name: i for table in (routed.parameters, routed.buffers, routed.constants) for i in table.values()}
-    known |= {i.name: i for i in (*routed.inputs, *((routed.seed,) if routed.seed is not None else ()))}
-    for instruction in routed.instructions:
+    program = plan.program
+    known = {i.name: i for table in (program.parameters, program.buffers, program.constants) for i in table.values()}
+    known |= {i.name: i for i in (*program.inputs, *((program.seed,) if program.seed is not None else ()))}
+    for instruction in program.instructions:
         known |= {o.name: o for o in made_by(instruction)}
     sums: dict[tuple[str, str, str], list[Any]] = {}
-    for half, instructions in enumerate((routed.instructions, plan.backward)):
+    for half, instructions in enumerate((program.instructions, plan.backward)):
         for instruction in instructions:
             ran, again = instruction, isinstance(instruction, (Regather, RecomputedInstruction))
             if again:
@@ -438,7 +438,7 @@ def opened(plan: Plan) -> dict[str, Digits]:
     """Operator of a plan -> the digits of the partial sum that passes through it."""
     layouts: dict[str, Layout] = {}
     came: dict[str, Digits] = {}
-    for i in plan.routed.instructions:
+    for i in plan.program.instructions:
         layouts.update((o.name, o.layout) for o in made_by(i))
         if isinstance(i, LocalOp) and i.op.origin is None:
             sources = [layouts[name] for name in read_by(i) if name in layouts]
@@ -461,7 +461,7 @@ class _Neighbourhood:
         )
         self.passing = opened(plan)
         self.decisions = {n: replace(d, open=self.passing[n]) for n, d in plan.decisions.items()}
-        self.made: CostGraph = self.search.energy(self.search.options([self.decisions]), [self.decisions])
+        self.made: CostGraph = self.search.cost_graph(self.search.options([self.decisions]), [self.decisions])
         self.chosen: dict[str, Strategy] = {n: strategy_of(d) for n, d in self.decisions.items()}
         self.problem, self.node = self.made.problem, self.made.operators[name]
 
@@ -598,7 +598,7 @@ class _Neighbourhood:
         free = (
             replace(self.made, described=search.described)
             if hsdp == self.plan.hsdp
-            else search.energy(search.options([self.decisions]), [self.decisions])
+            else search.cost_graph(search.options([self.decisions]), [self.decisions])
         )
         return Within(self.plan, self.name, search, self.decisions, free, limit)
 

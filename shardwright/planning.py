@@ -28,9 +28,9 @@ from .garbage import gc_paused
 from .graph import Graph
 from .layout import Layout
 from .ops import COLLECTIVES, for_ranks
+from .partition.hybrid_parallel import OwnPrograms, decided, fed_whole, local_inputs, with_own_statistics, with_stacked
 from .partition.local_program import Decisions, InputPlacement, PortableDecisions, input_placement
 from .partition.parameter_sharding import OptimizerParallel
-from .partition.rank_local import OwnPrograms, decided, fed_whole, local_inputs, with_own_statistics, with_stacked
 from .pipeline.build import PlanCache, pipeline_plan, schedule_of
 from .pipeline.microbatch import is_split, micro_calls
 from .pipeline.pipeline_plan import PipelinePlan, PipelineSearchResult
@@ -104,7 +104,7 @@ def make_plan(
         fed = input_placement(graph, 1, "full_batch")
         alone = PLANNERS["data_parallel"](PlanningProblem(graph, 1, fed, on_missing_rule="replicate"))
         made = Plan(graph, 1, "stand_alone", fed, alone.decisions, alone.carries, cluster=cluster)
-        _ = made.routed
+        _ = made.program
         return made
     if parallel_mode == "hybrid_parallel":
         if hsdp is not None:
@@ -123,7 +123,7 @@ def make_plan(
             own=own,
             cluster=cluster,
         )
-        _ = made.routed
+        _ = made.program
         return made
     placed = next((op for op in graph.ops if op.target in COLLECTIVES), None)
     if placed is not None:
@@ -159,7 +159,7 @@ def make_plan(
             optimizer=optimizer,
         )
         if memory is None or made.peak <= memory:
-            _ = made.routed
+            _ = made.program
             return made
     problem = PlanningProblem(
         graph,
@@ -215,7 +215,7 @@ def make_plan(
         found=found,
         optimizer=optimizer,
     )
-    _ = made.routed  # raises where the plan cannot be partitioned
+    _ = made.program  # raises where the plan cannot be partitioned
     return made
 
 

@@ -3,7 +3,7 @@
 A plan is a value. It is made once, without a process group, for any number of devices; nothing in it depends on the
 rank that reads it.
 
-    graph + decisions -> routed (local program) -> backward -> collectives, price, memory, timeline, fingerprint
+    graph + decisions -> program -> backward -> collectives, price, memory, timeline, fingerprint
 
 `partition.local_program` has the program itself; a `PipelinePlan` (`pipeline.pipeline_plan`) has one `Plan` per stage.
 """
@@ -24,6 +24,7 @@ from .cost.memory_timeline import MemoryTimeline, optimizer_bytes, timeline
 from .errors import PlanError
 from .graph import Graph, Value
 from .layout import Layout, group_of
+from .partition.hybrid_parallel import OwnPrograms, own_programs
 from .partition.local_program import (
     Decision,
     GlobalExtreme,
@@ -38,7 +39,6 @@ from .partition.local_program import (
 )
 from .partition.parameter_sharding import OptimizerParallel
 from .partition.partitioner import partition
-from .partition.rank_local import OwnPrograms, own_programs
 from .partition.rematerialization import RecomputedInstruction, Regather, Region, regions_of, started, wanted_again
 from .partition.uneven import true_slice
 from .redistribution import CollectiveKind, Redistribution
@@ -198,7 +198,7 @@ class Plan(SavedPlan):
     optimizer: Any = "adam"
 
     @cached_property
-    def routed(self) -> LocalProgram:
+    def program(self) -> LocalProgram:
         """The program that all ranks run: local operators and redistributions."""
         if self.own is not None:
             return own_programs(self.graph, self.devices, self.fed, self.own)
@@ -207,12 +207,12 @@ class Plan(SavedPlan):
     @property
     def draws(self) -> bool:
         """True where it draws random numbers."""
-        return self.routed.seed is not None
+        return self.program.seed is not None
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
         """The parts of the program that are dropped in the forward and recomputed in the backward."""
-        return regions_of(self.graph, self.routed)
+        return regions_of(self.graph, self.program)
 
     @cached_property
     def operators(self) -> tuple[OperatorPlan, ...]:
@@ -263,14 +263,14 @@ class Plan(SavedPlan):
     @cached_property
     def parameters(self) -> dict[str, ParameterPlan]:
         """Every parameter and buffer by its dotted name."""
-        routed = self.routed
+        program = self.program
         out = {}
-        for table in (routed.parameters, routed.buffers):
+        for table in (program.parameters, program.buffers):
             for name, instance in table.items():
-                value, note = instance.value, routed.stored[name].note if name in routed.stored else None
+                value, note = instance.value, program.stored[name].note if name in program.stored else None
                 shape = (self.graph.parameters.get(name) or value).shape
                 out[name] = ParameterPlan(
-                    name, shape, routed.used.get(name, instance.layout), instance.layout, value.requires_grad, note
+                    name, shape, program.used.get(name, instance.layout), instance.layout, value.requires_grad, note
                 )
         for alias, name in self.graph.aliases.items():
             if name in out:
@@ -280,7 +280,7 @@ class Plan(SavedPlan):
     @property
     def notes(self) -> tuple[str, ...]:
         """Limitations that a user would not expect, a line each."""
-        return self.routed.notes
+        return self.program.notes
 
     def collectives(self, rank: int) -> tuple[Collective, ...]:
         """Every collective in which `rank` takes part, in program order: forward, then backward."""
@@ -290,7 +290,7 @@ class Plan(SavedPlan):
 
     @cached_property
     def _collectives(self) -> tuple[tuple[Collective, Any], ...]:
-        forward = [c for i in self.routed.instructions for c in forward_collectives(i)]
+        forward = [c for i in self.program.instructions for c in forward_collectives(i)]
         backward = [c for i in self.backward for c in backward_collectives(i)]
         return (*forward, *backward)
 
@@ -301,24 +301,24 @@ class Plan(SavedPlan):
         A `Regather` comes before the first backward that needs a weight not saved from the forward, a
         `RecomputedInstruction` before the first that needs a dropped tensor.
         """
-        routed, known = self.routed, {}
-        for instance in (*routed.inputs, *routed.parameters.values(), *routed.buffers.values()):
+        program, known = self.program, {}
+        for instance in (*program.inputs, *program.parameters.values(), *program.buffers.values()):
             known[instance.name] = instance
-        for i in routed.instructions:
+        for i in program.instructions:
             known.update((o.name, o) for o in made_by(i))
-        wanted = wanted_again(routed)
-        reached = {o.name for o in routed.outputs if isinstance(o, PlacedValue) and o.value.requires_grad}
+        wanted = wanted_again(program)
+        reached = {o.name for o in program.outputs if isinstance(o, PlacedValue) and o.value.requires_grad}
         out: list[Any] = []
         there = {
             name for region in self.regions for name in region.dropped
         }  # such a weight is gathered with its region
         begun: set[int] = set()
-        for place, i in reversed(list(enumerate(routed.instructions))):
+        for place, i in reversed(list(enumerate(program.instructions))):
             if any(o.name in reached for o in made_by(i)):
                 moves = [move for move in wanted.get(place, ()) if move.target.name not in there]
                 out += [
                     *(Regather(move, i.operator) for move in moves),
-                    *started(place, i.operator, self.regions, begun, routed.instructions),
+                    *started(place, i.operator, self.regions, begun, program.instructions),
                     i,
                 ]
                 there.update(move.target.name for move in moves)
@@ -374,20 +374,20 @@ class Plan(SavedPlan):
             "gathered", with optimizer parallel or mixed precision: the weights gathered, or cast to the computation's
             dtype, at one time: all of them or, where they are resharded after the forward, the largest.
         """
-        parameters = sum(i.local_bytes for t in (self.routed.parameters, self.routed.buffers) for i in t.values())
-        gradients = sum(i.local_bytes for i in self.routed.parameters.values() if i.value.requires_grad)
+        parameters = sum(i.local_bytes for t in (self.program.parameters, self.program.buffers) for i in t.values())
+        gradients = sum(i.local_bytes for i in self.program.parameters.values() if i.value.requires_grad)
         made = sum(
             o.local_bytes
-            for i in self.routed.instructions
+            for i in self.program.instructions
             if isinstance(i, LocalOp)
             for o in i.outputs
             if o is not None
         )
-        moves = [i for i in self.routed.instructions if not isinstance(i, LocalOp)]
+        moves = [i for i in self.program.instructions if not isinstance(i, LocalOp)]
         moved = sum(i.target.local_bytes for i in moves if i.forward.steps and not _copied(i))
         dropped = [sum(self._dropped(region)) for region in self.regions]
         state = sum(
-            i.local_bytes // i.value.dtype.itemsize for i in self.routed.parameters.values() if i.value.requires_grad
+            i.local_bytes // i.value.dtype.itemsize for i in self.program.parameters.values() if i.value.requires_grad
         ) * optimizer_bytes(self.optimizer)
         out = {
             "parameters": parameters,
@@ -415,9 +415,9 @@ class Plan(SavedPlan):
 
         Such a weight is saved for the backward and has one use.
         """
-        moves = [i for i in self.routed.instructions if isinstance(i, Redistribute) and i.cause == "parameter"]
+        moves = [i for i in self.program.instructions if isinstance(i, Redistribute) and i.cause == "parameter"]
         uses = Counter(i.source.name for i in moves)
-        stored = {i.name for i in self.routed.parameters.values()}
+        stored = {i.name for i in self.program.parameters.values()}
         dropped = {name for region in self.regions for name in region.dropped}
         return frozenset(
             i.target.name
@@ -451,7 +451,7 @@ class Plan(SavedPlan):
 
     def _dropped(self, region: Region) -> Iterator[int]:
         """Yield the bytes of a region's dropped tensors; a redistribution without steps shares its source's memory."""
-        made = {o.name: (i, o) for i in map(self.routed.instructions.__getitem__, region.again) for o in made_by(i)}
+        made = {o.name: (i, o) for i in map(self.program.instructions.__getitem__, region.again) for o in made_by(i)}
         seen: set[str] = set()
         for name in region.dropped:
             while (
@@ -469,9 +469,9 @@ class Plan(SavedPlan):
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.devices} {self.mode}" + (f" {self.hsdp.optimizer_level}" if self.hsdp is not None else "")
-        for instance in (*self.routed.inputs, *self.routed.parameters.values(), *self.routed.buffers.values()):
+        for instance in (*self.program.inputs, *self.program.parameters.values(), *self.program.buffers.values()):
             yield f"{instance.name} {instance.value.shape} {instance.value.dtype} {instance.layout}"
-        for i in self.routed.instructions:
+        for i in self.program.instructions:
             if isinstance(i, LocalOp):
                 yield f"{i.op.name} {i.target} {i.args} {sorted(i.kwargs.items(), key=str)}"
             else:

@@ -105,7 +105,7 @@ def problem_of(plan: sw.Plan) -> tuple[Any, dict]:
     """The search's problem and the plan's strategies."""
     costs = CostModel(plan.cluster, plan.devices)
     search = Search.of(PlanningProblem(plan.graph, plan.devices, plan.fed, cost_model=costs))
-    return search.energy(search.options([plan.decisions])), {n: strategy_of(d) for n, d in plan.decisions.items()}
+    return search.cost_graph(search.options([plan.decisions])), {n: strategy_of(d) for n, d in plan.decisions.items()}
 
 
 def held(problem: Problem, node: int, state: int) -> Problem:

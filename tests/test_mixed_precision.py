@@ -223,7 +223,7 @@ def test_memory_and_price_of_a_plan() -> None:
             assert plan.cost * (1 - 1e-9) <= plan.found.cost <= plan.cost * (1 + 1e-5)
             assert plan.peak >= held["parameters"] + held["gradients"] + held["optimizer"]
         assert "gathered" in mixed.memory(0)  # the casts
-        casts = [i for i in mixed.routed.instructions if isinstance(i, Redistribute) and i.casts]
+        casts = [i for i in mixed.program.instructions if isinstance(i, Redistribute) and i.casts]
         assert {i.source.value.name for i in casts} == {v.name for v in mixed.graph.parameters.values()}
 
 

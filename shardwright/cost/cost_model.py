@@ -346,12 +346,14 @@ class _Pricing:
 
     def __init__(self, costs: CostModel, plan: Any, micro_batches: int) -> None:
         self.costs, self.plan, self.micro_batches = costs, plan, micro_batches
-        routed = plan.routed
-        seed = () if routed.seed is None else (routed.seed,)
-        made = (o for i in routed.instructions for o in (i.outputs if isinstance(i, LocalOp) else (i.target,)))
-        tables = (routed.parameters, routed.buffers, routed.constants)
+        program = plan.program
+        seed = () if program.seed is None else (program.seed,)
+        made = (o for i in program.instructions for o in (i.outputs if isinstance(i, LocalOp) else (i.target,)))
+        tables = (program.parameters, program.buffers, program.constants)
         self.known = {
-            i.name: i for i in (*routed.inputs, *seed, *(i for t in tables for i in t.values()), *made) if i is not None
+            i.name: i
+            for i in (*program.inputs, *seed, *(i for t in tables for i in t.values()), *made)
+            if i is not None
         }
         self.sums = {"forward": 0.0, "backward": 0.0, "compute": 0.0, "communication": 0.0, "once": 0.0}
         self.by_operator: dict[str, float] = {}
@@ -360,7 +362,7 @@ class _Pricing:
         self.sums_once = plan.hsdp is None or plan.hsdp.accumulates_whole
 
     def run(self) -> Price:
-        for instruction in self.plan.routed.instructions:
+        for instruction in self.plan.program.instructions:
             self.add("forward", instruction, self.costs.forward(instruction, self.known))
         for instruction in self.plan.backward:
             self.add("backward", instruction, self.costs.backward(instruction, self.known))

@@ -132,23 +132,28 @@ def timeline(plan: Any, optimizer: Any = "adam") -> MemoryTimeline:
     Raises:
         SettingError: an unknown optimizer.
     """
-    return _Walk(plan.routed, plan.backward, plan.regions, optimizer_bytes(optimizer)).run()
+    return _Walk(plan.program, plan.backward, plan.regions, optimizer_bytes(optimizer)).run()
 
 
 class _Walk:
-    def __init__(self, routed: LocalProgram, backward: Sequence[Any], regions: Sequence[Any], state: float) -> None:
-        self.routed, self.instructions, self.backward, self.regions = routed, routed.instructions, backward, regions
+    def __init__(self, program: LocalProgram, backward: Sequence[Any], regions: Sequence[Any], state: float) -> None:
+        self.program, self.instructions, self.backward, self.regions = (
+            program,
+            program.instructions,
+            backward,
+            regions,
+        )
         self.state = state
         self.count = len(self.instructions)
         self.end = self.count + len(backward)
-        self.saved = saved_by(routed)
-        seed = () if routed.seed is None else (routed.seed,)
-        tables = (routed.parameters, routed.buffers, routed.constants)
+        self.saved = saved_by(program)
+        seed = () if program.seed is None else (program.seed,)
+        tables = (program.parameters, program.buffers, program.constants)
         self.lives = LiveRanges(
-            (*routed.inputs, *seed, *(i for t in tables for i in t.values())), routed.instructions, self.saved
+            (*program.inputs, *seed, *(i for t in tables for i in t.values())), program.instructions, self.saved
         )
         self.instances, self.root, self.read = self.lives.instances, self.lives.root, self.lives.read
-        for o in (*(o for o in routed.outputs if isinstance(o, PlacedValue)), *routed.updates.values()):
+        for o in (*(o for o in program.outputs if isinstance(o, PlacedValue)), *program.updates.values()):
             self.read[self.root[o.name]] = self.end - 1
         self.out: list[Allocation] = []
 
@@ -170,12 +175,12 @@ class _Walk:
 
     def standing(self) -> None:
         """Hold the tensors that are live during the whole step."""
-        routed = self.routed
-        for instance in (*routed.buffers.values(), *routed.constants.values()):
+        program = self.program
+        for instance in (*program.buffers.values(), *program.constants.values()):
             self.hold("parameters", instance.name, 0, self.end, instance.local_bytes)
-        for instance in routed.inputs:
+        for instance in program.inputs:
             self.hold("inputs", instance.name, 0, self.end, instance.local_bytes)
-        for instance in routed.parameters.values():
+        for instance in program.parameters.values():
             self.hold("parameters", instance.name, 0, self.end, instance.local_bytes)
             if instance.value.requires_grad:
                 self.hold("gradients", instance.name, 0, self.end, instance.local_bytes)
@@ -238,7 +243,7 @@ class _Walk:
         """Hold the gradients of intermediate tensors: those that wait for their producer's backward, and terms
         being added."""
         begin = {
-            o.name: self.count for o in self.routed.outputs if isinstance(o, PlacedValue) and o.value.requires_grad
+            o.name: self.count for o in self.program.outputs if isinstance(o, PlacedValue) and o.value.requires_grad
         }
         backward = [
             (self.count + p, i)

@@ -23,7 +23,7 @@ from ..capture.model_device import check_inputs, device_of
 from ..capture.regions import with_policy
 from ..graph import Graph
 from ..ops import for_ranks
-from ..partition.rank_local import OwnPrograms, local_inputs
+from ..partition.hybrid_parallel import OwnPrograms, local_inputs
 from ..pipeline.microbatch import is_split, micro_calls
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..pipeline.stage_search import AutomaticStages

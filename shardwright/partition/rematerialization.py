@@ -145,21 +145,21 @@ class Answer(NamedTuple):
     strides: tuple[tuple[int, ...], ...]
 
 
-def saved_by(routed: LocalProgram) -> list[SavedTensors]:
+def saved_by(local_program: LocalProgram) -> list[SavedTensors]:
     """The saved tensors of each instruction of a program, in program order."""
     env: dict[str, Blank] = {}
     sources: list[Iterable[PlacedValue]] = [
-        routed.inputs,
-        routed.parameters.values(),
-        routed.buffers.values(),
-        routed.constants.values(),
+        local_program.inputs,
+        local_program.parameters.values(),
+        local_program.buffers.values(),
+        local_program.constants.values(),
     ]
     for instance in (i for table in sources for i in table):
         env[instance.name] = _blank(instance)
-    if routed.seed is not None:
-        env[routed.seed.name] = _blank(routed.seed)
+    if local_program.seed is not None:
+        env[local_program.seed.name] = _blank(local_program.seed)
     out = []
-    for instruction in routed.instructions:
+    for instruction in local_program.instructions:
         if isinstance(instruction, LocalOp):
             out.append(_of_operator(instruction, env))
             continue
@@ -265,14 +265,14 @@ class Regather:
     operator: str
 
 
-def wanted_again(routed: LocalProgram) -> dict[int, tuple[Redistribute, ...]]:
+def wanted_again(local_program: LocalProgram) -> dict[int, tuple[Redistribute, ...]]:
     """For each operator, by its index among the instructions, the weights that it saves and that are gathered
     again."""
-    if not any(isinstance(i, Redistribute) and i.again for i in routed.instructions):
+    if not any(isinstance(i, Redistribute) and i.again for i in local_program.instructions):
         return {}
     held: dict[str, Redistribute] = {}  # name of a gathered weight, or of a view of one -> its gather
     out: dict[int, tuple[Redistribute, ...]] = {}
-    for place, (instruction, saved) in enumerate(zip(routed.instructions, saved_by(routed))):
+    for place, (instruction, saved) in enumerate(zip(local_program.instructions, saved_by(local_program))):
         if isinstance(instruction, Redistribute):
             if instruction.again:
                 held[instruction.target.name] = instruction
@@ -417,15 +417,15 @@ def started(
     return out
 
 
-def regions_of(graph: Graph, routed: LocalProgram) -> tuple[Region, ...]:
+def regions_of(graph: Graph, local_program: LocalProgram) -> tuple[Region, ...]:
     """The regions of a program in the order in which they begin; regions that would drop nothing are left out."""
     said = {op.name: op.recompute for op in graph.ops if op.recompute is not None}
-    return _Regions(said, routed).run() if said else ()
+    return _Regions(said, local_program).run() if said else ()
 
 
 class _Regions:
-    def __init__(self, said: dict[str, Recompute], routed: LocalProgram) -> None:
-        self.said, self.routed, self.instructions = said, routed, routed.instructions
+    def __init__(self, said: dict[str, Recompute], local_program: LocalProgram) -> None:
+        self.said, self.program, self.instructions = said, local_program, local_program.instructions
         self.names = [(reads(i), tuple(o.name for o in made_by(i))) for i in self.instructions]
         self.calls: dict[int, list[str]] = {}  # call -> its operators
         for name, recompute in said.items():
@@ -493,8 +493,8 @@ class _Regions:
         Consumers outside the region do not matter where the call drops its results everywhere.
         """
         out = {name for i, (_, makes) in enumerate(self.names) if self.member[i] is not None for name in makes}
-        out -= {o.name for o in self.routed.outputs if isinstance(o, PlacedValue)}
-        out -= {i.name for i in self.routed.updates.values()}
+        out -= {o.name for o in self.program.outputs if isinstance(o, PlacedValue)}
+        out -= {i.name for i in self.program.updates.values()}
         for i, (read, _) in enumerate(self.names):
             for name in out.intersection(read):
                 call = self.member[self.maker[name]]
@@ -503,7 +503,7 @@ class _Regions:
         return out
 
     def run(self) -> tuple[Region, ...]:
-        saved = saved_by(self.routed)
+        saved = saved_by(self.program)
         needed = {
             call: {n for s in saved for n in s.values & self.droppable if self.call_of(n) == call}
             for call in self.calls

@@ -160,7 +160,7 @@ def _feeding(part: StageGraph, fed: InputPlacement, inputs: int, stages: list[St
         left = (
             maker.outgoing(source.name).layout
             if source.kind == "stage"
-            else maker.plan.routed.parameters[source.name].layout
+            else maker.plan.program.parameters[source.name].layout
         )
         layouts.append(arriving(left, maker.devices, devices))
     first = next((layout.dims[0] for layout in fed.inputs if layout.dims and layout.dims[0]), ())

@@ -186,7 +186,7 @@ class Stage:
 
     def outgoing(self, value: str) -> PlacedValue:
         """A value that the stage sends, in the layout in which it is sent."""
-        return self.plan.routed.outputs[len(self.results) + self.sent.index(value)]
+        return self.plan.program.outputs[len(self.results) + self.sent.index(value)]
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ class PipelinePlan(SavedPlan):
                 left = (
                     maker.outgoing(source.name).layout
                     if source.kind == "stage"
-                    else maker.plan.routed.parameters[source.name].layout
+                    else maker.plan.program.parameters[source.name].layout
                 )
                 kind = "value" if source.kind == "stage" else "parameter"
                 out.append(
@@ -490,7 +490,7 @@ class _Step:
                 stage,
                 (
                     (c, d)
-                    for i in stage.plan.routed.instructions
+                    for i in stage.plan.program.instructions
                     if stage.plan.once(i)
                     for c, d in forward_collectives(i)
                 ),
@@ -503,7 +503,7 @@ class _Step:
                     stage,
                     (
                         (c, d)
-                        for i in stage.plan.routed.instructions
+                        for i in stage.plan.program.instructions
                         if not stage.plan.once(i)
                         for c, d in forward_collectives(i)
                     ),
@@ -563,13 +563,13 @@ class Moment(NamedTuple):
 
 def moments(plan: Plan) -> tuple[Moment, ...]:
     """The moments of a plan's timeline, with their seconds."""
-    routed, costs = plan.routed, CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
-    tables = (routed.parameters, routed.buffers, routed.constants)
-    seed = () if routed.seed is None else (routed.seed,)
-    made = (o for i in routed.instructions for o in made_by(i))
-    known = {i.name: i for i in (*routed.inputs, *seed, *(i for table in tables for i in table.values()), *made)}
+    program, costs = plan.program, CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
+    tables = (program.parameters, program.buffers, program.constants)
+    seed = () if program.seed is None else (program.seed,)
+    made = (o for i in program.instructions for o in made_by(i))
+    known = {i.name: i for i in (*program.inputs, *seed, *(i for table in tables for i in table.values()), *made)}
     return (
-        *(Moment(i.operator, "forward", costs.forward(i, known)) for i in routed.instructions),
+        *(Moment(i.operator, "forward", costs.forward(i, known)) for i in program.instructions),
         *(Moment(i.operator, "backward", costs.backward(i, known)) for i in plan.backward),
     )
 

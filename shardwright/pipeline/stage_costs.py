@@ -407,7 +407,7 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
         more = two[operator] - price
         seconds[unit_of(operator)] += more
         once[unit_of(operator)] += max(0.0, price - more)
-    line, makers = plan.timeline, {o.name: unit_of(i.operator) for i in plan.routed.instructions for o in made_by(i)}
+    line, makers = (plan.timeline, {o.name: unit_of(i.operator) for i in plan.program.instructions for o in made_by(i)})
     makers.update(units.homes)
     for table in (plan.graph.inputs, plan.graph.buffers.values()):
         makers.update((v.name, units.readers[v.name][0]) for v in table if v.name in units.readers)
@@ -459,7 +459,7 @@ def _sends(plan: Plan, units: Units, cluster: Cluster) -> np.ndarray:
 def _shared(plan: Plan, units: Units, cluster: Cluster) -> tuple[tuple[int, int, float, float], ...]:
     """(home, unit, bytes, seconds) of the parameters that units read besides their home."""
     out, costs = [], CostModel(cluster)
-    for instance in plan.routed.parameters.values():
+    for instance in plan.program.parameters.values():
         name = instance.value.name
         for unit in units.readers.get(name, ())[1:]:
             nbytes = instance.local_bytes

@@ -327,7 +327,7 @@ class StageSearch:
                 ):
                     try:
                         made = replace(known.plan, graph=graph, fed=fed, decisions=decisions)
-                        _ = made.routed
+                        _ = made.program
                         return made
                     except ShardwrightError:
                         continue  # these rows do not divide for a redistribution

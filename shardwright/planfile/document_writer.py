@@ -19,8 +19,8 @@ from ..cluster import Cluster
 from ..errors import ShardwrightError
 from ..graph import Graph, Op, types_of
 from ..layout import Layout
+from ..partition.hybrid_parallel import fed_whole
 from ..partition.local_program import Decision, InputPlacement, input_placement
-from ..partition.rank_local import fed_whole
 from ..pipeline.schedules import SCHEDULES, Schedule, schedule
 from .encoding import fingerprint, packed, spell_assignment, spell_digits, spell_layout, write_graph, write_recompute
 

@@ -33,9 +33,9 @@ from ..cost.memory_timeline import optimizer_bytes
 from ..errors import LayoutError, PlanError, ShardwrightError
 from ..graph import Graph, Op, types_of
 from ..layout import Layout
+from ..partition.hybrid_parallel import OwnPrograms
 from ..partition.local_program import Decision, Decisions, InputPlacement, SearchResult, batch_dims, description
 from ..partition.parameter_sharding import OptimizerParallel
-from ..partition.rank_local import OwnPrograms
 from ..pipeline.schedules import Schedule
 from ..planners.planning_problem import PLANNERS, Planner, modes
 from ..rules import Bound, bound_rule, whole_rule
@@ -474,7 +474,7 @@ class PlanDocument(DocumentHead):
             graph, devices, mode, fed, decisions, carries, settled, hsdp, own, self.cluster, optimizer=self.optimizer
         )
         try:
-            _ = made.routed
+            _ = made.program
         except ShardwrightError as error:
             raise self.unroutable(error, decisions) from None
         limit = memory if found is None else found.limit

@@ -59,7 +59,7 @@ def dynamic_programming(problem: PlanningProblem) -> Decisions:
     known = [semi_auto(problem).decisions, recursed.decisions]
     if any(op.mark is not None for op in graph.ops):
         known.append(sharding_propagation(problem).decisions)
-    free = search.energy(search.options(known), known)
+    free = search.cost_graph(search.options(known), known)
     decided = search.decided(free, solve(free.problem), "search")
     if memory is None:
         return decided
@@ -73,7 +73,7 @@ def dynamic_programming(problem: PlanningProblem) -> Decisions:
         return _cheaper(decided, within)
     if isinstance(within, Decisions):
         known.append(within.decisions)
-    made = search.energy(search.options(known), known, cut=problem.cut)
+    made = search.cost_graph(search.options(known), known, cut=problem.cut)
     return _cheaper(_tried(lambda: fit(search, made, memory, optimizer)), within)
 
 

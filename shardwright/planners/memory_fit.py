@@ -137,7 +137,7 @@ class _Fitting:
     ) -> None:
         self.search, self.held, self.limit, self.optimizer = search, held, limit, optimizer
         self.cause, self.solver, self.bound = cause, solver, None
-        self.problem = held.energy.problem
+        self.problem = held.cost_graph.problem
 
     def run(self) -> Decisions:
         target, refused = self.limit, None
@@ -212,7 +212,7 @@ class _Fitting:
         graph = with_recompute(search.described.graph, held.recomputed(solution.states), held.segments)
         ops = {op.name: op for op in graph.ops}
         bounded = solution if self.bound is None else replace(solution, bound=min(self.bound, solution.cost))
-        made = search.decided(held.energy, bounded, self.cause, proved=self.bound is not None)
+        made = search.decided(held.cost_graph, bounded, self.cause, proved=self.bound is not None)
         decisions: dict[str, Decision] = {n: replace(d, op=ops[n]) for n, d in made.decisions.items()}
         hsdp = search.hsdp if search.hsdp is not None else held.storage(solution.states)
         plan = Plan(

@@ -56,7 +56,7 @@ class MemoryProblem:
     """A cost graph with memory.
 
     Attributes:
-        energy: the cost graph; its problem has a limit, usages, and a node for each value that may be saved.
+        cost_graph: the cost graph; its problem has a limit, usages, and a node for each value that may be saved.
         kept: by value, the node that decides between saving and recomputing it.
         states: by value, that node's states.
         segments: by operator, its segment of the program.
@@ -64,7 +64,7 @@ class MemoryProblem:
             `rematerialization.hands_on` is true comes with the value that it views, and is not listed.
     """
 
-    energy: CostGraph
+    cost_graph: CostGraph
     kept: dict[str, int]
     states: dict[str, tuple[SaveOrRecompute, ...]]
     segments: dict[str, int]
@@ -82,10 +82,10 @@ class MemoryProblem:
     def storage(self, states: tuple[int, ...]) -> OptimizerParallel | None:
         """The setting that stores parameters as the states say; None where no parameter is stored cut."""
         whole, kept, cut = set(), set(), False
-        graph = self.energy.described.graph
+        graph = self.cost_graph.described.graph
         names = {value.name: name for name, value in graph.parameters.items()}
-        for value, node in self.energy.parameters.items():
-            state = self.energy.storages[value][states[node]]
+        for value, node in self.cost_graph.parameters.items():
+            state = self.cost_graph.storages[value][states[node]]
             if state.stored == state.layout:
                 whole.add(names[value])
             else:
@@ -98,7 +98,7 @@ class MemoryProblem:
 
     def peak(self, states: tuple[int, ...]) -> float:
         """The most bytes at any moment under these states, as the problem counts them."""
-        uses = self.energy.problem.usages
+        uses = self.cost_graph.problem.usages
         changes = np.zeros(max((u.stop for u in uses), default=0) + 1)
         for u in uses:
             held = u.held(states)
@@ -108,26 +108,32 @@ class MemoryProblem:
 
 
 def holding(
-    energy: CostGraph, fed: InputPlacement, carries: Mapping[str, int], limit: float, state: float
+    cost_graph: CostGraph, fed: InputPlacement, carries: Mapping[str, int], limit: float, state: float
 ) -> MemoryProblem:
     """The cost graph with memory.
 
     Args:
-        energy: the cost graph without memory.
+        cost_graph: the cost graph without memory.
         fed: the layouts of the inputs, and the handling of the results.
         carries: value name -> the dim that carries the batch.
         limit: bytes a device.
         state: bytes of the optimizer's state for each element of a parameter.
     """
-    return _MemoryProblemBuilder(energy, fed, carries, limit, state).run()
+    return _MemoryProblemBuilder(cost_graph, fed, carries, limit, state).run()
 
 
 class _MemoryProblemBuilder:
     def __init__(
-        self, energy: CostGraph, fed: InputPlacement, carries: Mapping[str, int], limit: float, state: float
+        self, cost_graph: CostGraph, fed: InputPlacement, carries: Mapping[str, int], limit: float, state: float
     ) -> None:
-        self.energy, self.graph, self.fed, self.limit, self.state = energy, energy.described.graph, fed, limit, state
-        self.memory = OperatorMemory(energy)
+        self.cost_graph, self.graph, self.fed, self.limit, self.state = (
+            cost_graph,
+            cost_graph.described.graph,
+            fed,
+            limit,
+            state,
+        )
+        self.memory = OperatorMemory(cost_graph)
         self.place, self.grads, self.consumers = self.memory.place, self.memory.grads, self.memory.consumers
         self.count = len(self.graph.ops)
         self.end = 2 * self.count + 2 if self.grads else self.count + 1
@@ -137,7 +143,7 @@ class _MemoryProblemBuilder:
             last[segment] = self.place[name]
         self.segment_end = {name: last[segment] for name, segment in self.segments.items()}
         outputs = [v for v in self.graph.outputs if isinstance(v, Value)]
-        devices = energy.described.devices
+        devices = cost_graph.described.devices
         self.ends = {v.name: Layout.replicated(devices, len(v.shape)) for v in self.graph.updates.values()}
         self.ends |= {
             v.name: to for v, to in zip(outputs, output_layouts(outputs, devices, fed, dict(carries))) if to is not None
@@ -169,7 +175,7 @@ class _MemoryProblemBuilder:
     def run(self) -> MemoryProblem:
         self.standing()
         for _name, value in self.graph.parameters.items():
-            if value.name in self.energy.parameters:
+            if value.name in self.cost_graph.parameters:
                 self.parameter(value)
         budget = current()
         for op in self.graph.ops:
@@ -184,15 +190,15 @@ class _MemoryProblemBuilder:
         fixed = sum(self.memory.bytes_of(v, layout) for v, layout in zip(self.graph.inputs, self.fed.inputs))
         fixed += sum(t.numel() * t.element_size() for t in self.graph.constants.values())
         fixed += sum(v.nbytes for v in self.graph.buffers.values())
-        used = self.energy.parameters
+        used = self.cost_graph.parameters
         for v in self.graph.parameters.values():
             if v.name not in used:
                 fixed += v.stored.nbytes * (2 if v.requires_grad else 1) + int(v.numel * self.state * v.requires_grad)
-        if self.energy.problem.costs:
-            self.use(0, 0, self.end, np.full(len(self.energy.problem.costs[0]), float(fixed)), "inputs")
+        if self.cost_graph.problem.costs:
+            self.use(0, 0, self.end, np.full(len(self.cost_graph.problem.costs[0]), float(fixed)), "inputs")
 
     def parameter(self, value: Value) -> None:
-        node, states = self.energy.parameters[value.name], self.energy.storages[value.name]
+        node, states = self.cost_graph.parameters[value.name], self.cost_graph.storages[value.name]
         stored = np.array([self.memory.bytes_of(value.stored, s.stored) for s in states], dtype=np.float64)
         if value.requires_grad:
             stored = stored * (2 + self.state / value.stored.dtype.itemsize)
@@ -237,7 +243,7 @@ class _MemoryProblemBuilder:
 
     def operator(self, op: Op) -> None:
         """Add an operator's own memory, and that of its inputs while it runs."""
-        node, here = self.energy.operators[op.name], self.place[op.name]
+        node, here = self.cost_graph.operators[op.name], self.place[op.name]
         grads = self.grads
         if grads:
             self.use(node, here, self.back(here) + 1, self.memory.own(op), "activations")
@@ -247,16 +253,16 @@ class _MemoryProblemBuilder:
             self.use(node, self.back(here), self.back(here) + 1, backward, "backward")
         if self.memory.is_view(op):
             for index, value in enumerate(op.inputs):
-                if value.name not in self.memory.made_by and value.name not in self.energy.parameters:
+                if value.name not in self.memory.made_by and value.name not in self.cost_graph.parameters:
                     self.given(op, index, value)
-                if grads and value.requires_grad and value.name in self.energy.shared:
+                if grads and value.requires_grad and value.name in self.cost_graph.shared:
                     self.use(
                         node, self.back(here), self.back(here) + 1, self.memory.wanted(op, index, value), "backward"
                     )
             return
         for value, index in {v.name: (v, i) for i, v in reversed(list(enumerate(op.inputs)))}.values():
             if value.name not in self.memory.made_by:
-                if value.name not in self.energy.parameters:
+                if value.name not in self.cost_graph.parameters:
                     self.given(op, index, value)
                 continue
             if value.name in self.memory.of_given:
@@ -264,14 +270,14 @@ class _MemoryProblemBuilder:
             (maker, k), wanted = self.memory.made_by[value.name], self.memory.wanted(op, index, value)
             further = self.memory.wants_input(op, index) if grads else np.zeros(len(wanted), dtype=bool)
             self.use(node, here, self.back(here) + 1, wanted * further, "activations")
-            if value.name not in self.energy.shared and not self.memory.saves_output(maker, k):
+            if value.name not in self.cost_graph.shared and not self.memory.saves_output(maker, k):
                 self.use(node, here, here + 1, wanted * ~further, "delivered")
             if grads and value.requires_grad:
                 self.use(node, self.back(here), self.back(here) + 1, wanted, "backward")
 
     def given(self, op: Op, index: int, value: Value) -> None:
         """Add the copy of an input of the program, a buffer or a constant, where it is redistributed."""
-        node, here, prints = self.energy.operators[op.name], self.place[op.name], self.memory.prints(op)
+        node, here, prints = self.cost_graph.operators[op.name], self.place[op.name], self.memory.prints(op)
         at = dict(zip((v.name for v in self.graph.inputs), self.fed.inputs)).get(value.name)
         amount = np.array(
             [
@@ -295,10 +301,10 @@ class _MemoryProblemBuilder:
 
     def viewing(self, op: Op, k: int, value: Value) -> None:
         """Add the copies of a view of an input, a buffer or a constant, where it is redistributed."""
-        readers, shared = self.consumers.get(value.name, []), self.energy.shared.get(value.name)
+        readers, shared = self.consumers.get(value.name, []), self.cost_graph.shared.get(value.name)
         if shared is not None:
             self.copies(value, shared, readers)
-            states = self.energy.shares[value.name]
+            states = self.cost_graph.shares[value.name]
             served = np.array([float(self.keeping.shared_bytes(value, s)[1]) for s in states])
             self.use(
                 shared,
@@ -310,7 +316,7 @@ class _MemoryProblemBuilder:
         elif readers and value.name not in self.ends:
             ((reader, i),) = readers
             self.use(
-                (self.energy.operators[op.name], self.energy.operators[reader.name]),
+                (self.cost_graph.operators[op.name], self.cost_graph.operators[reader.name]),
                 self.place[reader.name],
                 self.until(reader, i) + 1,
                 self.keeping.received(value),
@@ -319,11 +325,11 @@ class _MemoryProblemBuilder:
 
     def made(self, op: Op, k: int, value: Value) -> None:
         """Add an operator's output: up to its last consumer, and beyond where some backward needs it."""
-        node, here = self.energy.operators[op.name], self.place[op.name]
+        node, here = self.cost_graph.operators[op.name], self.place[op.name]
         left, readers = self.memory.left(op, k, value), self.consumers.get(value.name, [])
         places = [self.place[reader.name] for reader, _ in readers]
         ends, last = value.name in self.ends, max(places, default=here)
-        shared = self.energy.shared.get(value.name)
+        shared = self.cost_graph.shared.get(value.name)
         if ends:  # a result stays to the end; with a redistribution, its source stays for a while
             to = self.ends[value.name]
             handed = np.array(
@@ -356,7 +362,7 @@ class _MemoryProblemBuilder:
         if resent is not None:  # the recomputation begins with the sent value, and ends before its consumer's backward
             ((reader, _),) = readers
             self.use(
-                (node, self.energy.operators[reader.name]),
+                (node, self.cost_graph.operators[reader.name]),
                 last + (not self.memory.is_view(reader)),
                 self.back(last),
                 resent,
@@ -366,7 +372,10 @@ class _MemoryProblemBuilder:
     def sent(self, op: Op, k: int, value: Value, reader: Op) -> None:
         """Add the second end of a redistribution to a single consumer: in the forward before the consumer produces
         anything, in the backward after the memory of the consumer alone is released."""
-        nodes, at = (self.energy.operators[op.name], self.energy.operators[reader.name]), self.place[reader.name]
+        nodes, at = (
+            (self.cost_graph.operators[op.name], self.cost_graph.operators[reader.name]),
+            self.place[reader.name],
+        )
         # several inputs are sent one after the other: the room counts for the first
         first = next(v.name for v in reader.inputs if self.memory.reads_alone(v.name)) == value.name
 
@@ -389,14 +398,14 @@ class _MemoryProblemBuilder:
     def viewed(self, op: Op, k: int, value: Value, view: Op) -> None:
         """Add the redistribution to a view: both ends while it is sent, and the gradient of the view's input together
         with that of its output, or with that of the sent value."""
-        nodes, at = (self.energy.operators[op.name], self.energy.operators[view.name]), self.place[view.name]
+        nodes, at = (self.cost_graph.operators[op.name], self.cost_graph.operators[view.name]), self.place[view.name]
         if not self.memory.saves_output(op, k):
             self.use(nodes, at, at + 1, self.keeping.sent(value), "activations")
         if self.grads and value.requires_grad:
             self.use(nodes, self.back(at), self.back(at) + 1, self.keeping.viewed_back(value), "backward")
 
     def held_for_several(self, value: Value, node: int, here: int, first: int, stop: int) -> None:
-        states = self.energy.shares[value.name]
+        states = self.cost_graph.shares[value.name]
         left = np.array([self.memory.bytes_of(value, s.left) for s in states], dtype=np.float64)
         self.use(node, here, first, left, "activations")
         both = np.array([float(sum(self.keeping.shared_bytes(value, s))) for s in states])
@@ -410,7 +419,7 @@ class _MemoryProblemBuilder:
         mine = self.memory.saves_output(op, k)
         savers = [self.place[reader.name] for reader in self.keeping.savers(value)]
         places = [self.place[reader.name] for reader, _ in readers]
-        shared, states = self.energy.shared.get(value.name), self.keeping.states[value.name]
+        shared, states = self.cost_graph.shared.get(value.name), self.keeping.states[value.name]
         until = self.back(min([here] if mine else savers or places)) + 1
         after = max(places) + 1
 
@@ -429,9 +438,9 @@ class _MemoryProblemBuilder:
                 0
             ]
 
-        maker = self.energy.operators[op.name]
+        maker = self.cost_graph.operators[op.name]
         if shared is not None:
-            carrier = self.energy.shares[value.name]
+            carrier = self.cost_graph.shares[value.name]
             amount = self.memory.once(
                 ("both", id(carrier), value.shape, value.dtype),
                 lambda: np.array([float(sum(self.keeping.shared_bytes(value, s))) for s in carrier]),
@@ -449,7 +458,7 @@ class _MemoryProblemBuilder:
                     )
                 self.use((maker, name), here, until, together(left), "activations")
             if savers or not mine:
-                wanted, at = self.memory.wanted(reader, i, value), self.energy.operators[reader.name]
+                wanted, at = self.memory.wanted(reader, i, value), self.cost_graph.operators[reader.name]
                 self.use((at, name), after, self.back(places[0]) + 1, together(wanted), "activations")
         gone, begun = by_state(DROPPED, None), self.begun(value.name)
         if shared is not None and any(s == SaveOrRecompute(DROPPED) for s in states):
@@ -462,7 +471,7 @@ class _MemoryProblemBuilder:
     def copies(self, value: Value, node: int, readers: list[tuple[Op, int]]) -> None:
         """Add the copies of a shared value that single consumers have: in a layout that is neither the one it is left
         in nor the one that is served once."""
-        states = self.energy.shares[value.name]
+        states = self.cost_graph.shares[value.name]
         for reader, i in readers:
             prints, here = self.memory.prints(reader), self.place[reader.name]
 
@@ -483,18 +492,18 @@ class _MemoryProblemBuilder:
             amount = self.memory.once(("copies", id(states), id(prints), i, value.shape, value.dtype), count)
             stays = self.grads and (self.memory.saves_input(reader, i) or self.keeping.runs_again(reader))
             until = self.back(here) if stays else here
-            self.use((node, self.energy.operators[reader.name]), here, until + 1, amount, "activations")
+            self.use((node, self.cost_graph.operators[reader.name]), here, until + 1, amount, "activations")
 
     # -- the whole --
 
     def finish(self) -> MemoryProblem:
         """The whole problem. The save-or-recompute node of a value comes right after the node of its producer, or of
         the shared value."""
-        energy, problem, kept = self.energy, self.energy.problem, self.keeping.states
+        cost_graph, problem, kept = self.cost_graph, self.cost_graph.problem, self.keeping.states
         order: list[tuple[float, Any]] = [(node, node) for node in range(len(problem.costs))]
         for value in kept:
             op, _ = self.memory.made_by[value]
-            order.append((max(energy.operators[op.name], energy.shared.get(value, 0)) + 0.5, ("kept", value)))
+            order.append((max(cost_graph.operators[op.name], cost_graph.shared.get(value, 0)) + 0.5, ("kept", value)))
         order.sort(key=lambda entry: entry[0])
         number = {node: k for k, (_, node) in enumerate(order)}
         costs = [
@@ -519,7 +528,7 @@ class _MemoryProblemBuilder:
                 edges[at[0], at[1]] = self.memory.once(("zeros", amount.shape), lambda: np.zeros(amount.shape))
             usages.append(MemoryUsage(at[0], start, stop, amount, what, at[1] if len(at) == 2 else None))
         moved = {
-            name: {v: number[node] for v, node in getattr(energy, name).items()}
+            name: {v: number[node] for v, node in getattr(cost_graph, name).items()}
             for name in ("operators", "parameters", "shared")
         }
         made = Problem(tuple(costs), edges, tuple(names), tuple(usages), self.limit)
@@ -527,7 +536,7 @@ class _MemoryProblemBuilder:
         views = {op.name for op in self.graph.ops if self.memory.is_view(op) and hands_on(op.target)}
         remade = {v: tuple(op.name for op in ops if op.name not in views) for v, ops in self.keeping.remade.items()}
         nodes = {v: number["kept", v] for v in kept}
-        return MemoryProblem(replace(energy, problem=made, **moved), nodes, kept, self.segments, remade)
+        return MemoryProblem(replace(cost_graph, problem=made, **moved), nodes, kept, self.segments, remade)
 
     def turned(self, table: np.ndarray) -> np.ndarray:
         return self.memory.once(("turned", id(table)), lambda: (np.ascontiguousarray(table.T), table))[0]

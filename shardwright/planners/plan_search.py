@@ -147,7 +147,7 @@ class Search:
         """
         return options_of(self.described, self.atoms if atoms is None else atoms, self.fixed, self.outs, known)
 
-    def energy(
+    def cost_graph(
         self,
         options: Mapping[str, tuple[Strategy, ...]],
         known: Iterable[Mapping[str, Decision]] = (),

@@ -78,12 +78,12 @@ def sharding_propagation(problem: PlanningProblem) -> Decisions:
         name: first for name, demands in heard.items() if (first := ranking(demands)) and first[0].priority < lowest
     }
     search = Search.of(problem)
-    made = search.energy(_options(search.described, along, heard, bound_to))
+    made = search.cost_graph(_options(search.described, along, heard, bound_to))
     try:
         solution = solve(made.problem)
     except PlanError:
         try:  # a priority cannot be kept where other users of a parameter want it otherwise
-            made = search.energy(_options(search.described, along, heard, {}))
+            made = search.cost_graph(_options(search.described, along, heard, {}))
             solution = solve(made.problem)
         except PlanError:  # marks that contradict one another: the partitioner reports which
             return Decisions(along, carries)

@@ -120,7 +120,7 @@ class _Recursion:
         rest, strategies, gaps = self.described.devices, 0, {}
         for digit in levels:
             rest //= digit.size if digit is not None else 1
-            made = self.search.energy(
+            made = self.search.cost_graph(
                 self.options(assigned, digit),
                 () if decided is None else (decided.decisions,),
                 cut=self.cut if memory is not None else None,
@@ -130,7 +130,7 @@ class _Recursion:
             else:
                 if memory is not None:
                     state = optimizer_bytes(self.optimizer)
-                    made = holding(made, self.search.fed, self.search.carries, memory * rest**hope, state).energy
+                    made = holding(made, self.search.fed, self.search.carries, memory * rest**hope, state).cost_graph
                 solution, kept = _nearest(made.problem)
                 self.hoped |= kept
                 decided = self.search.decided(made, solution, "search")

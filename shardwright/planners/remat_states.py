@@ -143,8 +143,8 @@ class OperatorMemory:
         of_given: names of values that are views of inputs, buffers or constants, or views of such views.
     """
 
-    def __init__(self, energy: CostGraph) -> None:
-        self.energy, self.graph = energy, energy.described.graph
+    def __init__(self, cost_graph: CostGraph) -> None:
+        self.cost_graph, self.graph = cost_graph, cost_graph.described.graph
         self.place = {op.name: k for k, op in enumerate(self.graph.ops)}
         self.grads = any(isinstance(v, Value) and v.requires_grad for v in self.graph.outputs)
         self.consumers = {
@@ -160,12 +160,12 @@ class OperatorMemory:
         self.of_given: set[str] = set()
         for op in self.graph.ops:
             outputs = [v.name for v in op.outputs if v is not None]
-            if len(op.inputs) and not any(v.name in self.energy.parameters for v in op.inputs):
+            if len(op.inputs) and not any(v.name in self.cost_graph.parameters for v in op.inputs):
                 self.of_given.update(outputs[k] for k, i in self.keeps(op).views if self.is_given(op.inputs[i].name))
 
     def is_given(self, name: str) -> bool:
         """True where a value lies in the memory of an input, a buffer or a constant."""
-        return name in self.of_given or (name not in self.made_by and name not in self.energy.parameters)
+        return name in self.of_given or (name not in self.made_by and name not in self.cost_graph.parameters)
 
     def once(self, key: Hashable, make: Any) -> Any:
         """The result of `make`, computed once a key; equal arrays are then one object. A key may hold the id of an
@@ -175,7 +175,7 @@ class OperatorMemory:
         return self._known[key]
 
     def prints(self, op: Op) -> tuple[OpCost, ...]:
-        return self.energy.footprints[op.name]
+        return self.cost_graph.footprints[op.name]
 
     def keeps(self, op: Op) -> KeptTensors:
         """The tensors that an operator's backward needs under its first strategy."""
@@ -287,7 +287,7 @@ class OperatorMemory:
     def reads_alone(self, name: str) -> bool:
         """True where a value is produced by an operator, has one consumer, and is no view of an input, a buffer or a
         constant."""
-        return name in self.made_by and name not in self.energy.shared and name not in self.of_given
+        return name in self.made_by and name not in self.cost_graph.shared and name not in self.of_given
 
 
 ABSENT, KEPT, DROPPED = "absent", "kept", "dropped"
@@ -342,7 +342,7 @@ class RematStates:
     """
 
     def __init__(self, memory: OperatorMemory, segments: dict[str, int]) -> None:
-        self.memory, self.energy, self.segments = memory, memory.energy, segments
+        self.memory, self.cost_graph, self.segments = memory, memory.cost_graph, segments
         self.states: dict[str, tuple[SaveOrRecompute, ...]] = {}
         self.remade: dict[str, tuple[Op, ...]] = {}
         self.edges: dict[tuple[Any, Any], np.ndarray] = {}
@@ -381,7 +381,7 @@ class RematStates:
             memory.grads
             and len(readers) == 1
             and name not in memory.ends
-            and name not in self.energy.shared
+            and name not in self.cost_graph.shared
             and name not in memory.of_given
             and not memory.saves_output(op, k)
             and not self.savers(value)
@@ -396,7 +396,7 @@ class RematStates:
         if not memory.grads or memory.is_view(op):
             return memory.grads
         weights = all(
-            len(v.shape) < 2 or v.name not in self.energy.parameters or memory.saves_input(op, i)
+            len(v.shape) < 2 or v.name not in self.cost_graph.parameters or memory.saves_input(op, i)
             for i, v in enumerate(op.inputs)
         )
         return weights and sum(v is not None for v in op.outputs) == 1
@@ -421,12 +421,12 @@ class RematStates:
         memory, name = self.memory, ("kept", value.name)
         mine, savers = memory.saves_output(op, k), self.savers(value)
         droppable = self.droppable(op)
-        prints, node = memory.prints(op), self.energy.operators[op.name]
-        shared = self.energy.shared.get(value.name)
+        prints, node = memory.prints(op), self.cost_graph.operators[op.name]
+        shared = self.cost_graph.shared.get(value.name)
         if shared is not None:
             inner = any(v.name in self._inner for other in self._remade(op) for v in other.inputs)
             states = self._states_of_shared(value, bool(mine or savers), droppable, inner)
-            carrier = self.energy.shares[value.name]
+            carrier = self.cost_graph.shares[value.name]
             self._edge(
                 shared,
                 name,
@@ -451,7 +451,7 @@ class RematStates:
             )
             self._edge(
                 name,
-                self.energy.operators[reader.name],
+                self.cost_graph.operators[reader.name],
                 memory.once(
                     ("kept-read", states, id(asks), i, value.shape),
                     lambda: np.array([[self._fits_read(value, s, p.asks[i]) for p in asks] for s in states]),
@@ -499,7 +499,7 @@ class RematStates:
             table[:, gone] = np.where(fits, np.array([p.forward for p in prints])[:, None], math.inf)
             return table
 
-        self._edge(self.energy.operators[op.name], ("kept", value.name), memory.once(key, make))
+        self._edge(self.cost_graph.operators[op.name], ("kept", value.name), memory.once(key, make))
 
     def resent(self, value: Value) -> np.ndarray | None:
         """Bytes of an inner value that are saved because they were sent, by state of producer and consumer; None
@@ -627,7 +627,7 @@ class RematStates:
             out.append(SaveOrRecompute(DROPPED))
         elif droppable:
             sizes = dict.fromkeys(
-                self.memory.bytes_of(value, s.left) for s in self.energy.shares[value.name] if s.use is None
+                self.memory.bytes_of(value, s.left) for s in self.cost_graph.shares[value.name] if s.use is None
             )
             out += [SaveOrRecompute(DROPPED, None, size) for size in sizes]
         return tuple(out)

@@ -651,7 +651,7 @@ def _saved(program: _Program) -> tuple[SavedTensors, ...]:
     footprint = program.footprint
     fed = {i.name: i for i in footprint.fed}
     made = {o.name for i in footprint.program for o in made_by(i)}
-    routed = SimpleNamespace(
+    local_program = SimpleNamespace(
         inputs=tuple(fed.values()),
         parameters={},
         buffers={},
@@ -659,7 +659,7 @@ def _saved(program: _Program) -> tuple[SavedTensors, ...]:
         seed=_seed(footprint, {*fed, *made}),
         instructions=footprint.program,
     )
-    return tuple(saved_by(routed))  # type: ignore[arg-type]
+    return tuple(saved_by(local_program))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1 << 16)

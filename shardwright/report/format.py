@@ -52,12 +52,12 @@ def header(plan: Plan | PipelinePlan, rank: int, title: str) -> Iterator[str]:
 
 def held_lines(plan: Plan, rank: int) -> Iterator[str]:
     """A line for each value that is fed to a rank or stored on it, and the plan's notes."""
-    routed = plan.routed
+    program = plan.program
     tables = [
-        ("input", {i.name: i for i in routed.inputs}),
-        ("parameter", routed.parameters),
-        ("buffer", routed.buffers),
-        ("constant", routed.constants),
+        ("input", {i.name: i for i in program.inputs}),
+        ("parameter", program.parameters),
+        ("buffer", program.buffers),
+        ("constant", program.constants),
     ]
     for kind, table in tables:
         for instance in table.values():
@@ -70,10 +70,10 @@ def held_lines(plan: Plan, rank: int) -> Iterator[str]:
                 f"# {kind} %{value.name}  {_type(held, value.shape)}  layout {layout_text(instance.layout)}  "
                 f"{'fed' if kind == 'input' else 'stored'} [{part}] = {_type(held, own)}"
                 + (f", padded to {_type(held, shape)}" if own != shape else "")
-                + _used(value, routed.used.get(value.name), instance.layout)
+                + _used(value, program.used.get(value.name), instance.layout)
             )
-    if routed.seed is not None:
-        yield f"# seed %{routed.seed.value.name}  of the random numbers, drawn at each call, the same on every rank"
+    if program.seed is not None:
+        yield f"# seed %{program.seed.value.name}  of the random numbers, drawn at each call, the same on every rank"
     for alias, name in plan.graph.aliases.items():
         yield f"# {alias} is {name}"
     for note in plan.notes:
@@ -89,9 +89,9 @@ def _used(value: Value, used: Layout | None, stored: Layout) -> str:
 def sources(plan: Plan) -> Iterator[Value]:
     """The values that no operator produces: inputs, parameters, buffers, constants and the seed."""
     yield from plan.graph.sources()
-    yield from (i.value for i in plan.routed.constants.values())
-    if plan.routed.seed is not None:
-        yield plan.routed.seed.value
+    yield from (i.value for i in plan.program.constants.values())
+    if plan.program.seed is not None:
+        yield plan.program.seed.value
 
 
 def written_line(

@@ -171,12 +171,12 @@ class Execute:
         self.plan, self.rank, self.first = plan, rank, first
         self.names = ValueNumbers(v.name for v in sources(plan))
         self.known: dict[str, PlacedValue] = {}
-        for table in (plan.routed.parameters, plan.routed.buffers, plan.routed.constants):
+        for table in (plan.program.parameters, plan.program.buffers, plan.program.constants):
             self.known.update((i.name, i) for i in table.values())
-        self.known.update((i.name, i) for i in plan.routed.inputs)
-        if plan.routed.seed is not None:
-            self.known[plan.routed.seed.name] = plan.routed.seed
-        for i in plan.routed.instructions:
+        self.known.update((i.name, i) for i in plan.program.inputs)
+        if plan.program.seed is not None:
+            self.known[plan.program.seed.name] = plan.program.seed
+        for i in plan.program.instructions:
             self.known.update((o.name, o) for o in made_by(i))
         self.lines: list[str] = []
         self.gradients: dict[str, list[str]] = {}  # instance name -> the gradients of its uses so far
@@ -184,7 +184,7 @@ class Execute:
         self.region: Any = None  # the recomputed region of the latest line
 
     def run(self) -> list[str]:
-        self.forward(self.plan.routed.instructions)
+        self.forward(self.plan.program.instructions)
         self.results()
         self.lines.append("# backward, in the order in which it runs")
         self.backward()
@@ -202,11 +202,11 @@ class Execute:
                 self.convert(instruction)
 
     def results(self) -> None:
-        routed = self.plan.routed
+        program = self.plan.program
         self.lines += results_lines(
-            [o.name if isinstance(o, PlacedValue) else o for o in routed.outputs],
-            routed.outputs,
-            {n: i.name for n, i in routed.updates.items()},
+            [o.name if isinstance(o, PlacedValue) else o for o in program.outputs],
+            program.outputs,
+            {n: i.name for n, i in program.updates.items()},
             self.names,
         )
 
@@ -296,7 +296,7 @@ class Execute:
     # -- backward --
 
     def backward(self) -> None:
-        self.given(self.plan.routed.outputs)
+        self.given(self.plan.program.outputs)
         self.back(self.plan.backward)
 
     def given(self, outputs: Iterable[Any], comment: str = "given by the caller; 1 for a loss") -> None:
@@ -325,8 +325,8 @@ class Execute:
                 self.extreme_backward(instruction)
 
     def final(self) -> None:
-        routed = self.plan.routed
-        final = [f"{name}: {self.total(i.name)}" for name, i in routed.parameters.items() if i.name in self.gradients]
+        program = self.plan.program
+        final = [f"{name}: {self.total(i.name)}" for name, i in program.parameters.items() if i.name in self.gradients]
         self.lines.append(f"gradients {{{', '.join(final)}}}" if final else "# no parameter has a gradient")
 
     def bring(self, name: str, gradient: str) -> None:
@@ -533,7 +533,7 @@ class _Staged(Execute):
     def __init__(self, plan: PipelinePlan, stage: Stage, rank: int) -> None:
         super().__init__(stage.plan, rank - stage.first, stage.first)
         self.whole, self.stage, self.world = plan, stage, rank
-        inputs = [i.name for i in stage.plan.routed.inputs]
+        inputs = [i.name for i in stage.plan.program.inputs]
         self.into = [
             (name, t)
             for name, source in zip(inputs, stage.sources)
@@ -541,19 +541,19 @@ class _Staged(Execute):
             if (t.kind, t.name, t.source, t.target)
             == ("value" if source.kind == "stage" else source.kind, source.name, source.index, stage.number)
         ]
-        outputs = stage.plan.routed.outputs
+        outputs = stage.plan.program.outputs
         self.results_of_model, self.sent = outputs[: len(stage.results)], outputs[len(stage.results) :]
 
     def run(self) -> list[str]:
         """The lines of the stage's program."""
-        parameters = self.stage.plan.routed.parameters
+        parameters = self.stage.plan.program.parameters
         shared = [
             (parameters[t.name].name, t)
             for t in self.whole.transfers
             if t.kind == "parameter" and t.source == self.stage.number
         ]
         shares = [(name, t) for name, t in self.into if t.kind == "parameter"]
-        gathers = [i for i in self.plan.routed.instructions if isinstance(i, Redistribute) and self.plan.once(i)]
+        gathers = [i for i in self.plan.program.instructions if isinstance(i, Redistribute) and self.plan.once(i)]
         if shared or shares or any(i.forward.collectives for i in gathers):
             self.lines.append("# once a step, before the first micro-batch")
             for name, t in shared:
@@ -565,7 +565,7 @@ class _Staged(Execute):
         values = [(name, t) for name, t in self.into if t.kind == "value"]
         for name, t in values:
             self.takes(t, name, "")
-        self.forward(i for i in self.plan.routed.instructions if not self.plan.once(i))
+        self.forward(i for i in self.plan.program.instructions if not self.plan.once(i))
         self.results()
         for name, t in self.leaving():
             self.gives(t, name, "")
@@ -617,9 +617,12 @@ class _Staged(Execute):
     def results(self) -> None:
         """Write the model's results that the stage produces."""
         outputs = self.results_of_model
-        if outputs or self.plan.routed.updates:
+        if outputs or self.plan.program.updates:
             self.lines += results_lines(
-                [o.name for o in outputs], outputs, {n: i.name for n, i in self.plan.routed.updates.items()}, self.names
+                [o.name for o in outputs],
+                outputs,
+                {n: i.name for n, i in self.plan.program.updates.items()},
+                self.names,
             )
 
     def leaving(self) -> Iterator[tuple[str, Transfer]]:

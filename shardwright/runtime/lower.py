@@ -59,7 +59,7 @@ class Lowered:
 
 def lower(plan: Plan) -> Lowered:
     """Write a plan as a local program."""
-    routed = plan.routed
+    program = plan.program
     graph = torch.fx.Graph()
     env: dict[str, torch.fx.Node] = {}
     taken: set[str] = set()
@@ -68,14 +68,14 @@ def lower(plan: Plan) -> Lowered:
         env[instance.name] = graph.placeholder(_identifier(instance.name, taken))
         env[instance.name].meta["instance"] = instance
 
-    for table in (routed.parameters, routed.buffers, routed.constants):
+    for table in (program.parameters, program.buffers, program.constants):
         for instance in table.values():
             enter(instance)
-    if routed.seed is not None:
-        enter(routed.seed)
-    for instance in routed.inputs:
+    if program.seed is not None:
+        enter(program.seed)
+    for instance in program.inputs:
         enter(instance)
-    for instruction in routed.instructions:
+    for instruction in program.instructions:
         if isinstance(instruction, LocalOp):
             _compute(graph, env, instruction)
         elif isinstance(instruction, Redistribute):
@@ -84,10 +84,10 @@ def lower(plan: Plan) -> Lowered:
         else:
             node = graph.call_function(extreme, (env[instruction.source.name], env[instruction.operand.name]))
             _finish(env, node, instruction, instruction.target)
-    results = [env[o.name] for o in routed.outputs if isinstance(o, PlacedValue)]
-    graph.output(tuple(results + [env[i.name] for i in routed.updates.values()]))
+    results = [env[o.name] for o in program.outputs if isinstance(o, PlacedValue)]
+    graph.output(tuple(results + [env[i.name] for i in program.updates.values()]))
     return Lowered(
-        graph, plan, tuple(routed.parameters), tuple(routed.buffers), tuple(routed.constants), tuple(routed.updates)
+        graph, plan, tuple(program.parameters), tuple(program.buffers), tuple(program.constants), tuple(program.updates)
     )
 
 

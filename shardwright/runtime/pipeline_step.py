@@ -72,7 +72,7 @@ def parts_of(plan: PipelinePlan, fed: int) -> tuple[list[int], list[int]]:
         for source, layout in zip(stage.sources, stage.plan.fed.inputs):
             if source.kind == "input" and source.index < len(inputs) and layout.dims:
                 inputs[source.index] = max(1, plan.parts // layout.cuts[0])
-        for index, made in zip(stage.results, stage.plan.routed.outputs):
+        for index, made in zip(stage.results, stage.plan.program.outputs):
             how, dim = plan.micro.join(index)
             if how == "cat":
                 outputs[index] = max(1, plan.parts // made.layout.cuts[dim])
@@ -229,7 +229,7 @@ class PipelineStep:
         buffers = list(body.buffers.values())
         if body.updates and self.trains:
             buffers = [b.clone() for b in buffers]  # a forward's buffers must be unchanged in its backward
-        seed = [self.seeds[k]] if body.stage.plan.routed.seed is not None else []
+        seed = [self.seeds[k]] if body.stage.plan.program.seed is not None else []
         with torch.set_grad_enabled(self.trains):
             made = body.run(*self.leaves[s].values(), *buffers, *body.constants, *seed, *inputs)
         outputs, updates = made[: len(graph.outputs)], made[len(graph.outputs) :]

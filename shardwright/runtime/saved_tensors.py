@@ -270,7 +270,7 @@ class LoweredRegions:
 
     def __init__(self, lowered: Lowered, key: Callable[[torch.fx.Node], Hashable]) -> None:
         plan = lowered.plan
-        self.regions, instructions, self.key = plan.regions, plan.routed.instructions, key
+        self.regions, instructions, self.key = plan.regions, plan.program.instructions, key
         self.savers: dict[torch.fx.Node, Saver] = {}
         self.reads: dict[torch.fx.Node, list[tuple[int, Hashable, torch.fx.Node, bool]]] = {}
         if not self.regions:
@@ -307,7 +307,7 @@ class LoweredRegions:
         )
 
     def _keep(self, k: int, region: Any, plan: Any) -> None:
-        changed = {plan.routed.buffers[name].name for name in plan.routed.updates}
+        changed = {plan.program.buffers[name].name for name in plan.program.updates}
         wanted = set(region.inputs)
         for i in region.again:
             first = self.nodes[i][0]

@@ -66,7 +66,7 @@ class StepProgram:
         self.plan, self.body, self.held, self.exact = plan, body, held, True
         self.begin: Callable[[], None] | None = None
         self.guards, self.effects = Guards((), ()), Effects()
-        self._draws = plan.routed.seed is not None
+        self._draws = plan.program.seed is not None
         self._state, self._updated, self._device = state, updated, device
         self._outputs = plan.graph.outputs
         self._objects = holds_objects(plan.graph.out_spec)
@@ -78,7 +78,7 @@ class StepProgram:
         else:
             parts = [
                 i.layout.cuts[0] if mean and isinstance(o, Value) and i.layout.dims else 1
-                for o, i in zip(plan.graph.outputs, plan.routed.outputs)
+                for o, i in zip(plan.graph.outputs, plan.program.outputs)
             ]
             self._handings = [partial(_share, parts=n) if n > 1 else None for n in parts]
 

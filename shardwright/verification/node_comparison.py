@@ -435,7 +435,7 @@ class Comparison:
         expected = gradients(plain)
         try:
             program = LocalExecutor(lower(planned))
-            seeds = [seed] if planned.routed.seed is not None else []
+            seeds = [seed] if planned.program.seed is not None else []
             got = gradients(lambda given: program(*seeds, *given))
         except Exception:  # an operator with a wrong rule raises anything: it is the guilty one
             return math.inf
@@ -461,8 +461,8 @@ def _of(node: torch.fx.Node) -> tuple[Any, PlacedValue | None]:
 
 def _instances(plan: Plan) -> Iterator[PlacedValue]:
     """The parameters of a program and all values that its operators produce."""
-    yield from plan.routed.parameters.values()
-    for instruction in plan.routed.instructions:
+    yield from plan.program.parameters.values()
+    for instruction in plan.program.instructions:
         yield from made_by(instruction)
 
 

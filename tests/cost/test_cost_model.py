@@ -425,12 +425,12 @@ def plan_of(name: str) -> sw.Plan:
 
 
 def known_of(plan: sw.Plan) -> dict[str, Any]:
-    routed = plan.routed
+    program = plan.program
     out = {
         i.name: i
-        for i in (*routed.inputs, *routed.parameters.values(), *routed.buffers.values(), *routed.constants.values())
+        for i in (*program.inputs, *program.parameters.values(), *program.buffers.values(), *program.constants.values())
     }
-    for i in routed.instructions:
+    for i in program.instructions:
         out.update((o.name, o) for o in (i.outputs if isinstance(i, LocalOp) else (i.target,)) if o is not None)
     return out
 
@@ -440,7 +440,7 @@ def test_the_price_of_a_plan_is_that_of_what_runs(name: str) -> None:
     plan = plan_of(name)
     costs, known = CostModel(TWO, plan.devices), known_of(plan)
     price = costs.plan(plan)
-    forward = [costs.forward(i, known) for i in plan.routed.instructions]
+    forward = [costs.forward(i, known) for i in plan.program.instructions]
     backward = [costs.backward(i, known) for i in plan.backward]
     assert min(forward + backward) >= 0 and price.total > 0 and price.forward > 0 and price.backward > 0
     assert price.forward == pytest.approx(sum(forward)) and price.backward == pytest.approx(sum(backward))
@@ -464,7 +464,7 @@ def test_the_price_of_a_plan_is_that_of_what_runs(name: str) -> None:
 
 def test_every_kind_of_instruction_is_among_the_plans() -> None:
     plans = list(map(plan_of, PLANS))
-    seen = {type(i) for plan in plans for i in (*plan.routed.instructions, *plan.backward)}
+    seen = {type(i) for plan in plans for i in (*plan.program.instructions, *plan.backward)}
     assert seen == {LocalOp, Redistribute, GlobalExtreme, Regather, RecomputedInstruction}
 
 
@@ -472,7 +472,7 @@ def test_every_kind_of_instruction_is_among_the_plans() -> None:
 def test_flops_of_a_plan_are_those_of_its_local_calls(name: str) -> None:
     plan = plan_of(name)
     costs, known, seen = CostModel(TWO, plan.devices), known_of(plan), 0
-    for i in plan.routed.instructions:
+    for i in plan.program.instructions:
         if not isinstance(i, LocalOp):
             continue
         refs = [known[a.name] for a in pytree.tree_leaves((i.args, i.kwargs)) if isinstance(a, Ref)]
@@ -542,7 +542,7 @@ def test_weights_that_are_dropped_are_gathered_for_each_micro_batch() -> None:
     recompute = partial(sw.recompute, parallel_optimizer_comm_recompute=True)
     plan, costs = planned(lambda: Blocks(1, recompute), *TOKENS, hsdp={"threshold": 0}), CostModel(TWO)
     dropped, known = plan.regions[0].dropped, known_of(plan)
-    gathers = [i for i in plan.routed.instructions if isinstance(i, Redistribute) and i.cause == "parameter"]
+    gathers = [i for i in plan.program.instructions if isinstance(i, Redistribute) and i.cause == "parameter"]
     assert {i.target.name in dropped for i in gathers} == {True, False}  # a bias is not asked for again
     kept = sum(costs.forward(i, known) for i in gathers if i.target.name not in dropped)
     gradients = sum(costs.backward(i, known) for i in gathers)

@@ -78,14 +78,14 @@ def searched(net, args, devices: int, loss_fn=None, limit: float = 1e18):
     graph = capture(net, args, None, loss_fn=loss_fn)
     fed, costs = input_placement(graph, devices, "full_batch"), CostModel(None, devices)
     search = Search.of(PlanningProblem(graph, devices, fed, cost_model=costs))
-    return search, holding(search.energy(search.options(), cut=CUT), fed, search.carries, limit, 8.0)
+    return search, holding(search.cost_graph(search.options(), cut=CUT), fed, search.carries, limit, 8.0)
 
 
 def planned(search: Search, held, states) -> Plan:
     """The plan of a solution, made by hand."""
     graph = with_recompute(search.described.graph, held.recomputed(states), held.segments)
     ops = {op.name: op for op in graph.ops}
-    decisions = {n: replace(d, op=ops[n]) for n, d in held.energy.decisions(states, {}, "search").items()}
+    decisions = {n: replace(d, op=ops[n]) for n, d in held.cost_graph.decisions(states, {}, "search").items()}
     return Plan(graph, search.described.devices, "", search.fed, decisions, search.carries, None, held.storage(states))
 
 
@@ -225,7 +225,7 @@ def problems():
 def random_states(held, seed: int) -> tuple[int, ...]:
     """Any choice: the best one under random further costs."""
     rng = np.random.default_rng(seed)
-    problem = held.energy.problem
+    problem = held.cost_graph.problem
     scale = max(float(c[np.isfinite(c)].max()) for c in problem.costs)
     costs = tuple(c + rng.uniform(0, 3 * scale, len(c)) for c in problem.costs)
     return solve(replace(problem, costs=costs, usages=(), limit=None)).states
@@ -240,7 +240,7 @@ def test_the_estimate_is_hardly_below_the_program(problems, seed, which) -> None
     assert held.peak(states) >= (1 - BELOW) * plan.peak
     # Uses of one value that want one layout but differ in the backward share their forward in the program, and then sum
     # their gradients apart: in random plans that may cost a little more than serving each by itself, as is reckoned.
-    assert plan.price.total <= held.energy.problem.cost(states) * 1.03, "all that is chosen has its price"
+    assert plan.price.total <= held.cost_graph.problem.cost(states) * 1.03, "all that is chosen has its price"
 
 
 @pytest.fixture(scope="module")
@@ -254,10 +254,10 @@ def block_of_four():
 def test_what_is_sent_on_the_way_to_what_is_dropped_is_kept(block_of_four, seed) -> None:
     """Between forward and backward the estimate has all that the program then has, however values are sent."""
     search, held = block_of_four
-    problem, rng, count = held.energy.problem, np.random.default_rng(seed), len(search.described.graph.ops)
+    problem, rng, count = held.cost_graph.problem, np.random.default_rng(seed), len(search.described.graph.ops)
     costs = list(problem.costs)
     scale = max(float(c[np.isfinite(c)].max()) for c in costs)
-    for node in held.energy.operators.values():
+    for node in held.cost_graph.operators.values():
         costs[node] = costs[node] + rng.uniform(0, 30 * scale, len(costs[node]))
     for name, node in held.kept.items():  # whatever may be is dropped
         costs[node] = costs[node] - 1e3 * scale * np.array([s.how == "dropped" for s in held.states[name]])
@@ -275,15 +275,15 @@ def test_what_is_sent_on_the_way_to_what_is_dropped_is_kept(block_of_four, seed)
 def test_weights_that_are_gathered_for_what_runs_again_are_there_from_its_beginning(block_of_four, seed) -> None:
     """All weights of a block that runs again are gathered where it begins, not each where its own backward wants it."""
     search, held = block_of_four
-    problem, rng = held.energy.problem, np.random.default_rng(seed)
+    problem, rng = held.cost_graph.problem, np.random.default_rng(seed)
     costs = list(problem.costs)
     scale = max(float(c[np.isfinite(c)].max()) for c in costs)
-    for node in held.energy.operators.values():
+    for node in held.cost_graph.operators.values():
         costs[node] = costs[node] + rng.uniform(0, 30 * scale, len(costs[node]))
     for name, node in held.kept.items():
         costs[node] = costs[node] - 1e3 * scale * np.array([s.how == "dropped" for s in held.states[name]])
-    for name, node in held.energy.parameters.items():  # whatever may be is stored cut, and gathered twice
-        again = np.array([s.stored != s.layout and s.again for s in held.energy.storages[name]])
+    for name, node in held.cost_graph.parameters.items():  # whatever may be is stored cut, and gathered twice
+        again = np.array([s.stored != s.layout and s.again for s in held.cost_graph.storages[name]])
         costs[node] = costs[node] - 1e3 * scale * again
     states = solve(replace(problem, costs=tuple(costs), usages=(), limit=None)).states
     plan = planned(search, held, states)
@@ -300,10 +300,10 @@ def test_the_estimate_is_the_program_where_nothing_is_converted(which, problems)
     search, held = problems[which, 2]
     graph = search.described.graph
     fixed = {op.name: search.described.rules[op.name][1].whole(2) for op in graph.ops}
-    states = list(solve(replace(held.energy.problem, usages=(), limit=None)).states)
-    costs = list(held.energy.problem.costs)
-    for name, node in held.energy.operators.items():  # everything whole; and of what is kept as little as may be
-        options = held.energy.options[name]
+    states = list(solve(replace(held.cost_graph.problem, usages=(), limit=None)).states)
+    costs = list(held.cost_graph.problem.costs)
+    for name, node in held.cost_graph.operators.items():  # everything whole; and of what is kept as little as may be
+        options = held.cost_graph.options[name]
         costs[node] = np.array([0.0 if o.assignment == fixed[name] and not o.open else np.inf for o in options])
     for node in held.kept.values():
         costs[node] = np.array(
@@ -312,7 +312,7 @@ def test_the_estimate_is_the_program_where_nothing_is_converted(which, problems)
                 for s in held.states[_name(held, node)]
             ]
         )
-    states = solve(replace(held.energy.problem, costs=tuple(costs), usages=(), limit=None)).states
+    states = solve(replace(held.cost_graph.problem, costs=tuple(costs), usages=(), limit=None)).states
     plan = planned(search, held, states)
     assert not plan.collectives(0) and not plan.regions
     assert held.peak(states) == pytest.approx(plan.peak, rel=0.03) and held.peak(states) >= plan.peak
@@ -332,10 +332,10 @@ def test_the_estimate_of_each_strategy_is_the_program(act, loss, targets) -> Non
     want."""
     net = nn.Sequential(nn.Linear(16, 128, bias=False), *([act] if act is not None else []))
     search, held = searched(net, (torch.zeros(64, 16), targets), 4, loss)
-    problem, several = held.energy.problem, 0
+    problem, several = held.cost_graph.problem, 0
     for op in search.described.graph.ops:
-        node = held.energy.operators[op.name]
-        for state, footprint in enumerate(held.energy.footprints[op.name]):
+        node = held.cost_graph.operators[op.name]
+        for state, footprint in enumerate(held.cost_graph.footprints[op.name]):
             costs = list(problem.costs)
             costs[node] = np.where(np.arange(len(costs[node])) == state, costs[node], np.inf)
             for name, kept in held.kept.items():
@@ -421,7 +421,7 @@ def test_the_cheapest_of_all_plans() -> None:
 def test_the_same_as_the_oracle() -> None:
     net, args = mlp(16, 32, 8), (torch.randn(64, 16),)
     _search, held = searched(net, args, 2)
-    problem = held.energy.problem
+    problem = held.cost_graph.problem
     free = solve(replace(problem, usages=(), limit=None))
     for part in (1.0, 0.8, 0.65):
         limited = replace(problem, limit=part * held.peak(free.states))

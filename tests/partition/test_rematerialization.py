@@ -458,10 +458,10 @@ def test_policies_of_torch() -> None:
 
         plan = sw.plan(Apply(f), (X,), devices=4)
         again = {
-            plan.routed.instructions[i].op.kind
+            plan.program.instructions[i].op.kind
             for region in plan.regions
             for i in region.again
-            if hasattr(plan.routed.instructions[i], "op")
+            if hasattr(plan.program.instructions[i], "op")
         }
         assert again == {"tanh"}  # what is made of saved products
         assert_as_one_device(Apply(f), (X,))

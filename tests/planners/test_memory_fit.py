@@ -191,7 +191,7 @@ def test_a_limit_is_tried_again_between_what_holds_too_much_and_what_nothing_kee
     """An example is a search that reckons with less than a plan holds."""
     given, asked = case("mlp"), []
     limit = given.limit(0.5)
-    made = given.search.energy(given.search.options([given.free.decisions]), [given.free.decisions], cut=CUT)
+    made = given.search.cost_graph(given.search.options([given.free.decisions]), [given.free.decisions], cut=CUT)
 
     def solver(problem: Problem) -> Solution:
         if problem.limit is not None:
@@ -268,7 +268,7 @@ def test_what_gives_its_input_back_runs_again_with_what_reads_it() -> None:
     graph = capture(net, (torch.randn(64, 16), torch.randn(64, 16)), None, loss_fn=nn.MSELoss())
     fed = input_placement(graph, 2, "full_batch")
     search = Search.of(PlanningProblem(graph, 2, fed, cost_model=CostModel(cluster(2), 2)))
-    held = holding(search.energy(search.options(), cut=CUT), fed, search.carries, 1e12, 8.0)
+    held = holding(search.cost_graph(search.options(), cut=CUT), fed, search.carries, 1e12, 8.0)
     dropouts = {op.name for op in graph.ops if "dropout" in op.name}
     again = [names for names in held.remade.values() if any(name.startswith("add") for name in names)]
     assert again and all(dropouts & set(names) for names in again)

@@ -162,7 +162,7 @@ def test_each_level_is_the_best_of_its_strategies() -> None:
                     ways.append(cut)
             return tuple(ways)
 
-        made = search.energy(options_among(search.described, grown))
+        made = search.cost_graph(options_among(search.described, grown))
         names = [op.name for op in graph.ops]
         every = [dict(zip(names, ways)) for ways in product(*(made.options[name] for name in names))]
         best = min(every, key=made.cost)
@@ -174,10 +174,10 @@ def test_each_level_is_the_best_of_its_strategies() -> None:
 @pytest.mark.parametrize("name", ["mlp", "wide", "tied", "convolutions"])
 def test_no_level_makes_it_dearer(name: str) -> None:
     """Half of the devices are a level of all of them: what more of them are given for makes nothing dearer. And the
-    cost is that of the routed program."""
+    cost is that of the program of one rank."""
     search = search_of(name, 8, slow_devices(2, 2, 2))
     whole = {op.name: search.described.rules[op.name][1].whole(8) for op in search.described.graph.ops}
-    made = search.energy(options_among(search.described, lambda op, bound: (whole[op.name],)))
+    made = search.cost_graph(options_among(search.described, lambda op, bound: (whole[op.name],)))
     nothing = made.problem.cost([0] * len(made.problem.costs))
     decided = recursive_programming(search.problem)
     assert decided.found.cost < 0.9 * nothing

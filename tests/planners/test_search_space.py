@@ -172,7 +172,7 @@ def test_assignments_are_all_that_a_rule_allows() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_energy_of_a_plan_is_the_price_of_its_program(name: str) -> None:
     search = searched(name)
-    made = search.energy(search.options())
+    made = search.cost_graph(search.options())
     found = solve(made.problem)
     decided = search.decided(made, found, "search")
     plan = Plan(
@@ -192,7 +192,7 @@ def test_the_energy_of_a_plan_is_the_price_of_its_program(name: str) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_so_is_that_of_any_other_plan_of_a_chain(seed: int) -> None:
     search = searched("mlp", 6)
-    made, draw = search.energy(search.options()), random.Random(seed)
+    made, draw = search.cost_graph(search.options()), random.Random(seed)
     compared = 0
     for _ in range(20):
         chosen = {name: draw.choice([s for s in options if not s.open]) for name, options in made.options.items()}
@@ -218,14 +218,14 @@ def test_so_is_that_of_any_other_plan_of_a_chain(seed: int) -> None:
 def test_and_that_of_a_plan_whose_operators_share_what_they_read(name: str) -> None:
     search = searched(name)
     given = semi_auto(search.problem).decisions
-    made = search.energy(search.options([given]), [given])
+    made = search.cost_graph(search.options([given]), [given])
     plan = Plan(search.described.graph, 4, "semi_auto", search.fed, given, search.carries, cluster=search.costs.cluster)
     assert made.cost({n: strategy_of(d) for n, d in given.items()}) == pytest.approx(plan.cost, rel=1e-9)
 
 
 def test_a_strategy_that_is_no_option_is_named() -> None:
     search = searched("mlp")
-    made = search.energy(search.options())
+    made = search.cost_graph(search.options())
     chosen = {name: options[0] for name, options in made.options.items()}
     chosen["relu"] = Strategy(chosen["relu"].assignment, (), ("nowhere",))
     with pytest.raises(PlanError, match="relu"):
@@ -264,7 +264,7 @@ def test_nor_is_splitting_the_batch_alone(name: str, fed: str) -> None:
 @pytest.mark.parametrize("devices", (2, 4, 6))
 def test_the_exact_search_equals_the_oracle(name: str, devices: int) -> None:
     search = searched(name, devices)
-    problem = search.energy(search.options()).problem
+    problem = search.cost_graph(search.options()).problem
     assert solve(problem).cost == pytest.approx(milp(problem).cost, rel=1e-7)
 
 
@@ -274,7 +274,7 @@ def test_so_it_does_of_a_network_of_300_operators(devices: int, monkeypatch: pyt
     monkeypatch.setitem(MODELS, "gpt", lambda: small_gpt(13))
     search = searched("gpt", devices)
     assert 290 <= len(search.described.graph.ops) <= 300
-    problem = search.energy(search.options()).problem
+    problem = search.cost_graph(search.options()).problem
     found, truth = solve(problem), milp(problem)
     assert found.cost == found.bound == pytest.approx(truth.cost, rel=1e-7)
     assert problem.cost(found.states) == pytest.approx(found.cost)

@@ -153,7 +153,7 @@ def test_a_dominated_state_goes_and_of_equal_ones_the_first_stays():
 @settings(max_examples=80, deadline=None)
 @given(small, st.integers(1, 6))
 def test_sweeps(problem, iterations):
-    """The bound is one and never falls; the reparametrised energy is the same; the best is never given up."""
+    """The bound is one and never falls; the reparametrised cost_graph is the same; the best is never given up."""
     truth = least(problem)
     if not np.isfinite(truth):
         with pytest.raises(PlanError):

@@ -398,7 +398,7 @@ def counted(plan: Any) -> Callable[[], None] | None:
     talks = (
         bool(stages)
         or plan.own is not None
-        or any(getattr(i, "forward", None) is not None and i.forward.collectives for i in plan.routed.instructions)
+        or any(getattr(i, "forward", None) is not None and i.forward.collectives for i in plan.program.instructions)
     )
     return lambda: steps.begin(number, what, talks, not stages)
 

@@ -68,11 +68,11 @@ __all__ = [
     "exchanged_and_gathered",
     "gather",
     "joined_digits",
+    "permuted",
     "reduce_scatter",
     "reduced",
     "reduced_slice",
     "rings",
-    "routed",
 ]
 
 
@@ -392,7 +392,7 @@ def exchange(group: Group, x: Tensor, sends: Sequence[int] = (), receives: Seque
     return functional_wait(functional_all_to_all(x, list(receives) or equal, list(sends) or equal, group.name))
 
 
-def routed(group: Group, step: RedistributionStep, geometry: Geometry, rank: int) -> Callable[[Tensor], Tensor]:
+def permuted(group: Group, step: RedistributionStep, geometry: Geometry, rank: int) -> Callable[[Tensor], Tensor]:
     """A permute: each rank sends `Geometry.pieces` pieces, not to all ranks."""
     pieces, piece = geometry.pieces, math.prod(geometry.after) // geometry.pieces  # a permute keeps the size
     to, source = step.partners(rank)
@@ -528,7 +528,7 @@ EXECUTORS: dict[CollectiveKind, Callable[[RedistributionStep, Geometry, int, Pro
         geometry, partial(exchange, groups.seen(step.digits))
     ),
     CollectiveKind.PERMUTE: lambda step, geometry, rank, groups: _shaped(
-        geometry, routed(groups.seen(step.digits), step, geometry, rank)
+        geometry, permuted(groups.seen(step.digits), step, geometry, rank)
     ),
 }
 
