@@ -46,7 +46,8 @@ from damage import KINDS, Subjects
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint.manifest import steps_in, verify
+from shardwright.checkpoint.checkpoint_folders import steps_in
+from shardwright.checkpoint.manifest import verify
 from shardwright.process import _current
 
 STEPS = 40

@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # `as` hands a name on to type checkers
     )
     from .capture.manual import layerwise_parallel as layerwise_parallel
     from .checkpoint.callback import CheckpointCallback as CheckpointCallback, CheckpointConfig as CheckpointConfig
+    from .checkpoint.checkpoint_folders import latest_checkpoint as latest_checkpoint
     from .checkpoint.load import Restored as Restored, load_checkpoint as load_checkpoint
-    from .checkpoint.manifest import latest_checkpoint as latest_checkpoint
     from .checkpoint.save import save_checkpoint as save_checkpoint
     from .checkpoint.transform import (
         load_distributed_checkpoint as load_distributed_checkpoint,
@@ -85,7 +85,7 @@ _MODULES = {
     **dict.fromkeys(("init", "rank", "world_size"), "process"),
     "layerwise_parallel": "capture.manual",
     **dict.fromkeys(("CheckpointCallback", "CheckpointConfig"), "checkpoint.callback"),
-    "latest_checkpoint": "checkpoint.manifest",
+    "latest_checkpoint": "checkpoint.checkpoint_folders",
     **dict.fromkeys(("Restored", "load_checkpoint"), "checkpoint.load"),
     **dict.fromkeys(
         ("load_distributed_checkpoint", "rank_list_for_transform", "transform_checkpoints"), "checkpoint.transform"

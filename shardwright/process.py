@@ -67,7 +67,7 @@ def init(
     backend: str | None = None,
     timeout: float | None = None,
     watch: bool | None = None,
-    device: Any = None,
+    device: torch.device | str | None = None,
 ) -> Runtime:
     """Find out the runtime of this process. May be called again.
 

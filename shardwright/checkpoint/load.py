@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..json_values import decode, dtype_name, dtype_named
 from ..runtime.distributed.coordination import SingleRank, ranks_of_now
-from .manifest import MANIFEST, check_files, folder_of, steps_in
+from .checkpoint_folders import folder_of, steps_in
+from .manifest import MANIFEST, check_files
 from .save import several, wait_for_last
 from .state import CheckpointedModel, TensorPlacement, restore_generators, state_names
 from .tensor_reader import HUGGING_FACE, StoredTensors, is_hugging_face

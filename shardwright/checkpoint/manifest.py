@@ -28,17 +28,7 @@
    of SHA-256), less than reading the bytes does. Blocks let several ranks check one file together: `shares` splits a
    file of 10 MiB (blocks 0 to 2) between two ranks as block 0, and blocks 1 and 2.
 
-3. Folders of a run's checkpoints (`steps_in`, `begin`, `finish`, `clean`, `prune`).
-
-       PATH/step-00000100                  a checkpoint; a folder of this name is always whole
-       PATH/.step-00000100.5f3a.part       a checkpoint being written or removed, or left by a dead process
-       PATH/.step-00000100.5f3a.old        a checkpoint about to be replaced by another one of the same step
-
-   A save writes its files into a ``.part``, syncs each of them to the disk, and renames the folder last. A checkpoint
-   to be removed becomes a ``.part`` first. An ``.old`` without its step means that a save died between two renames:
-   the ``.old`` counts as that step's checkpoint.
-
-4. The save's id in each data file (`trailer`, `mark_of`): a file of another save is recognised at once.
+3. The save's id in each data file (`trailer`, `mark_of`): a file of another save is recognised at once.
 
        *.safetensors      the entry ``shardwright_id`` of its header's metadata
        *.distcp           its last 64 bytes, outside of any tensor: "shardwright ", the id, the rank that wrote it
@@ -54,7 +44,6 @@ import math
 import os
 import re
 import secrets
-import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -78,23 +67,15 @@ __all__ = [
     "Manifest",
     "Piece",
     "TensorEntry",
-    "begin",
     "blocks_of",
     "check_files",
-    "clean",
     "digest",
     "element_size",
-    "finish",
-    "folder_of",
-    "latest_checkpoint",
     "mark_of",
     "model_fingerprint",
-    "name_of",
     "new_id",
-    "prune",
     "read",
     "shares",
-    "steps_in",
     "sync_folder",
     "trailer",
     "verify",
@@ -434,79 +415,6 @@ def verify(folder: str | Path) -> list[str]:
     return check_files(folder, manifest)
 
 
-# -- folders of a run's checkpoints ------------------------------------------------------------------------------------
-
-_WHOLE = re.compile(r"step-(\d{8,})")
-_OLD = re.compile(r"\.(step-(\d{8,}))\.[0-9a-f]+\.old")
-_LEFT = re.compile(r"\.(step-\d{8,})\.[0-9a-f]+\.(part|old)")
-
-
-def name_of(step: int) -> str:
-    """The folder name of a step's checkpoint."""
-    return f"step-{step:08d}"
-
-
-def steps_in(path: str | Path) -> dict[int, Path]:
-    """The checkpoints of a run, by step, the lowest first; empty where the folder does not exist.
-
-    Raises:
-        CheckpointError: a folder that cannot be read.
-    """
-    found: dict[int, Path] = {}
-    try:
-        names = sorted(os.listdir(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except OSError as error:
-        raise CheckpointError(
-            f"the folder of checkpoints cannot be read: {error.strerror}",
-            source=str(path),
-            legal="a folder that may be read",
-        ) from None
-    for name in names:  # names with a dot come first, so that a whole folder wins over an ``.old``
-        for pattern, group in ((_OLD, 2), (_WHOLE, 1)):
-            match = pattern.fullmatch(name)
-            if match and (Path(path) / name).is_dir():
-                found[int(match[group])] = Path(path) / name
-    return dict(sorted(found.items()))
-
-
-def latest_checkpoint(path: str | Path) -> Path | None:
-    """The checkpoint of the highest step in a run's folder, or None where there is none.
-
-    Raises:
-        CheckpointError: a folder that cannot be read.
-    """
-    return next(reversed(steps_in(path).values()), None)
-
-
-def folder_of(path: str | Path, step: int | None = None) -> Path | None:
-    """The folder of a checkpoint.
-
-    Args:
-        path: the folder of a run, or of a checkpoint itself.
-        step: the step; None: the highest.
-
-    Returns:
-        The folder; None for a run without checkpoints.
-
-    Raises:
-        CheckpointError: no such step, with the steps that exist.
-    """
-    path = Path(path)
-    if (path / MANIFEST).exists() and step is None:
-        return path
-    found = steps_in(path)
-    if step is None or (not found and not (path / MANIFEST).exists()):
-        return next(reversed(found.values()), None)
-    if step not in found:
-        there = ", ".join(map(str, found)) or "none in this folder, which is a checkpoint itself"
-        raise CheckpointError(
-            f"there is no checkpoint of step {step}", source=str(path), legal=f"the steps there are: {there}"
-        )
-    return found[step]
-
-
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
@@ -530,66 +438,6 @@ def sync_folder(path: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def clean(path: Path) -> None:
-    """Remove the remains of dead saves, and restore a checkpoint that one of them was about to replace."""
-    for name in os.listdir(path):
-        match = _LEFT.fullmatch(name)
-        if match and match[2] == "old" and not (path / match[1]).exists():
-            os.rename(path / name, path / match[1])
-        elif match:
-            shutil.rmtree(path / name, ignore_errors=True)
-
-
-def begin(path: Path, step: int, save_id: str) -> Path:
-    """Make a new folder to write a checkpoint into, and return it.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    path.mkdir(parents=True, exist_ok=True)
-    clean(path)
-    made = path / f".{name_of(step)}.{save_id}.part"
-    made.mkdir()
-    return made
-
-
-def finish(part: Path, step: int, save_id: str) -> Path:
-    """Give a written checkpoint its final name, replacing an existing one of that name.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
-    sync_folder(part)
-    path, old = part.parent / name_of(step), part.parent / f".{name_of(step)}.{save_id}.old"
-    replaces = path.exists()
-    if replaces:
-        os.rename(path, old)
-    os.rename(part, path)
-    sync_folder(part.parent)
-    if replaces:
-        shutil.rmtree(old, ignore_errors=True)
-    return path
-
-
-def prune(path: Path, keep: int | None, newest: int) -> None:
-    """Remove the checkpoints of the lowest steps, so that `keep` are left; the one of step `newest` always stays.
-
-    Args:
-        path: the folder of the run.
-        keep: the number of checkpoints to keep; None or 0: all.
-        newest: the step just saved.
-    """
-    steps = [s for s in steps_in(path) if s != newest]
-    for step in steps[: max(0, len(steps) + 1 - keep)] if keep else []:
-        dying = path / f".{name_of(step)}.0.part"
-        with contextlib.suppress(OSError):  # a checkpoint that cannot be removed does no harm
-            os.rename(steps_in(path)[step], dying)
-            shutil.rmtree(dying, ignore_errors=True)
 
 
 # -- the save's id in each data file -----------------------------------------------------------------------------------

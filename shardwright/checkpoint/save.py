@@ -33,7 +33,7 @@ from ..json_values import encode
 from ..runtime.distributed.coordination import ranks_of_now
 from ..runtime.optimizer_guard import before_next_step, says_when_it_steps
 from ..torch_private import version_of
-from . import manifest as folders
+from . import checkpoint_folders as folders
 from .formats import WrittenBox, described_here, written_here
 from .manifest import new_id
 from .state import CheckpointedModel, LocalTensor, generators, optimizer_state, state_names

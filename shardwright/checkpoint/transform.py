@@ -37,9 +37,10 @@ from ..runtime.deferred_init import substitute
 from ..runtime.distributed.coordination import SingleRank
 from ..sharded_plan import ParameterPlan
 from . import manifest
+from .checkpoint_folders import folder_of, name_of, steps_in
 from .formats import METADATA, DcpItem, PartFile, WholeFiles, entries_of, write_metadata
 from .load import load_checkpoint
-from .manifest import MANIFEST, TensorEntry, check_files, folder_of, name_of, new_id, steps_in, sync_folder, write_file
+from .manifest import MANIFEST, TensorEntry, check_files, new_id, sync_folder, write_file
 from .state import Box, CheckpointedModel, generators, restore_generators
 from .target_placement import boxes_of, one_device, placed, strategy_name
 from .tensor_reader import StoredTensors, is_hugging_face

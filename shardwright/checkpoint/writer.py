@@ -25,10 +25,19 @@ from ..json_values import encode
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..runtime.distributed.coordination import ProcessRanks, SingleRank
 from ..sharded_plan import Plan
-from . import manifest as folders
+from . import checkpoint_folders as folders
 from .box_joining import Joint, joined, joints_of, scattered
 from .formats import DcpItem, PartFile, WholeFiles, WrittenBox, entries_of, write_metadata
-from .manifest import CheckpointFile, Manifest, TensorEntry, digest, model_fingerprint, shares, write as write_manifest
+from .manifest import (
+    CheckpointFile,
+    Manifest,
+    TensorEntry,
+    digest,
+    model_fingerprint,
+    shares,
+    write as write_manifest,
+    write_file,
+)
 
 __all__ = ["CONFIG", "PLAN", "STATE", "Described", "SaveJob", "located", "sealed"]
 
@@ -382,7 +391,7 @@ class SaveJob:
             + "}\n"
         )
         for name, text in {**self.texts, STATE: state.encode()}.items():
-            folders.write_file(self.part / name, text)
+            write_file(self.part / name, text)
         sealed(
             self.part,
             files,

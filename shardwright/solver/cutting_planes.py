@@ -68,8 +68,6 @@ __all__ = [
 ]
 
 BETWEEN = 0.6  # share of the way from the best λ towards the program's
-STRETCHES = 32  # of the moments; the fullest moment of each may join the program at a time
-LEAST_OVER = 1e-9  # relative to the limit, of a moment that joins the program
 
 
 class Prices:
@@ -98,9 +96,6 @@ class Prices:
 def cheapest(cuts: Sequence[Cut], limit: float, most: float) -> tuple[np.ndarray, float]:
     """λ and θ of the linear program.
 
-    The program begins with the fullest moments of each cut. The moments at which its mixture of cuts is above the
-    limit join, until there are none: few of thousands of moments have a price.
-
     Args:
         cuts: the known states.
         limit: the memory limit.
@@ -114,47 +109,30 @@ def cheapest(cuts: Sequence[Cut], limit: float, most: float) -> tuple[np.ndarray
     costs = np.array([cut.cost for cut in cuts])
     if not len(active):
         return out, float(costs.min())
-    over, count = over[:, active], len(cuts)
+    over, columns = over[:, active], len(active)
     scale = float(np.abs(costs).max()) or most
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = columns + 1, len(cuts) + 1
+    model.sense_ = highspy.ObjSense.kMaximize
+    model.col_cost_ = np.append(np.zeros(columns), 1.0)
+    model.col_lower_ = np.append(np.zeros(columns), -highspy.kHighsInf)
+    model.col_upper_ = np.full(columns + 1, highspy.kHighsInf)
+    model.row_lower_ = np.full(len(cuts) + 1, -highspy.kHighsInf)
+    model.row_upper_ = np.append(costs / scale, most / scale)
+    matrix = np.zeros((len(cuts) + 1, columns + 1))
+    matrix[:-1, :-1], matrix[:-1, -1], matrix[-1, :-1] = -over, 1.0, 1.0
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    rows, which = np.nonzero(matrix)
+    model.a_matrix_.start_ = np.searchsorted(rows, np.arange(len(matrix) + 1))
+    model.a_matrix_.index_, model.a_matrix_.value_ = which, matrix[rows, which]
     highs = highspy.Highs()
     for option, value in (("output_flag", False), ("threads", 1)):
         highs.setOptionValue(option, value)
-    model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = 1, count + 1
-    model.sense_ = highspy.ObjSense.kMaximize
-    model.col_cost_, model.col_lower_, model.col_upper_ = np.ones(1), -np.full(1, np.inf), np.full(1, np.inf)
-    model.row_lower_, model.row_upper_ = np.full(count + 1, -np.inf), np.append(costs / scale, most / scale)
-    model.a_matrix_.start_, model.a_matrix_.index_ = np.array([0, count]), np.arange(count)
-    model.a_matrix_.value_ = np.ones(count)
     highs.passModel(model)
-    priced, stretches = np.zeros(len(active), bool), np.array_split(np.arange(len(active)), min(STRETCHES, len(active)))
-    fuller, taken = over, np.empty(0, np.int64)
-    while True:
-        peaks = np.array([stretch[fuller[:, stretch].argmax(axis=1)] for stretch in stretches])
-        rows = np.arange(len(fuller))
-        new = np.unique(peaks[fuller[rows, peaks] > LEAST_OVER])
-        new = new[~priced[new]]
-        if not len(new):
-            break
-        priced[new], taken = True, np.append(taken, new)
-        columns = np.hstack([-over[:, new].T, np.ones((len(new), 1))])
-        highs.addCols(
-            len(new),
-            np.zeros(len(new)),
-            np.zeros(len(new)),
-            np.full(len(new), np.inf),
-            columns.size,
-            np.arange(len(new)) * (count + 1),
-            np.tile(np.arange(count + 1), len(new)),
-            columns.ravel(),
-        )
-        highs.run()
-        found = highs.getSolution()
-        duals = np.abs(np.array(found.row_dual))  # the shares of the mixture, and the price of the bound on prices
-        fuller = (duals[:-1] @ over - duals[-1])[None]
-    value = np.array(found.col_value)
-    out[active[taken]] = np.maximum(value[1:], 0.0) * scale / max(limit, 1.0)
-    return out, float(value[0]) * scale
+    highs.run()
+    found = np.array(highs.getSolution().col_value)
+    out[active] = np.maximum(found[:-1], 0.0) * scale / max(limit, 1.0)
+    return out, float(found[-1]) * scale
 
 
 def ascend(pricing: Any, prices: Prices, *, cap: float, gap: float, most: int) -> float:
@@ -235,9 +213,7 @@ def costless(problem: Problem) -> Problem:
     )
 
 
-def leanest_by_prices(
-    problem: Problem, rows: Rows, pricing: _Priced, low: float, known: Prices | None = None
-) -> LeastMemory:
+def leanest_by_prices(problem: Problem, rows: Rows, pricing: _Priced, low: float) -> LeastMemory:
     """The least limit of a problem without costs, of `binding`, as near as prices and splicing come to it.
 
     Args:
@@ -245,15 +221,10 @@ def leanest_by_prices(
         rows: its usages.
         pricing: its least at any prices.
         low: no plan keeps a limit below it.
-        known: prices of the problem with its costs, and states that are known; None: none are.
     """
     unit = max(low, 1.0)  # unit of the limits here: with Σ λ · unit = 1, L(λ) = least limit / unit - 1
     rows = replace(rows, limit=unit)
-    begin, known, in_units = known, Prices(rows.count, unit), _InUnits(pricing, unit)
-    if begin is not None and begin.multipliers.any():
-        known.cuts = [replace(cut, cost=0.0) for cut in begin.cuts]
-        at = begin.multipliers / (unit * begin.multipliers.sum())
-        known.see(at, *in_units.least(at))
+    known, in_units = Prices(rows.count, unit), _InUnits(pricing, unit)
     even = np.full(rows.count, 1.0 / (unit * rows.count))
     known.see(even, *in_units.least(even))  # the states of little memory everywhere
     ascend(in_units, known, cap=1.0, gap=APART / 4, most=EVALUATIONS)
@@ -261,9 +232,8 @@ def leanest_by_prices(
     best = min(known.cuts, key=lambda cut: cut.used.max())
     states, enough = best.states, float(best.used.max())
     near = sorted(known.cuts, key=lambda cut: float(cut.used.max()))[:SPLICED]
-    low = least  # no splice was found within a lower limit
-    while enough > (1.0 + APART) * low:
-        trial = (low + enough) / 2
+    while enough > (1.0 + APART) * least:
+        trial = (least + enough) / 2
         splicer = Splicer(problem, replace(rows, limit=trial))
         found = next(
             (
@@ -275,11 +245,8 @@ def leanest_by_prices(
             None,
         )
         if found is None:
-            low = trial
-            continue
-        used = rows.used(found[0])
-        states, enough = tuple(found[0]), float(used.max())
-        near = [Cut(states, 0.0, used), *near[: SPLICED - 1]]
+            break
+        states, enough = tuple(found[0]), float(rows.used(found[0]).max())
     return LeastMemory(least, enough, tuple(states))
 
 
@@ -403,13 +370,9 @@ class _PricedSearch:
             value = ascend(part, known, cap=cap, gap=near, most=TURN_EVALUATIONS)
             for cut in known.cuts:
                 self.offer(cut)
-            settled = value == np.inf or value - known.bound <= near * abs(value)
-            lost = value == np.inf or (exact and not settled and self.states is None)
-            if lost and turn >= DEAR and self.least is None:
-                if not self.lean(known):
+            if value == np.inf and turn >= DEAR and self.least is None:
+                if not self.lean():
                     break
-                if value < np.inf:
-                    continue
                 cap = DEARER * max(cap, self.cost - self.prices.bound if self.states is not None else 0.0)
                 continue
             if direct:
@@ -433,8 +396,6 @@ class _PricedSearch:
                     if value - self.prices.bound > (1.0 - SETTLED) * lacking:
                         break  # a further turn would close as little
                     lacking = value - self.prices.bound
-        if self.least is not None and self.least > self.rows.limit:
-            return None
         if not self.near:
             self.keep(part)
             self.splice()
@@ -452,8 +413,8 @@ class _PricedSearch:
             )
         )
 
-    def lean(self, known: Prices) -> bool:
-        """Search the states of the least memory, from known prices on. False: none of them is within the limit."""
+    def lean(self) -> bool:
+        """Search the states of the least memory. False: none of them is within the limit."""
         free, low = costless(self.problem), float(self.rows.least().max(initial=0.0))
         self.least = low
         try:
@@ -465,7 +426,7 @@ class _PricedSearch:
                 pricing = Pricing.of(free, self.rows) if self.pricing.work <= QUICK else None
                 if pricing is None:
                     return True
-                found = leanest_by_prices(free, self.rows, pricing, low, known)
+                found = leanest_by_prices(free, self.rows, pricing, low)
                 self.least = max(low, found.least * (1.0 - ROUNDING))
                 may = self.least <= self.rows.limit
         except OutOfBudgetError:
@@ -632,7 +593,7 @@ def swept_leanest(problem: Problem, rows: Rows, alive: Sequence[np.ndarray], low
     low = max(low, search.prices.bound + rows.limit)
     try:
         return replace(leanest_by_prices(problem, rows, Part(problem, rows, search.marks()), low), least=low)
-    except (PlanError, OutOfBudgetError):  # these states exclude one another, or are too many
+    except PlanError:  # these states exclude one another
         return LeastMemory(low, None, None)
 
 

@@ -24,9 +24,9 @@ from shardwright import json_values as words
 from shardwright.checkpoint import (
     box_joining as joining,
     callback,
+    checkpoint_folders as folders,
     formats as whole_files,
     manifest,
-    manifest as folders,
     save as saving,
     writer as writing,
 )

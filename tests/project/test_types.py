@@ -69,7 +69,8 @@ except sw.ShardwrightError as error:
 #: A user's mistakes, one a line -> the words in the checker's finding.
 WRONG = {
     'sw.Layout((2, 4), ("dp", "mp"), 3)': "Too many arguments",
-    "sw.init(device=8)": "Unexpected keyword argument",
+    "sw.init(devices=8, rank=3)": "Unexpected keyword argument",
+    "sw.init(device=8)": "incompatible type",
     'sw.AutoParallel(torch.nn.ReLU(), max_programs="many")': "incompatible type",
     "sw.save_checkpoints": "has no attribute",
     "sw.rank().upper()": "has no attribute",

@@ -13,7 +13,7 @@ from small_networks import D, draw, labels
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.checkpoint import manifest as folders
+from shardwright.checkpoint import checkpoint_folders as folders
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 

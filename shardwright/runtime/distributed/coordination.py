@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError, ShardwrightError
 from ...process import current
+from ...redistribution.collective_kinds import CollectiveKind
 from .shared_memory import HostMemory, sharing
 
 __all__ = ["ProcessRanks", "SingleRank", "ranks_of_now"]
@@ -125,7 +126,7 @@ class ProcessRanks(SingleRank):
         row[:_LENGTH] = np.frombuffer(len(word).to_bytes(_LENGTH, "little"), np.uint8)
         if len(word) <= _ROW - _LENGTH:
             row[_LENGTH : _LENGTH + len(word)] = np.frombuffer(word, np.uint8)
-        rows = self._memory.rows[self._talked(self._memory.meet, "all-gather", 0)].numpy()
+        rows = self._memory.rows[self._talked(self._memory.meet, CollectiveKind.ALL_GATHER, 0)].numpy()
         lengths = [int.from_bytes(row[:_LENGTH].tobytes(), "little") for row in rows]
         if max(lengths) > _ROW - _LENGTH:
             return None
@@ -157,7 +158,7 @@ class ProcessRanks(SingleRank):
 
     def meet(self, memory: HostMemory) -> int:
         """Wait for all ranks; return the number of the round whose rows they have written."""
-        return self._talked(memory.meet, "all-to-all", 0)
+        return self._talked(memory.meet, CollectiveKind.ALL_TO_ALL, 0)
 
     @staticmethod
     def _talked(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
