@@ -82,6 +82,8 @@ def test_the_device_of_a_model() -> None:
     assert device_of(nn.Linear(4, 4)) == torch.device("cpu")
     assert device_of(late) == torch.get_default_device()
     assert device_of(late, None, (torch.zeros(2),)) == torch.device("cpu")
+    with torch.device("meta"):  # where nothing has values, a plan is made for the CPU
+        assert device_of(nn.ReLU(), None, (torch.zeros(2),)) == torch.device("cpu")
 
 
 class Elsewhere(nn.Module):

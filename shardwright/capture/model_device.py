@@ -4,7 +4,7 @@ A capture puts every fake parameter, buffer and input on this one device. `torch
 forward is then captured for it, and so are the casts of its autocast.
 
     parameters have values     their device
-    parameters have none       that of the first input with values, else torch's default device
+    parameters have none       that of the first input with values, else torch's default device, else the CPU
 
 Processes take the device of the process instead, and move what is elsewhere.
 """
@@ -47,8 +47,8 @@ def device_of(net: nn.Module, loss_fn: Any = None, inputs: Any = ()) -> torch.de
         )
     for device in found:
         return device
-    real = (x.device for x in _tensors(inputs) if x.device.type != "meta")
-    return next(real, torch.get_default_device())
+    places = (*(x.device for x in _tensors(inputs)), torch.get_default_device())
+    return next((device for device in places if device.type != "meta"), torch.device("cpu"))
 
 
 def check_inputs(device: torch.device, inputs: Any) -> None:
