@@ -334,7 +334,7 @@ def test_own_parameters_and_collectives_need_the_mode(mode: str) -> None:
     if mode != "stand_alone":
         net = Apply(lambda m, x: sw.ops.all_reduce(x @ m.w))
         said = refused("sw.ops.all_reduce joins", lambda: sw.AutoParallel(net, parallel_mode=mode)(X))
-        assert "test_rank_local.py:" in said and "hybrid_parallel" in said
+        assert "test_hybrid_parallel.py:" in said and "hybrid_parallel" in said
 
 
 def test_bad_input() -> None:
