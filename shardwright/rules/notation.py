@@ -365,7 +365,6 @@ class Bound:
             devices = layout.devices
             dims = (self.outputs if of_outputs else self.inputs)[index]
             assert layout.dims is not None
-            assert layout.dims is not None
             for dim, digits in zip(dims, layout.dims):
                 spread = self.spread(dim, digits)
                 if spread is None:

@@ -264,7 +264,6 @@ def output_layouts_of(bound: Bound, strategy: Any, devices: int) -> tuple[Layout
         else:
             raise StrategyError(f"the entry of output {i} is {entry!r}", strategy=strategy, legal=simple)
         assert layout.dims is not None
-        assert layout.dims is not None
         if len(layout.dims) != len(shape):
             raise StrategyError(
                 f"output {i} has shape {shape}, {len(shape)} dims; its entry has {len(layout.dims)}",
