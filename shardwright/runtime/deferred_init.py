@@ -281,7 +281,13 @@ def put_in_place(old: torch.Tensor, new: torch.Tensor) -> None:
     wrapped = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
     # Keep the attributes that users have set.
     vars(wrapped).update((k, v) for k, v in vars(old).items() if k not in (_TAPE, _VERSION))
-    torch.utils.swap_tensors(old, wrapped)
+    try:
+        torch.utils.swap_tensors(old, wrapped)
+    except RuntimeError:
+        if old.is_meta:
+            raise
+        old.data = new.detach()  # something holds a weak reference to the tensor, which has values already
+        return
     move_gradient_hooks(old, old)  # autograd keeps hooks by the memory, the tensor by the object
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -247,3 +248,10 @@ def test_an_optimizer_that_notes_something_of_each_parameter_when_it_is_built(in
         ours.step(), theirs.step(), ours.zero_grad(), theirs.zero_grad()
     for p, q in zip(net.parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(p, q)
+
+
+def test_a_tensor_with_values_and_a_weak_reference_takes_others() -> None:
+    old, new = torch.zeros(3), torch.ones(3)
+    watched = weakref.ref(old)
+    put_in_place(old, new)
+    assert watched() is old and torch.equal(old, torch.ones(3))
