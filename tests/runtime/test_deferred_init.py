@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import shardwright as sw
+from shardwright.runtime.deferred_init import put_in_place
 
 
 def built(make: Callable[[], nn.Module], seed: int = 3) -> tuple[nn.Module, nn.Module]:
