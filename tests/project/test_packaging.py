@@ -114,10 +114,12 @@ def test_the_version_of_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_demands_of_tests_leave_torch_alone() -> None:
-    """Each torch has an environment, and what is installed after torch is held to that torch."""
+    """Each torch has an environment, and what is installed after torch is held to that torch. The variables of the
+    make that runs the tests are not handed on."""
+    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES", "TORCH")}
     asked = {
         torch: subprocess.run(
-            ["make", "-n", "-B", "venv", *torch], cwd=ROOT, capture_output=True, text=True, check=True
+            ["make", "-n", "-B", "venv", *torch], cwd=ROOT, env=own, capture_output=True, text=True, check=True
         ).stdout
         for torch in ((), ("TORCH=torch",), ("TORCH=torch==2.9.0",), ("TORCH=torch>=2.10,<2.12",))
     }
