@@ -18,6 +18,7 @@ own.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from ..graph import Graph
 from ..torch_private import pytree
 
 __all__ = ["GraphCache"]
+
+logger = logging.getLogger("shardwright.capture")
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -218,11 +221,21 @@ class GraphCache:
         self, known: _Known, inputs: _Inputs, capture_scalable: Callable[..., ScalableGraph | None]
     ) -> _Scalable | None:
         """A further symbolic capture, at some sizes; None: it was not tried, or it failed."""
-        if known.tries == TRIES or any(shape[d] < 2 for shape, dims in zip(inputs.shapes, known.varying) for d in dims):
+        if known.tries == TRIES:
+            _log_plain(inputs.shapes, f"none of {TRIES} captures with symbols covers them")
+            return None
+        if any(shape[d] < 2 for shape, dims in zip(inputs.shapes, known.varying) for d in dims):
+            _log_plain(inputs.shapes, "a size of 0 or 1 broadcasts, so it is never a symbol")
             return None
         known.tries += 1
         graph = capture_scalable(inputs.args, inputs.kwargs, vary=known.varying, recording=known.recording)
         made = None if graph is None else known.proved(graph)
         if made is not None:
             known.scalable.append(made)
+        elif graph is not None:
+            _log_plain(inputs.shapes, "the capture with symbols has other operators than the plain captures")
         return made
+
+
+def _log_plain(shapes: Shapes, reason: str) -> None:
+    logger.info("the inputs %s are captured for these sizes alone: %s", ", ".join(map(str, shapes)), reason)

@@ -239,14 +239,16 @@ def test_a_branch_on_a_size_is_another_program(captures):
     assert captures.count("capture") <= 4
 
 
-def test_a_batch_of_one_row_is_captured_by_itself():
+def test_a_batch_of_one_row_is_captured_by_itself_and_the_log_says_why(caplog):
+    caplog.set_level("INFO", logger="shardwright.capture")
     plain = Language()
     model = sw.AutoParallel(copy.deepcopy(plain)).dataset_strategy("full_batch")
-    for rows in (1, 4, 1, 8, 2):
+    for rows in (4, 1, 8, 1, 2):
         x = labels(rows * 8, 16, seed=rows).view(rows, 8)
         (wanted, gradients), (found, others) = step(plain, x), step(model, x)
         torch.testing.assert_close(found, wanted)
         torch.testing.assert_close(others, gradients)
+    assert "a size of 0 or 1 broadcasts" in caplog.text
 
 
 def test_a_limit_of_memory_holds_for_a_reused_plan():
