@@ -51,7 +51,7 @@ class Settings:
         pipeline: the pipeline; None: none.
         mixed_precision: the dtypes in which parameters are stored and read, and their gradients summed.
         search_memory: the growth of host memory allowed to the process during a search: bytes or text such as "2GB";
-            None: half of the free memory.
+            None: half of the free memory, and at most 3 GB.
         search_progress: called with a `SearchProgress` every few seconds of a search; None: a line of it goes to the
             log `shardwright.search`, and to stderr where that is a terminal; True: to stderr in any case; False:
             nothing.

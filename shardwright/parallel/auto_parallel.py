@@ -122,7 +122,7 @@ class AutoParallel(CallPlanning, nn.Module):
             parameters of their own dtype, the model computes in a second dtype, gradients are summed in a third.
             None: dtypes as the model has them.
         search_memory: the host memory by which the process may grow during the search: bytes or text such as "2GB";
-            None: half of the free memory.
+            None: half of the free memory, and at most 3 GB.
         search_progress: a function that a long search calls every few seconds; None: a line on a terminal; False:
             nothing; see `shardwright.plan`.
 

@@ -146,18 +146,18 @@ def ascend(pricing: Any, prices: Prices, *, cap: float, gap: float, most: int) -
         most: evaluations of `pricing`.
 
     Returns:
-        The program's value: the cost of the best mixture of known states within the limit. Infinite where prices up
-        to `cap` show that no mixture is within it.
+        The program's value: the cost of the best mixture of known states within the limit. Infinite where no mixture
+        is within it as far as prices up to `cap` show.
     """
     if not prices.cuts:
         prices.see(prices.multipliers, *pricing.least(prices.multipliers))
-    value = np.inf
+    value, capped = np.inf, False
     budget = current()
     for _ in range(most):
         budget.watch()
         multipliers, value = cheapest(prices.cuts, prices.limit, cap)
+        capped = float(multipliers.sum()) * max(prices.limit, 1.0) >= 0.999 * cap
         if value - prices.bound <= gap * abs(value):
-            capped = float(multipliers.sum()) * max(prices.limit, 1.0) >= 0.999 * cap
             return np.inf if capped else value
         known = len(prices.cuts)
         if prices.bound > -np.inf:
@@ -167,7 +167,7 @@ def ascend(pricing: Any, prices: Prices, *, cap: float, gap: float, most: int) -
             if len(prices.cuts) > known or found >= value - gap * abs(value):
                 continue
         prices.see(multipliers, *pricing.least(multipliers))  # nothing new in between: use the program's own
-    return value
+    return np.inf if capped else value
 
 
 # -- the least limit --
@@ -418,17 +418,17 @@ class _PricedSearch:
         free, low = costless(self.problem), float(self.rows.least().max(initial=0.0))
         self.least = low
         try:
-            if not isinstance(self.pricing, Pricing):
-                self.pricing.forget()
-                found = swept_leanest(free, self.rows, self.marks(), low)
-                self.least, may = found.least, found.enough is not None and found.enough <= self.rows.limit
-            else:
-                pricing = Pricing.of(free, self.rows) if self.pricing.work <= QUICK else None
-                if pricing is None:
-                    return True
+            exact = isinstance(self.pricing, Pricing) and self.pricing.work <= QUICK
+            pricing = Pricing.of(free, self.rows) if exact else None
+            if pricing is not None:
                 found = leanest_by_prices(free, self.rows, pricing, low)
                 self.least = max(low, found.least * (1.0 - ROUNDING))
                 may = self.least <= self.rows.limit
+            else:
+                if isinstance(self.pricing, SweptPricing):
+                    self.pricing.forget()
+                found = swept_leanest(free, self.rows, self.marks(), low)
+                self.least, may = found.least, found.enough is not None and found.enough <= self.rows.limit
         except OutOfBudgetError:
             return True
         if found.states is not None:

@@ -1,6 +1,6 @@
 """A search's bound on its own host memory, and its progress messages.
 
-    allowed     bytes by which the process may grow during a search; by default half of the free memory
+    allowed     bytes by which the process may grow during a search; by default half of the free memory, and at most 3 GB
     ask         before a large allocation: refused (`OutOfBudgetError`) where the process would grow past `allowed`
     watch       between two steps without a large allocation: the same check, and a progress message
 
@@ -23,6 +23,7 @@ from typing import NamedTuple
 __all__ = ["LEAST", "OutOfBudgetError", "SearchBudget", "SearchProgress", "current", "free_memory", "spending"]
 
 SHARE = 0.5  # default share of the free memory that a search may take
+MOST = 3e9  # most bytes by default: with more, tables take longer than the prices that they would save
 UNKNOWN = 4e9  # bytes taken as free where the system does not say
 LEAST = 256e6  # least budget in bytes: memory between two strategies takes some of it
 SMALL = 2**20  # bytes up to which `ask` always grants
@@ -66,7 +67,7 @@ class SearchBudget:
     """The host memory that a search may take, and the receiver of its messages.
 
     Args:
-        allowed: bytes; None: half of the free memory.
+        allowed: bytes; None: half of the free memory, and at most 3 GB.
         progress: called with a `SearchProgress` every few seconds, once a search takes longer than `SILENT`; None: a
             line to the log `shardwright.search`, and to stderr where that is a terminal; True: to stderr always;
             False: nothing.
@@ -75,7 +76,7 @@ class SearchBudget:
     def __init__(
         self, allowed: float | None = None, progress: Callable[[SearchProgress], None] | bool | None = None
     ) -> None:
-        self.allowed = SHARE * free_memory() if allowed is None else float(allowed)
+        self.allowed = min(SHARE * free_memory(), MOST) if allowed is None else float(allowed)
         self.progress = progress
         self._began = self._said = time.monotonic()
         self._resident = resident_memory()
@@ -161,8 +162,8 @@ def spending(budget: SearchBudget) -> Iterator[SearchBudget]:
 
 
 def current() -> SearchBudget:
-    """The budget of the current search; outside a search, a new one without messages."""
-    return _CURRENT.get() or SearchBudget(progress=False)
+    """The budget of the current search; outside a search, a new one of half the free memory without messages."""
+    return _CURRENT.get() or SearchBudget(SHARE * free_memory(), progress=False)
 
 
 def resident_memory() -> float:

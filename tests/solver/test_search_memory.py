@@ -213,8 +213,8 @@ def test_a_table_that_is_too_large_is_not_made():
         assert tables.least(((0, -1), (1, -1)), (np.zeros((40, 3)), np.zeros((40, 3))), 2).shape == (40, 40)
 
 
-def test_half_of_what_is_free_is_the_default():
-    assert 0 < SearchBudget(progress=False).allowed <= free_memory() * 0.75
+def test_half_of_what_is_free_and_at_most_three_gigabytes_is_the_default():
+    assert 0 < SearchBudget(progress=False).allowed <= min(free_memory() * 0.75, 3e9)
 
 
 def test_a_search_in_a_child_keeps_to_its_budget():
