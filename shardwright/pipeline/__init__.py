@@ -6,6 +6,7 @@ batch_semantics      the relation of an operator's output on a batch to its outp
 microbatch           the graph of one micro-batch, and the join of the parts' results
 microbatch_values    the kind of each value in micro-batches
 pipeline_plan        the plan as a value
+messages             the messages between ranks, and the line in which all ranks exchange them
 build                each stage planned on its own devices
 stage_costs          costs of units, and the least time over all cuts
 stage_search         ``stages="auto"``

@@ -10,7 +10,7 @@
    gradients of all micro-batches are summed in these leaves.
 3. The program (`PipelineProgram`, `StageBody`), with the interface of `step_program.StepProgram`.
 4. Links between stages (`StageLink`): `LocalStageLink` where all stages are in one process,
-   `pipeline_p2p.ProcessStageLink` where ranks send to the ranks of other stages.
+   `stage_links.ProcessStageLink` where ranks send to the ranks of other stages.
 5. A pipeline in one process (`local_pipeline`): every stage's devices in lockstep, the stages in the order of the
    schedule. `pipeline_p2p.process_pipeline` is its counterpart with a process a rank.
 """
@@ -170,6 +170,7 @@ class PipelineStep:
         for t in self._parameters():
             if t.source in program.bodies:
                 program.link.send(t, -1, False, program.bodies[t.source].parameters[t.name].detach())
+        program.link.exchange()
         for t in self._parameters():
             if t.target in program.bodies:
                 got = program.link.receive(t, -1, False)
@@ -177,6 +178,7 @@ class PipelineStep:
         self.totals = {s: self._totals(body) for s, body in program.bodies.items()}
         for action in program.orders[schedule]:
             self._play(action)
+            program.link.exchange()
         self._write_buffers()
         if self.trains:
             self._scatter()
@@ -342,6 +344,7 @@ class PipelineStep:
             if t.target in program.bodies:
                 x = self.shared[t.target, t.name]
                 program.link.send(t, -1, True, torch.zeros_like(x) if x.grad is None else x.grad)
+        program.link.exchange()
         for t in due:
             if t.source in program.bodies:
                 leaf = self.leaves[t.source][t.name]
@@ -435,6 +438,10 @@ class StageLink(Protocol):
     def receive(self, transfer: Transfer, micro: int, back: bool) -> Tensor:
         """The tensor that the other stage sent, or will send; arguments as of `send`."""
 
+    def exchange(self) -> None:
+        """End a position of the schedule: before the first action, after each action, and last after the gradients of
+        shared parameters. What the position sends has been given to `send`."""
+
     def begin(self, schedule: Schedule) -> None:
         """Begin a step."""
 
@@ -456,6 +463,9 @@ class LocalStageLink:
 
     def receive(self, transfer: Transfer, micro: int, back: bool) -> Tensor:
         return self._sent.pop((transfer.name, transfer.target, micro, back))
+
+    def exchange(self) -> None:
+        pass
 
     def finish(self, results: list[Tensor | None]) -> list[Tensor]:
         return list(results)
