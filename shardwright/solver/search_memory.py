@@ -1,6 +1,6 @@
 """A search's bound on its own host memory, and its progress messages.
 
-    allowed     bytes by which the process may grow during a search; by default half of the free memory, and at most 3 GB
+    allowed     bytes by which the process may grow during a search; by default half of the free memory, at most 3 GB
     ask         before a large allocation: refused (`OutOfBudgetError`) where the process would grow past `allowed`
     watch       between two steps without a large allocation: the same check, and a progress message
 
