@@ -97,7 +97,7 @@ def train(
     torch.manual_seed(0)
     with sw.no_init_parameters():  # nothing is allocated here
         net = build().to(args.dtype)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=args.learning_rate)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=args.learning_rate, fused=True)
     loss_fn = Loss()
     if args.parallel_mode == "semi_auto":
         mark(net, loss_fn, runtime.devices // model_parallel, model_parallel)

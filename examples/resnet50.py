@@ -108,7 +108,7 @@ def main(argv=None):
     net = ResNet(args.blocks, args.width, small=args.stem == "small").to(dtype)
     if args.parallel_mode == "semi_auto":
         split(net, runtime.devices)
-    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4, fused=True)
 
     model = sw.AutoParallel(net, nn.CrossEntropyLoss(), args.parallel_mode, sync_batch_norm=args.sync_batch_norm)
     model.dataset_strategy("full_batch")  # every process feeds the same whole batch

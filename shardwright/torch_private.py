@@ -31,15 +31,15 @@ from .errors import TorchVersionError
 
 # fmt: off
 __all__ = [
-    "COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS", "GradientHooks", "HooksOfAllModules",
-    "ModuleHooks", "OpOverload", "OpOverloadPacket", "attributes_unchecked", "backward_can_start_at_functions",
-    "buffer_table", "code_written_late", "computation", "default_store", "demand", "environment_of", "formula_of",
+    "COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS", "GradientHooks", "HooksOfAllModules", "ModuleHooks",
+    "OpOverload", "OpOverloadPacket", "attributes_unchecked", "backward_can_start_at_functions", "buffer_table",
+    "code_written_late", "computation", "default_store", "demand", "environment_of", "foreach_edits", "formula_of",
     "fused_optimizers", "gradient_hooks", "group_timeout", "holds_at", "hooks_of", "hooks_of_all_modules",
     "in_place_of_checkpoint", "is_compiled", "is_view", "layouts_unrecorded", "local_tensor", "module_table",
     "move_gradient_hooks", "number_at", "number_of_groups", "operators", "overload_name", "overload_of",
     "parameter_table", "recurrent_states", "recurrent_weights", "register_node", "schedule_without_transfers",
-    "schema_of", "sizes_reckoned_once", "spec_of", "stack_lines", "storage_id", "torch_function", "version_of",
-    "vmap_function", "without_cudnn", "worker_processes",
+    "schema_of", "sizes_reckoned_once", "spec_of", "stack_lines", "storage_id", "torch_function", "use_foreach",
+    "version_of", "vmap_function", "without_cudnn", "worker_processes",
 ]
 # fmt: on
 
@@ -63,13 +63,13 @@ _NAMES = {
         "torch.utils._python_dispatch._disable_current_modes",
         "a torch.autograd.Function in a model",
     ),
-    "foreach_mul_": ("torch._foreach_mul_", "clip_grad_norm_(foreach=True)"),
-    "foreach_norm": ("torch._foreach_norm", "clip_grad_norm_(foreach=True)"),
+    "foreach_norm": ("torch._foreach_norm", "clip_grad_norm_"),
     "functional_all_gather": ("torch.ops._c10d_functional.all_gather_into_tensor", "collectives in processes"),
     "functional_all_reduce": ("torch.ops._c10d_functional.all_reduce", "collectives in processes"),
     "functional_all_to_all": ("torch.ops._c10d_functional.all_to_all_single", "collectives in processes"),
     "functional_reduce_scatter": ("torch.ops._c10d_functional.reduce_scatter_tensor", "collectives in processes"),
     "functional_wait": ("torch.ops._c10d_functional.wait_tensor", "collectives in processes"),
+    "unscale_": ("torch._amp_foreach_non_finite_check_and_unscale_", "torch.amp.GradScaler"),
     "make_fx": ("torch.fx.experimental.proxy_tensor.make_fx", "torch.vmap in a model"),
     "pytree": ("torch.utils._pytree", "inputs and outputs in tuples, lists and dicts"),
     "stage_backward_input": (
@@ -355,6 +355,19 @@ def fused_optimizers() -> frozenset[Any]:
     return frozenset(kernel for kernel in found if kernel is not None)
 
 
+def foreach_edits() -> frozenset[Any]:
+    """The functions that change each tensor of a list in place, by one number, one scalar tensor, or a number each."""
+    found = (_found(f"torch._foreach_{name}_") for name in ("mul", "div", "add", "sub", "clamp_min", "clamp_max"))
+    return frozenset(function for function in found if function is not None)
+
+
+def use_foreach(kind: type) -> None:
+    """Have ``clip_grad_norm_`` and its kin take tensors of a subclass in lists, as DTensors."""
+    known = _found("torch.utils._foreach_utils._foreach_supported_types")
+    if known is not None and kind not in known:
+        known.append(kind)
+
+
 def vmap_function(target: Any) -> str:
     """The name of a functorch function that a captured torch.vmap calls; "" for any other target."""
     return target.__name__ if getattr(target, "__module__", "") == "torch._functorch.predispatch" else ""
@@ -491,21 +504,7 @@ def sizes_reckoned_once() -> Iterator[None]:
 
 
 #: Methods of a symbolic size that take a second one.
-_RECKONED = (
-    "_add",
-    "_sub",
-    "_mul",
-    "_int_floordiv",
-    "_mod",
-    "_eq",
-    "_ne",
-    "_lt",
-    "_le",
-    "_gt",
-    "_ge",
-    "_sym_max",
-    "_sym_min",
-)
+_RECKONED = tuple("_add _sub _mul _int_floordiv _mod _eq _ne _lt _le _gt _ge _sym_max _sym_min".split())
 
 
 def _reckoned_once(plain: Callable[[Any, Any], Any], tracing: Callable[[], Any]) -> Callable[[Any, Any], Any]:

@@ -5,7 +5,8 @@
 3. An optimizer that steps while `whole` has whole tensors in place of the slices: refused.
 4. An optimizer that steps while its state is copied for a checkpoint would mix two steps in it: the step waits.
 
-Parameters that are empty on this rank are also hidden from steps, to save time.
+Parameters that are empty on this rank are also hidden from steps, to save time. In processes the step is that of a
+stand-in (`distributed/local_steps.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
     "replace_noted",
     "says_when_it_steps",
     "set_empty_aside",
+    "step_through",
     "watch_steps",
 ]
 
@@ -74,6 +76,11 @@ def before_next_step(work: Callable[[], None]) -> None:
     _STEPS.do_first(work)
 
 
+def step_through(stand_in: Callable[[torch.optim.Optimizer], torch.optim.Optimizer | None]) -> None:
+    """Let each step be the step of another optimizer, which `stand_in` makes; None: of the optimizer itself."""
+    _STEPS.stand_in = stand_in
+
+
 def says_when_it_steps(optimizer: torch.optim.Optimizer) -> bool:
     """True where torch calls the step hooks for this optimizer: it does so for subclasses of its own class only."""
     return isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False)
@@ -109,6 +116,7 @@ class _Steps:
         self._empty: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
         self._aside = _Aside()
         self._first: Callable[[], None] | None = None
+        self.stand_in: Callable[[torch.optim.Optimizer], torch.optim.Optimizer | None] = lambda optimizer: None
 
     def look_at(self, net: nn.Module) -> None:
         with self._lock:
@@ -152,13 +160,16 @@ class _Steps:
             first()
             if self._first is first:
                 self._first = None
+        stepping = self.stand_in(optimizer) or optimizer
         for parameter in [ref() for ref in empty]:
             if parameter is not None and parameter.grad is not None:
                 self._aside.gradients.append((parameter, parameter.grad))
                 parameter.grad = None
         if closure is None:
-            return None
-        return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": closed})
+            return None if stepping is optimizer else ((stepping, *args[1:]), kwargs)
+        if len(args) > 1:
+            return (stepping, closed, *args[2:]), kwargs
+        return (stepping,), kwargs | {"closure": closed}
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, gradient in self._aside.gradients:

@@ -7,6 +7,8 @@ parameters, dtensors          parameters: DTensors outside, plain tensors inside
 gradients, buckets            gradients: DTensors of the parameters, summed in buckets
 gradient_fusion      which gradients are summed together
 gradient_edits       gradients that the user edits between backward and step
+gradient_norms       norms of gradients and GradScaler's check, in one all-reduce
+local_steps          steps of optimizers on each rank's slices
 parameter_hooks      hooks that users put on parameters
 agreement            one plan for all ranks, or one error
 coordination         messages between ranks about a checkpoint

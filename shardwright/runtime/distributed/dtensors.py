@@ -32,6 +32,7 @@ __all__ = [
     "gathered_as",
     "layout_of",
     "leaf_of",
+    "padded_slice",
     "slice_in_buffer",
     "to_dtensor",
     "with_values",
@@ -129,6 +130,17 @@ def gathered_as(parameter: DTensor, value: Tensor) -> Tensor:
             dist.all_gather([_bytes(part) for part in parts], _bytes(value), group=group)
             value = torch.cat(parts, placement.dim)
     return beginning(value, parameter.shape).contiguous()
+
+
+def padded_slice(parameter: DTensor, part: Tensor) -> Tensor:
+    """This rank's part of a tensor that is laid out as `parameter` is, padded to the length of all ranks' slices."""
+    layout = layout_of(parameter)
+    length = tuple(part.shape) if layout is None else layout.local_shape(layout.padded(tuple(parameter.shape)))
+    if tuple(part.shape) == length:
+        return part
+    padded = part.new_zeros(length)
+    beginning(padded, part.shape).copy_(part)
+    return padded
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -24,16 +24,19 @@ from ...layout import Digits
 from ...redistribution import digits_value
 from ...torch_private import (
     DisableTorchFunctionSubclass,
-    foreach_mul_,
+    foreach_edits,
     foreach_norm,
     fused_optimizers,
     gradient_hooks,
     local_tensor,
     pytree,
     spec_of,
+    unscale_,
+    use_foreach,
 )
 from ..optimizer_guard import not_summed
 from .gradient_edits import RANDOM, VIEWS, changes, drawn_like, is_copy, lost, part_of, put
+from .gradient_norms import norms, unscale
 from .parameter_hooks import call_after, put_within, seen_by_hooks
 
 __all__ = [
@@ -43,6 +46,7 @@ __all__ = [
     "copy_of_gradient",
     "hand_nothing",
     "hand_over",
+    "is_of_stage",
     "keep_unsummed",
     "of_stage",
     "take_unsummed",
@@ -81,6 +85,9 @@ _NORMS = frozenset({torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Ten
 #: supports some of them.
 _FUSED = fused_optimizers()
 
+#: Changes of each gradient of a list by numbers.
+_EDITS = foreach_edits()
+
 
 class Gradient(DTensor):
     """The gradient of a parameter. Its norm is a plain number, so that ``clip_grad_norm_`` can combine the norms of
@@ -116,8 +123,14 @@ class Gradient(DTensor):
                 return function(
                     *pytree.tree_map_only(DTensor, _local, args), **pytree.tree_map_only(DTensor, _local, kwargs or {})
                 )
-            if function is foreach_mul_:  # DTensor takes only lists on one mesh
-                return [gradient.mul_(factor) for gradient, factor in zip(args[0], _each(args[1], len(args[0])))]
+            if function in _EDITS and _is_plain(args[1:], kwargs):  # DTensor takes only lists on one mesh
+                return function(*pytree.tree_map_only(DTensor, _local, args), **(kwargs or {}))
+            if function is unscale_:
+                return unscale(*args, **(kwargs or {}))
+            if function in _NORMS or function is foreach_norm:
+                found = _found_together(function, args, kwargs or {})
+                if found is not None:
+                    return found
             if function in VIEWS and isinstance(args[0], Gradient):  # torch 2.9's DTensor makes no views of a subclass
                 result = function(
                     DTensor(local_tensor(args[0]), spec_of(args[0]), requires_grad=False), *args[1:], **(kwargs or {})
@@ -185,8 +198,27 @@ def _local(x: DTensor) -> Tensor:
     return local_tensor(x)
 
 
-def _each(factor: Any, count: int) -> Sequence[Any]:
-    return factor if isinstance(factor, (list, tuple)) else [factor] * count
+def _is_plain(args: Sequence[Any], kwargs: dict | None) -> bool:
+    """True for numbers, a scalar tensor, and a list of numbers; False for a list of tensors."""
+    return not kwargs and not any(isinstance(a, (list, tuple)) and any(isinstance(x, Tensor) for x in a) for a in args)
+
+
+def _found_together(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The norms that `gradient_norms` computes; None for norms along dims, of matrices, and of one stage alone."""
+    places = ("x", "ord", "dtype") if function is foreach_norm else ("x", "ord")
+    given = dict(zip(places, args)) | kwargs
+    given = {"ord" if name == "p" else "x" if name in ("self", "input", "A") else name: x for name, x in given.items()}
+    given_x, order, dtype = given.pop("x", None), given.pop("ord", None), given.pop("dtype", None)
+    if given_x is None or len(args) > len(places) or any(x is not None and x is not False for x in given.values()):
+        return None
+    if function is torch.linalg.norm and order is not None:  # a matrix has norms of its own
+        return None
+    order = 2.0 if order is None or order == "fro" else order
+    if not isinstance(order, (int, float)):
+        return None
+    gradients = given_x if function is foreach_norm else [given_x]
+    found = norms(gradients, float(order), dtype, [isinstance(g, StageGradient) for g in gradients])
+    return found if found is None or function is foreach_norm else found[0]
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -219,15 +251,23 @@ class StageGradient(Gradient):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function in _NORMS or function is foreach_norm:
+            found = _found_together(function, args, kwargs or {})
+            if found is not None:
+                return found
         result = super().__torch_function__(function, types, args, kwargs)
         if function in _NORMS:
             return _said([result], args[:1])[0]
         return _said(result, args[0]) if function is foreach_norm else result
 
 
-def _said(norms: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+for _kind in (Gradient, StageGradient):
+    use_foreach(_kind)
+
+
+def _said(found: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
     """The norms that the counting ranks contribute, on every rank."""
-    said = torch.stack([n if getattr(g, "counts", True) else torch.zeros_like(n) for n, g in zip(norms, gradients)])
+    said = torch.stack([n if getattr(g, "counts", True) else torch.zeros_like(n) for n, g in zip(found, gradients)])
     dist.all_reduce(said)
     return list(said.unbind())
 
@@ -235,6 +275,11 @@ def _said(norms: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
 def of_stage(parameter: nn.Parameter, counts: bool) -> None:
     """Mark a parameter as one of a pipeline's stage, and note whether this rank counts (`StageGradient`)."""
     setattr(parameter, _OF_STAGE, counts)
+
+
+def is_of_stage(parameter: Tensor) -> bool:
+    """True for a parameter of a pipeline's stage (`of_stage`)."""
+    return hasattr(parameter, _OF_STAGE)
 
 
 def _gradient(parameter: nn.Parameter, local: Tensor) -> Gradient:
@@ -274,7 +319,8 @@ _REFUSED = frozenset(
         Tensor.__setitem__,
         Tensor.__getitem__,
         foreach_norm,
-        foreach_mul_,
+        unscale_,
+        *_EDITS,
         *_ELEMENTWISE,
         *_FUSED,
         DTensor.full_tensor,

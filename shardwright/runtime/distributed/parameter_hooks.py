@@ -83,17 +83,12 @@ def seen_by_hooks(parameter: nn.Parameter, gradient: Tensor, rank: int) -> Tenso
         rank: this rank's number among those that the parameter's layout refers to.
     """
     from ...partition.uneven import true_slice  # noqa: PLC0415  needed beside the next import alone
-    from .dtensors import beginning, gathered_as, layout_of  # noqa: PLC0415  DTensor takes a second to import
+    from .dtensors import gathered_as, layout_of, padded_slice  # noqa: PLC0415  DTensor takes a second to import
 
     layout = layout_of(parameter)
     if layout is None or layout.is_replicated:
         return called_before(parameter, gradient)
-    length = layout.local_shape(layout.padded(tuple(parameter.shape)))
-    padded = gradient
-    if tuple(gradient.shape) != length:
-        padded = gradient.new_zeros(length)
-        beginning(padded, gradient.shape).copy_(gradient)
-    whole = called_before(parameter, gathered_as(parameter, padded))
+    whole = called_before(parameter, gathered_as(parameter, padded_slice(parameter, gradient)))
     return whole[true_slice(layout, tuple(parameter.shape), rank)].clone(memory_format=torch.contiguous_format)
 
 

@@ -21,10 +21,11 @@ from ...capture.manual import is_own
 from ...errors import SettingError
 from ...layout import Layout
 from ..deferred_init import materialize, substitute
-from ..optimizer_guard import replace_noted
+from ..optimizer_guard import replace_noted, step_through
 from .buckets import GradientSums
 from .collectives import ProcessGroups
 from .dtensors import layout_of, slice_in_buffer, to_dtensor
+from .local_steps import stand_in
 from .parameter_hooks import carry_over, leaf_of_slice
 
 __all__ = ["ParameterPlacement", "ShardedState", "held_layouts"]
@@ -89,6 +90,7 @@ class ShardedState:
         device: torch.device,
         broadcast: bool = False,
     ) -> None:
+        step_through(stand_in)
         self.groups = groups
         self.absent: dict[str, nn.Parameter] = {}
         self._elsewhere: DeviceMesh | None = None

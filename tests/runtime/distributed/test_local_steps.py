@@ -1,0 +1,272 @@
+"""Each optimizer of torch, with each of its ways to step, on parameters of unlike meshes: as on one device."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from one_device import close
+from ranks import run_ranks, run_scenarios
+from small_networks import D, draw
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+import shardwright as sw
+from shardwright.runtime.distributed.dtensors import gathered
+from shardwright.torch_private import TorchDispatchMode
+
+X, Y = draw(8, 6), draw(8, 5, seed=1)
+LOSS = nn.MSELoss()
+
+
+class Mixed(nn.Module):
+    """Matrices, vectors and a number, of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.norm = nn.Linear(6, 8, dtype=D), nn.LayerNorm(8, dtype=D)
+        self.b, self.c = nn.Linear(8, 12, dtype=D), nn.Linear(12, 5, dtype=D)
+        self.scale = nn.Parameter(torch.full((), 1.5, dtype=D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.relu(self.b(self.norm(torch.tanh(self.a(x)))))) * self.scale
+
+
+def wrapped(net: Mixed, kind: str) -> sw.AutoParallel:
+    """Wrap a model on four ranks: by marks with three meshes, by marks and hsdp, or whole on each rank."""
+    sw.init(watch=False)
+    mode = "data_parallel" if kind == "whole" else "semi_auto"
+    if kind == "marks":
+        sw.shard(net.a, ((2, 1), (2, 1))), sw.shard(net.b, ((1, 1), (4, 1))), sw.shard(net.c, ((1, 4), (1, 4)))
+    if kind == "hsdp":
+        sw.shard(net.b, ((2, 1), (2, 1))), sw.shard(net.c, ((2, 2), (1, 2)))
+    model = sw.AutoParallel(net, LOSS, parallel_mode=mode).dataset_strategy("full_batch")
+    return model.hsdp(threshold=0, optimizer_level="level2") if kind == "hsdp" else model
+
+
+Make = Callable[[list[nn.Parameter]], optim.Optimizer]
+
+
+def ways() -> Iterator[tuple[str, Make]]:
+    """Each optimizer of torch that steps on dense gradients of cut parameters."""
+    kinds = (
+        (optim.SGD, {"lr": 0.1}),
+        (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        (optim.Adam, {"amsgrad": True}),
+        (optim.AdamW, {}),
+        (optim.Adagrad, {"initial_accumulator_value": 0.3}),
+        (optim.Adadelta, {}),
+        (optim.Adamax, {}),
+        (optim.ASGD, {}),
+        (optim.NAdam, {}),
+        (optim.RAdam, {}),
+        (optim.RMSprop, {"momentum": 0.9, "centered": True}),
+        (optim.Rprop, {}),
+        (optim.Adafactor, {"weight_decay": 0.1}),
+    )
+    for kind, given in kinds:
+        for how in ({}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"maximize": True}):
+            if how.keys() <= inspect.signature(kind).parameters.keys():
+                name = " ".join((kind.__name__, *map(str, {**given, **how}.items())))
+                yield name, lambda p, kind=kind, given=given, how=how: kind(p, **given, **how)
+    if hasattr(optim, "Muon"):
+        yield "Muon", lambda p: optim.Muon([x for x in p if x.dim() == 2], lr=0.05)
+
+
+class Dispatched(TorchDispatchMode):
+    """Notes the operators that are called with DTensors, or that communicate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types) or "c10d" in str(function):
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def train(net: nn.Module, call: Callable[..., Tensor], optimizer: optim.Optimizer, steps: int = 3) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = call(X, Y)
+        loss.backward()
+        return loss
+
+    for step in range(steps):
+        if step == 1 or isinstance(optimizer, optim.LBFGS):
+            optimizer.step(closure)
+        else:
+            closure(), optimizer.step()
+
+
+def both(kind: str) -> tuple[Mixed, sw.AutoParallel, Mixed, Callable[..., Tensor]]:
+    net, one = Mixed(), Mixed()
+    return net, wrapped(net, kind), one, lambda x, y: LOSS(one(x), y)
+
+
+def whole(x: Any) -> Any:
+    return gathered(x) if isinstance(x, DTensor) else x
+
+
+def refused(action: Callable[[], Any], *parts: str) -> None:
+    try:
+        action()
+    except sw.SettingError as error:
+        assert all(part in str(error) for part in parts), error
+    else:
+        raise AssertionError("nothing was refused")
+
+
+SCENARIOS: dict[str, Callable[[int, int], None]] = {}
+
+
+def scenario(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def as_one_device(kind: str, make: Make) -> Callable[[int, int], None]:
+    def run(rank: int, world: int) -> None:
+        net, model, one, call = both(kind)
+        model(X, Y)
+        ours, theirs = make(list(net.parameters())), make(list(one.parameters()))
+        train(net, model, ours), train(one, call, theirs)
+        close({n: whole(p) for n, p in net.named_parameters()}, dict(one.named_parameters()))
+        assert len(ours.state) == len(theirs.state)
+        for p, q in zip(net.parameters(), one.parameters()):
+            assert ours.state.get(p, {}).keys() == theirs.state.get(q, {}).keys()
+            for name, x in ours.state.get(p, {}).items():
+                assert not isinstance(x, Tensor) or type(x) in (Tensor, DTensor)
+                if isinstance(x, Tensor) and x.shape == p.shape and p.dim():
+                    assert x.placements == p.placements
+                    close(whole(x), theirs.state[q][name], name)
+
+    return run
+
+
+for _name, _make in ways():
+    for _kind in ("marks", "hsdp"):
+        SCENARIOS[f"{_kind}: {_name}"] = as_one_device(_kind, _make)
+for _search in (None, "strong_wolfe"):
+    SCENARIOS[f"whole: LBFGS {_search}"] = as_one_device(
+        "whole", lambda p, search=_search: optim.LBFGS(p, max_iter=4, line_search_fn=search)
+    )
+
+
+@scenario
+def no_step_dispatches_on_dtensors(rank: int, world: int) -> None:
+    net, model, _, _ = both("marks")
+    for how in ({"foreach": True}, {"foreach": False}, {"fused": True}):
+        optimizer = optim.AdamW(net.parameters(), **how)
+        for _ in range(2):
+            optimizer.zero_grad(), model(X, Y).backward()
+            with Dispatched() as seen:
+                optimizer.step()
+        assert not seen.names
+
+
+@scenario
+def optimizers_of_another_kind(rank: int, world: int) -> None:
+    net, model, one, call = both("marks")
+    model(X, Y).backward(), call(X, Y).backward()
+    refused(
+        lambda: optim.LBFGS(net.parameters()).step(lambda: model(X, Y)), "LBFGS.step()", "'a.weight' whole", "AdamW"
+    )
+    refused(optim.SparseAdam(list(net.parameters())).step, "SparseAdam.step()", "dense", "AdamW")
+
+    class Halved(optim.SGD):  # a step of its own: on the DTensors, as ever
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                seen.append(isinstance(p, DTensor))
+                with torch.no_grad():
+                    p.add_(p.grad, alpha=-0.5)
+
+    class Renamed(optim.SGD):
+        pass
+
+    seen: list[bool] = []
+    for kind in (Halved, Renamed):
+        kind(net.parameters(), 0.1).step(), kind(one.parameters(), 0.1).step()
+    assert all(seen[: len(seen) // 2]) and not any(seen[len(seen) // 2 :])
+    close({n: whole(p) for n, p in net.named_parameters()}, dict(one.named_parameters()))
+
+
+@scenario
+def hooks_of_an_optimizer(rank: int, world: int) -> None:
+    """Hooks see the user's optimizer; gradients that hooks replace are the ones of the step."""
+    net, model, one, call = both("hsdp")
+    states = []
+    for n, f in ((net, model), (one, call)):
+        optimizer = optim.Adam(n.parameters(), 0.01)
+
+        def clip(seen: optim.Optimizer, args: Any, kwargs: Any, optimizer: optim.Optimizer = optimizer) -> None:
+            assert seen is optimizer
+            for p in seen.param_groups[0]["params"]:
+                p.grad = p.grad * 0.5
+
+        optimizer.register_step_pre_hook(clip)
+        optimizer.register_step_post_hook(lambda seen, *_: states.append(len(seen.state)))
+        for _ in range(2):
+            optimizer.zero_grad(), f(X, Y).backward(), optimizer.step()
+    assert states == [len(list(one.parameters()))] * 4
+    close({n: whole(p) for n, p in net.named_parameters()}, dict(one.named_parameters()))
+
+
+@scenario
+def a_step_that_fails_leaves_everything_as_it_was(rank: int, world: int) -> None:
+    net, model, _, _ = both("marks")
+    optimizer = optim.AdamW(net.parameters())
+    model(X, Y).backward(), optimizer.step()
+    before = copy.deepcopy({n: whole(p).detach() for n, p in net.named_parameters()})
+    state = {p: dict(s) for p, s in optimizer.state.items()}
+    refused(lambda: optimizer.step(_raises))
+    close({n: whole(p) for n, p in net.named_parameters()}, before)
+    assert state == {p: dict(s) for p, s in optimizer.state.items()}
+    assert all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])
+
+
+def _raises() -> Tensor:
+    raise sw.SettingError("the closure's own", legal="")
+
+
+@scenario
+def averages_with_buffers(rank: int, world: int) -> None:
+    for kind in ("marks", "hsdp"):
+        for buffers, given in (
+            (False, {"multi_avg_fn": get_ema_multi_avg_fn(0.7)}),
+            (False, {"multi_avg_fn": get_swa_multi_avg_fn()}),
+            (True, {"avg_fn": get_ema_avg_fn(0.7)}),
+        ):
+            net, model, one, call = both(kind)
+            model(X, Y), call(X, Y)
+            optimizers = [optim.SGD(n.parameters(), 0.1) for n in (net, one)]
+            ours, theirs = (AveragedModel(n, use_buffers=buffers, **given) for n in (model, one))
+            for _ in range(3):
+                for f, optimizer in zip((model, call), optimizers):
+                    optimizer.zero_grad(), f(X, Y).backward(), optimizer.step()
+                ours.update_parameters(model), theirs.update_parameters(one)
+            for p, q in zip(ours.module.net.parameters(), theirs.module.parameters()):
+                close(whole(p), q)
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, str | None]]:
+    net = Mixed()
+    sw.init(devices=2)
+    model = sw.AutoParallel(net, LOSS).dataset_strategy("full_batch")
+    model(X, Y).backward()  # what a first capture loads, before the fork
+    return run_ranks(run_scenarios, 4, SCENARIOS)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_on_four_ranks(name: str, results: list[dict[str, str | None]]) -> None:
+    for rank, result in enumerate(results):
+        if result[name] is not None:
+            pytest.fail(f"rank {rank}:\n{result[name]}", pytrace=False)
