@@ -110,7 +110,7 @@ def decode(words: Any) -> Any:
         flat = (
             torch.frombuffer(bytearray(_bytes(words["tensor"])), dtype=dtype_named(words["dtype"]))
             if words["tensor"]
-            else torch.empty(0, dtype=dtype_named(words["dtype"]))
+            else torch.empty(0, dtype=dtype_named(words["dtype"]), device="cpu")
         )
         return flat.reshape(words["shape"])
     if "array" in words:

@@ -641,7 +641,7 @@ class _Probe(torch.autograd.Function):
 def backward_can_start_at_functions() -> bool:
     """True where a backward may start at a torch.autograd.Function, as one to the weights does; False in torch 2.9."""
     with torch.enable_grad():
-        node = _Probe.apply(torch.ones(1, requires_grad=True)).grad_fn
+        node = _Probe.apply(torch.ones(1, device="cpu", requires_grad=True)).grad_fn
     try:
         return node._input_metadata is not None
     except RuntimeError:

@@ -5,14 +5,9 @@ The cases run in a process of their own (`support/fake_accelerator.py`), because
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from paths import ROOT
+from fake_accelerator_lines import lines_of
 from torch import nn
 
 import shardwright as sw
@@ -36,16 +31,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, dict]:
     """Case -> its line."""
-    made = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "support" / "fake_accelerator.py")],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    lines = [json.loads(line) for line in made.stdout.splitlines() if line.startswith("{")]
-    assert made.returncode == 0, made.stderr[-3000:]
-    return {line.pop("name"): line for line in lines}
+    return lines_of("fake_accelerator.py")
 
 
 @pytest.mark.parametrize("name", CASES)

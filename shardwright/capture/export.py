@@ -54,7 +54,7 @@ from .annotations import collect_marks, mark_names, whole_shape
 from .graph_reader import GraphReader, bare
 from .guards import GuardedPlace, Guards
 from .memoised_functions import computed_for_real
-from .model_device import device_of
+from .model_device import device_of, usable
 from .module_hooks import outermost_left_out
 from .observation import Observation
 from .regions import collect_functions, collect_regions
@@ -333,7 +333,7 @@ def _captured(
     Raises:
         NotScalable: with `vary` alone: the symbols in place of sizes may be the cause of the error.
     """
-    device = device_of(net, loss_fn, (args, kwargs)) if device is None else torch.device(device)
+    device = usable(device_of(net, loss_fn, (args, kwargs)) if device is None else device, net, loss_fn)
     module = net if loss_fn is None else WithLoss(net, loss_fn)
     prefix = "" if loss_fn is None else "net"
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SettingError
+from ..launch.device_choice import asked_device
 from ..pytree_objects import opened
 from ..torch_private import pytree
 
-__all__ = ["check_inputs", "device_of"]
+__all__ = ["check_inputs", "check_values", "device_of", "usable"]
 
 
 def device_of(net: nn.Module, loss_fn: Any = None, inputs: Any = ()) -> torch.device:
@@ -51,6 +52,19 @@ def device_of(net: nn.Module, loss_fn: Any = None, inputs: Any = ()) -> torch.de
     return next((device for device in places if device.type != "meta"), torch.device("cpu"))
 
 
+def usable(device: torch.device | str, *modules: Any) -> torch.device:
+    """A device for which models can be captured. Where nothing takes gradients, the device need not be there.
+
+    Raises:
+        SettingError: a device that is not there, where torch's autograd would end the process.
+    """
+    made = torch.device(device)
+    trained = any(p.requires_grad for module in modules if isinstance(module, nn.Module) for p in module.parameters())
+    if trained and made.type != "meta":
+        asked_device(str(made), "capture")
+    return made
+
+
 def check_inputs(device: torch.device, inputs: Any) -> None:
     """Check that the inputs of a call are on the device of the model, in a single process.
 
@@ -62,6 +76,19 @@ def check_inputs(device: torch.device, inputs: Any) -> None:
     for index, x in enumerate(_tensors(inputs)):
         if x.device != device and x.dim() and x.device.type != "meta":
             raise SettingError(f"input {index} is on {x.device}, the model on {device}", legal=f'input.to("{device}")')
+
+
+def check_values(inputs: Any) -> None:
+    """Check that the inputs of a call that is to run have values.
+
+    Raises:
+        SettingError: an input on the meta device, with its place among the tensors.
+    """
+    for index, x in enumerate(_tensors(inputs)):
+        if x.device.type == "meta":
+            raise SettingError(
+                f"input {index} is on the meta device: it has no values", legal="shardwright.plan(net, inputs, …)"
+            )
 
 
 def _tensors(inputs: Any) -> list[Tensor]:

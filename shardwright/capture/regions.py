@@ -317,12 +317,12 @@ _ENTERED: contextvars.ContextVar[list[RecomputeSettings] | None] = contextvars.C
 @torch.library.custom_op("shardwright::region_edge", mutates_args=())
 def region_edge(call: int, entering: bool) -> torch.Tensor:
     """The beginning or the end of region number `call`."""
-    return torch.empty(0)
+    return torch.empty(0, device="cpu")
 
 
 @region_edge.register_fake
 def _fake_region_edge(call: int, entering: bool) -> torch.Tensor:
-    return torch.empty(0)
+    return torch.empty(0, device="cpu")
 
 
 EDGE = torch.ops.shardwright.region_edge.default

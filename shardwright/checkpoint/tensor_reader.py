@@ -93,7 +93,7 @@ class StoredTensors:
         """
         shape = self.shape(name)
         sizes = [s.stop - s.start for s in box] if box is not None else shape
-        out = torch.empty(sizes, dtype=self.dtype(name))
+        out = torch.empty(sizes, dtype=self.dtype(name), device="cpu")
         self.read_into(out, name, box)
         return out
 
@@ -136,7 +136,7 @@ class StoredTensors:
         """Read the box of a piece that begins at `starts` and has the shape of `out` into `out`."""
         dtype = dtype_named(word)
         if out.device.type != "cpu" or out.dtype != dtype or not out.is_contiguous():
-            made = torch.empty(out.shape, dtype=dtype)
+            made = torch.empty(out.shape, dtype=dtype, device="cpu")
             self._read_piece(made, word, piece, starts)
             out.copy_(made)
             return
@@ -158,7 +158,7 @@ class StoredTensors:
         gap = strides[first - 1]  # from the start of a run to the start of the next
         rows = lengths[first - 1]
         step = max(1, min(rows, _TOGETHER // gap)) if gap - run < _APART else 1
-        place, both = 0, torch.empty((step - 1) * gap + run if step > 1 else 0, dtype=torch.uint8)
+        place, both = 0, torch.empty((step - 1) * gap + run if step > 1 else 0, dtype=torch.uint8, device="cpu")
         for outer in product(*(range(n) for n in lengths[: first - 1])):
             at = begin + sum(i * s for i, s in zip(outer, strides))
             for row in range(0, rows, step):

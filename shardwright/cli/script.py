@@ -180,7 +180,7 @@ def _moved(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) ->
 
     if not x.is_meta:
         return function(x)
-    return x.to(function(torch.empty(0, dtype=x.dtype)).dtype)
+    return x.to(function(torch.empty(0, dtype=x.dtype, device="cpu")).dtype)
 
 
 def positive(text: str) -> int:

@@ -34,8 +34,8 @@ def accelerators() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def asked_device(device: Any) -> torch.device | None:
-    """The device that the user names; None: none.
+def asked_device(device: Any, setting: str = "init") -> torch.device | None:
+    """The device that the user names, as ``setting(device=...)``; None: none.
 
     Raises:
         SettingError: no device, or one that is not there.
@@ -45,16 +45,16 @@ def asked_device(device: Any) -> torch.device | None:
     try:
         made = torch.device(device)
     except (RuntimeError, TypeError):
-        raise SettingError(f"init(device={device!r})", legal='"cpu", "cuda", "cuda:1", …') from None
+        raise SettingError(f"{setting}(device={device!r})", legal='"cpu", "cuda", "cuda:1", …') from None
     if made.type in ("cpu", "meta"):
         if made.type == "meta":
-            raise SettingError(f"init(device={device!r}): no values are computed there", legal='"cpu", or "cuda"')
+            raise SettingError(f"{setting}(device={device!r}): no values are computed there", legal='"cpu", or "cuda"')
         return CPU
     count = accelerators()
     mine = torch.accelerator.current_accelerator() if count else None
     if mine is None or mine.type != made.type or (made.index or 0) >= count:
         there = [f"{mine.type}:{i}" for i in range(count)] if mine is not None else []
-        raise SettingError(f"init(device={device!r}): there is no such device", legal=", ".join(["cpu", *there]))
+        raise SettingError(f"{setting}(device={device!r}): there is no such device", legal=", ".join(["cpu", *there]))
     return made
 
 

@@ -27,6 +27,7 @@ from torch import nn
 from .. import autocast
 from ..capture.export import ModelAndLoss, Recording
 from ..capture.guards import HOOKS, Guards
+from ..capture.model_device import check_inputs, check_values
 from ..capture.module_hooks import has_global_hooks, hooked
 from ..errors import SettingError
 from ..layout import Layout
@@ -197,6 +198,8 @@ class AutoParallel(CallPlanning, nn.Module):
         self.__dict__["_strategy_files"] = []
         self.__dict__["_awaited"] = []  # functions that load a checkpoint after the first plan
         self.__dict__["_copies"], self.__dict__["_whole"], self.__dict__["_first_ranks"] = [], None, {}
+        self._place: tuple[dict[str, Any], str, torch.device] | None = None
+        self._where, self._stays = torch.device("cpu"), True
         self._stored: dict[str, Layout] | None = None
         self._used: dict[str, Layout] | None = None
         self._warned, self._kind = False, "cpu"
@@ -285,6 +288,8 @@ class AutoParallel(CallPlanning, nn.Module):
                 "the parallel model is called inside of whole(), where it has whole parameters",
                 legal="the plain model inside: net(…) with `model.whole() as net`; model(…) after it",
             )
+        if self._programs:
+            self._check_place(leaves)
         if not self._programs:
             self._runtime_of(args, kwargs)  # finds out whose autocast it is
         feed = spec, autocast.current("cpu", self._kind), fed
@@ -300,6 +305,34 @@ class AutoParallel(CallPlanning, nn.Module):
         if program.effects.entries:
             program.effects.play()
         return result
+
+    def _check_place(self, leaves: Sequence[Any]) -> None:
+        """Look where the model is at a call after the first one. In one process a model that was moved is planned
+        anew.
+
+        Raises:
+            SettingError: a model that was moved from the device of the process; in one process, an input elsewhere.
+        """
+        if self._place is not None:
+            table, name, device = self._place
+            now = table[name].device if table.get(name) is not None else device
+            if now != device:
+                runtime = self._runtime()
+                if runtime.processes or runtime.chosen:
+                    raise SettingError(
+                        f"the model was moved after its first call: {name} is on {now}, and this process computes on "
+                        f"{device}",
+                        legal=f'model.to("{device}"), or shardwright.init(device="{now.type}") before the first call',
+                    )
+                for key in list(self._programs):
+                    self._forget(key)
+                return
+        for x in leaves:
+            if isinstance(x, torch.Tensor) and x.device != self._where:
+                check_values(leaves)
+                if self._stays:
+                    check_inputs(self._where, leaves)
+                break
 
     def _found(self, feed: tuple[Any, ...]) -> StepProgram | PipelineProgram | None:
         """The program whose guards hold, of those built for such inputs; None: no guards hold.
@@ -415,6 +448,8 @@ class AutoParallel(CallPlanning, nn.Module):
             around,
             {place.identity for place in recording.effects.advanced()},
         )
+        self._place, self._where = _place_of(module), runtime.device
+        self._stays = not runtime.processes and not runtime.chosen
         if before is None:
             watch_steps(self.net)
             self._stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
@@ -544,6 +579,12 @@ class AutoParallel(CallPlanning, nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return attribute_of_net(self, name)
+
+
+def _place_of(module: nn.Module) -> tuple[dict[str, Any], str, torch.device] | None:
+    """The table and the name of the first parameter, or else buffer, and its device; None: there is none."""
+    tables = (getattr(part, kind) for kind in ("_parameters", "_buffers") for part in module.modules())
+    return next(((t, name, held.device) for t in tables for name, held in t.items() if held is not None), None)
 
 
 def _shapes(key: tuple[Any, ...]) -> list[tuple[int, ...]]:

@@ -19,7 +19,7 @@ from .. import autocast
 from ..capture.annotations import staged_modules, stored_whole
 from ..capture.export import ModelAndLoss, Recording, capture, capture_scalable
 from ..capture.manual import check_held, check_mode, one_slice, own_parameters
-from ..capture.model_device import check_inputs, device_of
+from ..capture.model_device import check_inputs, check_values, device_of
 from ..capture.regions import with_policy
 from ..graph import Graph
 from ..ops import for_ranks
@@ -85,6 +85,8 @@ class CallPlanning(SettingMethods):
         try:
             self._check_handed(self._handed)
             check_inside(self.net)
+            if runs:
+                check_values((args, kwargs))
             stored = self._stored
             if before is None and parts and stored is None:
                 from ..runtime.distributed.parameters import held_layouts  # noqa: PLC0415  in processes alone
@@ -125,7 +127,7 @@ class CallPlanning(SettingMethods):
                         [(whole_args, whole_kwargs)] if count is None else micro_calls(whole_args, whole_kwargs, count)
                     )
                     graph, *wide = self._graphs.graphs(
-                        autocast.current("cpu", self._kind),
+                        (autocast.current("cpu", self._kind), runtime.device),
                         calls,
                         recording,
                         partial(capture, self.net, **how),

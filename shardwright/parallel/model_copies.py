@@ -81,6 +81,7 @@ def copied(model: SettingMethods, memo: dict[int, Any]) -> SettingMethods:
         "_awaited": [],
         "_copies": [],
         "_whole": None,
+        "_place": None,
         "_first_ranks": dict(model._first_ranks),
         "_stored": model._stored if cut else None,
         "_used": model._used if cut else None,

@@ -618,9 +618,9 @@ def local_pipeline(plan: PipelinePlan, holder: nn.Module, device: torch.device, 
             _body(lowered),
             {n: parameters[n] for n in lowered.parameters},
             {n: buffers[n] for n in lowered.buffers},
-            [stage.plan.graph.constants[n] for n in lowered.constants],
+            [stage.plan.graph.constants[n].to(device) for n in lowered.constants],
             lowered.updates,
-            None if stage.counts is None else _counting(stage.counts, buffers),
+            None if stage.counts is None else _counting(stage.counts, buffers, device),
             _added,
         )
     return PipelineProgram(plan, bodies, LocalStageLink(), parts=plan.parts)
@@ -631,11 +631,13 @@ def _body(lowered: Lowered) -> SingleDeviceExecutor | LocalExecutor:
     return SingleDeviceExecutor(lowered) if alone else LocalExecutor(lowered)
 
 
-def _counting(plan: Plan, buffers: dict[str, Tensor]) -> Callable[..., list[Tensor]]:
+def _counting(plan: Plan, buffers: dict[str, Tensor], device: torch.device) -> Callable[..., list[Tensor]]:
     """The program that counts targets, as a function of the inputs that it reads."""
     lowered = lower(plan)
     return partial(
-        _body(lowered), *(buffers[n] for n in lowered.buffers), *(plan.graph.constants[n] for n in lowered.constants)
+        _body(lowered),
+        *(buffers[n] for n in lowered.buffers),
+        *(plan.graph.constants[n].to(device) for n in lowered.constants),
     )
 
 

@@ -25,7 +25,7 @@ from ..process import Runtime, stream
 from ..pytree_objects import closed, holds_objects
 from ..sharded_plan import Plan
 from .call_boundary import handings, kept_apart, put_back
-from .deferred_init import materialize
+from .deferred_init import materialize, put_in_place
 from .distributed.gradient_fusion import Accumulation, Fusion
 from .distributed.parameter_hooks import with_rank_dim
 from .freed import freed
@@ -189,7 +189,7 @@ def _move(holder: nn.Module, device: torch.device) -> None:
     """Move the parameters and buffers that have values to the device that the user has named for this process."""
     for tensor in (*holder.parameters(), *holder.buffers()):
         if not tensor.is_meta and tensor.device != device:
-            tensor.data = tensor.data.to(device)
+            put_in_place(tensor, tensor.detach().to(device))
 
 
 def _on_processes(

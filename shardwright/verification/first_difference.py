@@ -294,7 +294,7 @@ def _whole_backwards(schedule: Schedule) -> Schedule:
 def _counted(counts: Graph, whole: Graph, state: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """The counts of one micro-batch."""
     fed = {v.name: x for v, x in zip(whole.inputs, inputs)}
-    return Reference(counts, state, [fed[v.name] for v in counts.inputs], torch.empty(0)).outputs
+    return Reference(counts, state, [fed[v.name] for v in counts.inputs], torch.empty(0, device="cpu")).outputs
 
 
 def _joined(parts: Sequence[Any], how: str, dim: int) -> Any:

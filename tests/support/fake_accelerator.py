@@ -14,7 +14,7 @@ import json
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -51,7 +51,7 @@ import shardwright as sw
 from shardwright import process
 from shardwright.parallel import call_planning
 from shardwright.rules import counter_rng
-from shardwright.runtime import deferred_init
+from shardwright.runtime import deferred_init, step_program
 from shardwright.runtime.distributed import agreement, parameters
 
 PUT = deferred_init.put_in_place
@@ -79,15 +79,17 @@ def put_in_place(old: Tensor, new: Tensor) -> None:
 
 def prepare() -> None:
     """Join the fake group, and let that run on the host which reads values."""
+    dist.Backend.backend_capability["fake"].append("npu")
     dist.init_process_group("fake", rank=RANK, world_size=WORLD, store=FakeStore())
     agreement._exchanged = lambda mine: [mine] * WORLD
     agreement._from_first = lambda mine: mine
+    agreement.Agreement.search = lambda self, graph, settings, find, take: find()  # on rank 0 for all
     call_planning.beginnings = lambda module: {}
     parameters.to_dtensor = on_host(parameters.to_dtensor)
     process.stream.upcoming = on_host(process.stream.upcoming)
     process.stream.draw = on_host(process.stream.draw)
     process._use_default_generator = on_host(process._use_default_generator)
-    deferred_init.put_in_place = put_in_place
+    deferred_init.put_in_place = step_program.put_in_place = put_in_place
     casts = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     casts.fallback(torch.library.fallthrough_kernel)
     LIBRARIES.append(casts)
@@ -138,6 +140,19 @@ PICTURES = (torch.zeros(16, 3, 16, 16), torch.zeros(16, dtype=torch.long))
 ROWS = (torch.zeros(16, 16), torch.zeros(16, 16))
 
 
+def optimizer_of(model: nn.Module, optimizer: Any = torch.optim.AdamW, **options: Any) -> torch.optim.Optimizer:
+    return optimizer(model.parameters(), 1e-3, **options)
+
+
+def forget_values(net: nn.Module, mode: FakeTensorMode) -> None:
+    """Forget the values of buffers: a fake tensor that knows its value would be made on the device for real."""
+    with mode:
+        for module in net.modules():
+            for name, held in module._buffers.items():
+                if held is not None and not held.is_meta:
+                    module._buffers[name] = torch.empty(held.shape, dtype=held.dtype, device=held.device)
+
+
 def outcome(
     make: Callable[[], nn.Module],
     data: tuple[Tensor, ...],
@@ -154,6 +169,7 @@ def outcome(
     """Two steps.
 
     Args:
+        optimizer: the options of AdamW, or of the class named `optimizer` among them.
         built: "late" (`no_init_parameters`), "cpu", or "moved" (on the device before the first call).
         inputs: "cpu", or "device".
     """
@@ -163,10 +179,7 @@ def outcome(
         if built == "moved":
             building.enter_context(torch.device(DEVICE))
         net = make()
-    with mode:  # a fake tensor that knows its value would be made on the device for real
-        for module in net.modules() if built != "late" else ():
-            for name, held in module._buffers.items():
-                module._buffers[name] = None if held is None else torch.empty_like(held)
+    forget_values(net, mode)
     criterion = loss()
     model = sw.AutoParallel(net, criterion, **settings)
     if prepared is not None:
@@ -181,7 +194,7 @@ def outcome(
             with torch.autocast("npu", torch.bfloat16) if autocast else contextlib.nullcontext():
                 value = model(*fed)
             value.backward()
-            made = made or torch.optim.AdamW(model.parameters(), 1e-3, **(optimizer or {"fused": True}))
+            made = made or optimizer_of(model, **(optimizer or {"fused": True}))
             made.step()
             made.zero_grad()
     held = {str(p.to_local().device) if hasattr(p, "to_local") else str(p.device) for p in model.parameters()}
@@ -231,25 +244,24 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     yield "foreach", partial(outcome, gpt, TOKENS, TokenLoss, prepared=marked, optimizer={"foreach": True})
 
 
-def main() -> None:
+def main(found: Iterable[tuple[str, Callable[[], dict[str, Any]]]]) -> None:
     """Run all cases, or those whose names are given."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     prepare()
-    for name, run in cases():
+    for name, run in found:
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
         try:
-            found = run()
+            said = run()
         except Exception as error:
             frames = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
-            frames = [f for f in frames if "fake_tensor" not in f and "_pytree" not in f]
-            found = {
+            said = {
                 "error": f"{type(error).__name__}: {error}"[:400],
                 "frames": [f for f in frames if "fake_tensor" not in f and "_pytree" not in f][-8:],
             }
-        print(json.dumps({"name": name, **found}), flush=True)
+        print(json.dumps({"name": name, **said}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(cases())

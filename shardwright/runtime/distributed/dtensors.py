@@ -74,9 +74,9 @@ def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: Pr
     if not digits:  # one device
         mesh = DeviceMesh.from_group(groups.of(()), local.device.type, mesh_dim_names=("alone",))
         return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
-    ranks = torch.full((), groups.base, dtype=torch.int)
+    ranks = torch.full((), groups.base, dtype=torch.int, device="cpu")
     for digit, _ in digits:  # mesh[c0, c1, …] = Σ c_i · stride_i: digits of one dim keep their order
-        ranks = ranks.unsqueeze(-1) + torch.arange(digit.size, dtype=torch.int) * digit.stride
+        ranks = ranks.unsqueeze(-1) + torch.arange(digit.size, dtype=torch.int, device="cpu") * digit.stride
     names = tuple(f"{digit}" for digit, _ in digits)
     own = [groups.of((digit,)) for digit, _ in digits]
     kind = local.device.type

@@ -1,0 +1,29 @@
+"""The lines of the scripts that run cases on the fake accelerator, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from paths import ROOT
+
+
+def lines_of(script: str) -> dict[str, dict[str, Any]]:
+    """Case -> its line.
+
+    Args:
+        script: the name of a file in `tests/support`.
+    """
+    made = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "support" / script)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    lines = [json.loads(line) for line in made.stdout.splitlines() if line.startswith("{")]
+    assert made.returncode == 0, made.stderr[-3000:]
+    return {line.pop("name"): line for line in lines}

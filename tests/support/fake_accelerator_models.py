@@ -1,0 +1,193 @@
+"""Models, modes and pipelines on the fake accelerator: a script as `fake_accelerator`, whose lines it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import fake_accelerator as fake  # the device is registered first
+import layout_functional
+import layout_objects
+import llama
+import operator_functional
+import operator_objects
+import torch
+from gpt import mark
+from resnet50 import ResNet, split
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import shardwright as sw
+from shardwright import process
+from shardwright.pipeline.schedules import SCHEDULES, schedule
+from shardwright.runtime import pipeline_p2p
+
+schedule("zbv", 2, 4)  # imports of torch that make tensors
+pipeline_p2p._make_even = lambda runtime: None  # reads the number of groups of all ranks
+
+DIGITS = (torch.zeros(32, 1, 28, 28), torch.zeros(32, dtype=torch.long))
+PICTURES = (torch.zeros(16, 3, 32, 32), torch.zeros(16, dtype=torch.long))
+MANY_ROWS = (torch.zeros(128, 16), torch.zeros(128, 16))
+SEARCHES = ("sharding_propagation", "recursive_programming", "dynamic_programming")
+
+
+class Layers(nn.Module):
+    """Layers, of which the first and the last have one weight, with dropout between them."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+        self.dropout = nn.Dropout(0.1)
+        self.layers[-1].weight = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(self.dropout(x)))
+        return x
+
+
+def piped(scheduler: str, stages: int) -> Callable[[nn.Module, nn.Module, sw.AutoParallel], Any]:
+    """The setting of a pipeline of `Layers`."""
+    count = stages * SCHEDULES[scheduler]
+    return lambda net, loss, model: model.pipeline(stages, scheduler, 4, {f"layers.{i}": i for i in range(count)})
+
+
+def as_default(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result of `run` while the device is torch's default."""
+    torch.set_default_device(fake.DEVICE)
+    try:
+        return run()
+    finally:
+        torch.set_default_device(None)
+
+
+def in_one_process(run: Callable[[], dict[str, Any]], chosen: bool = False) -> dict[str, Any]:
+    """The result of `run` in the local runtime, with a device that the user has chosen or with that of the model."""
+    before = process.current()
+    device = fake.DEVICE if chosen else torch.device("cpu")
+    process._current[:] = [process.Runtime(False, fake.WORLD, 0, device, chosen=chosen)]
+    try:
+        return run()
+    finally:
+        process._current[:] = [before]
+
+
+def moved_later() -> dict[str, Any]:
+    """A model that is moved to the device after a call on the CPU: it is planned anew."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    with mode:
+        net = fake.MadeInside()
+        model = sw.AutoParallel(net, nn.MSELoss(), parallel_mode="data_parallel").dataset_strategy("full_batch")
+        rows = torch.empty(16, 16)
+        model(rows, rows).backward()
+        net.to(fake.DEVICE)
+        said = raised(lambda: model(rows, rows))
+        assert "input 0 is on cpu, the model on npu:0" in said, said
+        rows = torch.empty(16, 16, device=fake.DEVICE)
+        loss = model(rows, rows)
+        loss.backward()
+        said = raised(lambda: model(rows.cpu(), rows))
+        assert "input 0 is on cpu, the model on npu:0" in said, said
+    return {"loss": str(loss.device), "parameters": sorted({str(p.grad.device) for p in net.parameters()})}
+
+
+def moved_away() -> dict[str, Any]:
+    """A model that is moved from the device of its process after the first call: an error."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        net = fake.MadeInside()
+        fake.forget_values(net, mode)
+        model = sw.AutoParallel(net, nn.MSELoss(), parallel_mode="data_parallel").dataset_strategy("full_batch")
+        rows = torch.empty(16, 16)
+        loss = model(rows, rows)
+        before = net.inner._parameters["weight"]
+        net.inner._parameters["weight"] = nn.Parameter(torch.empty(32, 16))
+        said = raised(lambda: model(rows, rows))
+        assert "weight is on cpu, and this process computes on npu:0" in said, said
+    return {"loss": str(loss.device), "parameters": [str(before.to_local().device)]}
+
+
+def raised(call: Callable[[], Any]) -> str:
+    """The text of the error of the family that a call raises."""
+    try:
+        call()
+    except sw.SettingError as error:
+        return str(error)
+    return "no error"
+
+
+def recomputed(net: nn.Module, loss: nn.Module, model: sw.AutoParallel) -> None:
+    """Marks, with every block recomputed."""
+    mark(net, loss, 2, 4)
+    for block in net.blocks:
+        sw.recompute(block)
+
+
+def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Name -> the call that runs it."""
+    plain = {"optimizer": {"optimizer": torch.optim.SGD}}
+    for module in (operator_objects, operator_functional, layout_objects, layout_functional):
+        # The program of the README is that of operator_functional.
+        run = partial(fake.outcome, module.Network, DIGITS, nn.CrossEntropyLoss, parallel_mode="semi_auto")
+        yield module.__name__, partial(run, **plain)
+        yield f"{module.__name__}, built on the CPU", partial(run, built="cpu", **plain)
+    small = partial(llama.Llama, vocabulary=64, length=16, layers=1, width=64, heads=8, kv_heads=4, hidden=96)
+    for built, inputs in (("late", "cpu"), ("cpu", "device")):
+        yield (
+            f"llama {built}",
+            partial(
+                fake.outcome, small, fake.TOKENS, fake.TokenLoss, built=built, inputs=inputs,
+                prepared=lambda net, loss, model: llama.mark(net, loss, 2, 4),
+            ),
+        )  # fmt: skip
+        residual = partial(ResNet, (1, 1, 1, 1), 16)
+        yield (
+            f"resnet {built}",
+            partial(
+                fake.outcome, residual, PICTURES, nn.CrossEntropyLoss, built=built, inputs=inputs,
+                prepared=lambda net, loss, model: split(net, 8), parallel_mode="semi_auto",
+            ),
+        )  # fmt: skip
+    for sync in (False, True):
+        name = f"resnet50{', batch norms of the whole batch' if sync else ''}"
+        run = partial(fake.outcome, ResNet, PICTURES, nn.CrossEntropyLoss, dataset="data_parallel")
+        yield name, partial(run, parallel_mode="data_parallel", sync_batch_norm=sync)
+    for mode in SEARCHES:
+        run = partial(fake.outcome, fake.MadeInside, fake.ROWS, nn.MSELoss, built="cpu", parallel_mode=mode)
+        marked = lambda net, loss, model: sw.shard(net.inner, ((2, 1), (4, 1), (4,)))
+        yield mode, partial(run, prepared=marked if mode == "sharding_propagation" else None)
+    for scheduler in SCHEDULES:
+        for built, stages in (("late", 2), ("cpu", 4)):
+            yield (
+                f"{scheduler}, {stages} stages, {built}",
+                partial(
+                    fake.outcome, partial(Layers, stages * SCHEDULES[scheduler]), fake.ROWS, nn.MSELoss, built=built,
+                    prepared=piped(scheduler, stages), parallel_mode="data_parallel",
+                ),
+            )  # fmt: skip
+    yield (
+        "pipeline, parts of the batch",
+        partial(
+            fake.outcome, partial(Layers, 2), MANY_ROWS, nn.MSELoss, dataset="data_parallel", inputs="device",
+            prepared=piped("1f1b", 2), parallel_mode="data_parallel",
+        ),
+    )  # fmt: skip
+    for late in (True, False):
+        run = partial(fake.outcome, fake.gpt, fake.TOKENS, fake.TokenLoss, built="late" if late else "cpu")
+        yield f"default device, {'late' if late else 'built on it'}", partial(as_default, run)
+    run = partial(fake.outcome, partial(Layers, 4), fake.ROWS, nn.MSELoss, prepared=piped("zero_bubble", 4))
+    yield "default device, pipeline", partial(as_default, run)
+    for chosen, built in ((False, "moved"), (True, "cpu"), (True, "late")):
+        where = {"built": built, "inputs": "cpu" if chosen else "device"}
+        name = f"one process, {'device chosen' if chosen else 'device of the model'}, {built}"
+        run = partial(fake.outcome, partial(Layers, 4), MANY_ROWS, nn.MSELoss, **where, parallel_mode="data_parallel")
+        yield name, partial(in_one_process, run, chosen)
+        yield f"{name}, pipeline", partial(in_one_process, partial(run, prepared=piped("zero_bubble", 4)), chosen)
+    yield "one process, moved after the first call", partial(in_one_process, moved_later)
+    yield "moved after the first call", moved_away
+    yield "blocks recomputed", partial(fake.outcome, fake.gpt, fake.TOKENS, fake.TokenLoss, prepared=recomputed)
+
+
+if __name__ == "__main__":
+    fake.main(cases())
