@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,7 +49,11 @@ _MIX_GAMMA = (33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53), (33, None)
 #: Words computed at a time on a CPU thread: with a temporary, they fit the second-level cache.
 _CHUNK = 1 << 14
 
-_NUMPY: dict[torch.dtype, Callable[[float], Any]] = {torch.float32: np.float32, torch.float64: np.float64}
+_NUMPY: dict[torch.dtype, type[np.generic]] = {
+    torch.bool: np.bool_,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+}
 
 _ROUNDS = tuple((np.uint64(shift), None if factor is None else np.uint64(factor)) for shift, factor in _MIX13)
 
@@ -82,13 +86,48 @@ def key(seed: int, call: int, number: int) -> tuple[int, int]:
     return state, step
 
 
+class Rows(NamedTuple):
+    """The rows of a slice along one dim.
+
+    Attributes:
+        count: the number of rows.
+        stride: positions between adjacent rows of the whole tensor.
+        begin, lot: the first row, and the distance to the next; both within the micro-batch.
+        piece, micros: rows of a piece, and the number of micro-batches; piece 0: the batch is not in parts.
+    """
+
+    count: int
+    stride: int
+    begin: int = 0
+    lot: int = 1
+    piece: int = 0
+    micros: int = 1
+
+    def distances(self, numbers: Any) -> Any:
+        """The positions from the first row to each row.
+
+        Args:
+            numbers: 0 to count - 1, an array or a tensor on any device.
+        """
+        if not self.piece:
+            return numbers * (self.lot * self.stride)
+        rows = numbers * self.lot + self.begin
+        first = self.begin // self.piece * self.micros * self.piece + self.begin % self.piece
+        return (rows // self.piece * (self.micros * self.piece) + rows % self.piece - first) * self.stride
+
+    @property
+    def even(self) -> bool:
+        """True where all distances are even."""
+        return self.stride % 2 == 0 or not (self.distances(np.arange(self.count)) % 2).any()
+
+
 class Slice:
     """The positions of a slice in its whole tensor, row-major: runs of adjacent elements.
 
     Attributes:
         first: the position of the first element.
         run: the number of adjacent elements in a run.
-        rows: for each of the dims before, the distances of its rows from the first row.
+        rows: the rows of each of the dims before.
         aligned: True where all runs begin in the same half of a word.
     """
 
@@ -103,8 +142,7 @@ class Slice:
     ) -> None:
         begin = {d: int(start) for d, start in zip(dims, starts)}
         self.first, self.run, stride = 0, 1, 1
-        self.rows: list[np.ndarray] = []
-        self.aligned = True
+        self.rows: list[Rows] = []
         for d in range(len(size) - 1, -1, -1):
             at, count, extent, jumps = begin.get(d, 0), size[d], whole[d], None
             if micro and d == micro[0]:
@@ -114,36 +152,39 @@ class Slice:
             if self.run == stride:
                 self.run *= count
             elif count > 1:
-                self.rows.insert(0, np.arange(0, count * stride, stride))
-                self.aligned &= stride % 2 == 0
+                self.rows.insert(0, Rows(count, stride))
             if jumps is not None:
-                self.rows.insert(0, jumps * stride)
-                self.aligned &= not (self.rows[0] % 2).any()
+                self.rows.insert(0, jumps._replace(stride=stride))
             stride *= extent
+        self.aligned = all(rows.even for rows in self.rows)
 
     def offsets(self) -> np.ndarray:
         """The position of the first element of each run."""
-        if not self.rows:
-            return np.array([self.first])
-        at = self.first + self.rows[0]
-        for row in self.rows[1:]:
-            at = (at[:, None] + row).ravel()
+        at = np.array([self.first])
+        for rows in self.rows:
+            at = (at[:, None] + rows.distances(np.arange(rows.count))).ravel()
+        return at
+
+    def offsets_on(self, device: torch.device) -> Tensor:
+        """The same, computed on a device: nothing is copied from the host, so the host waits for nothing."""
+        at = torch.full((1,), self.first, dtype=torch.int64, device=device)
+        for rows in self.rows:
+            at = (at[:, None] + rows.distances(torch.arange(rows.count, device=device))).ravel()
         return at
 
 
-def _in_whole_batch(at: int, count: int, piece: int, micros: int, k: int) -> tuple[int, int, np.ndarray | None]:
+def _in_whole_batch(at: int, count: int, piece: int, micros: int, k: int) -> tuple[int, int, Rows | None]:
     """The rows from `at` on of micro-batch k, as rows of the whole batch.
 
     Returns:
-        The first row; the number of adjacent rows; the distances from the first row to each group of adjacent rows,
-            None where there is one group.
+        The first row; the number of adjacent rows; the first rows of all groups of adjacent rows, None where there is
+            one group.
     """
     first = at // piece * micros * piece + k * piece + at % piece
     if at % piece + count <= piece:
         return first, count, None
     lot = math.gcd(at, count, piece)
-    rows = np.arange(at, at + count, lot)
-    return first, lot, rows // piece * (micros * piece) + k * piece + rows % piece - first
+    return first, lot, Rows(count // lot, 1, at, lot, piece, micros)
 
 
 def _words(start: int, step: int, offsets: np.ndarray | int, count: int) -> np.ndarray:
@@ -176,13 +217,20 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return z
 
 
-def device_words(start: int, step: int, offsets: np.ndarray, count: int, device: torch.device) -> Tensor:
-    """The same words as `host_words`, on another device, or on all threads of the CPU."""
+def device_words(start: int, step: int, offsets: Tensor | int, count: int, device: torch.device) -> Tensor:
+    """The same words as `host_words`, on another device, or on all threads of the CPU.
+
+    Args:
+        start, step: of the stream.
+        offsets: the first positions: a number, or a tensor on that device.
+        count: the number of words from each.
+        device: of the words.
+    """
     z = torch.arange(count, device=device).mul_(_signed(step))
-    if offsets.size == 1:
-        z = z.add_(_signed(start + int(offsets[0]) * step)).view(1, count)
+    if isinstance(offsets, int):
+        z = z.add_(_signed(start + offsets * step)).view(1, count)
     else:
-        z = (torch.from_numpy(offsets).to(device) * _signed(step)).add_(_signed(start))[:, None] + z
+        z = (offsets * _signed(step)).add_(_signed(start))[:, None] + z
     for shift, factor in _MIX13:  # shifts of signed words copy the sign, which is masked
         z.bitwise_xor_((z >> shift).bitwise_and_((1 << 64 - shift) - 1))
         if factor is not None:
@@ -199,35 +247,36 @@ def _filled(
         halves: two elements a word: `put` gets them as integers of 32 bits.
     """
     start, step = stream
-    rows, run, offsets = out.numel() // at.run, at.run, at.offsets()
-    threads = torch.get_num_threads() if out.device.type == "cpu" else 1
-    on_host = out.device.type == "cpu" and (threads <= 2 or out.numel() <= 4 * _CHUNK)
-    chunk = 2 * _CHUNK if on_host else threads * 4 * _CHUNK if out.device.type == "cpu" else out.numel()
+    rows, run, device = out.numel() // at.run, at.run, out.device
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    on_host = device.type == "cpu" and (threads <= 2 or out.numel() <= 4 * _CHUNK)
+    chunk = 2 * _CHUNK if on_host else threads * 4 * _CHUNK if device.type == "cpu" else out.numel()
     if not halves:
         chunk = -(-chunk // 2)
     many = max(1, chunk // run)
+    offsets: Any = at.offsets() if on_host else at.offsets_on(device) if at.rows else at.first
 
-    def words(where: np.ndarray, count: int) -> Tensor:
-        return host_words(start, step, where, count) if on_host else device_words(start, step, where, count, out.device)
+    def words(where: Any, count: int) -> Tensor:
+        return host_words(start, step, where, count) if on_host else device_words(start, step, where, count, device)
 
     flat = out.view(rows, run)
-    aligned = at.aligned
     for r in range(0, rows, many):
         for c in range(0, run, chunk):
             into = flat if rows <= many and run <= chunk else flat[r : r + many, c : c + chunk]
-            here, width = offsets[r : r + many] + c, into.shape[1]
+            here, width = (offsets if isinstance(offsets, int) else offsets[r : r + many]) + c, into.shape[1]
             if not halves:
                 made = words(here, width)
-            elif aligned:
+            elif at.aligned:
                 begin = (at.first + c) % 2
                 made = words(here // 2, (begin + width + 1) // 2).view(torch.int32)
                 if begin or made.shape[1] != width:
                     made = made[:, begin : begin + width]
             else:  # rows begin in different halves of a word
-                position = np.add.outer(here, np.arange(width))
-                made = words(position.ravel() // 2, 1).view(torch.int32)
-                half = torch.from_numpy(position.ravel() % 2).to(out.device)
-                made = made.gather(1, half[:, None]).view(position.shape)
+                numbers = torch.arange(width, device=device)
+                position = (torch.from_numpy(here) if on_host else here)[:, None] + numbers
+                whole = (position // 2).ravel()
+                made = words(whole.numpy() if on_host else whole, 1).view(torch.int32)
+                made = made.gather(1, (position % 2).view(-1, 1)).view(position.shape)
             put(made, into)
     return out
 
@@ -262,11 +311,11 @@ def _mask(
     whole: Sequence[int],
     number: int,
     p: float,
-    value: float,
     dtype: torch.dtype,
     device: torch.device | None,
     micro: Sequence[int] = (),
 ) -> Tensor:
+    """1 with probability p, else 0: most often booleans."""
     on = _made_on(seed, like, device)
     at, stream, fast = _state(seed, starts, dims, size, whole, number, micro)
     below, number_type = round(p * 2**32) - (1 << 31), _NUMPY.get(dtype) if on.type == "cpu" else None
@@ -275,24 +324,20 @@ def _mask(
         begin = at.first % 2  # a single pass with little overhead: the cost of a small dropout
         made = _words(*stream, at.offsets() // 2 if at.rows else at.first // 2, (begin + at.run + 1) // 2)
         kept = made.view(np.int32)[..., begin : begin + at.run] < below
-        return torch.from_numpy(np.multiply(kept, number_type(value))).view(size)
+        return torch.from_numpy(kept if number_type is np.bool_ else kept.astype(number_type)).view(size)
     out = torch.empty(size, dtype=dtype, device=on)
     if not out.numel():
         return out
     if fast is not None:
-        return out.bernoulli_(p, generator=torch.Generator(out.device).manual_seed(fast)).mul_(value)
+        return out.bernoulli_(p, generator=torch.Generator(out.device).manual_seed(fast))
     if abs(below) == 1 << 31:
-        return out.fill_(value if below > 0 else 0)
+        return out.fill_(below > 0)
 
     def put(made: Tensor, into: Tensor) -> None:
         if number_type is not None:
-            np.multiply(
-                made.numpy() < below, number_type(value), out=into.numpy()
-            )  # half the time of torch's operators
+            np.less(made.numpy(), below, out=into.numpy())  # half the time of torch's operators
         else:
             torch.lt(made, below, out=into)
-            if value != 1:
-                into.mul_(value)
 
     return _filled(out, at, stream, True, put)
 
@@ -419,7 +464,7 @@ def _define(name: str, arguments: str, run, fake) -> None:
     PLAIN[op] = plain
 
 
-def _empty_mask(seed, starts, like, dims, size, whole, number, p, value, dtype, device, micro=()) -> Tensor:
+def _empty_mask(seed, starts, like, dims, size, whole, number, p, dtype, device, micro=()) -> Tensor:
     return torch.empty(size, dtype=dtype, device=_made_on(seed, like, device))
 
 
@@ -428,7 +473,7 @@ def _empty_draw(seed, starts, like, dims, size, whole, number, kind, dtype, devi
 
 
 _WHERE = "Tensor seed, Tensor[] starts, Tensor? like, int[] dims, int[] size, int[] whole, int number"
-_define("mask", f"{_WHERE}, float p, float value, ScalarType dtype, Device? device, int[] micro=[]", _mask, _empty_mask)
+_define("mask", f"{_WHERE}, float p, ScalarType dtype, Device? device, int[] micro=[]", _mask, _empty_mask)
 _define("draw", f"{_WHERE}, str kind, ScalarType dtype, Device? device, int[] micro=[]", _draw, _empty_draw)
 _define(
     "permutation",

@@ -124,9 +124,9 @@ class _Place:
     def where(self) -> tuple:
         return SEED, self.starts, self.like, self.dims, self.shape, self.shape, self.op.number
 
-    def kept(self, p: float, value: float, dtype: torch.dtype) -> Value:
-        """`value` with probability p, else 0."""
-        return self.b.call(mask, *self.where, p, value, dtype, self.device, *self.micro)
+    def kept(self, p: float, dtype: torch.dtype = torch.bool) -> Value:
+        """1 with probability p, else 0."""
+        return self.b.call(mask, *self.where, p, dtype, self.device, *self.micro)
 
     def numbers(self, kind: str, dtype: torch.dtype) -> Value:
         """Numbers of one of `counter_rng.KINDS`."""
@@ -153,8 +153,12 @@ def _starts(b, size: int, digits: Digits) -> Value:
 
 def dropped(b, op: Op, x: Value, p: float) -> Value:
     """Dropout of a value during the expansion of an operator; the numbers are those of `op`."""
-    kept = _Place.of(b, op, x).kept(1 - p, 1 / (1 - p) if p < 1 else 0.0, x.dtype)
-    return b.call(aten.mul.Tensor, x, kept)
+    return _scaled(b, x, _Place.of(b, op, x).kept(1 - p), p)
+
+
+def _scaled(b, x: Value, kept: Value, p: float) -> Value:
+    """``x · kept / (1-p)``. The backward saves the boolean mask alone: one byte an element."""
+    return b.call(aten.mul.Tensor, b.call(aten.mul.Tensor, x, kept), 1 / (1 - p) if p < 1 else 0.0)
 
 
 def _drops(op: Op) -> float:
@@ -169,8 +173,8 @@ def _expand_dropout(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
 
     def work(b):
         if op.kind == "native_dropout":
-            kept = _Place.of(b, op, x).kept(1 - p, 1 / (1 - p) if p < 1 else 0.0, x.dtype)
-            return b.call(aten.mul.Tensor, x, kept), b.to(b.call(aten.ne.Scalar, kept, 0), op.output(1).dtype)
+            kept = _Place.of(b, op, x).kept(1 - p)
+            return _scaled(b, x, kept, p), b.to(kept, op.output(1).dtype)
         if op.kind == "dropout":
             return dropped(b, op, x, p)
         place = _Place.of(b, op, x)
@@ -178,9 +182,9 @@ def _expand_dropout(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
             layout, further = b.layouts[x.name].dims, len(x.shape) - 2
             place = _Place(b, op, [*x.shape[:2], *[1] * further], [*layout[:2], *[()] * further], x)
         if "alpha" not in op.kind or p == 1:
-            return b.call(aten.mul.Tensor, x, place.kept(1 - p, 1 / (1 - p) if p < 1 else 0.0, x.dtype))
+            return _scaled(b, x, place.kept(1 - p), p)
         a = 1 / math.sqrt((ALPHA**2 * p + 1) * (1 - p))
-        kept = place.kept(1 - p, 1.0, x.dtype)
+        kept = place.kept(1 - p, x.dtype)
         shift = b.call(aten.sub.Tensor, b.call(aten.mul.Tensor, kept, ALPHA * a), ALPHA * a * (1 - p))
         return b.call(aten.add.Tensor, b.call(aten.mul.Tensor, x, b.call(aten.mul.Tensor, kept, a)), shift)
 
@@ -265,7 +269,7 @@ def _integers(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
 def _bernoulli(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     p = op.argument("p", op.inputs[0])
     if not isinstance(p, Value):
-        return place.kept(p, 1.0, dtype)
+        return place.kept(p, dtype)
     return b.to(b.call(aten.lt.Tensor, place.numbers("uniform", wide(p.dtype)), p), dtype)
 
 

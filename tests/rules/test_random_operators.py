@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 import shardwright as sw
 from shardwright.process import RandomStream, of_micro_batch, stream
+from shardwright.rules import counter_rng
 from shardwright.rules.counter_rng import KINDS, PLAIN, device_words, host_words, key
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
@@ -49,7 +50,29 @@ def test_words_are_the_same_on_every_device() -> None:
     offsets = np.array([3, 0, 2**40])
     start, step = key(2**64 - 1, 7, 2)
     assert step % 2 == 1
-    assert torch.equal(host_words(start, step, offsets, 9), device_words(start, step, offsets, 9, torch.device("cpu")))
+    cpu = torch.device("cpu")
+    assert torch.equal(host_words(start, step, offsets, 9), device_words(start, step, torch.tensor(offsets), 9, cpu))
+    assert torch.equal(host_words(start, step, offsets[:1], 9), device_words(start, step, 3, 9, cpu))
+
+
+@pytest.mark.parametrize("micro", [(), (0, 3, 4)], ids=["whole", "micro-batch"])
+@pytest.mark.parametrize("width", [6000, 6001], ids=["even", "odd"])
+def test_a_device_copies_nothing_from_the_host(width: int, micro: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of accelerators, here on four threads of the CPU: rows that begin in equal and in different halves of a
+    word, and rows of a micro-batch whose batch is in pieces."""
+    seed = of_micro_batch(EXACT, 2)
+    starts, rest = [torch.tensor([20]), torch.tensor([1000])], (None, [0, 1], [40, 3000], [80, width], 3)
+    with monkeypatch.context() as one_thread:
+        one_thread.setattr(torch, "get_num_threads", lambda: 1)
+        wanted = mask(seed, starts, *rest, 0.4, torch.bool, None, list(micro))
+        numbers_wanted = numbers(seed, starts, *rest, "uniform", D, None, list(micro))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    for name in ("from_numpy", "tensor", "as_tensor"):
+        monkeypatch.setattr(torch, name, None)
+    monkeypatch.setattr(counter_rng, "host_words", None)
+    found = PLAIN[mask](seed, starts, *rest, 0.4, torch.float16, None, list(micro))
+    assert torch.equal(found, wanted.half())
+    assert torch.equal(PLAIN[numbers](seed, starts, *rest, "uniform", D, None, list(micro)), numbers_wanted)
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -58,19 +81,20 @@ def test_a_slice_is_the_slice_of_the_whole(shape: tuple[int, ...], threads: int)
     whole, generator = list(shape), torch.Generator().manual_seed(0)
     torch.set_num_threads(threads)
     try:
-        kept = mask(EXACT, [], None, [], whole, whole, 3, 0.7, 2.0, D, None)
+        kept = mask(EXACT, [], None, [], whole, whole, 3, 0.7, torch.bool, None)
         drawn = {kind: numbers(EXACT, [], None, [], whole, whole, 3, kind, D, None) for kind in KINDS}
         for _ in range(4):
             begin = [int(torch.randint(0, s, (), generator=generator)) for s in shape]
             size = [int(torch.randint(1, s - b + 1, (), generator=generator)) for s, b in zip(shape, begin)]
             part = tuple(slice(b, b + s) for b, s in zip(begin, size))
             where = [torch.tensor([b]) for b in begin], None, list(range(len(shape))), size, whole, 3
-            assert torch.equal(mask(EXACT, *where, 0.7, 2.0, D, None), kept[part])
+            assert torch.equal(mask(EXACT, *where, 0.7, torch.bool, None), kept[part])
+            assert torch.equal(mask(EXACT, *where, 0.7, D, None), kept[part].to(D))
             for kind, values in drawn.items():
                 assert torch.equal(numbers(EXACT, *where, kind, D, None), values[part]), kind
     finally:
         torch.set_num_threads(1)
-    assert set(kept.unique().tolist()) <= {0.0, 2.0}
+    assert kept.dtype == torch.bool and (kept.numel() < 10 or 0 < kept.sum() < kept.numel())
 
 
 @settings(max_examples=60, deadline=None)
@@ -88,7 +112,7 @@ def test_micro_batches_draw_the_rows_of_the_whole_batch(
     """Any slice of any micro-batch: a dim of some pieces, each of which stands beside those of the others."""
     dim, size = len(major), [*major, pieces * piece, *minor]
     whole = [*major, pieces * count * piece, *minor]
-    kept = mask(EXACT, [], None, [], whole, whole, 3, 0.7, 2.0, D, None)
+    kept = mask(EXACT, [], None, [], whole, whole, 3, 0.7, D, None)
     drawn = numbers(EXACT, [], None, [], whole, whole, 3, "integer", torch.int64, None)
     begin = [data.draw(st.integers(0, s - 1)) for s in size]
     length = [data.draw(st.integers(1, s - b)) for s, b in zip(size, begin)]
@@ -101,13 +125,13 @@ def test_micro_batches_draw_the_rows_of_the_whole_batch(
             for x in (kept, drawn)
         )
         micro = [dim, count, pieces]
-        assert torch.equal(mask(seed, *where, 0.7, 2.0, D, None, micro), next(mine))
+        assert torch.equal(mask(seed, *where, 0.7, D, None, micro), next(mine))
         assert torch.equal(numbers(seed, *where, "integer", torch.int64, None, micro), next(mine))
 
 
 def test_fast_numbers_differ_between_micro_batches() -> None:
     def mine(k: int) -> Tensor:
-        return mask(of_micro_batch(FAST, k), [], None, [], [64, 8], [64, 8], 3, 0.5, 1.0, D, None, [0, 3, 2])
+        return mask(of_micro_batch(FAST, k), [], None, [], [64, 8], [64, 8], 3, 0.5, D, None, [0, 3, 2])
 
     assert torch.equal(mine(1), mine(1)) and (mine(0) != mine(1)).any() and (mine(1) != mine(2)).any()
 
@@ -175,7 +199,7 @@ def test_numbers_have_their_distributions() -> None:
 @pytest.mark.parametrize("seed", [EXACT, FAST], ids=["exact", "fast"])
 def test_masks_keep_as_much_as_asked(seed: Tensor, p: float) -> None:
     size = [512, 512]
-    kept = mask(seed, [], None, [], size, size, 0, p, 1.0, torch.float32, None)
+    kept = mask(seed, [], None, [], size, size, 0, p, torch.float32, None)
     n = kept.numel()
     assert abs(kept.double().mean() - p) <= 4.5 * math.sqrt(p * (1 - p) / n)
     if 0.05 < p < 0.95:
@@ -200,7 +224,7 @@ def test_choices_have_their_probabilities() -> None:
 def test_operators_pass_through_torch_compile() -> None:
     def dropped(seed: Tensor, x: Tensor) -> Tensor:
         size = list(x.shape)
-        return x * PLAIN[mask](seed, [], x.detach(), [], size, size, 0, 0.5, 2.0, x.dtype, None)
+        return x * PLAIN[mask](seed, [], x.detach(), [], size, size, 0, 0.5, torch.bool, None)
 
     x = X.clone().requires_grad_()
     compiled = torch.compile(dropped, backend="aot_eager", fullgraph=True)
