@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .cost.primitives import work_of
+from .device_modules import on_host_soon
 from .errors import SettingError
 from .process import rank
 
@@ -119,13 +120,8 @@ class Monitor:
         self.close()
 
     def _line(self, step: int, now: float, scalars: dict[str, float]) -> _Line:
-        line = _Line(step, None if self._sum is None else self._sum / self._count, self._rates(now), scalars)
-        if line.loss is not None and line.loss.device.type == "cuda":
-            there = torch.empty_like(line.loss, device="cpu", pin_memory=True)
-            there.copy_(line.loss, non_blocking=True)
-            line.loss, line.ready = there, torch.cuda.Event()
-            line.ready.record()
-        return line
+        loss, ready = (None, None) if self._sum is None else on_host_soon(self._sum / self._count)
+        return _Line(step, loss, self._rates(now), scalars, ready)
 
     def _rates(self, now: float) -> dict[str, float]:
         if not self._steps or self._since is None:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .device_modules import is_recording_graph
 from .errors import SettingError
 from .launch.device_choice import asked_device, check_shared, device_of_group, device_of_rank
 from .launch.environment import RankInRun, find, leading_to
@@ -203,7 +204,16 @@ class RandomStream:
 
         Args:
             exact: True: random numbers belong to positions. False: they belong to operators and slices.
+
+        Raises:
+            SettingError: the accelerator records a graph, each replay of which would draw the same numbers.
         """
+        if is_recording_graph():
+            raise SettingError(
+                "a call of a model that draws random numbers (dropout) while the accelerator records a graph: its seed "
+                "is a number of the host, and each replay would draw the same numbers",
+                legal="the call outside of torch.cuda.graph; a graph of the model in eval(), or without random numbers",
+            )
         seed, call = self.upcoming()
         self.calls += 1
         _use_default_generator()

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ..capture.annotations import whole_shape
 from ..capture.manual import is_own, stacked
+from ..device_modules import random_states, set_random_states
 from ..errors import CheckpointError
 from ..json_values import dtype_name
 from ..layout import Digit, Layout, group_of
@@ -349,9 +350,7 @@ def generators() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-    return state
+    return state | random_states()
 
 
 def restore_generators(state: dict[str, Any]) -> None:
@@ -360,8 +359,7 @@ def restore_generators(state: dict[str, Any]) -> None:
         random.setstate(state["python"])
     if "numpy" in state:
         np.random.set_state(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+    set_random_states(state)
     if "torch" in state:
         torch.set_rng_state(_tensor(state["torch"]))
     if "stream" in state:

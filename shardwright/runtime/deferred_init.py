@@ -28,6 +28,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
+from ..device_modules import sum_type
 from ..errors import SettingError
 from ..torch_private import TorchDispatchMode, move_gradient_hooks, parameter_table, pytree, storage_id, version_of
 
@@ -166,7 +167,8 @@ def beginnings(module: nn.Module) -> dict[str, float | str]:
             states = [] if tape is None else [tape.state, *tape.reseeded.values()]
             out[name] = hashlib.sha256(b"".join(s.numpy().tobytes() for s in states)).hexdigest()
         elif not isinstance(parameter, DTensor):
-            out[name] = parameter.detach().double().sum().item()
+            values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+            out[name] = values.sum(dtype=sum_type(values.device)).item()
     return out
 
 

@@ -147,7 +147,7 @@ def make_program(
         compiled: the backend by which ``torch.compile`` compiles the program; ignored with a warning where one
             process plays several devices.
     """
-    freed.planned()
+    freed.planned(runtime.device)
     if runtime.chosen and before is None:
         _move(holder, runtime.device)
     moved = runtime.device if runtime.chosen else None

@@ -99,7 +99,7 @@ def test_thresholds_of_the_environment_stay(
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(freed, "_set", lambda what, value: asked.append((what, value)))
     monkeypatch.setenv(name, value)
-    freed.planned()
+    freed.planned(torch.device("cpu"))
     assert asked == ([] if chosen or freed._give_back is None else [(-3, BLOCK), (-1, TOP)])
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ...cluster import Cluster, Level
 from ...cost.cost_model import CostModel
+from ...device_modules import is_accelerator, sum_type, total_memory
 from ...errors import SettingError
 from ...layout import Digit, Layout
 from ...process import Runtime
@@ -38,6 +39,8 @@ __all__ = ["Timing", "calibrate", "fit", "levels_of"]
 KINDS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL)
 #: Bytes of the largest of a rank's tensors, before or after a redistribution.
 MESSAGES = (4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
+#: Further ones on accelerators, whose links are not full before.
+LARGE = (64 << 20, 256 << 20)
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 # A task is repeated until it takes this many seconds, because ranks leave a barrier milliseconds apart.
 LONG_ENOUGH = 0.03
@@ -194,12 +197,12 @@ class _Watch:
 
     def slowest(self, numbers: object) -> Tensor:
         """The elementwise maximum of all ranks' numbers."""
-        everyone = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        everyone = torch.tensor(numbers, dtype=sum_type(self.device), device=self.device)
         dist.all_reduce(everyone, dist.ReduceOp.MAX)
-        return everyone.cpu()
+        return everyone.cpu().double()
 
     def _synchronize(self) -> None:
-        if self.device.type != "cpu":
+        if is_accelerator(self.device):
             torch.accelerator.synchronize(self.device)
 
 
@@ -210,7 +213,7 @@ def _conversions(watch: _Watch, groups: ProcessGroups, size: int, stride: int) -
     for n in dict.fromkeys((parts[0], parts[len(parts) // 2], parts[-1])):
         for kind in KINDS:
             made = _conversion(kind, groups.devices, Digit(n, stride))
-            for nbytes in MESSAGES:
+            for nbytes in (*MESSAGES, *LARGE) if is_accelerator(watch.device) else MESSAGES:
                 numel = nbytes // 4 // (n * n) * (n * n)
                 shape = (n, numel // n)  # of the whole tensor: n rows
                 x = torch.zeros(made.source.local_shape(shape), device=watch.device)
@@ -285,6 +288,6 @@ def _overhead(watch: _Watch) -> float:
 
 def _memory(device: torch.device, ranks: int) -> int:
     """Bytes of memory of a rank: its accelerator's, or its share of the host's."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
+    if is_accelerator(device):
+        return total_memory(device)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from ...capture.annotations import CUT
 from ...capture.manual import is_own, stacked
+from ...device_modules import random_state
 from ...errors import SettingError
 from ...torch_private import gradient_hooks, move_gradient_hooks
 
@@ -46,10 +47,10 @@ def called_before(parameter: nn.Parameter, whole: Tensor) -> Tensor:
             numbers, which differ between ranks.
     """
     for hook in list(gradient_hooks(parameter).before.values()):
-        state = _random_state(whole.device)
+        state = random_state(whole.device)
         with torch.no_grad():
             made = hook(whole)
-        if not torch.equal(state, _random_state(whole.device)):
+        if not torch.equal(state, random_state(whole.device)):
             raise SettingError(
                 f"{_called(hook, parameter)} draws random numbers, which are others on each rank",
                 legal="a torch.Generator of its own, seeded alike on every rank",
@@ -105,10 +106,6 @@ def _called(hook: Any, parameter: nn.Parameter) -> str:
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
     where = "" if code is None else f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})"
     return f"the hook{where} of the parameter {getattr(parameter, CUT, '')!r}"
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 # -- parameters that are replaced by other objects

@@ -1,0 +1,134 @@
+"""Streams, events, memory and random states of an accelerator, of whichever vendor, by its module of torch.
+
+    torch.device("cuda")   torch.cuda          torch.device("npu")   torch.npu          torch.device("cpu")   none
+
+A vendor's module may lack a function. Each function here says what it returns then, so that callers name no vendor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import SettingError
+
+__all__ = [
+    "event",
+    "host_memory",
+    "is_accelerator",
+    "is_recording_graph",
+    "module_of",
+    "on_host_soon",
+    "random_state",
+    "random_states",
+    "set_random_states",
+    "side_stream",
+    "sum_type",
+    "total_memory",
+]
+
+#: Kinds of devices whose hardware adds float64 numbers; others emulate that type, or lack it.
+_FLOAT64 = ("cpu", "meta", "cuda", "xpu")
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """True for a device with memory and a queue of its own."""
+    return device.type not in ("cpu", "meta")
+
+
+def module_of(device: torch.device) -> Any:
+    """torch's module of an accelerator, such as ``torch.cuda``; None for the CPU, and where torch has none."""
+    if not is_accelerator(device):
+        return None
+    try:
+        return torch.get_device_module(device.type)
+    except (RuntimeError, AttributeError):
+        return None
+
+
+def _made(device: torch.device, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    found = getattr(module_of(device), name, None)
+    return None if found is None else found(*args, **kwargs)
+
+
+def event(device: torch.device) -> Any:
+    """A new event of an accelerator: ``record``, ``query``, ``synchronize``. None where there is none."""
+    return _made(device, "Event")
+
+
+def side_stream(device: torch.device) -> Any:
+    """A new queue of an accelerator beside the one that computes; None where there is none."""
+    return _made(device, "Stream", device=device)
+
+
+def is_recording_graph() -> bool:
+    """True while this process's accelerator records a graph (``torch.cuda.graph``), whose replays run no Python."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return kind is not None and bool(_made(kind, "is_current_stream_capturing"))
+
+
+def host_memory(like: Tensor) -> Tensor:
+    """New contiguous memory of the host for a tensor's values; pinned where the accelerator can copy to it beside its
+    work."""
+    try:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=is_accelerator(like.device))
+    except RuntimeError:  # the backend has no pinned memory
+        return torch.empty(like.shape, dtype=like.dtype)
+
+
+def on_host_soon(x: Tensor) -> tuple[Tensor, Any]:
+    """A tensor's values on the host, and the event after which they are there; the event is None where they are there
+    already."""
+    if not is_accelerator(x.device):
+        return x, None
+    there = host_memory(x)
+    ready = event(x.device) if there.is_pinned() else None
+    there.copy_(x, non_blocking=ready is not None)
+    if ready is not None:
+        ready.record()
+    return there, ready
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of torch's generator of a device."""
+    made = _made(device, "get_rng_state", device)
+    return torch.get_rng_state() if made is None else made
+
+
+def random_states() -> dict[str, bytes]:
+    """The states of the generators of this process's current accelerator, by its kind; empty while it is not in use."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    module = None if kind is None else module_of(kind)
+    read = getattr(module, "get_rng_state", None)
+    if kind is None or read is None or not getattr(module, "is_initialized", lambda: True)():
+        return {}
+    return {kind.type: read().numpy().tobytes()}
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Set what `random_states` returned, where this process has an accelerator of the kind."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is not None and kind.type in states:
+        _made(kind, "set_rng_state", torch.frombuffer(bytearray(states[kind.type]), dtype=torch.uint8))
+
+
+def sum_type(device: torch.device) -> torch.dtype:
+    """The widest floating type in which the device itself adds."""
+    return torch.float64 if device.type in _FLOAT64 else torch.float32
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory of an accelerator.
+
+    Raises:
+        SettingError: torch cannot tell.
+    """
+    info = _made(device, "mem_get_info", device)
+    if info is not None:
+        return int(info[1])
+    found = getattr(_made(device, "get_device_properties", device), "total_memory", None)
+    if found is None:
+        raise SettingError(f"torch does not tell how much memory the device {device} has", legal='"cuda", "npu", "cpu"')
+    return int(found)

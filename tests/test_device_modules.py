@@ -1,0 +1,152 @@
+"""Accelerators by their module of torch: with a module of our own in place of a vendor's."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small_networks import draw
+from torch import nn
+
+import shardwright as sw
+from shardwright import device_modules
+from shardwright.checkpoint.state import generators, restore_generators
+from shardwright.device_modules import host_memory, module_of, on_host_soon, random_state, sum_type, total_memory
+from shardwright.runtime import freed as freed_memory
+from shardwright.runtime.deferred_init import beginnings
+from shardwright.runtime.distributed import calibrate
+
+PACKAGE = Path(__file__).parents[1] / "shardwright"
+NPU = torch.device("npu", 0) if hasattr(torch, "npu") else torch.device("xpu", 0)
+
+#: Lines that name one vendor, and why.
+NAMED = {
+    "autocast.py": "the kinds of devices whose autocast lists are read",
+    "launch/device_choice.py": "examples in messages",
+    "process.py": "the name of each vendor's library of collectives, and examples",
+    "torch_private.py": "cuDNN is NVIDIA's own",
+    "device_modules.py": "hardware that adds float64; examples in messages",
+}
+
+
+class Module(SimpleNamespace):
+    """The module of an accelerator with 64 GB, whose state is four bytes."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(
+            is_initialized=lambda: True,
+            get_rng_state=lambda *device: self.state,
+            set_rng_state=self._set,
+            is_current_stream_capturing=lambda: self.capturing,
+            mem_get_info=lambda device: (1, 64 << 30),
+            state=torch.tensor([1, 2, 3, 4], dtype=torch.uint8),
+            capturing=False,
+            **given,
+        )
+
+    def _set(self, state: torch.Tensor) -> None:
+        self.state = state
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Module:
+    made = Module()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *given, **named: NPU)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: made)
+    return made
+
+
+def strings(path: Path) -> list[str]:
+    """The texts of a file's code, docstrings and comments left out."""
+    found, begins = [], True
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.NAME or (token.type == tokenize.STRING and not begins):
+            found.append(token.string)
+        if token.type not in (tokenize.COMMENT, tokenize.NL):
+            begins = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
+    return found
+
+
+def test_no_code_names_a_vendor() -> None:
+    named = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if any(re.search(r"cuda|\bnpu\b", text) for text in strings(path))
+    }
+    assert named == set(NAMED)
+
+
+def test_a_cpu_has_no_module() -> None:
+    cpu = torch.device("cpu")
+    assert module_of(cpu) is None and device_modules.event(cpu) is None and device_modules.side_stream(cpu) is None
+    assert not host_memory(torch.ones(2)).is_pinned() and torch.equal(random_state(cpu), torch.get_rng_state())
+    x = torch.ones(2)
+    assert on_host_soon(x) == (x, None) and sum_type(cpu) == torch.float64
+
+
+def test_memory_of_an_accelerator(module: Module) -> None:
+    assert total_memory(NPU) == calibrate._memory(NPU, 8) == 64 << 30
+    del module.mem_get_info
+    module.get_device_properties = lambda device: SimpleNamespace(total_memory=32 << 30)
+    assert total_memory(NPU) == 32 << 30
+    del module.get_device_properties
+    with pytest.raises(sw.SettingError, match="does not tell how much memory"):
+        total_memory(NPU)  # never the host's
+
+
+def test_random_states_of_any_accelerator_are_saved(module: Module) -> None:
+    saved = generators()
+    assert saved[NPU.type] == bytes([1, 2, 3, 4])
+    module.state = torch.zeros(4, dtype=torch.uint8)
+    restore_generators(saved)
+    assert module.state.tolist() == [1, 2, 3, 4]
+    restore_generators({name: state for name, state in saved.items() if name != NPU.type} | {"other": b"1"})
+    module.is_initialized = lambda: False
+    assert NPU.type not in generators()
+
+
+def test_a_graph_of_random_numbers_is_refused(module: Module) -> None:
+    """Before the call is counted, or anything is computed."""
+    sw.init(devices=2)
+    model = sw.AutoParallel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), parallel_mode="data_parallel")
+    model(torch.ones(4, 4))
+    before = sw.process.stream.calls
+    module.capturing = True
+    with pytest.raises(sw.SettingError, match=r"records a graph.*\n.*eval\(\)"):
+        model(torch.ones(4, 4))
+    assert sw.process.stream.calls == before
+    model.eval()(torch.ones(4, 4))
+    module.capturing = False
+    model.train()(torch.ones(4, 4))
+    assert sw.process.stream.calls == before + 1
+
+
+def test_an_accelerators_host_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    memory = freed_memory._Freed()
+    monkeypatch.setattr(memory, "_set", lambda *given: calls.append(given))
+    monkeypatch.setattr(memory, "_give_back", lambda *given: calls.append(given))
+    memory.planned(torch.device("cuda"))
+    for _ in range(100):
+        memory.step()
+    assert not calls
+    memory.planned(torch.device("cpu"))
+    memory.step(), memory.step()
+    assert calls[-1] == (0,)
+
+
+def test_the_beginnings_are_summed_in_what_the_device_has() -> None:
+    """Without a copy of the values in another type: the largest parameter would need four times its memory."""
+    net = nn.Linear(3, 4, dtype=torch.bfloat16)
+    net.z = nn.Parameter(torch.full((2,), 1 + 2j))
+    found = beginnings(net)
+    assert found["weight"] == net.weight.double().sum().item() and found["z"] == 6.0
+    assert sum_type(torch.device("cuda")) == torch.float64 and sum_type(torch.device("mps")) == torch.float32
+    assert calibrate._Watch(torch.device("cpu"), 3).device.type == "cpu" and draw(1).dtype == torch.float64
