@@ -46,6 +46,8 @@ if TYPE_CHECKING:  # `as` hands a name on to type checkers
     from .parallel.auto_parallel import AutoParallel as AutoParallel, RecaptureWarning as RecaptureWarning
     from .planning import PipelinePlan as PipelinePlan, Plan as Plan, plan as plan
     from .process import init as init, rank as rank, world_size as world_size
+    from .rehearsal.rehearsal_report import Rehearsal as Rehearsal
+    from .rehearsal.rehearse import rehearse as rehearse
     from .rules import rule as rule
     from .runtime.deferred_init import no_init_parameters as no_init_parameters
     from .solver.least_memory import InfeasibleMemoryError as InfeasibleMemoryError
@@ -91,6 +93,8 @@ _MODULES = {
         ("load_distributed_checkpoint", "rank_list_for_transform", "transform_checkpoints"), "checkpoint.transform"
     ),
     "save_checkpoint": "checkpoint.save",
+    "rehearse": "rehearsal.rehearse",
+    "Rehearsal": "rehearsal.rehearsal_report",
     "verify": "verification.verify",
     "VerifyReport": "verification.verify_report",
 }

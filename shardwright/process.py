@@ -14,7 +14,9 @@ their data loading draws from the default generator in between make no differenc
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,7 +30,7 @@ from .errors import SettingError
 from .launch.device_choice import asked_device, check_shared, device_of_group, device_of_rank
 from .launch.environment import RankInRun, find, leading_to
 
-__all__ = ["RandomStream", "Runtime", "current", "init", "of_micro_batch", "rank", "stream", "world_size"]
+__all__ = ["RandomStream", "Runtime", "current", "init", "of_micro_batch", "playing", "rank", "stream", "world_size"]
 
 #: A collective fails after this long without an answer from a peer. torch's own default is 30 minutes.
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -167,6 +169,17 @@ def _join(place: RankInRun, device: torch.device, backend: str, timeout: timedel
 def current() -> Runtime:
     """The runtime of this process, found out now if `init` was not called."""
     return _current[0] if _current else init()
+
+
+@contextlib.contextmanager
+def playing(runtime: Runtime) -> Iterator[None]:
+    """Make `runtime` that of this process inside the ``with`` block."""
+    before = _current[:]
+    _current[:] = [runtime]
+    try:
+        yield
+    finally:
+        _current[:] = before
 
 
 def rank() -> int:

@@ -50,6 +50,7 @@ _NAMES = {
     "DisableTorchFunction": ("torch._C.DisableTorchFunction", "a torch.autograd.Function in a model"),
     "DisableTorchFunctionSubclass": ("torch._C.DisableTorchFunctionSubclass", "gradients that are DTensors"),
     "FakeTensor": ("torch._subclasses.fake_tensor.FakeTensor", "capturing a model"),
+    "FakeStore": ("torch.testing._internal.distributed.fake_pg.FakeStore", "shardwright rehearse"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor.FakeTensorMode", "capturing a model"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem._StorageInfo", "checkpoints for torch's own loader"),
     "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", "seeing what operators dispatch to"),

@@ -17,7 +17,7 @@ except ModuleNotFoundError:  # Python 3.10; pytest installs tomli there
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "design" / "architecture.md"
 BEGIN, END = "<!-- layers: begin -->\n", "<!-- layers: end -->"
-WIDTH = 30
+WIDTH = 40
 
 
 def layers() -> list[list[str]]:

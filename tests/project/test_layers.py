@@ -22,6 +22,7 @@ ON_RANKS = (
     "checkpoint/",
     "launch/",
     "integrations/",
+    "rehearsal/",
     "parallel/",
     "cli/",
     "process.py",

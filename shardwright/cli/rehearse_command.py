@@ -1,0 +1,84 @@
+"""``shardwright rehearse``: play one rank of a plan on one device, beside what the plan promises."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from ..errors import ShardwrightError
+from .script import Nothing, import_modules, positive
+
+__all__ = ["add_rehearse_parser", "rehearse"]
+
+EXAMPLES = """examples:
+  shardwright rehearse plan.json --rank 37                  one GPU plays rank 37 of a plan, be it for 1,024 devices
+  shardwright rehearse plan.json --with-links --json        rank 0, with the time of its communication, as JSON
+"""
+
+
+def add_rehearse_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``rehearse`` to the commands."""
+    parser = subparsers.add_parser(
+        "rehearse",
+        allow_abbrev=False,
+        help="play one rank of a plan on one device: seconds and memory beside the plan's",
+        description="Play one rank of a plan on one device: real kernels on the rank's real shapes, and the memory "
+        "that it holds. The other ranks are not there; what they would send takes no time. Prints the seconds of each "
+        "operator, the communication as the plan has it, and the peak of memory, each beside what the plan promises. "
+        "The plan's file is enough. Exit code 0: played, 2: it cannot be played.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EXAMPLES,
+    )
+    parser.add_argument("--rank", type=_rank, default=0, metavar="R", help="the rank (default: 0)")
+    parser.add_argument("--device", metavar="DEVICE", help="such as cuda:1 or cpu (default: the accelerator, if any)")
+    parser.add_argument(
+        "--steps", type=positive, default=3, metavar="K", help="steps that are measured, after one (default: 3)"
+    )
+    parser.add_argument(
+        "--with-links", action="store_true", help="sleep for each message as long as the plan's cost model says"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="play also where the plan promises to need more memory than is free"
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="imports",
+        metavar="MODULE",
+        help="import a module first, which registers operators of yours (may be repeated)",
+    )
+    parser.add_argument("plan", help="a file that shardwright plan or Plan.save wrote")
+    parser.set_defaults(func=rehearse, parser=parser)
+
+
+def rehearse(arguments: argparse.Namespace) -> int:
+    """Run the command and return the exit code."""
+    from ..rehearsal.rehearse import rehearse as play  # noqa: PLC0415  imports torch
+
+    try:
+        import_modules(arguments.imports)
+        made = play(
+            arguments.plan,
+            rank=arguments.rank,
+            device=arguments.device,
+            steps=arguments.steps,
+            links=arguments.with_links,
+            force=arguments.force,
+        )
+    except Nothing as error:
+        arguments.parser.error(str(error))
+        raise AssertionError("argparse has ended this process") from error
+    except (ShardwrightError, OSError) as error:
+        print(f"shardwright rehearse: error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(made.to_dict(), indent=1) if arguments.json else made.summary(), flush=True)
+    return 0
+
+
+def _rank(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rank from 0")
+    return int(text)

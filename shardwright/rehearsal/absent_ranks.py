@@ -1,0 +1,185 @@
+"""The other ranks of a plan, which are not there: their process group, their messages, and what these would take.
+
+1. The group (`alone`): torch's "fake" process group of the plan's size. Its collectives take no time: a gather copies
+   this rank's own part, a sum is this rank's own term.
+2. Stages (`AbsentStages`): a link whose receives are drawn at random, and whose sends go nowhere.
+3. Links (`Slept`): each collective sleeps for as long as the cost model says, by itself: nothing overlaps, as the
+   price of a plan has it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..cost.cost_model import CostModel
+from ..errors import SettingError
+from ..layout import Digits, merge
+from ..partition.partitioner import between
+from ..pipeline.pipeline_plan import PipelinePlan, Transfer
+from ..pipeline.schedules import Schedule
+from ..redistribution import CollectiveKind
+from ..runtime.distributed.collectives import Group, ProcessGroups
+from ..torch_private import FakeStore, TorchDispatchMode, pytree
+from .drawn_values import DrawnValues
+
+__all__ = ["AbsentStages", "NamedGroups", "Slept", "alone"]
+
+
+@contextlib.contextmanager
+def alone(rank: int, devices: int) -> Iterator[None]:
+    """Be one rank of many inside the ``with`` block, the only one that is there.
+
+    Raises:
+        SettingError: this process is in a process group already.
+    """
+    if dist.is_initialized():
+        raise SettingError(
+            f"a rehearsal plays one of {devices} ranks by itself, and this process is rank {dist.get_rank()} of a "
+            f"process group of {dist.get_world_size()}",
+            legal="a process without a process group",
+        )
+    dist.init_process_group("fake", rank=rank, world_size=devices, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class NamedGroups(ProcessGroups):
+    """Process groups whose digits are found by the group's name.
+
+    Attributes:
+        digits: name of a group -> its digits.
+    """
+
+    def __init__(self, devices: int, rank: int, base: int = 0) -> None:
+        super().__init__(devices, rank, base, exchanges=False, share=False)
+        self.digits: dict[str, Digits] = {}
+
+    def seen(self, digits: Digits) -> Group:
+        """The group of the ranks that differ from this one in `digits` alone."""
+        made = super().seen(digits)
+        self.digits[made.name] = merge(sorted(digits, key=lambda d: -d.stride))
+        return made
+
+
+#: The beginning of an operator's name -> the collective, and which of its tensors a rank sends: the first or the last.
+_COLLECTIVES = {
+    "all_reduce": (CollectiveKind.ALL_REDUCE, 0),
+    "allreduce": (CollectiveKind.ALL_REDUCE, 0),
+    "all_gather": (CollectiveKind.ALL_GATHER, -1),
+    "allgather": (CollectiveKind.ALL_GATHER, -1),
+    "reduce_scatter": (CollectiveKind.REDUCE_SCATTER, -1),
+    "all_to_all": (CollectiveKind.ALL_TO_ALL, -1),
+    "alltoall": (CollectiveKind.ALL_TO_ALL, -1),
+}
+
+
+class Slept(TorchDispatchMode):
+    """While it is active, a collective takes the time that the cost model says.
+
+    Args:
+        costs: of the plan.
+        groups: the groups on which collectives run.
+        wait: waits for the device.
+
+    Attributes:
+        seconds: slept so far.
+    """
+
+    def __init__(self, costs: CostModel, groups: NamedGroups, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self.costs, self.groups, self.wait = costs, groups, wait
+        self.seconds = 0.0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function.namespace in ("c10d", "_c10d_functional"):
+            self._collective(function, args)
+        return function(*args, **(kwargs or {}))
+
+    def _collective(self, function: Any, args: tuple[Any, ...]) -> None:
+        name = function.overloadpacket.__name__.strip("_")
+        kind, place = next((c for start, c in _COLLECTIVES.items() if name.startswith(start)), (None, 0))
+        tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
+        digits = next((self.groups.digits[name] for name in _names(args) if name in self.groups.digits), None)
+        if kind is not None and tensors and digits:
+            self.sleep(self.costs.collective(kind, digits, tensors[place].nbytes))
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, once the device has done what it was told."""
+        self.wait()
+        time.sleep(seconds)
+        self.seconds += seconds
+
+
+def _names(arguments: tuple[Any, ...]) -> Iterator[str]:
+    """Yield the texts among a collective's arguments, and the names of its process groups."""
+    for given in arguments:
+        if isinstance(given, str):
+            yield given
+        elif isinstance(given, torch.ScriptObject):
+            with contextlib.suppress(RuntimeError, TypeError):  # another object, such as the reduction
+                yield dist.ProcessGroup.unbox(given).group_name
+
+
+class AbsentStages:
+    """The link of one rank to stages that are not there.
+
+    Args:
+        plan: the plan.
+        rank: in the world.
+        values: draws what is received.
+        joined: by output of the model, its shape on this rank.
+        slept: sleeps for each message; None: messages take no time.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        rank: int,
+        values: DrawnValues,
+        joined: list[tuple[int, ...] | None],
+        slept: Slept | None,
+    ) -> None:
+        self.plan, self.rank, self.values, self.joined, self.slept = plan, rank, values, joined, slept
+        self.mine = {stage.number for stage in plan.of_rank(rank)}
+        self._inside: dict[tuple[Any, ...], Tensor] = {}
+        self._drawn: dict[tuple[Any, ...], Tensor] = {}
+
+    def begin(self, schedule: Schedule) -> None:
+        """Begin a step."""
+        self._inside.clear()
+
+    def send(self, transfer: Transfer, micro: int, back: bool, tensor: Tensor) -> None:
+        """Keep a value for a stage of this rank; any other goes nowhere."""
+        if {transfer.source, transfer.target} <= self.mine:
+            self._inside[transfer.name, transfer.target, micro, back] = tensor
+
+    def receive(self, transfer: Transfer, micro: int, back: bool) -> Tensor:
+        """A value of a stage of this rank, or a drawn one."""
+        if {transfer.source, transfer.target} <= self.mine:
+            return self._inside.pop((transfer.name, transfer.target, micro, back))
+        key = transfer.name, transfer.source, transfer.target, back
+        if key not in self._drawn:
+            layout = transfer.layout if back else transfer.arriving
+            self._drawn[key] = self.values.given(transfer.value, layout.local_shape(transfer.value.shape))
+        if self.slept is not None:
+            (peer,) = self.plan.peers(transfer, self.rank, back)
+            costs = self.slept.costs
+            digits = between(costs.cluster, peer, self.rank)
+            self.slept.sleep(costs.collective(CollectiveKind.SEND, digits, transfer.nbytes))
+        return self._drawn[key].clone()
+
+    def finish(self, results: list[Tensor | None]) -> list[Tensor]:
+        """All outputs; zeros in place of those of other stages."""
+        device = self.values.device
+        return [torch.zeros(shape or (), device=device) if r is None else r for r, shape in zip(results, self.joined)]

@@ -1,0 +1,396 @@
+"""One rank of a plan, played alone: real kernels on the rank's real shapes, beside ranks that are not there.
+
+    process group    torch's "fake" one, of the plan's size: collectives take no time, or are slept for
+    tensors          parameters, buffers and inputs of the rank's shapes, drawn at random; the optimizer's state as the
+                     plan counts it
+    program          the one that the rank would run (`runtime.step_program.make_program`), each operator measured
+    a step           the forward and the backward of all micro-batches; no step of the optimizer
+
+The plan's file is enough: it has the graph. Example: one GPU plays rank 37 of a plan for 1,024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cluster import Cluster
+from ..cost.cost_model import CostModel
+from ..cost.memory_timeline import optimizer_bytes
+from ..errors import PlanError, SettingError
+from ..launch.device_choice import accelerators, asked_device
+from ..partition.local_program import LocalOp
+from ..partition.rematerialization import RecomputedInstruction
+from ..partition.uneven import true_slice
+from ..pipeline.pipeline_plan import PipelinePlan, moments
+from ..planfile.load_save import load_plan
+from ..process import Runtime, playing, stream
+from ..pytree_objects import opened
+from ..report.format import size_text
+from ..runtime.distributed.dtensors import beginning, to_dtensor
+from ..runtime.distributed.gradient_fusion import Accumulation, Fusion
+from ..runtime.distributed.parameters import ShardedState
+from ..runtime.pipeline_step import PipelineProgram
+from ..runtime.step_program import make_program
+from ..sharded_plan import Plan
+from ..torch_private import pytree
+from .absent_ranks import AbsentStages, NamedGroups, Slept, alone
+from .drawn_values import DrawnValues
+from .held_memory import memory_of, most_held
+from .operator_clock import OperatorClock
+from .rehearsal_report import OperatorSeconds, Rehearsal
+
+__all__ = ["rehearse"]
+
+
+def rehearse(
+    plan: Plan | PipelinePlan | str | Path,
+    *,
+    rank: int = 0,
+    device: torch.device | str | None = None,
+    steps: int = 3,
+    links: bool = False,
+    force: bool = False,
+) -> Rehearsal:
+    """Play one rank of a plan on one device, and compare seconds and memory with what the plan promises.
+
+    Args:
+        plan: the plan, or the path of its file; for any number of devices.
+        rank: the rank.
+        device: the device that plays it; None: the accelerator, or the CPU where there is none.
+        steps: the number of steps that are measured, after one that is not.
+        links: True: each collective and each message between stages takes as long as the plan's cost model says, by
+            itself. False: they take no time.
+        force: True: play also where the plan promises to need more memory than is free.
+
+    Returns:
+        The report: ``.summary()``, ``.operators``, ``.peak``, …
+
+    Raises:
+        PlanError: a rank outside of the plan; a file that is no plan, or has no graph.
+        SettingError: no such device; too little memory; a process that is in a process group; a model with layers
+            that are parallel by hand, of whose collectives a plan knows nothing.
+    """
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise SettingError(f"rehearse(steps={steps!r})", legal="a whole number of at least 1")
+    if isinstance(plan, (str, Path)):
+        plan = load_plan(plan)
+    if not isinstance(plan, (Plan, PipelinePlan)):
+        raise SettingError(f"rehearse(plan={plan!r})", legal="a plan, or the path of its file")
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < plan.devices:
+        raise PlanError(
+            f"rank {rank} is outside the {plan.devices} devices of the plan", legal=f"0 to {plan.devices - 1}"
+        )
+    for one in _plans(plan, rank):
+        if one.own is not None:
+            raise SettingError(
+                "the model has layers that are parallel by hand, of whose collectives a plan knows nothing",
+                legal="a model without sw.layerwise_parallel",
+            )
+    where = asked_device(device, "rehearse") or _default_device()
+    promised, free = _promised_peak(plan, rank), memory_of(where)
+    if promised > free and not force:
+        raise SettingError(
+            f"the plan promises to need {size_text(promised)} on rank {rank}, and {where} has {size_text(free)} free",
+            legal="another device, or force=True (--force)",
+        )
+    before = stream.state_dict()
+    devices = [where] if where.type != "cpu" else []
+    with (
+        alone(rank, plan.devices),
+        playing(Runtime(True, plan.devices, rank, where, watch=False)),
+        torch.random.fork_rng(devices, device_type=where.type if devices else "cuda"),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        torch.manual_seed(0)
+        flushed = torch.set_flush_denormal(True)  # what no rank has sent is any number
+        try:
+            return _Rehearsed(plan, rank, where, links).report(steps)
+        except torch.OutOfMemoryError as error:
+            raise SettingError(
+                f"{where} has too little memory for rank {rank}: {str(error).splitlines()[0]}",
+                legal=f"a device with more than {size_text(promised)} free",
+            ) from error
+        finally:
+            if flushed:
+                torch.set_flush_denormal(False)
+            stream.load_state_dict(before)
+
+
+def _default_device() -> torch.device:
+    found = torch.accelerator.current_accelerator() if accelerators() else None
+    return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def _plans(plan: Plan | PipelinePlan, rank: int) -> list[Plan]:
+    """The plans of the programs that a rank runs: of its stages, or the plan itself."""
+    return [plan] if isinstance(plan, Plan) else [stage.plan for stage in plan.of_rank(rank)]
+
+
+def _promised_peak(plan: Plan | PipelinePlan, rank: int) -> float:
+    if isinstance(plan, Plan):
+        return plan.peak
+    return plan.simulation.peak(plan.schedule.placement[plan.of_rank(rank)[0].number])
+
+
+class _DrawnState(ShardedState):
+    """The state of a rank whose parameters are drawn as slices: no whole tensor is made."""
+
+    def __init__(self, holder: Any, groups: NamedGroups) -> None:
+        self.holder, self.groups, self.absent = holder, groups, {}
+        self.buffers = dict(holder.named_buffers())
+
+    def take_buffers(self, holder: Any, device: torch.device) -> None:
+        """Nothing: the buffers are those that were drawn."""
+
+
+class _Rehearsed:
+    """A rank's program and its tensors.
+
+    Args:
+        plan: the plan.
+        rank: in the world.
+        device: on which it runs.
+        links: True where messages take time.
+    """
+
+    def __init__(self, plan: Plan | PipelinePlan, rank: int, device: torch.device, links: bool) -> None:
+        self.plan, self.rank, self.device = plan, rank, device
+        self.plans = _plans(plan, rank)
+        self.clock = OperatorClock(device)
+        counts = [] if isinstance(plan, Plan) else [s.counts.graph for s in plan.of_rank(rank) if s.counts is not None]
+        self.values = DrawnValues([plan.graph, *(one.graph for one in self.plans), *counts], device)
+        first, size = (0, plan.devices) if isinstance(plan, Plan) else _ranks(plan, rank)
+        self.groups = NamedGroups(size, rank - first, first)
+        costs = CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
+        self.slept = Slept(costs, self.groups, self.clock.wait) if links else None
+        self.parameters = dict(self._parameters())
+        self.buffers = dict(self._buffers())
+        self.state = [torch.empty(size, dtype=torch.uint8, device=device) for size in self._state_bytes()]
+        holder: Any = SimpleNamespace(
+            named_parameters=lambda: self.parameters.items(), named_buffers=lambda: self.buffers.items()
+        )
+        self.program = make_program(
+            self._timed_plan(),
+            holder,
+            Runtime(True, plan.devices, rank, device, watch=False),
+            gradients_mean=False,
+            before=SimpleNamespace(held=_DrawnState(holder, self.groups)),  # type: ignore[arg-type]
+            fusion=Fusion(),
+            accumulation=Accumulation(),
+        )
+        self.program.begin = None
+        if isinstance(self.program, PipelineProgram):
+            assert isinstance(plan, PipelinePlan)
+            joined = self.program.link.joined  # type: ignore[attr-defined]
+            self.program.link = AbsentStages(plan, rank, self.values, joined, self.slept)
+        self.inputs = list(self._inputs())
+
+    # -- tensors --
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for plan in self.plans:
+            for name, placed in plan.program.parameters.items():
+                shape, layout = plan.parameters[name].shape, plan.parameters[name].storage
+                local = self.values.parameter(layout.local_shape(layout.padded(shape)), placed.value.stored.dtype)
+                part = true_slice(layout, shape, self.groups.rank)
+                slice_ = beginning(local, torch.Size(s.stop - s.start for s in part))
+                held = (
+                    slice_
+                    if plan.devices == 1 and self.plan is plan
+                    else to_dtensor(slice_, layout, shape, self.groups)
+                )
+                yield name, nn.Parameter(held, requires_grad=placed.value.requires_grad)
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        counts = [] if isinstance(self.plan, Plan) else [stage.counts for stage in self.plan.of_rank(self.rank)]
+        for plan in (*self.plans, *(one for one in counts if one is not None)):
+            for name, placed in plan.program.buffers.items():
+                yield name, self.values.buffer(placed.value, placed.local_shape)
+
+    def _state_bytes(self) -> Iterator[int]:
+        """The bytes of the optimizer's state for each parameter."""
+        each = optimizer_bytes(self.plan.optimizer)
+        for plan in self.plans:
+            for placed in plan.program.parameters.values():
+                if placed.value.requires_grad and each:
+                    yield int(placed.local_bytes // placed.value.dtype.itemsize * each)
+
+    def _inputs(self) -> Iterator[Tensor]:
+        if isinstance(self.plan, Plan):
+            for placed in self.plan.program.inputs:
+                yield self.values.given(placed.value, placed.local_shape)
+            return
+        plan, count = self.plan, self.plan.micro_batches
+        names = [v.name for v in plan.graph.inputs]
+        layouts: dict[int, Any] = {}
+        for stage in plan.of_rank(self.rank):
+            fed = list(zip(stage.sources, stage.plan.fed.inputs))
+            layouts |= {source.index: layout for source, layout in fed if source.kind == "input"}
+            if stage.counts is not None:
+                counted = zip(stage.counts.graph.inputs, stage.counts.fed.inputs)
+                layouts |= {names.index(value.name): layout for value, layout in counted}
+        for i, (value, split) in enumerate(zip(plan.graph.inputs, plan.split)):
+            shape = list(value.shape if i not in layouts else layouts[i].local_shape(value.shape))
+            if split:
+                shape[0] *= count
+            # An input that only other stages read takes no memory.
+            zeros = torch.zeros((), dtype=value.dtype, device=self.device).expand(shape)
+            yield self.values.given(value, shape) if i in layouts else zeros
+
+    # -- the program --
+
+    def _timed_plan(self) -> Plan | PipelinePlan:
+        """The plan with operators that measure themselves, and constants that have values."""
+        if isinstance(self.plan, Plan):
+            return self._timed(self.plan)
+        mine = {stage.number for stage in self.plan.of_rank(self.rank)}
+        stages = tuple(
+            replace(
+                stage,
+                plan=self._timed(stage.plan),
+                counts=None if stage.counts is None else self._with_constants(stage.counts),
+            )
+            if stage.number in mine
+            else stage
+            for stage in self.plan.stages
+        )
+        return replace(self.plan, stages=stages)
+
+    def _timed(self, plan: Plan) -> Plan:
+        instructions = tuple(
+            replace(i, target=self.clock.timed(i)) if isinstance(i, LocalOp) else i for i in plan.program.instructions
+        )
+        made = self._with_constants(plan)
+        vars(made).update(program=replace(plan.program, instructions=instructions), regions=plan.regions)
+        return made
+
+    def _with_constants(self, plan: Plan) -> Plan:
+        placed = plan.program.constants
+        constants = {name: self.values.buffer(placed[name].value, x.shape) for name, x in plan.graph.constants.items()}
+        return replace(plan, graph=replace(plan.graph, constants=constants))
+
+    # -- a step --
+
+    def step(self) -> None:
+        """The forward and the backward of one step."""
+        results = pytree.tree_leaves(opened(self.program(*self.inputs)))
+        made = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
+        del results
+        if made:
+            torch.autograd.backward(made, [None if not x.dim() else torch.ones_like(x) for x in made])
+
+    def forget(self) -> None:
+        """Let the gradients go."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def report(self, steps: int) -> Rehearsal:
+        """Play one step, then `steps` measured ones, then two for the memory."""
+        self.step()
+        seconds, slept, each = [], [], []
+        for _ in range(steps):
+            self.forget()
+            before = 0.0 if self.slept is None else self.slept.seconds
+            if self.slept is None:
+                total, operators = self.clock.step(self.step)
+            else:
+                with self.slept:
+                    total, operators = self.clock.step(self.step)
+            seconds.append(total)
+            each.append(operators)
+            slept.append(0.0 if self.slept is None else self.slept.seconds - before)
+        self.forget()
+        standing = [*self.parameters.values(), *self.buffers.values(), *self.state, *self.inputs, *self._constants()]
+        if self.slept is not None and isinstance(self.program, PipelineProgram):
+            self.program.link.slept = None  # type: ignore[attr-defined]
+        peak = most_held(self.step, standing, self.device)
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        accumulating = most_held(self.step, [*standing, *gradients], self.device)
+        return self._reported(seconds, slept, each, peak, accumulating)
+
+    def _constants(self) -> list[Tensor]:
+        plan = self.program.plan
+        plans = [plan] if isinstance(plan, Plan) else [stage.plan for stage in plan.of_rank(self.rank)]
+        return [x for one in plans for x in one.graph.constants.values()]
+
+    def _reported(
+        self,
+        seconds: Sequence[float],
+        slept: Sequence[float],
+        each: Sequence[dict[tuple[str, str], float]],
+        peak: int,
+        accumulating: int,
+    ) -> Rehearsal:
+        plan = self.plan
+        micro = 1 if isinstance(plan, Plan) else plan.micro_batches
+        promised = _promised_seconds(self.plans, micro)
+        of = lambda name, half: median(one.get((name, half), 0.0) for one in each)
+        operators = tuple(
+            OperatorSeconds(
+                name,
+                of(name, "forward"),
+                of(name, "backward"),
+                promised.get((name, "forward"), 0.0),
+                promised.get((name, "backward"), 0.0),
+            )
+            for name in dict.fromkeys(name for name, _ in promised)
+        )
+        prices = [CostModel(Cluster.of(p.cluster, p.devices), p.devices).plan(p, micro) for p in self.plans]
+        waiting, stages = 0.0, tuple[int, ...]()
+        if isinstance(plan, PipelinePlan):
+            stages = tuple(stage.number for stage in plan.of_rank(self.rank))
+            waiting = plan.simulation.total - plan.simulation.busy(plan.schedule.placement[stages[0]])
+        rests = [
+            total - sleeping - sum(one.values()) for total, sleeping, one in zip(seconds, slept, each, strict=True)
+        ]
+        return Rehearsal(
+            self.rank,
+            plan.devices,
+            stages,
+            _name(self.device),
+            Cluster.of(plan.cluster, plan.devices).name,
+            len(seconds),
+            operators,
+            median(seconds),
+            plan.cost,
+            max(0.0, median(rests)),
+            sum(price.communication for price in prices),
+            waiting,
+            None if self.slept is None else median(slept),
+            peak,
+            accumulating,
+            _promised_peak(plan, self.rank),
+        )
+
+
+def _ranks(plan: PipelinePlan, rank: int) -> tuple[int, int]:
+    """The first rank of a rank's stage, and how many it has."""
+    stage = plan.of_rank(rank)[0]
+    return stage.first, stage.devices
+
+
+def _promised_seconds(plans: Sequence[Plan], micro_batches: int) -> dict[tuple[str, str], float]:
+    """The seconds of computation by (operator, "forward" or "backward"), in program order."""
+    out: dict[tuple[str, str], float] = {}
+    for plan in plans:
+        for instruction, moment in zip((*plan.program.instructions, *plan.backward), moments(plan), strict=True):
+            ran = instruction.instruction if isinstance(instruction, RecomputedInstruction) else instruction
+            if isinstance(ran, LocalOp):
+                key = ran.operator, moment.half
+                out[key] = out.get(key, 0.0) + moment.seconds * micro_batches
+    return out
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"the CPU, {torch.get_num_threads()} threads"
+    return f"{device} ({torch.get_device_module(device).get_device_name(device)})"
