@@ -12,25 +12,36 @@ The casts are no operators of the captured graph. A parameter is captured in the
 marks, layouts and searches see the model as it computes. `Value.master` has the stored dtype, and the redistribution
 of a parameter from its storage to its use casts on the way (`partition.local_program.Redistribute`).
 
-Unlike `autocast`, which adds casts operator by operator, a policy casts parameters and inputs once a call.
+Unlike `autocast`, which adds casts operator by operator, a policy casts parameters and inputs once a call. A parameter
+that operators read through casts to one narrower dtype alone, under autocast or by the forward itself, is stored and
+captured in the same way (`with_masters`): it is gathered after the cast, and its gradient is summed as it is stored.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from .errors import SettingError
-from .graph import Master
+from .graph import Graph, Master, Op, Value, map_values, values_in
 from .pytree_objects import closed, opened
 from .torch_private import pytree
 
-__all__ = ["MixedPrecision", "captured_types", "casts", "masters", "one_device"]
+__all__ = [
+    "MixedPrecision",
+    "captured_types",
+    "casts",
+    "is_float_cast",
+    "masters",
+    "narrowed_to",
+    "one_device",
+    "with_masters",
+]
 
 _LEGAL = (
     "shardwright.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), or a dict of its arguments"
@@ -183,6 +194,58 @@ def captured_types(policy: MixedPrecision | None, net: nn.Module) -> dict[int, t
         for p in net.parameters()
         if p.dtype.is_floating_point and p.dtype != policy.param_dtype and id(p) not in kept
     }
+
+
+def with_masters(graph: Graph) -> Graph:
+    """The graph in which a parameter that is only read through casts to one narrower dtype is read in that dtype.
+
+    The casts are dropped: a parameter is cast where it is stored. A cast commutes with a gather, so a gather moves the
+    narrow values. The gradient passes such a cast by widening, which is exact for each term of a sum, so the terms are
+    summed in the stored dtype.
+
+    Example: under bfloat16 autocast, ``w -> w_bfloat16 -> linear`` becomes ``w (bfloat16, stored as float32) ->
+    linear``. A weight that an embedding reads as well, in float32, stays as it is.
+    """
+    reads = graph.consumers()
+    given = {v.name for v in (*values_in(graph.outputs), *graph.updates.values())}
+    now: dict[str, Value] = {}  # name of a parameter or of its cast -> the parameter as it is read
+    dropped: set[str] = set()
+    for name, value in graph.parameters.items():
+        readers = [op for op, _ in reads.get(value.name, ())]
+        types = {narrowed_to(op) for op in readers}
+        if value.master is None and name not in graph.updates and value.name not in given and len(types) == 1:
+            if (dtype := types.pop()) is None or any(op.output(0).name in given for op in readers):
+                continue
+            read = replace(value, dtype=dtype, master=Master(value.dtype, value.dtype))
+            now |= dict.fromkeys((value.name, *(op.output(0).name for op in readers)), read)
+            dropped.update(op.name for op in readers)
+    if not now:
+        return graph
+    change = lambda tree: map_values(tree, lambda v: now.get(v.name, v))
+    return replace(
+        graph,
+        parameters=change(graph.parameters),
+        ops=tuple(
+            replace(op, args=change(op.args), kwargs=change(op.kwargs), inputs=change(op.inputs))
+            for op in graph.ops
+            if op.name not in dropped
+        ),
+    )
+
+
+def is_float_cast(op: Op) -> bool:
+    """True for an operator that changes the dtype of floating numbers and nothing else."""
+    plain = op.target is torch.ops.aten.to.dtype and not op.argument("copy") and op.argument("memory_format") is None
+    return plain and op.inputs[0].dtype.is_floating_point and op.output(0).dtype.is_floating_point
+
+
+def narrowed_to(op: Op) -> torch.dtype | None:
+    """The dtype to which an operator casts its input, where the dtype is narrower; else None."""
+    if not is_float_cast(op) or op.mark is not None:
+        return None
+    before, after = op.inputs[0], op.output(0)
+    narrower = torch.promote_types(before.dtype, after.dtype) == before.dtype != after.dtype
+    return after.dtype if narrower and before.requires_grad == after.requires_grad else None
 
 
 def _beside_statistics(computed: torch.dtype, net: nn.Module) -> set[int]:

@@ -274,7 +274,7 @@ def test_a_recomputed_region_has_casts_of_its_own() -> None:
     with torch.autocast("cpu", BF16):
         graph = capture(net, (x,))
         got, expected = model(x), one(x)
-    assert casts(graph) == ["x", "weight", "weight", "x"]
+    assert casts(graph) == ["x", "x"]  # the weight is cast where it is stored
     near(got, expected, BF16)
     got.sum().backward(), expected.sum().backward()
     gradients_near(net, one, BF16)

@@ -28,7 +28,7 @@ from ..autocast import current
 from ..errors import CaptureError, ShardwrightError
 from ..garbage import gc_paused
 from ..graph import Graph, values_in
-from ..mixed_precision import MixedPrecision, captured_types, casts, masters
+from ..mixed_precision import MixedPrecision, captured_types, casts, masters, with_masters
 from ..pytree_objects import closed, opened
 from ..rules.normalization import cumulative_momentum
 from ..torch_private import (
@@ -409,7 +409,7 @@ def _captured(
             aliases.get(n, n) for n in (buffer_names[id(owner), key] for owner, key, *_ in watch.outcome.updates)
         ]
         reader.out_spec, reader.masters = watch.out_spec, stored
-        return _Exported(reader.graph(), seen, watch.outcome, reader.sizes)
+        return _Exported(with_masters(reader.graph()), seen, watch.outcome, reader.sizes)
 
     try:
         with outermost_left_out(net, module, loss_fn is None, hooks_around):

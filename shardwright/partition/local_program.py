@@ -30,6 +30,7 @@ import torch
 from ..errors import MissingRuleError, SettingError, ShardwrightError
 from ..graph import Graph, Op, Recompute, Value, changed, leaves, types_of
 from ..layout import Digits, Layout, digits_size
+from ..mixed_precision import narrowed_to
 from ..redistribution import Redistribution
 from ..rules import Assignment, Bound, Rule, bound_rule, find_rule, whole_rule
 from .parameter_sharding import OptimizerParallel, ParameterSharding
@@ -48,6 +49,7 @@ __all__ = [
     "Ref",
     "SearchResult",
     "batch_dims",
+    "casts_of_parameters",
     "graph_digest",
     "input_placement",
     "made_by",
@@ -406,6 +408,27 @@ def batch_dims(graph: Graph, bounds: dict[str, Bound]) -> dict[str, int]:
                     carries[value.name] = d
                     break
     return carries
+
+
+def casts_of_parameters(graph: Graph, rules: Mapping[str, Rule]) -> set[str]:
+    """Names of the operators that cast a parameter, or a view of one, to a narrower dtype.
+
+    Such a cast is part of the way from a parameter to its consumers: the cast takes the layout of its consumers, and
+    the gradient is summed behind it, as the parameter is stored.
+
+    Args:
+        rules: operator name -> its rule.
+    """
+    held = {v.name for v in graph.parameters.values()}
+    out: set[str] = set()
+    for op in graph.ops:
+        if len(op.inputs) == 1 and op.inputs[0].name in held:
+            narrowed = narrowed_to(op) is not None
+            if narrowed or rules[op.name].view:
+                held.update(v.name for v in op.outputs if v is not None)
+            if narrowed:
+                out.add(op.name)
+    return out
 
 
 def batch_factor(op: Op, bound: Bound, carries: dict[str, int]) -> int | None:

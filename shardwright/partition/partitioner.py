@@ -6,6 +6,8 @@
 
     gradient layout of a value      = its layout, sums completed
     gradient of input i of an op    = partial sums over the digits that the op uses and input i does not carry
+    gradient of a parameter's cast  = stays the partial sum that its consumer leaves: the cast's backward widens each
+                                      term exactly, and the terms are summed as the parameter is stored
 
 2. Edges between pipeline stages (`handed_on`, `arriving`, `sender`): the layout of a value on both sides.
 
@@ -40,6 +42,7 @@ from .local_program import (
     PlacedValue,
     Redistribute,
     Ref,
+    casts_of_parameters,
     output_layouts,
 )
 from .parameter_sharding import OptimizerParallel, ParameterSharding, stored_layouts
@@ -230,6 +233,7 @@ class Partitioner:
         self.completed: dict[str, PlacedValue] = {}
         self.moves: dict[tuple, PlacedValue] = {}
         self.uses: dict[str, list[Use]] = {}
+        self.widened: dict[str, Digits] = {}  # cast of a parameter -> the partial sum of its gradient that passes on
         self.out: list[Instruction] = []
         self.producer: dict[str, str] = {}  # value name -> the operator of the user's program that produced it
         self.names: set[str] = set()
@@ -362,17 +366,36 @@ class Partitioner:
     def collect(self, work: Sequence[tuple], outputs: Sequence[tuple[Value, Layout]]) -> None:
         """Record all uses of every value before any redistribution is emitted: sums are completed once, gathers
         shared."""
-        for decision, op, _rule, bound, assignment in work:
-            for i, value in enumerate(op.inputs):
-                self.uses.setdefault(value.name, []).append(self.use(decision, op, bound, assignment, i))
-        for value, layout in outputs:
+        self.widened.clear()
+        casts = casts_of_parameters(self.graph, {name: d.rule for name, d in self.decisions.items()})
+        for value, layout in reversed(outputs):
             self.uses.setdefault(value.name, []).append(Use(layout, (), "output"))
+        for decision, op, _rule, bound, assignment in reversed(work):
+            if decision.op.name in casts:
+                self.widen(op, bound, assignment)
+            for i in reversed(range(len(op.inputs))):
+                self.uses.setdefault(op.inputs[i].name, []).append(self.use(decision, op, bound, assignment, i))
+        for uses in self.uses.values():
+            uses.reverse()
+
+    def widen(self, op: Op, bound: Bound, assignment: Assignment) -> None:
+        """Let the partial sum of a gradient pass the cast of a parameter, where all consumers leave the same one."""
+        value, layout = op.output(0), bound.output_layout(0, assignment)
+        ways = {(use.want, use.partial) for use in self.uses.get(value.name, ())}
+        if len(ways) == 1 and value.requires_grad:
+            want, partial = ways.pop()
+            if want == layout and partial and beside(self.devices, partial + assignment.used):
+                self.widened[value.name] = partial
+                self.uses[value.name] = [replace(use, partial=()) for use in self.uses[value.name]]
 
     def use(self, decision: Decision, op: Op, bound: Bound, assignment: Assignment, index: int) -> Use:
         layout = bound.input_layout(index, assignment)
         assert layout is not None
         value = op.inputs[index]
-        partial = bound.gradient_partial(index, assignment) if value.requires_grad else ()
+        partial: Digits = ()
+        if value.requires_grad and value.name not in self.widened:
+            passed = self.widened.get(op.outputs[0].name, ()) if op.outputs[0] is not None else ()
+            partial = (*bound.gradient_partial(index, assignment), *passed)
         return Use(layout, tuple(sorted(partial)), decision.op.name)
 
     def storage(self, used: dict[str, Layout]) -> dict[str, ParameterSharding]:

@@ -3,7 +3,8 @@
 1. Marked operator: the strategy of the mark.
 2. Unmarked operator: the batch dim cut by gcd(its size, devices), replicas over the remaining devices, every other
    dim whole.
-3. Unmarked view: the layout with the least traffic to and from its producer and its consumers.
+3. Unmarked view, or cast between floating dtypes: the layout with the least traffic to and from its producer and its
+   consumers.
 
 A batch of 6 rows on 4 devices is cut gcd(6, 4) = 2 ways, and 2 devices each repeat the same work.
 
@@ -19,6 +20,7 @@ from dataclasses import replace
 from ..errors import ShardwrightError, StrategyError
 from ..graph import Graph, Op, Value
 from ..layout import Layout, allocate, beside
+from ..mixed_precision import is_float_cast
 from ..partition.local_program import Decision, Decisions, InputPlacement, batch_dims, batch_factor, description
 from ..redistribution import redistribution
 from ..rules import Assignment, Bound, Rule, assignment_of, output_layouts_of
@@ -62,7 +64,7 @@ def semi_auto(problem: PlanningProblem) -> Decisions:
         mark = op.mark
         if mark is not None and mark.in_strategy is not None:
             decisions[op.name] = replace(marked_decision(op, rule, bound, devices), note=note)
-        elif not rule.view:
+        elif not rule.view and not is_float_cast(op):
             decisions[op.name] = _along_batch(op, rule, bound, devices, carries, note)
         if mark is not None and mark.out_strategy is not None:
             decision = decisions.get(op.name) or _along_batch(op, rule, bound, devices, carries, note)

@@ -176,9 +176,9 @@ def _noting(method: Callable[..., Any], kind: str, place: int, log: CollectiveLo
 def collective_log() -> Iterator[CollectiveLog]:
     """The collectives that this process issues inside the block, in its forward and its backward."""
     log, owner = CollectiveLog(), dist.ProcessGroup
-    before = {name: getattr(owner, name) for name in METHODS if hasattr(owner, name)}
-    for name, method in before.items():
-        setattr(owner, name, _noting(method, *METHODS[name], log))
+    before = {name: vars(owner)[name] for name in METHODS if name in vars(owner)}
+    for name in before:
+        setattr(owner, name, _noting(getattr(owner, name), *METHODS[name], log))
     try:
         with _Mode(log):
             yield log
@@ -189,7 +189,10 @@ def collective_log() -> Iterator[CollectiveLog]:
 
 @contextlib.contextmanager
 def rank_of_eight(rank: int = 3, world: int = 8) -> Iterator[None]:
-    """This process is a rank of the "fake" group inside the block; the other ranks say what this one says."""
+    """This process is a rank of the "fake" group inside the block; the other ranks say what this one says.
+
+    A mode that searches is searched by rank 0, which sends its plan: there, `rank` is to be 0.
+    """
     held = (process._current[:], agreement._exchanged, agreement._from_first, call_planning.beginnings)
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     agreement._exchanged = lambda mine: [mine] * world
