@@ -561,7 +561,8 @@ def test_sizes_that_depend_on_values_are_left_to_the_capture_of_one_size(by_coun
         _at_two_sizes(Picking(by_count))
     assert captures == ["capture", "capture_scalable", "capture"]
     (said,) = [r.getMessage() for r in caplog.records if r.name == "shardwright.capture"]
-    assert ("GuardOnDataDependentSymNode" if by_count else "depends on the values of tensors") in said, said
+    reasons = ("GuardOnDataDependentSymNode",)  # torch 2.9 stops at the guard in both cases
+    assert any(reason in said for reason in (reasons if by_count else (*reasons, "depends on the values"))), said
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from paths import SUPPORT
 from torch import Tensor, nn
@@ -34,6 +35,13 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.zeros(16, 8), torch.zeros(16, 8)
 
 
+#: Fingerprints are of graphs, which other versions of torch export with other operators.
+SAME_GRAPHS = pytest.mark.skipif(
+    torch.__version__ < "2.10", reason=f"torch {torch.__version__} exports other operators than the plans' version"
+)
+
+
+@SAME_GRAPHS
 def test_a_plan_of_an_earlier_version() -> None:
     (x, y), read = batch(), sw.Plan.load(FOLDER / "program.json")
     made = sw.plan(Net(), (x,), nn.MSELoss(), y, devices=4, parallel_mode="dynamic_programming")
@@ -43,6 +51,7 @@ def test_a_plan_of_an_earlier_version() -> None:
     ]
 
 
+@SAME_GRAPHS
 def test_a_pipeline_of_an_earlier_version() -> None:
     (x, y), read = batch(), sw.PipelinePlan.load(FOLDER / "pipeline.json")
     made = sw.plan(
