@@ -361,6 +361,33 @@ GATHERED_PIECES = 8 << 20
 # ring, for numbers of 32 or 64 bits: its turns are many, but each has a part of the bytes.
 RING = 64 << 10
 
+#: The dtypes that every library moves and sums.
+_PLAIN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_PLAIN |= {torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64}
+#: The dtype of the parts of a complex number, which are moved and summed in its place.
+_PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+#: The dtype in which numbers are summed that libraries do not know; the sum of integers wraps as theirs.
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+
+
+def moved(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """`run`, which moves elements of the contiguous `x`, on a dtype that libraries have: complex numbers as their
+    parts, others that libraries lack as bytes, several for each element."""
+    if x.dtype in _PLAIN:
+        return run(x)
+    return run(x.resolve_conj().view(_PARTS.get(x.dtype, torch.uint8))).view(x.dtype)
+
+
+def summed(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """`run`, which sums tensors, on a dtype that libraries have: complex numbers as their parts along a further dim,
+    others that libraries lack in a wider dtype."""
+    if x.dtype in _PLAIN:
+        return run(x)
+    if x.is_complex():
+        return torch.view_as_complex(run(torch.view_as_real(x.resolve_conj())))
+    return run(x.to(_WIDER.get(x.dtype, torch.float32))).to(x.dtype)
+
+
 # The functional collectives here are those that torch.distributed's public ones call. The public ones take no group
 # by name; names, unlike groups, are constants to torch.compile.
 
@@ -378,10 +405,9 @@ def exchange(group: Group, x: Tensor, sends: Sequence[int] = (), receives: Seque
     """
     if not receives and (host := group.through_memory(x)) is not None:
         return host.exchange(x)
-    if x.is_complex():  # Gloo's all_to_all does not support complex numbers
-        pairs = torch.view_as_real(x).reshape(-1)
-        pairs = exchange(group, pairs, [2 * n for n in sends], [2 * n for n in receives])
-        return torch.view_as_complex(pairs.view(*x.shape, 2) if not receives else pairs.view(-1, 2))
+    if x.dtype not in _PLAIN:
+        many = x.element_size() // _PARTS.get(x.dtype, torch.uint8).itemsize
+        return moved(x, lambda y: exchange(group, y, [many * n for n in sends], [many * n for n in receives]))
     if group.exchanges and not torch.compiler.is_compiling():
         # The group's own method, private too: half the latency of the functional one, and seven eighths of that where
         # no numbers of elements are given.
@@ -432,7 +458,7 @@ def gather(group: Group) -> Callable[[Tensor], Tensor]:
             return torch.cat((other, x) if position else (x, other))
         if exchanges and n * size <= GATHERED_COPIES:
             return exchange(group, torch.cat((x,) * n))  # a quarter of the time of `repeat`
-        return functional_wait(functional_all_gather(x, n, group.name))
+        return moved(x, lambda y: functional_wait(functional_all_gather(y, n, group.name)))
 
     return run
 
@@ -445,7 +471,7 @@ def reduce_scatter(group: Group, reduction: str) -> Callable[[Tensor], Tensor]:
         if (host := group.through_memory(x)) is not None:
             return host.reduce_scatter(x, reduction)
         if not exchanges:
-            return functional_wait(functional_reduce_scatter(x, reduction, n, group.name))
+            return summed(x, lambda y: functional_wait(functional_reduce_scatter(y, reduction, n, group.name)))
         x = x.view(n, -1)
         if n == 2 and x.nbytes >= 2 * SWAPPED:
             return _both(_swap(group, x[1 - position]), x[position], reduction)
@@ -479,7 +505,7 @@ def _both(received: Tensor, x: Tensor, reduction: str) -> Tensor:
 def all_reduce(group: Group, reduction: str) -> Callable[[Tensor], Tensor]:
     n, exchanges = group.size, group.exchanges
     if not exchanges:
-        return lambda x: functional_wait(functional_all_reduce(x, reduction, group.name))
+        return lambda x: summed(x, lambda y: functional_wait(functional_all_reduce(y, reduction, group.name)))
     gathered, scattered = gather(group), reduce_scatter(group, reduction)
 
     def run(x: Tensor) -> Tensor:

@@ -196,6 +196,52 @@ def test_reductions_types_and_sizes(swapped):
             assert torch.equal(converted, results[0][2][number][1]) and torch.equal(in_turns, converted.flatten()), rank
 
 
+MOVED = (
+    torch.int16,
+    torch.uint16,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float16,
+    torch.bfloat16,
+)
+SUMMED = (torch.int16, torch.complex64, torch.complex128, torch.float16, torch.bfloat16)
+
+
+def rare_types(rank, world, exchanges, share):
+    """Every kind of step, in each dtype that some library lacks."""
+    groups = ProcessGroups(world, rank, exchanges=exchanges, share=share)
+    out = {}
+    for name in PAIRS:
+        source, target = layouts(name)
+        for dtype in SUMMED if source.partial else MOVED:
+            x = rare(source, rank, dtype)
+            out[name, dtype] = convert(redistribution(source, target), x, rank, groups).resolve_conj()
+    total = Layout.of(WORLD, (), (ALL,))
+    number = torch.tensor(rank + 1j)
+    out["a number", torch.complex64] = convert(redistribution(total, total.without_partial()), number, rank, groups)
+    return out
+
+
+def rare(layout, rank, dtype):
+    x = local(layout, (8, 4, 12), rank, torch.int64) % 32  # whole numbers of bfloat16, and so are their sums
+    return torch.complex(x.double(), -2 * x.double()).to(dtype).conj() if dtype.is_complex else x.to(dtype)
+
+
+@pytest.mark.parametrize(("exchanges", "share"), [(None, True), (None, False), (False, False)])
+def test_dtypes_that_libraries_lack(exchanges, share):
+    results = run_ranks(rare_types, WORLD, exchanges, share)
+    for name, dtype in results[0]:
+        if name == "a number":
+            assert all(r[name, dtype] == torch.tensor(6 + 4j) for r in results)
+            continue
+        source, target = layouts(name)
+        shards = [rare(source, r, dtype).resolve_conj() for r in range(WORLD)]
+        for rank, expected in enumerate(convert_shards(redistribution(source, target), shards, stepwise=True)):
+            got = results[rank][name, dtype]
+            assert got.dtype == dtype and torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), (name, dtype)
+
+
 SLICED = {"within": ((A,), (), ()), "beside": ((A,), (B,), ()), "all": ((), (B, A), ())}
 
 
