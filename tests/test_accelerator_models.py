@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator_lines import lines_of
+from ranks import run_ranks
 from small_networks import draw
 from torch import nn
 
@@ -118,3 +119,15 @@ def test_inputs_without_values_cannot_run() -> None:
             model(x, x.to("meta"))
         assert "shardwright.plan" in raised.value.legal
         model(x, x)
+
+
+def one_rank_feeds_no_values(rank: int, world: int) -> str:
+    sw.init()
+    model = sw.AutoParallel(nn.Linear(4, 4), nn.MSELoss(), parallel_mode="data_parallel")
+    with pytest.raises(sw.ShardwrightError) as raised:
+        model(torch.zeros(4, 4, device="meta" if rank else "cpu"), torch.zeros(4, 4))
+    return str(raised.value)
+
+
+def test_a_rank_without_values_is_an_error_on_every_rank() -> None:
+    assert all("input 0 is on the meta device" in said for said in run_ranks(one_rank_feeds_no_values, 2))
