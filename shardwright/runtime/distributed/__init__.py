@@ -13,6 +13,7 @@ parameter_hooks      hooks that users put on parameters
 agreement            one plan for all ranks, or one error
 coordination         messages between ranks about a checkpoint
 watchdog             the position of each rank, the rank that others wait for, and a common end
+device_events        the collective that a device has come to while the host is ahead
 calibrate            measurement of the cluster
 """
 

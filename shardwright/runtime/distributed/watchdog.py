@@ -23,8 +23,8 @@ and explains them with `not_moving`. This is the verdict: every rank writes it t
 exit code 1, because a collective that is under way cannot be cancelled. A rank that waits at a meeting
 (`agreement.Steps`) raises it as an error.
 
-On an accelerator collectives run behind the host's back: ranks are found where their hosts wait, at meetings; a
-collective that hangs on the device is ended by the library's own timeout.
+On an accelerator collectives run behind the host's back: a host that is at no wait point is where its device is, at the
+oldest collective that has not ended (`device_events`).
 
 A step itself sends nothing. A store that does not answer any more ends the looking, not the run: the process that had
 the store has ended, and the process group notices this by itself.
@@ -67,6 +67,7 @@ from ... import errors
 from ...errors import PACKAGE_FOLDER, ShardwrightError, StuckError
 from ...process import current
 from ...torch_private import default_store, group_timeout
+from .device_events import PassedPlaces
 
 __all__ = [
     "ENDED",
@@ -115,15 +116,17 @@ class RankPosition:
         call: the number of calls of planned models begun so far.
         program: the program of the latest call, in words.
         back: True where the rank has come to a wait point of a backward since the latest call began.
+        passed: the wait points that the host has left and the device may not have; None without an accelerator.
     """
 
-    __slots__ = ("back", "call", "moves", "place", "program")
+    __slots__ = ("back", "call", "moves", "passed", "place", "program")
 
     def __init__(self) -> None:
         self.place: WaitPoint | None = None
         self.moves = self.call = 0
         self.back = False
         self.program = ""
+        self.passed: PassedPlaces | None = None
 
     @property
     def now(self) -> tuple[int, int, WaitPoint | None]:
@@ -150,6 +153,8 @@ class waiting:
 
     def __exit__(self, *_: object) -> None:
         position.place = None
+        if position.passed is not None and not self.place.key:
+            position.passed.note(self.place, position.call)
 
 
 def noted(steps: Sequence[Callable[[Any], Any]], place: WaitPoint) -> tuple[Callable[[Any], Any], ...]:
@@ -167,6 +172,8 @@ def noted(steps: Sequence[Callable[[Any], Any]], place: WaitPoint) -> tuple[Call
             return x
         finally:
             position.place = None
+            if position.passed is not None:
+                position.passed.note(place, position.call)
 
     return (run,)
 
@@ -389,6 +396,7 @@ class Peers:
         self._thread_store = dist.PrefixStore("shardwright/watch", store.clone())
         for own in (self.store, self._thread_store):
             own.set_timeout(timedelta(seconds=max(30.0, patience)))
+        position.passed = PassedPlaces.on(current().device)
         self._group = dist.group.WORLD
         self._heard = 0.0
         self._alarm = 0
@@ -503,7 +511,7 @@ class Peers:
                     self._answer(alarm)
                     self._news()
                 waited = time.monotonic() - self._heard
-                if waited > self.patience and moved[2] is not None and not moved[2].key:
+                if waited > self.patience and (place := self._place()[1]) is not None and not place.key:
                     self._judge(waited)
         except RuntimeError:
             pass  # the store is gone
@@ -513,17 +521,16 @@ class Peers:
         if alarm == self._alarm:
             return
         self._alarm = alarm
-        _moves, call, place = position.now
-        at = Seen(
-            call,
-            position.program,
-            place.what if place else "",
-            place.ranks if place else (),
-            place.key if place else "",
-            time.monotonic() - self._heard,
-            users_line(),
-        )
+        call, place, since = self._place()
+        what, ranks, key = (place.what, place.ranks, place.key) if place else ("", (), "")
+        at = Seen(call, position.program, what, ranks, key, time.monotonic() - since, users_line())
         self._thread_store.set(f"at/{self.rank}", json.dumps({"alarm": alarm} | at.words()))
+
+    def _place(self) -> tuple[int, WaitPoint | None, float]:
+        """The call and wait point of the host, or of the device where the host is at none; and since when."""
+        _moves, call, place = position.now
+        behind = position.passed.oldest() if place is None and position.passed is not None else None
+        return (call, place, self._heard) if behind is None else (behind.call, behind.place, behind.since)
 
     def _news(self) -> None:
         for listener in list(self.listeners):
@@ -538,7 +545,7 @@ class Peers:
             return
         before = position.now
         seen = self.everyone(self._thread_store)
-        if position.now == before and self.rank in seen:
+        if position.now == before and self.rank in seen and seen[self.rank].place:
             self.decide(StuckError(not_moving(seen, self.world, self.rank)), self._thread_store)
             self._news()
         else:

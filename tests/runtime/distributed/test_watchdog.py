@@ -26,7 +26,8 @@ from small_networks import D, draw, labels
 from torch import nn
 
 import shardwright as sw
-from shardwright.runtime.distributed.watchdog import Seen, not_moving, peers, spelled
+from shardwright.runtime.distributed.device_events import PassedPlaces
+from shardwright.runtime.distributed.watchdog import Seen, WaitPoint, not_moving, peers, position, spelled, waiting
 
 WORLD = 4
 PATIENCE = 4.0  # seconds that a rank waits for another, once it has become impatient
@@ -281,7 +282,37 @@ def a_rank_of_a_stage_sleeps(rank: int) -> None:
     model(draw(16, 8), labels(16)).backward()
 
 
+@scenario
+def a_device_hangs_behind_its_host(rank: int) -> None:
+    """The hosts have queued a sum and wait for its result, outside of any wait point; rank 2 has not queued it."""
+    model = Trained()
+    model.steps(2)
+    grow_impatient()
+    passed = position.passed = PassedPlaces(Event)
+    for place, done in (("the all_gather of w", True), ("the all_reduce of w", False), ("the all_gather of v", False)):
+        if rank != 2 or done:
+            Event.happens = done
+            with waiting(WaitPoint(f"{place}, forward")):
+                pass
+    assert (passed.oldest() is None) == (rank == 2)
+    time.sleep(600)
+
+
+class Event:
+    """An event of a device that is not there: it happens or not, as `happens` was when it was queued."""
+
+    happens = True
+
+    def record(self) -> None:
+        self.done = Event.happens
+
+    def query(self) -> bool:
+        return self.done
+
+
 STUCK = {
+    "a_device_hangs_behind_its_host": r"rank 2 has not come to the all_reduce of w, forward in call 2; ranks 0-1, 3 "
+    r"wait there since \d+ s\n  rank 2 is at test_watchdog.py:\d+ in a_device_hangs_behind_its_host",
     "a_rank_of_a_stage_sleeps": r"rank 2 has not come to the (gradient of value|all_reduce|reduce_scatter|all_gather) "
     r".* in call 2; .*\n  rank 2 is at test_watchdog.py:\d+ in a_rank_of_a_stage_sleeps",
     "sleeps_before_a_step": r"rank 2 has not come to the (all_reduce|reduce_scatter) .*for operator "
