@@ -7,6 +7,7 @@ dims                 names of dims, positions in a slice, padding
 pointwise, matmul, spatial, reduction, normalization, loss, attention, shape, indexing, recurrent, random
                      the families of operators
 counter_rng          random numbers: a word for each position of the whole tensor
+    mask_kernel          a mask of random booleans in one kernel, on devices for which Triton compiles
 """
 
 from __future__ import annotations

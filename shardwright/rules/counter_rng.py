@@ -86,17 +86,17 @@ def key(seed: int, call: int, number: int) -> tuple[int, int]:
     return state, step
 
 
-class Rows(NamedTuple):
+class DimRows(NamedTuple):
     """The rows of a slice along one dim.
 
     Attributes:
-        count: the number of rows.
+        many: the number of rows.
         stride: positions between adjacent rows of the whole tensor.
         begin, lot: the first row, and the distance to the next; both within the micro-batch.
         piece, micros: rows of a piece, and the number of micro-batches; piece 0: the batch is not in parts.
     """
 
-    count: int
+    many: int
     stride: int
     begin: int = 0
     lot: int = 1
@@ -107,7 +107,7 @@ class Rows(NamedTuple):
         """The positions from the first row to each row.
 
         Args:
-            numbers: 0 to count - 1, an array or a tensor on any device.
+            numbers: 0 to many - 1, an array or a tensor on any device.
         """
         if not self.piece:
             return numbers * (self.lot * self.stride)
@@ -118,7 +118,7 @@ class Rows(NamedTuple):
     @property
     def even(self) -> bool:
         """True where all distances are even."""
-        return self.stride % 2 == 0 or not (self.distances(np.arange(self.count)) % 2).any()
+        return self.stride % 2 == 0 or not (self.distances(np.arange(self.many)) % 2).any()
 
 
 class Slice:
@@ -142,7 +142,7 @@ class Slice:
     ) -> None:
         begin = {d: int(start) for d, start in zip(dims, starts)}
         self.first, self.run, stride = 0, 1, 1
-        self.rows: list[Rows] = []
+        self.rows: list[DimRows] = []
         for d in range(len(size) - 1, -1, -1):
             at, count, extent, jumps = begin.get(d, 0), size[d], whole[d], None
             if micro and d == micro[0]:
@@ -152,7 +152,7 @@ class Slice:
             if self.run == stride:
                 self.run *= count
             elif count > 1:
-                self.rows.insert(0, Rows(count, stride))
+                self.rows.insert(0, DimRows(count, stride))
             if jumps is not None:
                 self.rows.insert(0, jumps._replace(stride=stride))
             stride *= extent
@@ -162,18 +162,18 @@ class Slice:
         """The position of the first element of each run."""
         at = np.array([self.first])
         for rows in self.rows:
-            at = (at[:, None] + rows.distances(np.arange(rows.count))).ravel()
+            at = (at[:, None] + rows.distances(np.arange(rows.many))).ravel()
         return at
 
     def offsets_on(self, device: torch.device) -> Tensor:
         """The same, computed on a device: nothing is copied from the host, so the host waits for nothing."""
         at = torch.full((1,), self.first, dtype=torch.int64, device=device)
         for rows in self.rows:
-            at = (at[:, None] + rows.distances(torch.arange(rows.count, device=device))).ravel()
+            at = (at[:, None] + rows.distances(torch.arange(rows.many, device=device))).ravel()
         return at
 
 
-def _in_whole_batch(at: int, count: int, piece: int, micros: int, k: int) -> tuple[int, int, Rows | None]:
+def _in_whole_batch(at: int, count: int, piece: int, micros: int, k: int) -> tuple[int, int, DimRows | None]:
     """The rows from `at` on of micro-batch k, as rows of the whole batch.
 
     Returns:
@@ -184,7 +184,7 @@ def _in_whole_batch(at: int, count: int, piece: int, micros: int, k: int) -> tup
     if at % piece + count <= piece:
         return first, count, None
     lot = math.gcd(at, count, piece)
-    return first, lot, Rows(count // lot, 1, at, lot, piece, micros)
+    return first, lot, DimRows(count // lot, 1, at, lot, piece, micros)
 
 
 def _words(start: int, step: int, offsets: np.ndarray | int, count: int) -> np.ndarray:
@@ -254,7 +254,8 @@ def _filled(
     if not halves:
         chunk = -(-chunk // 2)
     many = max(1, chunk // run)
-    offsets: Any = at.offsets() if on_host else at.offsets_on(device) if at.rows else at.first
+    one = not at.rows and not on_host
+    offsets: Any = at.offsets() if on_host else None if one else at.offsets_on(device)
 
     def words(where: Any, count: int) -> Tensor:
         return host_words(start, step, where, count) if on_host else device_words(start, step, where, count, device)
@@ -263,7 +264,8 @@ def _filled(
     for r in range(0, rows, many):
         for c in range(0, run, chunk):
             into = flat if rows <= many and run <= chunk else flat[r : r + many, c : c + chunk]
-            here, width = (offsets if isinstance(offsets, int) else offsets[r : r + many]) + c, into.shape[1]
+            here: Any = (at.first if one else offsets[r : r + many]) + c
+            width = into.shape[1]
             if not halves:
                 made = words(here, width)
             elif at.aligned:
@@ -332,6 +334,13 @@ def _mask(
         return out.bernoulli_(p, generator=torch.Generator(out.device).manual_seed(fast))
     if abs(below) == 1 << 31:
         return out.fill_(below > 0)
+    if dtype == torch.bool and on.type != "cpu":
+        from . import mask_kernel  # noqa: PLC0415  it imports Triton, which takes half a second and serves devices alone
+
+        if mask_kernel.available(on):
+            rows = at.offsets_on(on) if at.rows else at.first
+            mask_kernel.store_mask(out, rows, at.run, _signed(stream[0]), _signed(stream[1]), below)
+            return out
 
     def put(made: Tensor, into: Tensor) -> None:
         if number_type is not None:
