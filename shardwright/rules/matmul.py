@@ -196,12 +196,31 @@ def _einsum(op: Op) -> str:
     return _product(inputs, [f"{n}out!" if n in twice else n for n in out], first=order)
 
 
+def _scaled(op: Op) -> str:
+    """The notation of a product of float8 matrices with a scale for each matrix, or for each row and each column.
+
+    A bias, or a scale of the result, goes with the whole sum. Scales of blocks keep all dims whole.
+    """
+    a, b, scale_a, scale_b, *beside = op.inputs
+    scales = []
+    for scale, name, shape in ((scale_a, "m", (a.shape[0], 1)), (scale_b, "n", (1, b.shape[1]))):
+        if scale.numel != 1 and scale.shape != shape:
+            return all_whole(op)
+        scales.append(operand([name if size != 1 else "1" for size in scale.shape]))
+    k = "k!" if beside else "k"
+    further = [operand(["n" if size != 1 else "1" for size in v.shape]) for v in beside]
+    return f"{', '.join((f'm {k}', f'{k} n', *scales, *further))} -> m n"
+
+
 def _of_two(op: Op) -> bool:
     return len(op.inputs) == 2
 
 
 register((aten.matmul.default,), Rule(_matmul, neutral=0, product=True))
 register((aten.mm.default,), Rule("m k, k n -> m n", neutral=0, product=True))
+register(operators("_scaled_mm"), Rule(_scaled))
+#: torchao's linear layer: `convert_to_float8_training`. Each rank scales by the maxima of its own slices.
+register(("torchao.float8.float8_linear.matmul_with_hp_or_float8_args",), Rule("... k, k n -> ... n"))
 register((aten.bmm.default,), Rule("b m k, b k n -> b m n", neutral=0, product=True))
 register((aten.mv.default,), Rule("m k, k -> m", neutral=0, product=True))
 register((aten.dot.default, aten.vdot.default), Rule("k, k -> ", neutral=0))

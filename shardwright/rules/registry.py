@@ -174,7 +174,7 @@ def find_rule(op: Op) -> Rule | None:
         return found if found is None or found.expand is None else whole_rule(op)
     function = getattr(op.target, "described_as", None)
     if function is not None:
-        return _RULES.get(function) or whole_rule(op)
+        return _RULES.get(function) or _RULES.get(f"{function.__module__}.{function.__qualname__}") or whole_rule(op)
     found = _RULES.get(op.target)
     if found is None and isinstance(op.target, OpOverload):
         found = _RULES.get(op.target.name())

@@ -21,6 +21,20 @@ case(4, aten.matmul.default, rand(1, 2, 4), rand(4, 4, 2))
 case(3, aten.matmul.default, *[rand(4, 4)] * 2)
 case(3, aten.mm.default, rand(4, 8), rand(8, 4))
 case(4, aten.bmm.default, rand(2, 4, 8), rand(2, 8, 4))
+# whole numbers of float8, whose sums are whole numbers of float32
+FLOAT8 = [torch.randint(-4, 4, shape).to(torch.float8_e4m3fn) for shape in ((8, 16), (4, 16))]
+FLOAT8[1] = FLOAT8[1].t()
+case(3, aten._scaled_mm.default, *FLOAT8, torch.tensor(0.5), torch.tensor([2.0]), out_dtype=torch.float32)
+case(3, aten._scaled_mm.default, *FLOAT8, torch.full((8, 1), 0.5), torch.full((1, 4), 2.0), out_dtype=torch.float32)
+case(
+    2,
+    aten._scaled_mm.default,
+    *FLOAT8,
+    torch.ones(1, 1),
+    torch.ones(()),
+    torch.ones(4).bfloat16(),
+    out_dtype=torch.bfloat16,
+)
 case(2, aten.mv.default, rand(4, 8), rand(8))
 case(1, aten.dot.default, rand(8), rand(8))
 case(1, aten.vdot.default, rand(8), rand(8))
