@@ -617,8 +617,9 @@ def group_timeout(device: torch.device | str) -> timedelta | None:
 
 
 def number_of_groups() -> int:
-    """The number of process groups made by this process. torch uses it to name groups that only their members make."""
-    return len(_needed("torch.distributed.distributed_c10d._world.pg_names", "pipelines on ranks in processes"))
+    """The number of process groups made by this process, as torch uses it in the names of groups of some ranks."""
+    d = _needed("torch.distributed.distributed_c10d", "pipelines on ranks")
+    return d._world.group_count if "group_count" in d._hash_ranks_to_str.__code__.co_names else len(d._world.pg_names)
 
 
 def worker_processes(agent: Any) -> Any:

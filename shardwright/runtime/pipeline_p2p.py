@@ -85,14 +85,16 @@ def process_pipeline(
         )
     _make_even(runtime)
     link = link_of(plan, runtime.rank, runtime.device, _shapes(plan), getattr(before, "link", None))
+    _make_even(runtime)  # a rank may have more neighbours than another one of its stage
     return PipelineProgram(plan, bodies, link, held, runtime.device, _absent(plan, held))
 
 
 def _make_even(runtime: Runtime) -> None:
     """Bring every rank to the same number of process groups.
 
-    torch names a group that its members alone make after the number of groups so far. Members from different stages
-    that had made different numbers of groups would wait for one another under different names.
+    torch names a group after the number of groups so far; in torch 2.13 only one that its members alone make.
+    Members from different stages that had made different numbers of groups would wait for one another under different
+    names.
     """
     made = torch.tensor([number_of_groups()], device=runtime.device)
     dist.all_reduce(made, dist.ReduceOp.MAX)
