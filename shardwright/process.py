@@ -14,8 +14,10 @@ their data loading draws from the default generator in between make no differenc
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -62,6 +64,9 @@ class Runtime:
 
 
 _current: list[Runtime] = []
+
+#: The default process group, where `init` has joined it.
+_joined: list[Any] = []
 
 
 def init(
@@ -164,6 +169,19 @@ def _join(place: RankInRun, device: torch.device, backend: str, timeout: timedel
         world_size=place.size,
         timeout=collectives,
     )
+    _joined[:] = [dist.group.WORLD]
+
+
+@atexit.register
+def _leave() -> None:
+    """Destroy the process group that `init` has joined, once nothing is under way: NCCL and HCCL warn where it is left.
+
+    After an error other ranks may stand in a collective, which the end of this process breaks off, and leaving waits
+    for.
+    """
+    ours = _joined and dist.is_initialized() and dist.group.WORLD is _joined[0]
+    if ours and getattr(sys, "last_value", None) is None and dist.get_backend() not in ("gloo", "mpi"):
+        dist.destroy_process_group()
 
 
 def current() -> Runtime:

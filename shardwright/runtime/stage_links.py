@@ -246,7 +246,7 @@ class BatchedStageLink(ProcessStageLink):
         self._rest: Iterator[tuple[Exchange, ...]] = iter(())
         self._leaving: dict[Message, Tensor] = {}
         new = [pair for pair in pairs(self.plan) if pair not in self.groups]
-        self._make([*new, *(column for column in self._columns() if column not in self.groups)])
+        self._make(ranks for ranks in dict.fromkeys((*new, *self._columns())) if ranks not in self.groups)
         for pair in new:
             if self.rank in pair:
                 self._meet(pair)

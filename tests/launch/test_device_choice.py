@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
+from shardwright import process
 from shardwright.launch import device_choice
 from shardwright.launch.environment import RankInRun
 
@@ -138,3 +140,21 @@ def test_two_processes_on_one_device_are_an_error_on_every_rank() -> None:
 def test_devices_of_two_kinds_are_an_error_on_every_rank() -> None:
     found = together(["cuda:0", "cuda:1", "cpu"], ["a", "b", "c"])
     assert len({str(error) for error in found}) == 1 and "has the device" in str(found[0])
+
+
+@pytest.mark.parametrize(
+    "backend, joined, failed, destroyed",
+    [("nccl", True, False, 1), ("gloo", True, False, 0), ("nccl", False, False, 0), ("nccl", True, True, 0)],
+)
+def test_the_group_is_destroyed_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, backend: str, joined: bool, failed: bool, destroyed: int
+) -> None:
+    """The group that `init` has joined, on a library, where no error ends the process."""
+    calls: list[int] = []
+    monkeypatch.setattr(process, "_joined", [dist.group.WORLD] if joined else [])
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(1))
+    monkeypatch.setattr(sys, "last_value", ValueError() if failed else None, raising=False)
+    process._leave()
+    assert len(calls) == destroyed

@@ -103,6 +103,19 @@ def test_thresholds_of_the_environment_stay(
     assert asked == ([] if chosen or freed._give_back is None else [(-3, BLOCK), (-1, TOP)])
 
 
+def test_nothing_is_set_or_given_back_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(freed, "_set", lambda what, value: asked.append(what))
+    monkeypatch.setattr(freed, "_give_back", asked.append)
+    freed.planned(torch.device("cuda", 0))
+    for _ in range(10):
+        freed.step()
+    assert not asked
+    freed.planned(torch.device("cpu"))
+    freed.step(), freed.step()
+    assert asked
+
+
 def given_back_between_blocks() -> int:
     model, x = planned()
     model(x)
