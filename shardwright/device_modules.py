@@ -7,6 +7,7 @@ A vendor's module may lack a function. Each function here says what it returns t
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from torch import Tensor
 from .errors import SettingError
 
 __all__ = [
+    "current_stream",
     "event",
     "host_memory",
     "is_accelerator",
     "is_recording_graph",
     "module_of",
+    "moved",
     "on_host_soon",
     "random_state",
     "random_states",
@@ -27,6 +30,7 @@ __all__ = [
     "side_stream",
     "sum_type",
     "total_memory",
+    "within",
 ]
 
 #: Kinds of devices whose hardware adds float64 numbers; others emulate that type, or lack it.
@@ -63,19 +67,40 @@ def side_stream(device: torch.device) -> Any:
     return _made(device, "Stream", device=device)
 
 
+def current_stream(device: torch.device) -> Any:
+    """The queue of an accelerator to which this thread's operators go."""
+    return _made(device, "current_stream", device)
+
+
+def within(device: torch.device, stream: Any) -> contextlib.AbstractContextManager[Any]:
+    """Let this thread's operators go to another queue inside the ``with`` block."""
+    return module_of(device).stream(stream)
+
+
 def is_recording_graph() -> bool:
     """True while this process's accelerator records a graph (``torch.cuda.graph``), whose replays run no Python."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return kind is not None and bool(_made(kind, "is_current_stream_capturing"))
 
 
-def host_memory(like: Tensor) -> Tensor:
-    """New contiguous memory of the host for a tensor's values; pinned where the accelerator can copy to it beside its
-    work."""
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; from pinned memory the host does not wait for the copy."""
+    return x if x.device == device else x.to(device, non_blocking=x.is_pinned())
+
+
+def host_memory(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """New contiguous memory of the host for a tensor's values; pinned where the accelerator can copy to or from it
+    beside its work.
+
+    Args:
+        like: gives shape, device and dtype.
+        dtype: another one; None: that of `like`.
+    """
+    dtype = dtype or like.dtype
     try:
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=is_accelerator(like.device))
+        return torch.empty(like.shape, dtype=dtype, device="cpu", pin_memory=is_accelerator(like.device))
     except RuntimeError:  # the backend has no pinned memory
-        return torch.empty(like.shape, dtype=like.dtype)
+        return torch.empty(like.shape, dtype=dtype, device="cpu")
 
 
 def on_host_soon(x: Tensor) -> tuple[Tensor, Any]:

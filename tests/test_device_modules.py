@@ -16,8 +16,9 @@ from torch import nn
 
 import shardwright as sw
 from shardwright import device_modules
+from shardwright.checkpoint import tensor_reader
 from shardwright.checkpoint.state import generators, restore_generators
-from shardwright.device_modules import host_memory, module_of, on_host_soon, random_state, sum_type, total_memory
+from shardwright.device_modules import host_memory, module_of, moved, on_host_soon, random_state, sum_type, total_memory
 from shardwright.runtime import freed as freed_memory
 from shardwright.runtime.deferred_init import beginnings
 from shardwright.runtime.distributed import calibrate
@@ -150,3 +151,25 @@ def test_the_beginnings_are_summed_in_what_the_device_has() -> None:
     assert found["weight"] == net.weight.double().sum().item() and found["z"] == 6.0
     assert sum_type(torch.device("cuda")) == torch.float64 and sum_type(torch.device("mps")) == torch.float32
     assert calibrate._Watch(torch.device("cpu"), 3).device.type == "cpu" and draw(1).dtype == torch.float64
+
+
+def test_inputs_and_files_come_through_pinned_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: True)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, **named: asked.append((device.type, named)))
+    x, meta = torch.ones(2), torch.device("meta")
+    assert moved(x, torch.device("cpu")) is x and not asked
+    moved(x, meta)
+    assert asked == [("meta", {"non_blocking": True})]
+    monkeypatch.undo()
+
+    net = nn.Linear(3, 4)
+    sw.save_checkpoint(net, path=tmp_path, step=0)
+    plain, copied = tensor_reader.host_memory, []
+    monkeypatch.setattr(
+        tensor_reader, "host_memory", lambda like, dtype: (copied.append((like.dtype, dtype)), plain(like, dtype))[1]
+    )
+    out = torch.empty(4, 3, dtype=torch.float64)  # not as it is stored, as on a device
+    with tensor_reader.StoredTensors(sw.latest_checkpoint(tmp_path)) as stored:
+        stored.read_into(out, "model.weight")
+    assert torch.equal(out, net.weight.double()) and copied == [(torch.float64, torch.float32)]

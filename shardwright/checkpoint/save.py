@@ -10,6 +10,13 @@ A save in the background (`BackgroundSave`): at most one per process is under wa
 (`HostCopies`). Values that may change at any time (parameters, buffers, the user's values) are copied in the call.
 An optimizer's state changes only in optimizer steps: the thread copies it after the call has returned, and the next
 step helps with the copies and waits until they are complete.
+
+From an accelerator nothing waits on the host. Copies go to pinned memory, which is kept from save to save, on a stream
+of their own; events order them:
+
+    compute   ... step ─┐           ┌─ forward, backward ... ─┐       ┌─ the optimizer's next step
+    copies              └─ values ─ e1 ── optimizer's state ─ e2 ─────┘
+    thread                                                     └─ boxes, digests, files
 """
 
 from __future__ import annotations
@@ -28,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..device_modules import current_stream, event, host_memory, is_accelerator, side_stream, within
 from ..errors import CheckpointError
 from ..json_values import encode
 from ..runtime.distributed.coordination import ranks_of_now
@@ -158,7 +166,8 @@ class HostCopies:
     """Copies in host memory of the boxes that a save writes.
 
     The memory of the previous save is reused where shape and dtype fit: fresh memory takes several times as long.
-    Optimizer state is copied by `complete`, in the save's thread, before the optimizer's next step.
+    Optimizer state is copied by `complete`, in the save's thread, before the optimizer's next step; from an
+    accelerator by the device itself, beside its computation.
 
     Args:
         given: the boxes that the save writes.
@@ -171,34 +180,53 @@ class HostCopies:
     def __init__(self, given: Iterable[WrittenBox], later: Mapping[str, Tensor]) -> None:
         self.written: list[WrittenBox] = []
         self._later: deque[_Later] = deque()
+        queued: dict[torch.device, tuple[list[_Later], list[_Later]]] = {}
         known = dict(_copies)
         _copies.clear()
         for name, starts, tensor in given:
             copy = known.get((name, starts))
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                copy = host_memory(tensor)
             _copies[name, starts] = copy
             self.written.append(WrittenBox(name, starts, copy))
             both = tensor, later.get(name, tensor)
-            if name in later and tensor.device.type == "cpu" and not any(t.is_inference() for t in both):
-                self._later.append(_Later(name, copy, both, _versions(both)))
+            counted = name in later and not any(t.is_inference() for t in both)
+            one = _Later(name, copy, both, _versions(both) if counted else [])
+            if is_accelerator(tensor.device):
+                queued.setdefault(tensor.device, ([], []))[counted].append(one)
+            elif counted:
+                self._later.append(one)
             else:
                 copy.copy_(tensor)
         self._left, self._lock, self._all = len(self._later), threading.Lock(), threading.Event()
         self._error: Exception | None = None
+        self._queued = [made for device, (now, then) in queued.items() if (made := _queue(device, now, then))]
 
     def complete(self) -> None:
-        """Make all copies that are still to be made.
+        """Make all copies that are still to be made, and wait for those of an accelerator.
 
         Raises:
             CheckpointError: a tensor was changed since the call by something other than an optimizer's step.
         """
-        self.help()
+        self._make()
+        for queue in self._queued:
+            queue.ended.synchronize()
+        self._check_queued()
+        self._queued.clear()  # and with it the tensors
         if self._error is not None:
             raise self._error
 
     def help(self) -> None:
-        """Make the copies that no thread has begun, and wait for the others; called before an optimizer's next step."""
+        """Make the copies that no thread has begun, and wait for the others; called before an optimizer's next step.
+
+        An accelerator's next operators wait for its copies; the host does not.
+        """
+        self._make()
+        self._check_queued()
+        for queue in list(self._queued):
+            current_stream(queue.device).wait_event(queue.ended)
+
+    def _make(self) -> None:
         while self._later:
             try:
                 one = self._later.popleft()
@@ -206,12 +234,7 @@ class HostCopies:
                 break
             try:
                 one.copy.copy_(one.seen[0])
-                if _versions(one.seen) != one.versions:
-                    raise CheckpointError(
-                        "it was changed while it was copied for the checkpoint in the background",
-                        source=one.name,
-                        legal="changes by the optimizer's step(), which waits for the copy, or after the save's wait()",
-                    )
+                one.check()
             except Exception as error:  # fails the save, not the optimizer step that helps
                 self._error = self._error or error
             with self._lock:
@@ -219,6 +242,18 @@ class HostCopies:
         if self._left:
             self._all.wait()
         self._all.set()
+
+    def _check_queued(self) -> None:
+        """Check, once, that nothing has changed the tensors since they were queued."""
+        with self._lock:
+            due = [one for queue in self._queued for one in queue.due]
+            for queue in self._queued:
+                queue.due.clear()
+            for one in due:
+                try:
+                    one.check()
+                except CheckpointError as error:
+                    self._error = self._error or error
 
 
 class _Later(NamedTuple):
@@ -228,6 +263,59 @@ class _Later(NamedTuple):
     copy: Tensor
     seen: tuple[Tensor, Tensor]
     versions: list[int]
+
+    def check(self) -> None:
+        """Raise a CheckpointError where a tensor was changed."""
+        if self.versions and _versions(self.seen) != self.versions:
+            raise CheckpointError(
+                "it was changed while it was copied for the checkpoint in the background",
+                source=self.name,
+                legal="changes by the optimizer's step(), which waits for the copy, or after the save's wait()",
+            )
+
+
+class _Queue(NamedTuple):
+    """Copies that an accelerator makes beside its computation.
+
+    Attributes:
+        ended: the event behind the last one.
+        due: those whose tensors are to be checked for changes.
+        held: the tensors, which stay until the copies have ended.
+    """
+
+    device: torch.device
+    ended: Any
+    due: list[_Later]
+    held: list[Tensor]
+
+
+def _queue(device: torch.device, now: list[_Later], then: list[_Later]) -> _Queue | None:
+    """Queue copies from an accelerator on a stream of their own.
+
+    Args:
+        device: the accelerator.
+        now: copies of values that may change at any time: operators that are queued from now on wait for them.
+        then: copies of values that change in an optimizer's step.
+
+    Returns:
+        The queue; None where the accelerator has no streams, and all copies are made.
+    """
+    copies, first, last = side_stream(device), event(device), event(device)
+    if copies is None or first is None:
+        for one in (*now, *then):
+            one.copy.copy_(one.seen[0])
+        return None
+    compute = current_stream(device)
+    copies.wait_stream(compute)
+    with within(device, copies):
+        for one in now:
+            one.copy.copy_(one.seen[0], non_blocking=True)
+        first.record(copies)
+        for one in then:
+            one.copy.copy_(one.seen[0], non_blocking=True)
+        last.record(copies)
+    compute.wait_event(first)
+    return _Queue(device, last, list(then), [one.seen[0] for one in (*now, *then)])
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..device_modules import host_memory
 from ..errors import CheckpointError
 from ..json_values import dtype_named
 from .formats import header_of
@@ -136,9 +137,9 @@ class StoredTensors:
         """Read the box of a piece that begins at `starts` and has the shape of `out` into `out`."""
         dtype = dtype_named(word)
         if out.device.type != "cpu" or out.dtype != dtype or not out.is_contiguous():
-            made = torch.empty(out.shape, dtype=dtype, device="cpu")
+            made = host_memory(out, dtype)
             self._read_piece(made, word, piece, starts)
-            out.copy_(made)
+            out.copy_(made, non_blocking=made.is_pinned())  # the next piece is read meanwhile
             return
         size, sizes, lengths = element_size(word), piece.sizes, list(out.shape)
         # One run: the trailing dims that are whole, together with the part of the dim before them.

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from .. import torch_private
 from ..capture.guards import Guards
 from ..capture.side_effects import Effects
+from ..device_modules import moved
 from ..errors import SettingError
 from ..graph import Value
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
@@ -548,7 +549,7 @@ class PipelineProgram:
         if self.plan.graph.changed:
             tensors = kept_apart(given, self.plan.graph.changed)
         if self.device is not None:
-            tensors = [x.to(self.device) for x in tensors]
+            tensors = [moved(x, self.device) for x in tensors]
         trains = torch.is_grad_enabled() and (self.loss is not None or self.why is not None)
         if trains:
             self.check()

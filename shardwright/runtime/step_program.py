@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..capture.guards import Guards
 from ..capture.side_effects import Effects
+from ..device_modules import moved
 from ..graph import Value
 from ..layout import Layout
 from ..pipeline.pipeline_plan import PipelinePlan
@@ -90,7 +91,7 @@ class StepProgram:
         if self.plan.graph.changed:
             tensors = kept_apart(given, self.plan.graph.changed)
         if self._device is not None:
-            tensors = [x.to(self._device) for x in tensors]
+            tensors = [moved(x, self._device) for x in tensors]
         if self._draws:
             tensors.insert(0, stream.draw(self.exact))
         made = self.body(*self._state, *tensors)

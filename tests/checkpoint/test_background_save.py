@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_runs import KINDS, steps, train, trained
+from fake_streams import on_fake_streams
 from ranks import PATIENCE
 from torch import nn
 
@@ -118,6 +119,55 @@ def test_state_of_an_optimizer_that_does_not_say_when_it_steps_is_copied_in_the_
     optimizer.state[weight]["momentum_buffer"].mul_(0.5)
     gate.set()
     assert torch.equal(StoredTensors(held.wait()).read("optimizer.layers.1.weight.momentum_buffer"), before)
+
+
+def test_an_accelerator_copies_beside_its_work(tmp_path: Path, gate: threading.Event) -> None:
+    """Only the compute stream waits: for parameters at once, for the optimizer's state before the next step."""
+    model, optimizer = trained()
+    before = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in model.named_parameters()}
+    values = {n: p.detach().clone() for n, p in model.named_parameters()}
+    copies._copies.clear()
+    with on_fake_streams(copies) as fake:
+        held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, asynchronous=True)
+        called = [line for line in fake.log if line != "pinned memory"]
+        assert called == ["side waits for compute", "e1 on side", "e2 on side", "compute waits for e1"]
+        assert fake.log.count("pinned memory") == len(copies._copies)
+        fake.log.clear()
+        train(model, optimizer, 1, 2)
+        assert fake.log == ["compute waits for e2"]  # and no wait of the host
+        gate.set()
+        stored = StoredTensors(held.wait())
+        assert fake.log == ["compute waits for e2", "host waits for e2"]
+        assert all(torch.equal(stored.read(f"optimizer.{n}.momentum_buffer"), t) for n, t in before.items())
+        assert all(torch.equal(stored.read(f"model.{n}"), t) for n, t in values.items())
+        places = {key: tensor.data_ptr() for key, tensor in copies._copies.items()}
+        fake.log.clear()
+        saved = sw.save_checkpoint(model, optimizer, tmp_path, step=2, asynchronous=True)
+        saved.wait()
+        assert {key: tensor.data_ptr() for key, tensor in copies._copies.items()} == places
+        assert "pinned memory" not in fake.log
+        # A change by anything but a step is seen, by the thread or by the step that comes first.
+        for stepping in (False, True):
+            gate.clear()
+            held = sw.save_checkpoint(model, optimizer, tmp_path, step=3, asynchronous=True)
+            optimizer.state[model.get_parameter("layers.1.weight")]["momentum_buffer"].mul_(0.5)
+            if stepping:
+                train(model, optimizer, 1, 2)
+            gate.set()
+            with pytest.raises(CheckpointError, match=r"layers\.1\.weight\.momentum_buffer: it was changed while"):
+                held.wait()
+
+
+def test_an_accelerator_without_streams_is_copied_in_the_call(tmp_path: Path, gate: threading.Event) -> None:
+    model, optimizer = trained()
+    before = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in model.named_parameters()}
+    with on_fake_streams(copies) as fake:
+        fake.Stream = None
+        held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, asynchronous=True)
+        train(model, optimizer, 1, 2)
+        gate.set()
+        stored = StoredTensors(held.wait())
+    assert all(torch.equal(stored.read(f"optimizer.{n}.momentum_buffer"), t) for n, t in before.items())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux")
