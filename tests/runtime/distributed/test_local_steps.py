@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from one_device import close
+from pipeline_networks import Chain
 from ranks import run_ranks, run_scenarios
 from small_networks import D, draw
+from test_pipeline_p2p import TWO, check as pipeline_check
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
@@ -106,8 +113,16 @@ def train(net: nn.Module, call: Callable[..., Tensor], optimizer: optim.Optimize
             closure(), optimizer.step()
 
 
-def both(kind: str) -> tuple[Mixed, sw.AutoParallel, Mixed, Callable[..., Tensor]]:
-    net, one = Mixed(), Mixed()
+class Counted(Mixed):
+    """With statistics of the batch, and their number, as buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, dtype=D)
+
+
+def both(kind: str, make: type[Mixed] = Mixed) -> tuple[Mixed, sw.AutoParallel, Mixed, Callable[..., Tensor]]:
+    net, one = make(), make()
     return net, wrapped(net, kind), one, lambda x, y: LOSS(one(x), y)
 
 
@@ -244,7 +259,7 @@ def averages_with_buffers(rank: int, world: int) -> None:
             (False, {"multi_avg_fn": get_swa_multi_avg_fn()}),
             (True, {"avg_fn": get_ema_avg_fn(0.7)}),
         ):
-            net, model, one, call = both(kind)
+            net, model, one, call = both(kind, Counted if buffers else Mixed)
             model(X, Y), call(X, Y)
             optimizers = [optim.SGD(n.parameters(), 0.1) for n in (net, one)]
             ours, theirs = (AveragedModel(n, use_buffers=buffers, **given) for n in (model, one))
@@ -254,6 +269,26 @@ def averages_with_buffers(rank: int, world: int) -> None:
                 ours.update_parameters(model), theirs.update_parameters(one)
             for p, q in zip(ours.module.net.parameters(), theirs.module.parameters()):
                 close(whole(p), q)
+            close(dict(ours.module.net.named_buffers()), dict(theirs.module.named_buffers()))
+
+
+@scenario
+def stages_of_a_pipeline(rank: int, world: int) -> None:
+    """Most parameters are empty on a rank; norms inside of a step are those of one stage's ranks."""
+    net = Chain(tied=True)
+    pipeline_check(
+        net,
+        TWO,
+        rank,
+        optimizers=(
+            partial(optim.Adafactor, lr=0.01),
+            partial(optim.Rprop, foreach=True),
+            partial(optim.ASGD, foreach=True),
+            partial(optim.NAdam, foreach=True),
+            partial(optim.Adadelta, foreach=True),
+        ),
+    )
+    refused(lambda: optim.LBFGS(net.parameters()).step(lambda: 0), "LBFGS.step()", "not all ranks have")
 
 
 @pytest.fixture(scope="module")
@@ -270,3 +305,13 @@ def test_on_four_ranks(name: str, results: list[dict[str, str | None]]) -> None:
     for rank, result in enumerate(results):
         if result[name] is not None:
             pytest.fail(f"rank {rank}:\n{result[name]}", pytrace=False)
+
+
+def test_on_an_accelerator_nothing_is_mixed() -> None:
+    """Fake tensors on a device of their own: each mix of devices raises."""
+    script = Path(__file__).parents[2] / "support" / "fake_accelerator_optimizers.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == 22, done.stderr[-2000:]
+    for one in found:
+        assert one.get("parameters") == ["npu:0"] == [one["loss"]], one
