@@ -31,15 +31,15 @@ from .errors import TorchVersionError
 
 # fmt: off
 __all__ = [
-    "COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS", "GradientHooks", "HooksOfAllModules", "ModuleHooks",
-    "OpOverload", "OpOverloadPacket", "attributes_unchecked", "backward_can_start_at_functions", "buffer_table",
-    "code_written_late", "computation", "default_store", "demand", "environment_of", "foreach_edits", "formula_of",
-    "fused_optimizers", "gradient_hooks", "group_timeout", "holds_at", "hooks_of", "hooks_of_all_modules",
-    "in_place_of_checkpoint", "is_compiled", "is_view", "layouts_unrecorded", "local_tensor", "module_table",
-    "move_gradient_hooks", "number_at", "number_of_groups", "operators", "overload_name", "overload_of",
-    "parameter_table", "recurrent_states", "recurrent_weights", "register_node", "schedule_without_transfers",
-    "schema_of", "sizes_reckoned_once", "spec_of", "stack_lines", "storage_id", "torch_function", "use_foreach",
-    "version_of", "vmap_function", "without_cudnn", "worker_processes",
+    "CHECKPOINT_LOGGER", "COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS", "GradientHooks",
+    "HooksOfAllModules", "ModuleHooks", "OpOverload", "OpOverloadPacket", "attributes_unchecked",
+    "backward_can_start_at_functions", "buffer_table", "code_written_late", "computation", "default_store", "demand",
+    "environment_of", "foreach_edits", "formula_of", "fused_optimizers", "gradient_hooks", "group_timeout",
+    "holds_at", "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint", "is_compiled", "is_view",
+    "layouts_unrecorded", "local_tensor", "module_table", "move_gradient_hooks", "number_at", "number_of_groups",
+    "operators", "overload_name", "overload_of", "parameter_table", "recurrent_states", "recurrent_weights",
+    "register_node", "schedule_without_transfers", "schema_of", "sizes_reckoned_once", "spec_of", "stack_lines",
+    "storage_id", "torch_function", "use_foreach", "version_of", "vmap_function", "without_cudnn", "worker_processes",
 ]
 # fmt: on
 
@@ -60,10 +60,7 @@ _NAMES = {
         "summing gradients during the backward",
     ),
     "backward_number": ("torch._C._current_graph_task_id", "summing gradients during the backward"),
-    "disable_current_modes": (
-        "torch.utils._python_dispatch._disable_current_modes",
-        "a torch.autograd.Function in a model",
-    ),
+    "disable_current_modes": ("torch.utils._python_dispatch._disable_current_modes", "autograd.Function in a model"),
     "foreach_norm": ("torch._foreach_norm", "clip_grad_norm_"),
     "functional_all_gather": ("torch.ops._c10d_functional.all_gather_into_tensor", "collectives in processes"),
     "functional_all_reduce": ("torch.ops._c10d_functional.all_reduce", "collectives in processes"),
@@ -71,6 +68,7 @@ _NAMES = {
     "functional_reduce_scatter": ("torch.ops._c10d_functional.reduce_scatter_tensor", "collectives in processes"),
     "functional_wait": ("torch.ops._c10d_functional.wait_tensor", "collectives in processes"),
     "unscale_": ("torch._amp_foreach_non_finite_check_and_unscale_", "torch.amp.GradScaler"),
+    "mark_static_address": ("torch._dynamo.mark_static_address", "CUDA graphs of compiled programs"),
     "make_fx": ("torch.fx.experimental.proxy_tensor.make_fx", "torch.vmap in a model"),
     "pytree": ("torch.utils._pytree", "inputs and outputs in tuples, lists and dicts"),
     "stage_backward_input": (
@@ -95,6 +93,9 @@ MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers
 
 #: The package of ``torch.compile``.
 COMPILER = "torch._dynamo"
+
+#: The logger that warns, for each checkpoint with a context in a compiled program, of operators in place.
+CHECKPOINT_LOGGER = "torch._higher_order_ops.wrap"
 
 #: Loggers, below ``torch.``, that export fills beside the error that it raises.
 NOISY_LOGGERS = ("fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")

@@ -17,7 +17,7 @@ import contextlib
 import contextvars
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ from ..errors import SettingError
 from ..layout import Layout
 from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
 from ..pytree_objects import opened
+from ..runtime.compilation import Compilation
 from ..runtime.distributed.gradient_fusion import Accumulation
 from ..runtime.optimizer_guard import watch_steps
 from ..runtime.pipeline_step import PipelineProgram
@@ -106,7 +107,9 @@ class AutoParallel(CallPlanning, nn.Module):
         uneven: True: a strategy may cut a dim that it does not divide. The dim is padded, so that all parts have one
             length, and the padding is left out of every sum. False: such a cut is an error.
         compile: True: ``torch.compile`` compiles the planned program; a text: the same, with the backend of that
-            name. A process that plays several devices warns and runs the program operator by operator.
+            name; a dict: with its arguments "backend", "mode" and "options", such as {"mode": "max-autotune"}. A
+            process that plays several devices warns and runs the program operator by operator. On NCCL and HCCL the
+            program sums gradients itself, in every backward, also under `no_sync`.
         cluster: the devices and their links, which the cost model uses: a `Cluster`, the name of a preset, a JSON
             file; None: see `Cluster.of`.
         memory: the memory limit of a device, in the modes that search: bytes, "70GB", or "cluster" for the device's
@@ -144,7 +147,7 @@ class AutoParallel(CallPlanning, nn.Module):
         parameter_broadcast: bool = False,
         recompute: Any = None,
         uneven: bool = False,
-        compile: bool | str = False,
+        compile: bool | str | Callable[..., Any] | Mapping[str, Any] = False,
         cluster: Any = None,
         memory: Any = None,
         optimizer: Any = "adam",
@@ -180,7 +183,7 @@ class AutoParallel(CallPlanning, nn.Module):
             random=random,
             parameter_broadcast=bool(parameter_broadcast),
             gradients_mean=parallel_mode in ("data_parallel", "hybrid_parallel"),
-            compiled="inductor" if compile is True else compile or None,
+            compiled=Compilation.of(compile),
             max_programs=max_programs,
             varying=tuple(varying) if isinstance(varying, Sequence) else varying,
         )

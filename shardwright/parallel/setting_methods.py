@@ -22,6 +22,7 @@ from ..pipeline.pipeline_plan import PipelinePlan
 from ..planfile.load_save import read_document
 from ..planfile.parameter_file import ParameterStrategies
 from ..planners.planning_problem import PLANNERS
+from ..runtime.compilation import Compilation
 from ..runtime.distributed.gradient_fusion import Fusion, fusion_of
 from ..settings import Settings
 from ..sharded_plan import Plan
@@ -54,7 +55,7 @@ class ProgramSettings:
         parameter_broadcast: True: in processes, parameters and buffers begin with the values of rank 0.
         gradients_mean: True: gradients are those of the mean of the ranks' losses, where the loss is outside the model.
         fusion: the buckets of gradients.
-        compiled: the backend of ``torch.compile``; None: the program runs operator by operator.
+        compiled: the way of ``torch.compile``; None: the program runs operator by operator.
         max_programs: the number of programs that are kept.
         varying: dims of the inputs whose sizes differ from call to call.
         buckets: lengths to which sequences are padded; None: none.
@@ -68,7 +69,7 @@ class ProgramSettings:
     parameter_broadcast: bool = False
     gradients_mean: bool = False
     fusion: Fusion = field(default_factory=Fusion)
-    compiled: str | None = None
+    compiled: Compilation | None = None
     max_programs: int = 64
     varying: tuple[int, ...] = ()
     buckets: SequenceBuckets | None = None
@@ -209,8 +210,8 @@ class SettingMethods(_Module):
                 `shardwright.no_optimizer_parallel` names it.
             optimizer_level: "level1": parameters and the optimizer's state are cut; under `no_sync` gradients are
                 whole. "level2": gradients are cut as well. "level3": weights are also resharded after the forward,
-                and gathered again for the backward. (With `compile` the compiler decides which gathered weights are
-                saved, and gradients are cut.)
+                and gathered again for the backward. (With `compile` the compiler decides which weights gathered under
+                "level1" and "level2" are saved, and gradients are cut.)
 
         Raises:
             SettingError: after the first call, or an unknown value. At the first call: a `shard_size` that does not

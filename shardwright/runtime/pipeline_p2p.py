@@ -20,6 +20,7 @@ from ..pipeline.pipeline_plan import PipelinePlan, Stage
 from ..process import Runtime
 from ..redistribution import digits_value
 from ..torch_private import number_of_groups
+from .compilation import Compilation
 from .distributed.buckets import GradientSums
 from .distributed.collectives import ProcessGroups
 from .distributed.gradient_fusion import Accumulation, Fusion
@@ -42,7 +43,7 @@ def process_pipeline(
     fusion: Fusion,
     accumulation: Accumulation,
     broadcast: bool,
-    compiled: str | None,
+    compiled: Compilation | None,
 ) -> PipelineProgram:
     """Set up a pipeline's plan on this rank. With the model's first program, parameters are created as slices.
 
@@ -53,7 +54,7 @@ def process_pipeline(
         before: the model's earlier program, if there is one.
         fusion, accumulation: the way gradients are summed.
         broadcast: True where parameters and buffers begin with the values of rank 0.
-        compiled: the backend by which ``torch.compile`` compiles the stages' programs, or None.
+        compiled: the way ``torch.compile`` compiles the stages' programs, or None.
     """
     stages = plan.of_rank(runtime.rank)
     _make_even(runtime)

@@ -26,6 +26,7 @@ from ..process import Runtime, stream
 from ..pytree_objects import closed, holds_objects
 from ..sharded_plan import Plan
 from .call_boundary import handings, kept_apart, put_back
+from .compilation import Compilation, keep_in_place
 from .deferred_init import materialize, put_in_place
 from .distributed.gradient_fusion import Accumulation, Fusion
 from .distributed.parameter_hooks import with_rank_dim
@@ -132,7 +133,7 @@ def make_program(
     fusion: Fusion,
     accumulation: Accumulation,
     broadcast: bool = False,
-    compiled: str | None = None,
+    compiled: Compilation | None = None,
 ) -> StepProgram | PipelineProgram:
     """Lower a plan and put it on the runtime. With the model's first program, parameters are created as slices.
 
@@ -145,7 +146,7 @@ def make_program(
         before: the model's earlier program, if there is one.
         fusion, accumulation: the way gradients are summed in processes.
         broadcast: in processes, True where parameters and buffers begin with the values of rank 0.
-        compiled: the backend by which ``torch.compile`` compiles the program; ignored with a warning where one
+        compiled: the way ``torch.compile`` compiles the program; ignored with a warning where one
             process plays several devices.
     """
     freed.planned(runtime.device)
@@ -202,7 +203,7 @@ def _on_processes(
     fusion: Fusion,
     accumulation: Accumulation,
     broadcast: bool,
-    compiled: str | None,
+    compiled: Compilation | None,
 ) -> StepProgram:
     # DTensor and the rest take a second to import: a program that runs in one process does without.
     from .distributed.agreement import counted  # noqa: PLC0415  processes alone use it
@@ -232,6 +233,8 @@ def _on_processes(
     body.attach(dict(holder.named_parameters()))
     state = [leaves[n] for n in lowered.parameters] + [held.buffers[n] for n in lowered.buffers]
     state += [plan.graph.constants[n].to(runtime.device) for n in lowered.constants]
+    if compiled:
+        keep_in_place(state)
     program = StepProgram(
         plan,
         body,

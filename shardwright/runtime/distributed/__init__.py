@@ -1,6 +1,7 @@
 """One process a rank, on NCCL, HCCL or Gloo.
 
 rank_executor        the program on one rank
+compiled_parts       parts of a program that only a compiled program has
 collectives          process groups, and the steps of a redistribution as collectives
 shared_memory        collectives of the ranks of one host, through memory that they share
 parameters, dtensors          parameters: DTensors outside, plain tensors inside

@@ -7,6 +7,7 @@ same program for all ranks in one process.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -18,12 +19,14 @@ from ...layout import Digits, group_of, merge
 from ...partition.local_program import GlobalExtreme, Redistribute
 from ...redistribution import CollectiveKind, Redistribution, redistribution
 from ...torch_private import module_table
+from ..compilation import Compilation
 from ..local.local_executor import ties
 from ..local.operators import plain_function
 from ..lower import Lowered, cast, extreme, move, sum_of_gradient
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
 from .buckets import Scatter
 from .collectives import Bound, ProcessGroups, bind_all
+from .compiled_parts import BoundSum, SumsEnd, gathered_again
 from .watchdog import WaitPoint, noted
 
 __all__ = ["RankExecutor"]
@@ -132,6 +135,15 @@ class BoundGather(BoundRedistribute):
     __call__ = forward
 
 
+class CompiledGather(BoundRedistribute):
+    """The same in a compiled program, whose backward gathers again by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gathered_again(super().forward, x) if x.requires_grad and torch.is_grad_enabled() else super().forward(x)
+
+    __call__ = forward
+
+
 def _cast(dtype: torch.dtype) -> Steps:
     return (Cast(dtype),)
 
@@ -180,8 +192,9 @@ class RankExecutor:
     Args:
         lowered: the program.
         groups: this rank's process groups.
-        compiled: the backend by which ``torch.compile`` compiles the program, or None. With a backend the compiler
-            chooses what is recomputed or gathered again in the backward, and gradients are scattered as they come.
+        compiled: the way ``torch.compile`` compiles the program, or None. The compiler then chooses what is
+            recomputed in the backward, gradients are scattered as they come, and on a library they are summed by the
+            program itself (`compiled_parts`).
         scatters: True where gradients of parameters that are stored in parts are scattered as they come, in any case.
         outside: names of gathered weights that the caller passes in already gathered (`Plan.gathered_once`); it
             gathers them by `gathers`.
@@ -204,7 +217,7 @@ class RankExecutor:
         self,
         lowered: Lowered,
         groups: ProcessGroups,
-        compiled: str | None = None,
+        compiled: Compilation | None = None,
         scatters: bool = False,
         outside: Collection[str] = (),
     ) -> None:
@@ -221,6 +234,9 @@ class RankExecutor:
         sums: list[tuple[int, str, Digits]] = []
         number = {node: i for i, node in enumerate(lowered.graph.nodes)}
         passed: set[torch.fx.Node] = set()
+        summed: set[torch.fx.Node] = set()  # parameters whose gradients the program sums itself
+        # In a pipeline micro-batches share one sum; on Gloo the buckets of `GradientSums` are faster.
+        inside: list[torch.fx.Node] | None = [] if compiled and not groups.exchanges and not scatters else None
         regions, targets = LoweredRegions(lowered, lambda n: n.name), {}
         runs: torch.fx.Node | None = None
         for node in lowered.graph.nodes:
@@ -232,7 +248,20 @@ class RankExecutor:
                 sole = sum_of_gradient(node)
                 if sole is not None:
                     passed.add(sole)
-            if node in passed:
+                    if inside is not None and not node.meta["instance"].value.dtype.is_complex:
+                        inside.append(node)
+            elif node.op != "placeholder" and inside:
+                root.add_module("sums_end", SumsEnd())
+                ends = graph.call_module("sums_end", tuple(env[parameter] for parameter in inside))
+                for i, parameter in enumerate(inside):
+                    env[parameter] = graph.call_function(operator.getitem, (ends, i))
+                summed, inside = set(inside), None
+            if node in passed and node.args[0] in summed:
+                # Here, and not with its parameter: a backward runs in the opposite order of the forward.
+                instruction, name = node.meta["instruction"], f"sum_{len(module_table(root))}"
+                root.add_module(name, BoundSum(groups.seen(instruction.backward.steps[0].digits), instruction.sums))
+                env[node] = cast(graph, graph.call_module(name, (env[node.args[0]],)), node)
+            elif node in passed:
                 instruction = node.meta["instruction"]
                 name = instruction.source.value.name
                 sums.append(
@@ -267,7 +296,7 @@ class RankExecutor:
         if regions.regions:
             root.add_module("regions", BoundRegions(regions.again(lambda n: _again(n, targets[n]))))
         self.module = torch.fx.GraphModule(root, graph)
-        self._call = torch.compile(self.module, dynamic=False, backend=compiled) if compiled else self.module.forward
+        self._call = compiled.compiled(self.module) if compiled else self.module.forward
         ordered = sorted(reversed(sums), key=lambda use: -use[0])
         self.sums = {name: digits for _, name, digits in ordered}
         self.followed = [name for use, name, digits in ordered if _gathers_next(lowered, use, digits)]
@@ -295,8 +324,10 @@ class RankExecutor:
             return BoundExtreme(forward, counts, instruction.dims)
         backward = self._backward(instruction)
         label = str(instruction.forward)
-        if not instruction.again or not self._eager:
+        if not instruction.again:
             return BoundRedistribute(forward, backward, label)
+        if not self._eager:
+            return CompiledGather(forward, backward, label)
         self._unkept = self._unkept or RegatheredWeights()
         return BoundGather(forward, backward, label, instruction.source.value.name, self._unkept)
 

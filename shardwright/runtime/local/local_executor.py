@@ -22,6 +22,7 @@ from ...layout import Layout
 from ...partition.local_program import GlobalExtreme, PlacedValue, Redistribute
 from ...partition.uneven import amounts
 from ...redistribution import Redistribution, redistribution
+from ..compilation import Compilation
 from ..lower import Lowered, cast, extreme, move, sum_of_gradient
 from ..saved_tensors import LoweredRegions, RegatheredWeights, keep
 from .operators import Call, plain_function
@@ -411,14 +412,14 @@ class SingleDeviceExecutor:
 
     Args:
         lowered: the program.
-        compiled: the backend by which ``torch.compile`` compiles it, or None.
+        compiled: the way ``torch.compile`` compiles it, or None.
 
     Attributes:
         module: the `torch.fx.GraphModule`: parameters, buffers, constants, inputs in; outputs, then the new values of
             buffers, out.
     """
 
-    def __init__(self, lowered: Lowered, compiled: str | None = None) -> None:
+    def __init__(self, lowered: Lowered, compiled: Compilation | None = None) -> None:
         self.lowered = lowered
         graph = torch.fx.Graph()
         env: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -430,7 +431,7 @@ class SingleDeviceExecutor:
             if node.op == "call_function":
                 env[node].target = plain_function(node)
         self.module = torch.fx.GraphModule(torch.nn.Module(), graph)
-        self._run = torch.compile(self.module, dynamic=False, backend=compiled) if compiled else self.module.forward
+        self._run = compiled.compiled(self.module) if compiled else self.module.forward
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         return list(self._run(*tensors))

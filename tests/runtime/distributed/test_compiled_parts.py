@@ -1,0 +1,308 @@
+"""The graphs of compiled programs, as rank 3 of 8 on the code path of NCCL: one graph, without breaks;
+gradients summed inside; weights gathered again; parameters at static addresses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from collective_log import rank_of_eight
+from gpt import GPT, mark
+from ranks import run_ranks, run_scenarios
+from small_networks import D, draw
+from torch import Tensor, nn
+
+import shardwright as sw
+from shardwright.runtime.compilation import Compilation
+
+BATCH, LENGTH, VOCABULARY = 16, 16, 64
+
+
+class Graphs:
+    """A backend that keeps what it is given: the graphs after the partitioner of inductor."""
+
+    def __init__(self) -> None:
+        self.captured, self.forwards, self.backwards = 0, list[Any](), list[Any]()
+        self.static: list[int] = []
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        from functorch.compile import aot_module_simplified, make_boxed_func, min_cut_rematerialization_partition
+
+        self.captured += 1
+
+        def forward(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+            context = torch._guards.TracingContext.get()
+            assert context.fw_metadata is not None
+            self.static = list(context.fw_metadata.static_input_indices)
+            self.forwards.append(graph.graph)
+            return make_boxed_func(graph.forward)
+
+        def backward(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+            self.backwards.append(graph.graph)
+            return make_boxed_func(graph.forward)
+
+        return aot_module_simplified(
+            module, inputs, fw_compiler=forward, bw_compiler=backward, partition_fn=min_cut_rematerialization_partition
+        )
+
+
+def kinds(graph: torch.fx.Graph) -> list[str]:
+    """The operators of a graph, in order, by their plain names."""
+    return [n.target.overloadpacket.__name__ for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+
+
+class TokenLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross_entropy = sw.Operator(F.cross_entropy)
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return self.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+class LlamaLike(nn.Module):
+    """One block with rotated positions, root mean squares, gated products and fewer heads of keys."""
+
+    def __init__(self, width: int = 64, heads: int = 8, kept: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads, self.kept, self.size = heads, kept, width // heads
+        self.tokens, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY, bias=False)
+        self.query, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.key, self.value = (nn.Linear(width, self.size * kept, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down, self.drop = nn.Linear(2 * width, width, bias=False), nn.Dropout(dropout)
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(3))
+        angles = torch.outer(torch.arange(LENGTH), 10000.0 ** -(torch.arange(0, self.size, 2) / self.size)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def turned(self, x: Tensor) -> Tensor:
+        left, right = x.chunk(2, -1)
+        return x * self.cos + torch.cat((-right, left), -1) * self.sin
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        y = self.norms[0](x)
+        split = lambda made, heads: made.unflatten(-1, (heads, self.size)).transpose(1, 2)
+        query = self.turned(split(self.query(y), self.heads))
+        key, value = self.turned(split(self.key(y), self.kept)), split(self.value(y), self.kept)
+        many = self.heads // self.kept
+        key, value = key.repeat_interleave(many, 1), value.repeat_interleave(many, 1)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
+        y = self.norms[1](x)
+        x = x + self.drop(self.down(F.silu(self.gate(y)) * self.up(y)))
+        return self.head(self.norms[2](x))
+
+
+class ResNetLike(nn.Module):
+    """A stem and one block with a shortcut."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.first, self.norm1 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.second, self.norm2 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.drop, self.out = nn.Dropout(dropout), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.norm(self.stem(x))), 2)
+        x = F.relu(x + self.norm2(self.second(F.relu(self.norm1(self.first(x))))))
+        return self.out(self.drop(x.mean((2, 3))))
+
+
+def marked(net: nn.Module, loss: nn.Module) -> None:
+    """dp2 x tp4."""
+    if isinstance(net, GPT):
+        mark(net, loss, 2, 4)
+    elif isinstance(net, LlamaLike):
+        for layer in (net.query, net.key, net.value, net.gate, net.up):
+            sw.shard(layer, ((2, 1, 1), (4, 1)))
+        for layer in (net.out, net.down):
+            sw.shard(layer, ((2, 1, 4), (1, 4)))
+    else:
+        sw.shard(net.first, ((2, 1, 1, 1), (4, 1, 1, 1)))
+        sw.shard(net.out, ((2, 1), (4, 1)))
+
+
+TEXT = torch.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) % VOCABULARY
+MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[[], nn.Module], tuple[Tensor, Tensor]]] = {
+    "GPT": (lambda dropout: GPT(VOCABULARY, LENGTH, 1, 64, 8, dropout), TokenLoss, (TEXT, TEXT)),
+    "Llama": (lambda dropout: LlamaLike(dropout=dropout), TokenLoss, (TEXT, TEXT)),
+    "ResNet": (ResNetLike, nn.CrossEntropyLoss, (torch.ones(BATCH, 3, 8, 8), torch.arange(BATCH) % 8)),
+}
+PLANS = ("data_parallel", "dp2 x tp4", "level1", "level3", "dropout")
+
+
+def compiled(model: str, plan: str) -> tuple[Graphs, sw.AutoParallel, dict[str, Any]]:
+    """The graphs of three steps, the model, and the counts of the compiler."""
+    make, make_loss, batch = MODELS[model]
+    torch._dynamo.reset()
+    counts = torch._dynamo.utils.counters
+    counts.clear()
+    torch.manual_seed(0)
+    net, loss, graphs = make(dropout=0.1 if plan == "dropout" else 0.0), make_loss(), Graphs()
+    whole = plan in ("dp2 x tp4", "dropout")
+    if whole:
+        marked(net, loss)
+    made = sw.AutoParallel(net, loss, "semi_auto" if whole else "data_parallel", compile=graphs)
+    if plan.startswith("level"):
+        made.hsdp(threshold=0, optimizer_level=plan)
+    made.dataset_strategy("full_batch")
+    for _ in range(3):
+        made(*batch).backward()
+    return graphs, made, {"breaks": dict(counts["graph_break"]), "graphs": counts["stats"].get("unique_graphs")}
+
+
+@pytest.fixture(scope="module")
+def results() -> Callable[[str, str], Any]:
+    known: dict[tuple[str, str], Any] = {}
+
+    def of(model: str, plan: str) -> Any:
+        if (model, plan) not in known:
+            with rank_of_eight(rank=3):
+                known[model, plan] = compiled(model, plan)
+        return known[model, plan]
+
+    return of
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", MODELS)
+def test_one_graph(results: Any, model: str, plan: str) -> None:
+    graphs, made, counts = results(model, plan)
+    assert counts == {"breaks": {}, "graphs": 1}
+    assert (graphs.captured, len(graphs.forwards), len(graphs.backwards)) == (1, 1, 1)
+    assert all(p.grad is not None for p in made.parameters())
+    # Parameters and buffers are read where they are; the inputs and the seed come anew.
+    program = next(iter(made._programs.values()))
+    read = len(list(made.parameters())) + len(program.body.lowered.buffers) + len(program.body.lowered.constants)
+    inputs = len([n for n in graphs.forwards[0].nodes if n.op == "placeholder"])
+    assert len(graphs.static) >= min(read, inputs - 3) and len(graphs.static) < inputs
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("plan", ["data_parallel", "dp2 x tp4"])
+def test_sums_of_gradients_start_as_gradients_come(results: Any, model: str, plan: str) -> None:
+    graphs, made, _ = results(model, plan)
+    order = kinds(graphs.backwards[0])
+    waits = [i for i, kind in enumerate(order) if kind == "wait_tensor"]
+    sums = [i for i, kind in enumerate(order) if kind == "all_reduce"]
+    work = [i for i, kind in enumerate(order) if kind in ("mm", "addmm", "convolution_backward")]
+    program = next(iter(made._programs.values()))
+    assert not program.body.sums  # none is left for after the backward
+    # The first sum starts in front of other work, and its wait comes behind all of it.
+    assert sums[0] < work[-1]
+    assert sum(wait > work[-1] for wait in waits) >= len([i for i in sums if i > work[0]]) // 2
+    assert not [wait for wait, start in zip(waits[-len(sums) :], sums) if wait < start]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_are_gathered_again_in_the_backward(results: Any, model: str) -> None:
+    kept, again = (Counter(kinds(results(model, level)[0].backwards[0])) for level in ("level1", "level3"))
+    graphs = results(model, "level3")[0]
+    gathers = Counter(kinds(graphs.forwards[0]))["all_gather_into_tensor"]
+    assert not kept["all_gather_into_tensor"]
+    assert 0 < again["all_gather_into_tensor"] <= gathers
+    # No gathered weight goes from the forward to the backward.
+    output = next(n for n in graphs.forwards[0].nodes if n.op == "output")
+    saved = {n for n in output.args[0] if isinstance(n, torch.fx.Node)}
+    assert not [n for n in saved if "wait_tensor" in str(n.target) and n.meta["val"].dim()]
+
+
+# -- numbers, on two processes
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second = nn.Linear(8, 16, dtype=D), nn.Linear(16, 8, dtype=D)
+        self.unused = nn.Linear(2, 2, dtype=D)
+        self.scale = nn.Parameter(torch.ones(8, dtype=D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.gelu(self.first(x * self.scale))) * self.scale
+
+
+def trained(call: Callable[[Tensor], Tensor], net: nn.Module, rounds: Any = None) -> list[float]:
+    optimizer, out = None, []
+    for step in range(3):
+        losses = []
+        for part in range(2):
+            with rounds() if rounds is not None and part == 0 else torch.enable_grad():
+                losses.append(call(draw(4, 8, seed=2 * step + part)).square().mean())
+                losses[-1].backward()
+        optimizer = optimizer or torch.optim.AdamW([p for p in net.parameters() if p.grad is not None], 1e-2)
+        optimizer.step()
+        optimizer.zero_grad()
+        out += [loss.item() for loss in losses]
+    return out
+
+
+def as_one_device(level: str | None) -> Callable[[int, int], None]:
+    def scenario(rank: int, world: int) -> None:
+        from shardwright.runtime.distributed import collectives
+
+        exchanges = collectives.dist.get_backend
+        collectives.dist.get_backend = lambda *_: "library"  # type: ignore[assignment]
+        try:
+            plain, net = Net(), Net()
+            expected = trained(plain, plain)
+            model = sw.AutoParallel(net, None, "data_parallel", compile="aot_eager").dataset_strategy("full_batch")
+            if level is not None:
+                model.hsdp(threshold=0, optimizer_level=level)
+            got = trained(model, net, model.no_sync)
+            assert max(abs(a - b) for a, b in zip(got, expected)) < 1e-10, (got, expected)
+            assert net.unused.weight.grad is None
+        finally:
+            collectives.dist.get_backend = exchanges
+
+    return scenario
+
+
+LEVELS = {"none": None, "level1": "level1", "level3": "level3"}
+
+
+def on_ranks(rank: int, world: int) -> dict[str, str | None]:
+    return run_scenarios(rank, world, {name: as_one_device(level) for name, level in LEVELS.items()})
+
+
+@pytest.fixture(scope="module")
+def processes() -> list[dict[str, str | None]]:
+    torch.compile(torch.relu, backend="aot_eager")(torch.ones(1))  # its imports: once here, and not in every rank
+    return run_ranks(on_ranks, 2)
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_as_one_device(processes: list[dict[str, str | None]], name: str) -> None:
+    for rank, result in enumerate(processes):
+        assert result[name] is None, f"rank {rank}:\n{result[name]}"
+
+
+# -- settings
+
+
+def test_settings_of_the_compiler() -> None:
+    assert Compilation.of(False) is None and Compilation.of(True) == Compilation()
+    best = Compilation.of({"mode": "max-autotune"})
+    assert best is not None and best.arguments() == {"backend": "inductor", "dynamic": False, "mode": "max-autotune"}
+    told = Compilation.of({"options": {"max_autotune": True}})
+    assert told is not None and told.arguments()["options"] == {"max_autotune": True}
+    model = sw.AutoParallel(nn.Linear(2, 2), compile={"mode": "max-autotune"})
+    assert model._running.compiled == best and "max-autotune" in repr(model._running)
+    for wrong, said in (
+        ({"mode": "fastest"}, "unknown mode 'fastest'"),
+        ({"speed": 1}, "unknown 'speed'"),
+        ({"options": {"max_autotun": True}}, "max_autotun"),
+        ({"mode": "max-autotune", "options": {"max_autotune": True}}, "mode='max-autotune' and options"),
+        ({"backend": "aot_eager", "mode": "max-autotune"}, "for the backend 'aot_eager'"),
+        ("inductr", "unknown backend 'inductr'"),
+        (3, "compile=3"),
+    ):
+        with pytest.raises(sw.SettingError, match=said.replace("(", r"\(")):
+            sw.AutoParallel(nn.Linear(2, 2), compile=wrong)
