@@ -24,7 +24,8 @@ from torch import Tensor
 
 from shardwright.layout import Digit, Layout
 from shardwright.redistribution import Redistribution, redistribution
-from shardwright.runtime.distributed.collectives import ProcessGroups, bind_all
+from shardwright.runtime.distributed.collectives import bind_all
+from shardwright.runtime.distributed.process_groups import ProcessGroups
 
 WORLD, GROUPS = 8, (8, 4, 2)
 KIBIBYTES = (4, 64, 512, 4096, 16384)

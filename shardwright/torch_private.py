@@ -34,12 +34,13 @@ __all__ = [
     "CHECKPOINT_LOGGER", "COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS", "GradientHooks",
     "HooksOfAllModules", "ModuleHooks", "OpOverload", "OpOverloadPacket", "attributes_unchecked",
     "backward_can_start_at_functions", "buffer_table", "code_written_late", "computation", "default_store", "demand",
-    "environment_of", "foreach_edits", "formula_of", "fused_optimizers", "gradient_hooks", "group_timeout",
-    "holds_at", "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint", "is_compiled", "is_view",
-    "layouts_unrecorded", "local_tensor", "module_table", "move_gradient_hooks", "number_at", "number_of_groups",
-    "operators", "overload_name", "overload_of", "parameter_table", "recurrent_states", "recurrent_weights",
-    "register_node", "schedule_without_transfers", "schema_of", "sizes_reckoned_once", "spec_of", "stack_lines",
-    "storage_id", "torch_function", "use_foreach", "version_of", "vmap_function", "without_cudnn", "worker_processes",
+    "environment_of", "foreach_edits", "formula_of", "fused_optimizers", "gather_flat", "gradient_hooks",
+    "group_timeout", "holds_at", "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint", "is_compiled",
+    "is_view", "layouts_unrecorded", "local_tensor", "module_table", "move_gradient_hooks", "number_at",
+    "number_of_groups", "operators", "overload_name", "overload_of", "parameter_table", "recurrent_states",
+    "recurrent_weights", "register_node", "scatter_flat", "schedule_without_transfers", "schema_of",
+    "sizes_reckoned_once", "spec_of", "stack_lines", "storage_id", "torch_function", "use_foreach", "version_of",
+    "vmap_function", "without_cudnn", "worker_processes",
 ]
 # fmt: on
 
@@ -55,11 +56,8 @@ _NAMES = {
     "StorageInfo": ("torch.distributed.checkpoint.filesystem._StorageInfo", "checkpoints for torch's own loader"),
     "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", "seeing what operators dispatch to"),
     "assert_async": ("torch._assert_async", "checking indices of a tensor"),
-    "at_backward_end": (
-        "torch.autograd.Variable._execution_engine.queue_callback",
-        "summing gradients during the backward",
-    ),
-    "backward_number": ("torch._C._current_graph_task_id", "summing gradients during the backward"),
+    "at_backward_end": ("torch.autograd.Variable._execution_engine.queue_callback", "sums of gradients"),
+    "backward_number": ("torch._C._current_graph_task_id", "sums of gradients"),
     "disable_current_modes": ("torch.utils._python_dispatch._disable_current_modes", "autograd.Function in a model"),
     "foreach_norm": ("torch._foreach_norm", "clip_grad_norm_"),
     "functional_all_gather": ("torch.ops._c10d_functional.all_gather_into_tensor", "collectives in processes"),
@@ -71,18 +69,9 @@ _NAMES = {
     "mark_static_address": ("torch._dynamo.mark_static_address", "CUDA graphs of compiled programs"),
     "make_fx": ("torch.fx.experimental.proxy_tensor.make_fx", "torch.vmap in a model"),
     "pytree": ("torch.utils._pytree", "inputs and outputs in tuples, lists and dicts"),
-    "stage_backward_input": (
-        "torch.distributed.pipelining._backward.stage_backward_input",
-        "pipelines that split the backward",
-    ),
-    "stage_backward_weight": (
-        "torch.distributed.pipelining._backward.stage_backward_weight",
-        "pipelines that split the backward",
-    ),
-    "top_saved_tensors_hooks": (
-        "torch._C._autograd._top_saved_tensors_default_hooks",
-        "recomputing inside saved-tensor hooks",
-    ),
+    "stage_backward_input": ("torch.distributed.pipelining._backward.stage_backward_input", "split backwards"),
+    "stage_backward_weight": ("torch.distributed.pipelining._backward.stage_backward_weight", "split backwards"),
+    "top_saved_tensors_hooks": ("torch._C._autograd._top_saved_tensors_default_hooks", "recomputation inside hooks"),
 }
 
 #: Types of ``torch.ops.aten.add.Tensor`` and of ``torch.ops.aten.add``; their names are private, the types are not.
@@ -615,6 +604,16 @@ def group_timeout(device: torch.device | str) -> timedelta | None:
         return world._get_backend(torch.device(device)).options._timeout
     except (AttributeError, RuntimeError):
         return None
+
+
+def gather_flat(group: Any, out: Tensor, x: Tensor) -> Any:
+    """A process group's own all-gather of a flat tensor, as work. Torch 2.13 has given it a public name."""
+    return (getattr(group, "all_gather_single", None) or group._allgather_base)(out, x)
+
+
+def scatter_flat(group: Any, out: Tensor, x: Tensor, options: Any) -> Any:
+    """A process group's own reduce-scatter of a flat tensor, as work."""
+    return (getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base)(out, x, options)
 
 
 def number_of_groups() -> int:

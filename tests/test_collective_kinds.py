@@ -16,7 +16,8 @@ from shardwright.errors import SettingError
 from shardwright.layout import Digit, Layout
 from shardwright.redistribution import CollectiveKind, Placement, redistribution, transpose
 from shardwright.runtime.distributed import collectives
-from shardwright.runtime.distributed.collectives import ProcessGroups, bind
+from shardwright.runtime.distributed.collectives import bind
+from shardwright.runtime.distributed.process_groups import ProcessGroups
 from shardwright.runtime.local import shards
 
 WORLD = 4

@@ -25,7 +25,7 @@ from ..partition.partitioner import between
 from ..pipeline.pipeline_plan import PipelinePlan, Transfer
 from ..pipeline.schedules import Schedule
 from ..redistribution import CollectiveKind
-from ..runtime.distributed.collectives import Group, ProcessGroups
+from ..runtime.distributed.process_groups import Group, ProcessGroups
 from ..torch_private import FakeStore, TorchDispatchMode, pytree
 from .drawn_values import DrawnValues
 

@@ -22,10 +22,10 @@ from ..redistribution import digits_value
 from ..torch_private import number_of_groups
 from .compilation import Compilation
 from .distributed.buckets import GradientSums
-from .distributed.collectives import ProcessGroups
 from .distributed.gradient_fusion import Accumulation, Fusion
 from .distributed.gradients import of_stage
 from .distributed.parameters import ParameterPlacement, ShardedState
+from .distributed.process_groups import ProcessGroups
 from .distributed.rank_executor import RankExecutor
 from .lower import Lowered, lower
 from .optimizer_guard import set_empty_aside

@@ -2,7 +2,8 @@
 
 rank_executor        the program on one rank
 compiled_parts       parts of a program that only a compiled program has
-collectives          process groups, and the steps of a redistribution as collectives
+process_groups       the ranks that differ from this one in some digits alone
+collectives          the steps of a redistribution as collectives
 shared_memory        collectives of the ranks of one host, through memory that they share
 parameters, dtensors          parameters: DTensors outside, plain tensors inside
 gradients, buckets            gradients: DTensors of the parameters, summed in buckets

@@ -39,10 +39,11 @@ from ...redistribution import Redistribution, digits_value, redistribution
 from ...redistribution.redistribution_search import refine
 from ...torch_private import at_backward_end, backward_number, local_tensor, spec_of
 from . import collectives as transport
-from .collectives import ProcessGroups, Rider, bind_all, reduced, rings
+from .collectives import bind_all, reduced, rings
 from .dtensors import beginning, leaf_of
 from .gradient_fusion import Accumulation, Due, Fusion
 from .gradients import Unsummed, hand_over, keep_unsummed, take_unsummed, unsummed_over
+from .process_groups import ProcessGroups, Rider
 from .watchdog import WaitPoint, waiting
 
 __all__ = ["GradientSums", "Scatter", "SumInTurns"]

@@ -32,7 +32,8 @@ from ...errors import SettingError
 from ...layout import Digit, Layout
 from ...process import Runtime
 from ...redistribution import CollectiveKind, Placement, Redistribution, redistribution
-from .collectives import ProcessGroups, bind_all
+from .collectives import bind_all
+from .process_groups import ProcessGroups
 
 __all__ = ["Timing", "calibrate", "fit", "levels_of"]
 

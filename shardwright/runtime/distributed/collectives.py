@@ -10,12 +10,9 @@
     an all-to-all and an all-gather     every rank is sent at once the pieces that the ranks of the all-gather would
                                         have passed on
 
-2. Process groups (`ProcessGroups`, `Group`): the ranks that differ from this one in some digits alone. `Scratch` is
-   memory that several sums use one after the other.
+2. Transport. All functions take and return flat tensors, except an all-reduce, which keeps the shape.
 
-3. Transport. All functions take and return flat tensors, except an all-reduce, which keeps the shape.
-
-    NCCL, HCCL, MPI     the functional collectives, which torch.compile traces
+    NCCL, HCCL, MPI     the process group's own methods; in programs that torch.compile traces, functional collectives
     one host on Gloo    shared memory (`shared_memory`)
     other on Gloo       all-to-alls: groups of several hosts, programs that torch.compile has traced, hosts without
                         such memory
@@ -33,17 +30,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...layout import Digits, digits_size, group_of, groups, merge
-from ...process import TORCH_WAITS, current
+from ...layout import Digits, group_of
 from ...redistribution import CollectiveKind, Geometry, Redistribution, RedistributionStep, digits_value
 from ...torch_private import (
     functional_all_gather,
@@ -51,16 +47,14 @@ from ...torch_private import (
     functional_all_to_all,
     functional_reduce_scatter,
     functional_wait,
+    gather_flat,
+    scatter_flat,
 )
 from ..local.shards import reduce_terms
-from .shared_memory import SameHost, sharing
+from .process_groups import Group, ProcessGroups
 
 __all__ = [
     "Bound",
-    "Group",
-    "ProcessGroups",
-    "Rider",
-    "Scratch",
     "all_reduce",
     "bind",
     "bind_all",
@@ -215,135 +209,6 @@ def _runs(sizes: Sequence[int], shape: Sequence[int]) -> list[list[int]]:
     return out
 
 
-# -- memory that several sums use one after the other
-
-
-class Scratch:
-    """Memory into which ranks receive. Memory that is freed and allocated anew in each step costs its pages, and
-    consecutive sums can share it; so the largest tensor requested is kept for the next sum."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-
-    def take(self, numel: int, like: Tensor) -> Tensor:
-        """A flat, uninitialised tensor of at least `numel` elements, of the dtype and device of `like`."""
-        for k, held in enumerate(self._free):
-            if held.dtype == like.dtype and held.device == like.device:
-                del self._free[k]
-                if held.numel() >= numel:
-                    return held
-                del held  # freed before a larger one is allocated
-                break
-        return like.new_empty(numel)
-
-    def give(self, x: Tensor) -> None:
-        """Return a tensor of `take`. A tensor that an error has left in use is never returned."""
-        self._free.append(x)
-
-
-# -- process groups
-
-
-class ProcessGroups:
-    """The process groups of one rank, made at first use: all ranks must use the same ones in one order.
-
-    Args:
-        devices: the number of ranks that layouts refer to.
-        rank: this rank among them.
-        base: the world's rank of the first of them (a pipeline stage's, say).
-        timeout: of a collective on a group made here; None: the default group's.
-        exchanges: True where steps are made of all-to-alls; None: on Gloo.
-        share: True where ranks of one host then use shared memory; None: unless the environment has
-            SHARDWRIGHT_SHARED_MEMORY=0.
-
-    Attributes:
-        scratch: the memory that sums receive into.
-    """
-
-    def __init__(
-        self,
-        devices: int,
-        rank: int,
-        base: int = 0,
-        timeout: timedelta | None = None,
-        exchanges: bool | None = None,
-        share: bool | None = None,
-    ) -> None:
-        self.devices, self.rank, self.base, self.timeout = devices, rank, base, timeout
-        self.exchanges = dist.get_backend() == "gloo" if exchanges is None else exchanges
-        self.share = sharing() if share is None else share
-        self._groups: dict[Digits, Group] = {}
-        self.scratch = Scratch()
-
-    def of(self, digits: Digits) -> dist.ProcessGroup:
-        """The group of the ranks that differ from this one in `digits` alone."""
-        return self.seen(digits).group
-
-    def seen(self, digits: Digits) -> Group:
-        """The same group as a `Group`."""
-        key = merge(sorted(digits, key=lambda d: -d.stride))
-        if key not in self._groups:
-            made, size, position = self._make(key), digits_size(key), digits_value(key, self.rank)
-            host = None
-            if self.exchanges and size > 1:
-                wait = self.timeout or timedelta(seconds=current().timeout * TORCH_WAITS)
-                host = SameHost.of(made, size, position, wait, self.share)
-            self._groups[key] = Group(made, size, position, self.exchanges, host)
-        return self._groups[key]
-
-    def _make(self, digits: Digits) -> dist.ProcessGroup:
-        mine = tuple(self.base + r for r in group_of(self.rank, digits))
-        if len(mine) == dist.get_world_size():
-            return dist.group.WORLD
-        if dist.get_backend() != "mpi":
-            # Only the members meet: other pipeline stages do not take part.
-            return dist.new_group(mine, timeout=self.timeout, use_local_synchronization=True)
-        # With MPI the whole world makes every group.
-        made = {
-            ranks: dist.new_group(tuple(self.base + r for r in ranks), timeout=self.timeout)
-            for ranks in groups(self.devices, digits)
-        }
-        return made[group_of(self.rank, digits)]
-
-
-class Group:
-    """A process group from the position of one of its ranks.
-
-    Attributes:
-        size: the number of ranks.
-        position: of this rank among them.
-        exchanges: True where steps are made of all-to-alls.
-        host: the collectives through shared memory, where all ranks are on one host; else None.
-        name: of the group, for functional collectives.
-        riders: sums that wait for an exchange of the group to travel with.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup, size: int, position: int, exchanges: bool, host: SameHost | None = None
-    ) -> None:
-        self.group, self.size, self.position, self.exchanges, self.host = group, size, position, exchanges, host
-        self.name = group.group_name
-        self.riders: list[Rider] = []
-
-    def through_memory(self, x: Tensor) -> SameHost | None:
-        """The collectives through shared memory, where they can take `x`; else None."""
-        return self.host if x.is_cpu and not torch.compiler.is_compiling() else None
-
-
-class Rider:
-    """A tensor to be summed that travels with the next all-gather of its group.
-
-    Attributes:
-        x: this rank's term.
-        terms: the terms of all ranks, stacked, once they have come.
-    """
-
-    __slots__ = ("terms", "x")
-
-    def __init__(self, x: Tensor) -> None:
-        self.x, self.terms = x, None
-
-
 # -- transport
 
 # Bytes from which two ranks on Gloo swap their tensors, instead of exchanging two pieces each, one of them with
@@ -388,11 +253,53 @@ def summed(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     return run(x.to(_WIDER.get(x.dtype, torch.float32))).to(x.dtype)
 
 
-# The functional collectives here are those that torch.distributed's public ones call. The public ones take no group
-# by name; names, unlike groups, are constants to torch.compile.
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def _options(kind: Any) -> dict[str, Any]:
+    """Reduction -> the options of a process group's method."""
+    out = {}
+    for name, reduction in _REDUCTIONS.items():
+        out[name] = kind()
+        out[name].reduceOp = reduction
+    return out
+
+
+_REDUCES, _SCATTERS = _options(dist.AllreduceOptions), _options(dist.ReduceScatterOptions)
+
+# A process group's own methods take a third of the host's time of the functional collectives, which torch.compile
+# traces. The functional collectives here are those that torch.distributed's public ones call. The public ones take no
+# group by name; names, unlike groups, are constants to torch.compile.
 
 # torch 2.13 has renamed this function, and warns of the older name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _library_gather(group: Group, x: Tensor) -> Tensor:
+    """A library's all-gather: flat -> the tensors of all ranks, one after the other."""
+    if torch.compiler.is_compiling():
+        return functional_wait(functional_all_gather(x, group.size, group.name))
+    out = x.new_empty(group.size * len(x))
+    gather_flat(group.group, out, x).wait()
+    return out
+
+
+def _library_scatter(group: Group, x: Tensor, reduction: str) -> Tensor:
+    """A library's reduce-scatter: flat pieces -> this rank's piece, reduced."""
+    if torch.compiler.is_compiling():
+        return functional_wait(functional_reduce_scatter(x, reduction, group.size, group.name))
+    out = x.new_empty((len(x) // group.size, *x.shape[1:]))
+    scatter_flat(group.group, out, x, _SCATTERS[reduction]).wait()
+    return out
+
+
+def _library_reduce(group: Group, x: Tensor, reduction: str) -> Tensor:
+    """A library's all-reduce: the shape stays."""
+    if torch.compiler.is_compiling():
+        return functional_wait(functional_all_reduce(x, reduction, group.name))
+    out = x.clone(memory_format=torch.contiguous_format)
+    group.group.allreduce([out], _REDUCES[reduction]).wait()
+    return out
 
 
 def exchange(group: Group, x: Tensor, sends: Sequence[int] = (), receives: Sequence[int] = ()) -> Tensor:
@@ -408,7 +315,7 @@ def exchange(group: Group, x: Tensor, sends: Sequence[int] = (), receives: Seque
     if x.dtype not in _PLAIN:
         many = x.element_size() // _PARTS.get(x.dtype, torch.uint8).itemsize
         return moved(x, lambda y: exchange(group, y, [many * n for n in sends], [many * n for n in receives]))
-    if group.exchanges and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         # The group's own method, private too: half the latency of the functional one, and seven eighths of that where
         # no numbers of elements are given.
         received = x.new_empty(sum(receives)) if receives else torch.empty_like(x)
@@ -458,7 +365,7 @@ def gather(group: Group) -> Callable[[Tensor], Tensor]:
             return torch.cat((other, x) if position else (x, other))
         if exchanges and n * size <= GATHERED_COPIES:
             return exchange(group, torch.cat((x,) * n))  # a quarter of the time of `repeat`
-        return moved(x, lambda y: functional_wait(functional_all_gather(y, n, group.name)))
+        return moved(x, lambda y: _library_gather(group, y))
 
     return run
 
@@ -471,7 +378,7 @@ def reduce_scatter(group: Group, reduction: str) -> Callable[[Tensor], Tensor]:
         if (host := group.through_memory(x)) is not None:
             return host.reduce_scatter(x, reduction)
         if not exchanges:
-            return summed(x, lambda y: functional_wait(functional_reduce_scatter(y, reduction, n, group.name)))
+            return summed(x, lambda y: _library_scatter(group, y, reduction))
         x = x.view(n, -1)
         if n == 2 and x.nbytes >= 2 * SWAPPED:
             return _both(_swap(group, x[1 - position]), x[position], reduction)
@@ -505,7 +412,7 @@ def _both(received: Tensor, x: Tensor, reduction: str) -> Tensor:
 def all_reduce(group: Group, reduction: str) -> Callable[[Tensor], Tensor]:
     n, exchanges = group.size, group.exchanges
     if not exchanges:
-        return lambda x: summed(x, lambda y: functional_wait(functional_all_reduce(y, reduction, group.name)))
+        return lambda x: summed(x, lambda y: _library_reduce(group, y, reduction))
     gathered, scattered = gather(group), reduce_scatter(group, reduction)
 
     def run(x: Tensor) -> Tensor:
@@ -518,7 +425,7 @@ def all_reduce(group: Group, reduction: str) -> Callable[[Tensor], Tensor]:
         if n * size <= GATHERED_TERMS:
             return reduced(gathered(x).view(n, *shape), reduction)
         if rings(n, x):
-            return functional_wait(functional_all_reduce(x, reduction, group.name)).view(shape)
+            return _library_reduce(group, x, reduction).view(shape)
         short = -len(x) % n
         whole = torch.cat((x, x.new_zeros(short))) if short else x
         return gathered(scattered(whole))[: len(x)].view(shape)

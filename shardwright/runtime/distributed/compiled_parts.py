@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ...torch_private import CHECKPOINT_LOGGER, functional_all_reduce, functional_wait
-from .collectives import Group
+from .process_groups import Group
 
 __all__ = ["BoundSum", "SumsEnd", "gathered_again"]
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ...capture.annotations import whole_shape
 from ...layout import Digit, Layout
 from ...partition.uneven import true_slice
-from .collectives import ProcessGroups
+from .process_groups import ProcessGroups
 
 __all__ = [
     "beginning",

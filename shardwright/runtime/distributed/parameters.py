@@ -23,10 +23,10 @@ from ...layout import Layout
 from ..deferred_init import materialize, substitute
 from ..optimizer_guard import replace_noted, step_through
 from .buckets import GradientSums
-from .collectives import ProcessGroups
 from .dtensors import layout_of, slice_in_buffer, to_dtensor
 from .local_steps import stand_in
 from .parameter_hooks import carry_over, leaf_of_slice
+from .process_groups import ProcessGroups
 
 __all__ = ["ParameterPlacement", "ShardedState", "held_layouts"]
 

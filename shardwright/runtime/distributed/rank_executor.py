@@ -25,8 +25,9 @@ from ..local.operators import plain_function
 from ..lower import Lowered, cast, extreme, move, sum_of_gradient
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
 from .buckets import Scatter
-from .collectives import Bound, ProcessGroups, bind_all
+from .collectives import Bound, bind_all
 from .compiled_parts import BoundSum, SumsEnd, gathered_again
+from .process_groups import ProcessGroups
 from .watchdog import WaitPoint, noted
 
 __all__ = ["RankExecutor"]

@@ -15,7 +15,8 @@ from shardwright.layout import Digit, Layout
 from shardwright.redistribution import redistribution, through
 from shardwright.runtime.distributed import collectives as transport
 from shardwright.runtime.distributed.buckets import SumInTurns
-from shardwright.runtime.distributed.collectives import ProcessGroups, Scratch, _composed as composed, bind_all
+from shardwright.runtime.distributed.collectives import _composed as composed, bind_all
+from shardwright.runtime.distributed.process_groups import ProcessGroups, Scratch
 from shardwright.runtime.local.shards import convert_shards
 
 WORLD = 4

@@ -25,7 +25,7 @@ from shardwright.runtime.distributed import (
     shared_memory as same_host,
 )
 from shardwright.runtime.distributed.buckets import SumInTurns
-from shardwright.runtime.distributed.collectives import ProcessGroups
+from shardwright.runtime.distributed.process_groups import ProcessGroups
 from shardwright.runtime.distributed.shared_memory import SameHost
 from shardwright.runtime.local.shards import convert_shards
 

@@ -1,0 +1,148 @@
+"""Process groups of one rank: the ranks that differ from this one in some digits alone.
+
+`ProcessGroups` makes each group at its first use. `Scratch` is memory that several sums use one after the other; a
+`Rider` is a short sum that travels with the next all-gather of its group.
+
+Example: of 8 ranks in the layout [2@4, 4@1], rank 5 has the group of 4@1, ranks 4 to 7, and the group of 2@4, ranks 1
+and 5.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...layout import Digits, digits_size, group_of, groups, merge
+from ...process import TORCH_WAITS, current
+from ...redistribution import digits_value
+from .shared_memory import SameHost, sharing
+
+__all__ = ["Group", "ProcessGroups", "Rider", "Scratch"]
+
+
+class Scratch:
+    """Memory into which ranks receive. Memory that is freed and allocated anew in each step costs its pages, and
+    consecutive sums can share it; so the largest tensor requested is kept for the next sum."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, numel: int, like: Tensor) -> Tensor:
+        """A flat, uninitialised tensor of at least `numel` elements, of the dtype and device of `like`."""
+        for k, held in enumerate(self._free):
+            if held.dtype == like.dtype and held.device == like.device:
+                del self._free[k]
+                if held.numel() >= numel:
+                    return held
+                del held  # freed before a larger one is allocated
+                break
+        return like.new_empty(numel)
+
+    def give(self, x: Tensor) -> None:
+        """Return a tensor of `take`. A tensor that an error has left in use is never returned."""
+        self._free.append(x)
+
+
+class ProcessGroups:
+    """The process groups of one rank, made at first use: all ranks must use the same ones in one order.
+
+    Args:
+        devices: the number of ranks that layouts refer to.
+        rank: this rank among them.
+        base: the world's rank of the first of them (a pipeline stage's, say).
+        timeout: of a collective on a group made here; None: the default group's.
+        exchanges: True where steps are made of all-to-alls; None: on Gloo.
+        share: True where ranks of one host then use shared memory; None: unless the environment has
+            SHARDWRIGHT_SHARED_MEMORY=0.
+
+    Attributes:
+        scratch: the memory that sums receive into.
+    """
+
+    def __init__(
+        self,
+        devices: int,
+        rank: int,
+        base: int = 0,
+        timeout: timedelta | None = None,
+        exchanges: bool | None = None,
+        share: bool | None = None,
+    ) -> None:
+        self.devices, self.rank, self.base, self.timeout = devices, rank, base, timeout
+        self.exchanges = dist.get_backend() == "gloo" if exchanges is None else exchanges
+        self.share = sharing() if share is None else share
+        self._groups: dict[Digits, Group] = {}
+        self.scratch = Scratch()
+
+    def of(self, digits: Digits) -> dist.ProcessGroup:
+        """The group of the ranks that differ from this one in `digits` alone."""
+        return self.seen(digits).group
+
+    def seen(self, digits: Digits) -> Group:
+        """The same group as a `Group`."""
+        key = merge(sorted(digits, key=lambda d: -d.stride))
+        if key not in self._groups:
+            made, size, position = self._make(key), digits_size(key), digits_value(key, self.rank)
+            host = None
+            if self.exchanges and size > 1:
+                wait = self.timeout or timedelta(seconds=current().timeout * TORCH_WAITS)
+                host = SameHost.of(made, size, position, wait, self.share)
+            self._groups[key] = Group(made, size, position, self.exchanges, host)
+        return self._groups[key]
+
+    def _make(self, digits: Digits) -> dist.ProcessGroup:
+        mine = tuple(self.base + r for r in group_of(self.rank, digits))
+        if len(mine) == dist.get_world_size():
+            world = dist.group.WORLD
+            assert world is not None  # `current` has joined it
+            return world
+        if dist.get_backend() != "mpi":
+            # Only the members meet: other pipeline stages do not take part.
+            return dist.new_group(mine, timeout=self.timeout, use_local_synchronization=True)
+        # With MPI the whole world makes every group.
+        made = {
+            ranks: dist.new_group(tuple(self.base + r for r in ranks), timeout=self.timeout)
+            for ranks in groups(self.devices, digits)
+        }
+        return made[group_of(self.rank, digits)]
+
+
+class Group:
+    """A process group from the position of one of its ranks.
+
+    Attributes:
+        size: the number of ranks.
+        position: of this rank among them.
+        exchanges: True where steps are made of all-to-alls.
+        host: the collectives through shared memory, where all ranks are on one host; else None.
+        name: of the group, for functional collectives.
+        riders: sums that wait for an exchange of the group to travel with.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, size: int, position: int, exchanges: bool, host: SameHost | None = None
+    ) -> None:
+        self.group, self.size, self.position, self.exchanges, self.host = group, size, position, exchanges, host
+        self.name = group.group_name
+        self.riders: list[Rider] = []
+
+    def through_memory(self, x: Tensor) -> SameHost | None:
+        """The collectives through shared memory, where they can take `x`; else None."""
+        return self.host if x.is_cpu and not torch.compiler.is_compiling() else None
+
+
+class Rider:
+    """A tensor to be summed that travels with the next all-gather of its group.
+
+    Attributes:
+        x: this rank's term.
+        terms: the terms of all ranks, stacked, once they have come.
+    """
+
+    __slots__ = ("terms", "x")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.terms = x, None
