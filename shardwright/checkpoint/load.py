@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..json_values import decode, dtype_name, dtype_named
+from ..runtime.deferred_init import filled_later
 from ..runtime.distributed.coordination import SingleRank, ranks_of_now
 from .checkpoint_folders import folder_of, steps_in
 from .manifest import MANIFEST, check_files
@@ -477,6 +478,7 @@ class _Loaded:
         if subject.waits:
             assert subject.wrapper is not None
             subject.wrapper._awaited[:] = [take]
+            filled_later(subject.wrapper, (subject.tensors[name] for name in self.filling.sources))
         else:
             take()
 

@@ -5,6 +5,11 @@
 2. `materialize` replays the tape in its order, from the random state at the begin of the tape, tensor by tensor. Each
    rank keeps its slice and frees the rest.
 3. The values are those of an ordinary construction on one device under the same seed, bit for bit.
+4. A tensor that a checkpoint will fill (`filled_later`) is not drawn. Where such tensors have all random numbers of the
+   tape, the tape's calls for the others alone are replayed, such as the table of a non-persistent buffer.
+
+torch's generator on the CPU has one sequence without a way to a place ahead in it, so that a slice of a random
+parameter cannot be drawn without all numbers before it.
 
 `put_in_place` and `substitute` exchange a model's parameters, also in the optimizers that were built before.
 """
@@ -15,7 +20,7 @@ import contextlib
 import gc
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,9 +37,9 @@ from ..device_modules import sum_type
 from ..errors import SettingError
 from ..torch_private import TorchDispatchMode, move_gradient_hooks, parameter_table, pytree, storage_id, version_of
 
-__all__ = ["beginnings", "materialize", "no_init_parameters", "put_in_place", "substitute"]
+__all__ = ["beginnings", "filled_later", "materialize", "no_init_parameters", "put_in_place", "substitute"]
 
-_TAPE, _VERSION = "_shardwright_tape", "_shardwright_version"
+_TAPE, _VERSION, _FILLED = "_shardwright_tape", "_shardwright_version", "_shardwright_filled"
 _IS_META = torch.Tensor.is_meta.__get__
 
 
@@ -161,6 +166,7 @@ def beginnings(module: nn.Module) -> dict[str, float | str]:
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  a second to import; processes alone use it
 
     out: dict[str, float | str] = {}
+    sums: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}  # one copy from each device
     for name, parameter in module.named_parameters():
         tape = getattr(parameter, _TAPE, None)
         if parameter.is_meta:
@@ -168,8 +174,22 @@ def beginnings(module: nn.Module) -> dict[str, float | str]:
             out[name] = hashlib.sha256(b"".join(s.numpy().tobytes() for s in states)).hexdigest()
         elif not isinstance(parameter, DTensor):
             values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
-            out[name] = values.sum(dtype=sum_type(values.device)).item()
+            total = values.sum(dtype=sum_type(values.device))
+            sums.setdefault((total.device, total.dtype), {})[name] = total
+            out[name] = 0.0  # the name's place in the order
+    for each in sums.values():
+        out.update(zip(each, torch.stack([*each.values()]).tolist()))
     return out
+
+
+def filled_later(module: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
+    """Note the parameters and buffers of a model whose values come from elsewhere right after they are made, and no
+    others: for those without memory nothing is computed."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        vars(tensor).pop(_FILLED, None)
+    for tensor in tensors:
+        if tensor.is_meta:
+            setattr(tensor, _FILLED, True)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -200,6 +220,7 @@ def materialize(
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         named.setdefault(id(tensor), (name, tensor))
     waiting: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    filled: set[int] = set()
     tapes: dict[int, _Tape] = {}
     for name, tensor in named.values():
         if tensor.is_meta:
@@ -214,7 +235,15 @@ def materialize(
             waiting.setdefault(_storage(tensor), []).append((name, tensor))
         elif real:
             _put(keep, name, tensor, tensor.detach())
-    late = {id(tensor) for entries in waiting.values() for _, tensor in entries}
+    for key in [
+        k for k, entries in waiting.items() if all(hasattr(t, _FILLED) and hasattr(t, _TAPE) for _, t in entries)
+    ]:
+        entries = waiting.pop(key)
+        filled.update(id(tensor) for _, tensor in entries)
+        flat = _unfilled(entries[0][1], device)
+        for name, tensor in entries:
+            _put(keep, name, tensor, torch.as_strided(flat, tensor.shape, tensor.stride(), tensor.storage_offset()))
+    late = filled | {id(tensor) for entries in waiting.values() for _, tensor in entries}
     for tape in tapes.values():
         _replay(tape, waiting, keep, torch.device(device))
     if waiting:
@@ -236,8 +265,10 @@ def _replay(
     keep: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None],
     device: torch.device,
 ) -> None:
+    replayed = _needed(tape, waiting)
     last: dict[int, int] = {}
-    for i, (_, args, kwargs, result) in enumerate(tape.calls):
+    for i in replayed:
+        _, args, kwargs, result = tape.calls[i]
         for x in pytree.tree_leaves((args, kwargs, result)):
             if isinstance(x, _Meta):
                 last[x.key] = i
@@ -250,7 +281,8 @@ def _replay(
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.set_rng_state(tape.state)
-        for i, (function, args, kwargs, result) in enumerate(tape.calls):
+        for i in replayed:
+            function, args, kwargs, result = tape.calls[i]
             if i in tape.reseeded:
                 torch.set_rng_state(tape.reseeded[i])
             got = function(*pytree.tree_map(of, args), **pytree.tree_map(of, kwargs))
@@ -262,6 +294,28 @@ def _replay(
                 for name, tensor in waiting.pop(key, ()):
                     whole = torch.as_strided(flat, tensor.shape, tensor.stride(), tensor.storage_offset())
                     _put(keep, name, tensor, whole.to(device))
+
+
+def _unfilled(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A flat tensor for the storage of a meta tensor. Its memory is not touched, so that it takes none on the host."""
+    return torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=tensor.dtype, device=device)
+
+
+def _needed(tape: _Tape, waiting: Collection[int]) -> Sequence[int]:
+    """The calls to be replayed for the values of some storages: those that touch the storages, directly or through
+    others. Where one of them draws random numbers, all calls before it are replayed too."""
+    wanted, found, draws = set(waiting), [], -1
+    for i in reversed(range(len(tape.calls))):
+        function, *rest = tape.calls[i]
+        keys = {x.key for x in pytree.tree_leaves(rest) if isinstance(x, _Meta)}
+        if not wanted.isdisjoint(keys):
+            wanted |= keys
+            found.append(i)
+            random = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
+            random = random or getattr(function, "__module__", "") == nn.init.__name__
+            if draws < 0 and random:
+                draws = i
+    return [*range(draws + 1), *(i for i in reversed(found) if i > draws)]
 
 
 def _put(keep: Callable, name: str, tensor: torch.Tensor, whole: torch.Tensor) -> None:
@@ -282,7 +336,7 @@ def put_in_place(old: torch.Tensor, new: torch.Tensor) -> None:
         return
     wrapped = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
     # Keep the attributes that users have set.
-    vars(wrapped).update((k, v) for k, v in vars(old).items() if k not in (_TAPE, _VERSION))
+    vars(wrapped).update((k, v) for k, v in vars(old).items() if k not in (_TAPE, _VERSION, _FILLED))
     try:
         torch.utils.swap_tensors(old, wrapped)
     except RuntimeError:

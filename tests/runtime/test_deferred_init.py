@@ -13,8 +13,10 @@ from one_device import parallel
 from small_networks import draw, labels
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
+from shardwright.runtime import deferred_init
 from shardwright.runtime.deferred_init import put_in_place
 
 
@@ -256,3 +258,85 @@ def test_a_tensor_with_values_and_a_weak_reference_takes_others() -> None:
     watched = weakref.ref(old)
     put_in_place(old, new)
     assert watched() is old and torch.equal(old, torch.ones(3))
+
+
+# -- values that come from elsewhere
+
+
+class Tables(nn.Module):
+    """Random weights, a random buffer among them, and tables that no checkpoint has."""
+
+    def __init__(self, noisy: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        nn.init.trunc_normal_(self.first.weight)
+        self.register_buffer("table", torch.arange(8).float() * self.first.in_features, persistent=False)
+        self.register_buffer("noise", torch.rand(8) if noisy else torch.ones(8), persistent=False)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x) + self.table + self.noise)
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_what_a_checkpoint_fills_is_not_drawn(noisy: bool, tmp_path, monkeypatch) -> None:
+    x = torch.randn(4, 8)
+    saved, _ = built(lambda: Tables(noisy))
+    first = parallel(saved, devices=2)
+    expected = first(x)
+    sw.save_checkpoint(first, path=tmp_path, step=1)
+    net, _ = built(lambda: Tables(noisy))
+    model = parallel(net, devices=2)
+    sw.load_checkpoint(model, path=tmp_path)
+    plain, random = deferred_init._replay, []
+
+    def replay(tape, waiting, keep, device):
+        calls = [tape.calls[i][0] for i in deferred_init._needed(tape, waiting)]
+        random.extend(c for c in calls if torch.Tag.nondeterministic_seeded in getattr(c, "tags", ()))
+        assert noisy or 0 < len(calls) < 6 < len(tape.calls)
+        plain(tape, waiting, keep, device)
+
+    monkeypatch.setattr(deferred_init, "_replay", replay)
+    state = torch.get_rng_state()
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert bool(random) is noisy
+    assert_bit_equal(net, saved)
+    assert torch.equal(net.table, saved.table) and torch.equal(net.noise, saved.noise)
+
+
+def test_a_load_that_fails_leaves_no_program_without_values(tmp_path) -> None:
+    saved, _ = built(lambda: Tables(False))
+    first = parallel(saved, devices=2)
+    x = torch.randn(4, 8)
+    expected = first(x)
+    sw.save_checkpoint(first, path=tmp_path, step=1)
+    net, _ = built(lambda: Tables(False))
+    model = parallel(net, devices=2)
+    sw.load_checkpoint(model, path=tmp_path)
+    (take,) = model._awaited
+
+    def broken() -> None:
+        raise OSError("the disk is gone")
+
+    model._awaited[:] = [broken]
+    with pytest.raises(OSError, match="gone"):
+        model(x)
+    model._awaited[:] = [take]
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+
+
+def test_fingerprints_are_copied_from_a_device_at_once() -> None:
+    class Copies(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += function is torch.ops.aten._local_scalar_dense.default
+            return function(*args, **(kwargs or {}))
+
+    net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)]).requires_grad_(False)
+    with Copies() as copies:
+        found = deferred_init.beginnings(net)
+    assert copies.count == 0
+    assert found == {n: p.double().sum().item() for n, p in net.named_parameters()}
+    assert list(found) == [n for n, _ in net.named_parameters()]
