@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device_modules import sum_type
 from ..errors import ShardwrightError
 from ..graph import SEED, Graph, Op, Value, map_values
 from ..layout import Layout
@@ -34,11 +35,17 @@ from .verify_report import FirstDifference, Worst
 __all__ = ["Comparison", "Reference", "call", "difference", "largest", "worst"]
 
 
+def _wide(x: Tensor) -> Tensor:
+    """A tensor in float64, on the host where its device has no such numbers; a complex one as it is."""
+    x = x.detach() if sum_type(x.device) == torch.float64 else x.detach().cpu()
+    return x if x.is_complex() else x.double()
+
+
 def largest(x: Tensor) -> float:
     """The largest finite magnitude in a tensor; 0 where there is none."""
     if x.numel() == 0:
         return 0.0
-    size = x.detach().abs() if x.is_complex() else x.detach().double().abs()  # bools have no abs
+    size = _wide(x).abs()  # bools have no abs
     return size.double().nan_to_num(0.0, 0.0, 0.0).max().item()
 
 
@@ -52,7 +59,7 @@ def difference(reference: Tensor, other: Tensor, floor: float = 0.0) -> float:
         return math.inf
     if reference.numel() == 0:
         return 0.0
-    a, b = (x.detach() if x.is_complex() else x.detach().double() for x in (reference, other))
+    a, b = _wide(reference), _wide(other)
     same = (a == b) | (a.isnan() & b.isnan())
     apart = (a - b).abs().masked_fill(same, 0.0).max().item()
     if apart == 0.0 or not math.isfinite(apart):
