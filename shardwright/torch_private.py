@@ -82,9 +82,7 @@ MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers
 
 #: The package of ``torch.compile``.
 COMPILER = "torch._dynamo"
-
-#: The logger that warns, for each checkpoint with a context in a compiled program, of operators in place.
-CHECKPOINT_LOGGER = "torch._higher_order_ops.wrap"
+CHECKPOINT_LOGGER = "torch._higher_order_ops.wrap"  # warns of operators in place in a compiled checkpoint
 
 #: Loggers, below ``torch.``, that export fills beside the error that it raises.
 NOISY_LOGGERS = ("fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")

@@ -287,7 +287,7 @@ class RankExecutor:
             else:
                 env[node] = graph.node_copy(node, env.__getitem__)
                 if node.op == "call_function":
-                    env[node].target = targets[node] = plain_function(node)
+                    env[node].target = targets[node] = plain_function(node, bool(compiled))
             if node in regions.savers:
                 plain, name = env[node], f"saving_{len(module_table(root))}"
                 root.add_module(name, BoundSaver(regions.savers[node], targets[node]))

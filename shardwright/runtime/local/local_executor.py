@@ -429,7 +429,7 @@ class SingleDeviceExecutor:
                 continue
             env[node] = graph.node_copy(node, env.__getitem__)
             if node.op == "call_function":
-                env[node].target = plain_function(node)
+                env[node].target = plain_function(node, bool(compiled))
         self.module = torch.fx.GraphModule(torch.nn.Module(), graph)
         self._run = compiled.compiled(self.module) if compiled else self.module.forward
 

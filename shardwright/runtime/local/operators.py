@@ -41,6 +41,7 @@ from ...rules import Bound, Rule, bound_rule, find_rule
 from ...rules.counter_rng import PLAIN
 from ...rules.loss import SUM
 from ...rules.registry import POINTWISE
+from ...rules.traced_mask import TRACED
 from ...torch_private import OpOverload, overload_name, pytree, schema_of, torch_function
 from .products import product
 from .shards import Axes, RankShape, check_replicas, union
@@ -564,16 +565,17 @@ class SameOnAllRanks(torch.autograd.Function):
         return gradient.reshape((*ctx.held, *gradient.shape[len(ctx.out) :])), None, None, None, None
 
 
-def plain_function(node: torch.fx.Node) -> Any:
+def plain_function(node: torch.fx.Node, compiled: bool = False) -> Any:
     """The function that a node calls, without the Python layer of its overload object: ``torch.relu`` for
     ``aten.relu.default``; ``torch.mm`` for a matmul of two matrices, to which it reduces; plain functions for this
     package's random operators.
 
     The function replaces the overload only where its name means this function in `torch` itself, because code that fx
     writes calls it by its name (``torch.broadcast_tensors`` takes its tensors one by one), and where its arguments
-    determine the overload. An overload object takes 6 µs a call longer.
+    determine the overload. An overload object takes 6 µs a call longer. In a compiled program masks are computed by
+    operators that the compiler sees through.
     """
-    target = PLAIN.get(node.target, node.target)
+    target = (TRACED.get(node.target) if compiled else None) or PLAIN.get(node.target, node.target)
     if target is torch.ops.aten.matmul.default and all(len(a.meta["instance"].value.shape) == 2 for a in node.args):
         return torch.mm
     if (

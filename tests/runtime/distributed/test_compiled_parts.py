@@ -17,6 +17,7 @@ from small_networks import D, draw
 from torch import Tensor, nn
 
 import shardwright as sw
+from shardwright.process import Runtime, playing
 from shardwright.runtime.compilation import Compilation
 
 BATCH, LENGTH, VOCABULARY = 16, 16, 64
@@ -212,6 +213,32 @@ def test_weights_are_gathered_again_in_the_backward(results: Any, model: str) ->
     output = next(n for n in graphs.forwards[0].nodes if n.op == "output")
     saved = {n for n in output.args[0] if isinstance(n, torch.fx.Node)}
     assert not [n for n in saved if "wait_tensor" in str(n.target) and n.meta["val"].dim()]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_compiler_sees_the_words_of_masks(results: Any, model: str) -> None:
+    graphs = results(model, "dropout")[0]
+    for graph in (graphs.forwards[0], graphs.backwards[0]):
+        assert "mask" not in kinds(graph)
+    assert "bitwise_xor" in kinds(graphs.forwards[0])
+
+
+def test_dropout_is_that_of_the_program_that_is_not_compiled() -> None:
+    losses = []
+    for compile in (False, "aot_eager"):
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.3), nn.Linear(32, 8))
+        model = sw.AutoParallel(net, nn.MSELoss(), compile=compile).dataset_strategy("full_batch")
+        losses.append([])
+        torch.manual_seed(4)  # the calls are counted from here
+        with playing(Runtime(False, 1, 0, torch.device("cpu"))):
+            for step in range(3):
+                x = draw(16, 8, seed=step).float()
+                loss = model(x, x)
+                loss.backward()
+                losses[-1].append((loss.item(), net[0].weight.grad.clone()))
+    for (a, g), (b, h) in zip(*losses):
+        assert abs(a - b) < 1e-6 and torch.allclose(g, h, atol=1e-6)
 
 
 # -- numbers, on two processes
