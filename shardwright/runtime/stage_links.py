@@ -31,15 +31,13 @@ from ..graph import Value
 from ..pipeline.messages import Exchange, Message, exchanges, pairs, sent_by
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
 from ..pipeline.schedules import Schedule
+from .distributed.collectives import carried
 from .distributed.watchdog import WaitPoint, waiting
 
 __all__ = ["BatchedStageLink", "ProcessStageLink", "link_of"]
 
 #: The number of receives from one rank that are posted at a time.
 AHEAD = 2
-
-#: The types that libraries of accelerators do not know: they travel as bytes.
-AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
 
 
 class _Posted(NamedTuple):
@@ -133,7 +131,7 @@ class ProcessStageLink:
             self._inside[message] = tensor
             return
         self._sent = [posted for posted in self._sent if not all(work.is_completed() for work in posted.works)]
-        self._out(message, tensor.contiguous())
+        self._out(message, tensor.resolve_conj().contiguous())
 
     def _out(self, message: Message, tensor: Tensor) -> None:
         assert message.transfer is not None
@@ -189,7 +187,7 @@ class ProcessStageLink:
         """An output of one stage, on the ranks of all stages."""
         if result is None:
             return self._taken(Message(None, index), self._teller(home, self.rank))
-        self._post_sends(result.contiguous(), self._told(home))
+        self._post_sends(result.resolve_conj().contiguous(), self._told(home))
         return result
 
     def _ahead(self, peer: int) -> None:
@@ -275,8 +273,8 @@ class BatchedStageLink(ProcessStageLink):
         group = self.groups[min(self.rank, peer), max(self.rank, peer)]
         return dist.batch_isend_irecv(
             [
-                *(dist.P2POp(dist.isend, _carried(x), peer, group) for x in sends),
-                *(dist.P2POp(dist.irecv, _carried(x), peer, group) for x in receives),
+                *(dist.P2POp(dist.isend, carried(x), peer, group) for x in sends),
+                *(dist.P2POp(dist.irecv, carried(x), peer, group) for x in receives),
             ]
         )
 
@@ -306,18 +304,13 @@ class BatchedStageLink(ProcessStageLink):
         return posted.tensor
 
     def _result(self, index: int, home: Stage, result: Tensor | None) -> Tensor:
-        result = self._room(Message(None, index)) if result is None else result.contiguous()
+        result = self._room(Message(None, index)) if result is None else result.resolve_conj().contiguous()
         column = next((ranks for ranks in self._columns() if self.rank in ranks), None)
         group = None if column is None else self.groups[column]
-        dist.broadcast(_carried(result), self._teller(home, self.rank), group=group)
+        dist.broadcast(carried(result), self._teller(home, self.rank), group=group)
         return result
 
 
 def _begun(work: dist.Work | None) -> dist.Work:
     assert work is not None  # None: this rank is not in the group
     return work
-
-
-def _carried(x: Tensor) -> Tensor:
-    """A contiguous tensor as a library takes it: the same memory."""
-    return x.view(-1).view(torch.uint8) if x.dtype in AS_BYTES else x

@@ -116,6 +116,20 @@ def groups_are_used_again(rank: int, world: int) -> None:
     assert len(made.connected) == 2  # the directions of one group
 
 
+def numbers_that_a_library_lacks(rank: int, world: int) -> None:
+    """Such numbers travel as their parts, or as bytes."""
+    with library("communicator"):
+        model = trained(rank, world, "1f1b", 2)
+        (link,) = {program.link for program in model._programs.values()}
+        given = torch.arange(6).view(2, 3)
+        for dtype in (torch.int16, torch.uint32, torch.complex64, torch.bfloat16, torch.bool):
+            for x in (given.to(dtype), given.to(dtype)[1, 2]):
+                room = torch.empty_like(x)
+                for work in link._issue(1 - rank, [x], [room]):
+                    work.wait()
+                assert torch.equal(room, x)
+
+
 # -- the model itself --------------------------------------------------------------------------------------------------
 
 
@@ -154,7 +168,12 @@ def test_no_schedule_hangs(world: int) -> None:
         for scheduler, order in product(SCHEDULES, ORDERS)
     }
     if world == 2:
-        for function in (neighbours_exchange_in_one_batch, waits_come_before_the_use, groups_are_used_again):
+        for function in (
+            neighbours_exchange_in_one_batch,
+            waits_come_before_the_use,
+            groups_are_used_again,
+            numbers_that_a_library_lacks,
+        ):
             scenarios[function.__name__] = function
     if world == 4:  # two stages of two ranks
         for scheduler, order in product(SCHEDULES, ORDERS):

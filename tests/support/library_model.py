@@ -31,6 +31,10 @@ from shardwright.torch_private import default_store
 #: Plain functions of torch, which the model stands before.
 SEND, RECEIVE, BATCH, BACKEND = dist.isend, dist.irecv, dist.batch_isend_irecv, dist.get_backend
 
+#: The dtypes that NCCL moves.
+KNOWN = {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
+KNOWN |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
 #: The tag of the message by which a receive says that it has begun.
 BEGUN = 1
 
@@ -105,6 +109,9 @@ class LibraryModel:
         return f"rank {self.rank}'s host waits for {what}, at {', '.join(lines) or 'a line of the test'}"
 
     def issue(self, operations: list[Operation]) -> Batch:
+        unknown = {op.tensor.dtype for op in operations} - KNOWN
+        if unknown:
+            raise TypeError(f"the library does not know {unknown}")
         batch = Batch(self, [op._replace(tensor=op.tensor.clone()) if op.kind == "send" else op for op in operations])
         self._connect(batch)
         if self.order == "device":

@@ -58,6 +58,7 @@ __all__ = [
     "all_reduce",
     "bind",
     "bind_all",
+    "carried",
     "exchange",
     "exchanged_and_gathered",
     "gather",
@@ -241,6 +242,11 @@ def moved(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     if x.dtype in _PLAIN:
         return run(x)
     return run(x.resolve_conj().view(_PARTS.get(x.dtype, torch.uint8))).view(x.dtype)
+
+
+def carried(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor on a dtype that libraries have; flat, where it has another one itself."""
+    return x if x.dtype in _PLAIN else x.view(-1).view(_PARTS.get(x.dtype, torch.uint8))
 
 
 def summed(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
