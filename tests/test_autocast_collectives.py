@@ -139,11 +139,44 @@ def test_the_plan_has_the_bytes_that_are_sent(name: str) -> None:
             assert sum(c.bytes for c in collectives if c.op == kind) == log.bytes(kind), (kind, log.sent)
 
 
-def test_sums_are_in_buckets_and_overlapped() -> None:
+class Product(torch.autograd.Function):
+    """A product with a transposed weight, as torchao's linear layer has one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.t() @ gradient
+
+
+sw.rule(Product, "m k, k n -> m n")
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.randn(128, 64)), nn.Parameter(torch.randn(32, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Product.apply(torch.relu(Product.apply(x, self.first.t())), self.last.permute(1, 0))
+
+
+@pytest.mark.parametrize("level", [None, "level1"])
+def test_gradients_are_summed_behind_a_transpose(level: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "turned", (Turned, ROWS, nn.MSELoss, False, level, "data_parallel"))
+    with rank_of_eight(rank=0):
+        _, backward, _ = step("turned", None)
+    assert backward.kinds() == ([("all_reduce", FP32)] if level is None else [("reduce_scatter", FP32)] * 2)
+
+
+def test_sums_are_in_buckets_and_overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket is issued before the backward is at its end, and waited for later."""
-    global CASES
     wide = partial(gpt, layers=6, width=128)
-    CASES = CASES | {"wide": (wide, TOKENS, TokenLoss, False, None, "data_parallel")}
+    monkeypatch.setitem(CASES, "wide", (wide, TOKENS, TokenLoss, False, None, "data_parallel"))
     with rank_of_eight(rank=0):
         _, backward, _ = step("wide", BF16)
         _, plain, _ = step("wide", None)

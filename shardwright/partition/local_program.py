@@ -49,12 +49,12 @@ __all__ = [
     "Ref",
     "SearchResult",
     "batch_dims",
-    "casts_of_parameters",
     "graph_digest",
     "input_placement",
     "made_by",
     "read_by",
     "reads",
+    "ways_of_parameters",
 ]
 
 
@@ -410,23 +410,27 @@ def batch_dims(graph: Graph, bounds: dict[str, Bound]) -> dict[str, int]:
     return carries
 
 
-def casts_of_parameters(graph: Graph, rules: Mapping[str, Rule]) -> set[str]:
-    """Names of the operators that cast a parameter, or a view of one, to a narrower dtype.
+def ways_of_parameters(graph: Graph, rules: Mapping[str, Rule]) -> set[str]:
+    """Names of the operators between parameters and their consumers: casts to a narrower dtype of a parameter or of a
+    view of one, and the transposes that an `autograd.Function` reads, as torchao's linear layer does.
 
-    Such a cast is part of the way from a parameter to its consumers: the cast takes the layout of its consumers, and
-    the gradient is summed behind it, as the parameter is stored.
+    The backward of such an operator is exact for each term of a sum, so that a gradient is summed behind it, as the
+    parameter is stored. (Searches price the sum of any other view's gradient at the view.)
 
     Args:
         rules: operator name -> its rule.
     """
     held = {v.name for v in graph.parameters.values()}
+    functions = {v.name for op in graph.ops if hasattr(op.target, "described_as") for v in op.inputs}
+    functions -= {v.name for op in graph.ops if not hasattr(op.target, "described_as") for v in op.inputs}
     out: set[str] = set()
     for op in graph.ops:
         if len(op.inputs) == 1 and op.inputs[0].name in held:
             narrowed = narrowed_to(op) is not None
             if narrowed or rules[op.name].view:
                 held.update(v.name for v in op.outputs if v is not None)
-            if narrowed:
+            turned = op.kind in ("t", "transpose", "permute") and op.mark is None and op.output(0).name in functions
+            if narrowed or turned:
                 out.add(op.name)
     return out
 

@@ -7,7 +7,7 @@
     gradient layout of a value      = its layout, sums completed
     gradient of input i of an op    = partial sums over the digits that the op uses and input i does not carry
     gradient of a parameter's cast  = stays the partial sum that its consumer leaves: the cast's backward widens each
-                                      term exactly, and the terms are summed as the parameter is stored
+    or view                           term exactly, and the terms are summed as the parameter is stored
 
 2. Edges between pipeline stages (`handed_on`, `arriving`, `sender`): the layout of a value on both sides.
 
@@ -42,8 +42,8 @@ from .local_program import (
     PlacedValue,
     Redistribute,
     Ref,
-    casts_of_parameters,
     output_layouts,
+    ways_of_parameters,
 )
 from .parameter_sharding import OptimizerParallel, ParameterSharding, stored_layouts
 from .uneven import Piece, pad
@@ -233,7 +233,9 @@ class Partitioner:
         self.completed: dict[str, PlacedValue] = {}
         self.moves: dict[tuple, PlacedValue] = {}
         self.uses: dict[str, list[Use]] = {}
-        self.widened: dict[str, Digits] = {}  # cast of a parameter -> the partial sum of its gradient that passes on
+        self.widened: dict[
+            str, Digits
+        ] = {}  # cast or view of a parameter -> the partial sum of gradients that passes on
         self.out: list[Instruction] = []
         self.producer: dict[str, str] = {}  # value name -> the operator of the user's program that produced it
         self.names: set[str] = set()
@@ -367,11 +369,11 @@ class Partitioner:
         """Record all uses of every value before any redistribution is emitted: sums are completed once, gathers
         shared."""
         self.widened.clear()
-        casts = casts_of_parameters(self.graph, {name: d.rule for name, d in self.decisions.items()})
+        ways = ways_of_parameters(self.graph, {name: d.rule for name, d in self.decisions.items()})
         for value, layout in reversed(outputs):
             self.uses.setdefault(value.name, []).append(Use(layout, (), "output"))
         for decision, op, _rule, bound, assignment in reversed(work):
-            if decision.op.name in casts:
+            if decision.op.name in ways:
                 self.widen(op, bound, assignment)
             for i in reversed(range(len(op.inputs))):
                 self.uses.setdefault(op.inputs[i].name, []).append(self.use(decision, op, bound, assignment, i))
@@ -379,7 +381,8 @@ class Partitioner:
             uses.reverse()
 
     def widen(self, op: Op, bound: Bound, assignment: Assignment) -> None:
-        """Let the partial sum of a gradient pass the cast of a parameter, where all consumers leave the same one."""
+        """Let the partial sum of a gradient pass a cast or view of a parameter, where all consumers leave the same
+        one."""
         value, layout = op.output(0), bound.output_layout(0, assignment)
         ways = {(use.want, use.partial) for use in self.uses.get(value.name, ())}
         if len(ways) == 1 and value.requires_grad:
