@@ -33,6 +33,7 @@ NAMED = {
     "launch/device_choice.py": "examples in messages",
     "cli/rehearse_command.py": "examples in messages",
     "rehearsal/rehearse.py": "torch's own default of fork_rng",
+    "runtime/compilation.py": "torch's own names of inductor's modes",
     "rules/mask_kernel.py": "the kinds of devices for which Triton compiles",
     "process.py": "the name of each vendor's library of collectives, and examples",
     "torch_private.py": "cuDNN is NVIDIA's own",
