@@ -2,9 +2,10 @@
 
 1. Buckets (`GradientSums`). A program computes on plain leaves that share the storage of the DTensor parameters.
    Gradients that are summed over the same ranks are concatenated into a bucket. The sum of a bucket starts when its
-   last gradient has come, and the backward goes on while the sum travels. Buckets start in one order on all ranks,
-   and each start gives the buckets before it their next turn; a short one may wait to travel with a redistribution.
-   At the end of the backward all sums are finished. A bucket that some gradients have not reached, since the loss
+   last gradient has come, and the backward goes on while the sum travels. Buckets start in one order on all ranks.
+   On Gloo each start gives the buckets before it their next turn, and a short one may wait to travel with a
+   redistribution; a library's sum has one turn, which nothing waits for before the end. At the end of the backward all
+   sums are finished. A bucket that some gradients have not reached, since the loss
    does not depend on every parameter, is then summed without these; the program is the same on all ranks, so the
    missing gradients are the same too. The gradients handed over are views of the bucket: no copy is made after the
    sum.
@@ -27,23 +28,24 @@ no term is kept: all are scattered.)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...layout import Digit, Digits, digits_size, group_of
-from ...redistribution import Redistribution, digits_value, redistribution
+from ...redistribution import CollectiveKind, Redistribution, digits_value, redistribution
 from ...redistribution.redistribution_search import refine
 from ...torch_private import at_backward_end, backward_number, local_tensor, spec_of
 from . import collectives as transport
-from .collectives import bind_all, reduced, rings
+from .collectives import Bound, arrangements, begin_scatter, bind_all, reduced, rings
 from .dtensors import beginning, leaf_of
 from .gradient_fusion import Accumulation, Due, Fusion
 from .gradients import Unsummed, hand_over, keep_unsummed, take_unsummed, unsummed_over
-from .process_groups import ProcessGroups, Rider
+from .process_groups import Group, ProcessGroups, Rider
 from .watchdog import WaitPoint, waiting
 
 __all__ = ["GradientSums", "Scatter", "SumInTurns"]
@@ -59,6 +61,11 @@ class Scatter:
         groups: this rank's process groups.
         held: the dtype of the parameter, in which terms are kept.
         sums: the dtype in which terms are summed.
+        keeps: True where terms stay unsummed under `no_sync`; False where each is scattered at once.
+
+    Attributes:
+        overlap: on a library, the parts of a single reduce-scatter that can travel while the backward goes on; None:
+            the scatter is waited for at once.
     """
 
     def __init__(
@@ -69,8 +76,9 @@ class Scatter:
         groups: ProcessGroups,
         held: torch.dtype,
         sums: torch.dtype,
+        keeps: bool = True,
     ) -> None:
-        self.name, self.scatter, self._rank = name, scatter, groups.rank
+        self.name, self.scatter, self._rank, self._keeps = name, scatter, groups.rank, keeps
         self._held, self._sums_in = held, sums
         whole, part = scatter.source.without_partial(), scatter.target
         self._steps = bind_all(scatter, shape, groups.rank, groups)
@@ -78,6 +86,9 @@ class Scatter:
         self._others = common(scatter.source.partial, part.replicas)
         self._parameter: nn.Parameter | None = None
         self._sums: GradientSums | None = None
+        self.overlap: _Overlap | None = None
+        if not groups.exchanges and not held.is_complex and sums in _SUMMED_AS_THEY_ARE:
+            self.overlap = _Overlap.of(scatter, shape, groups)
 
     @staticmethod
     def fits(scatter: Redistribution) -> bool:
@@ -94,12 +105,21 @@ class Scatter:
         parameter, sums = self._parameter, self._sums
         assert parameter is not None and sums is not None
         sums.note_backward()
-        if sums.accumulates:
+        if self._keeps and sums.accumulates:
             self._keep(term.to(self._held))
             return None
         if unsummed_over(parameter) == self:
             term = take_unsummed(parameter) + term
+        if self.overlap is not None:
+            sums.scatter(self, term.to(self._sums_in))
+            return None
         return self.part(term)
+
+    def take(self, part: Tensor) -> None:
+        """Hand over the part that the overlapped scatter has received."""
+        assert self._parameter is not None and self.overlap is not None
+        part = self.overlap.arranged(part).to(self._held)
+        hand_over(self._parameter, beginning(part, local_tensor(self._parameter).shape), self._rank)
 
     def part(self, term: Tensor) -> Tensor:
         """The rank's part of the sum of all terms."""
@@ -131,11 +151,107 @@ class Scatter:
         parameter.grad = kept
         sums.keep(parameter)
 
+    @property
+    def together(self) -> Hashable:
+        """Scatters of equal keys travel together: of one block, dtype and set of ranks."""
+        assert self.overlap is not None
+        return block_of(self.name), self._sums_in, self.overlap.digits
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Scatter) and (self.name, self.scatter) == (other.name, other.scatter)
 
     def __hash__(self) -> int:
         return hash((self.name, self.scatter))
+
+
+#: Dtypes that libraries sum.
+_SUMMED_AS_THEY_ARE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class _Overlap(NamedTuple):
+    """The parts of a scatter that is one reduce-scatter.
+
+    Attributes:
+        digits, group: the ranks.
+        pieces: term -> what is sent to the ranks, one after the other.
+        arranged: what is received -> part.
+    """
+
+    digits: Digits
+    group: Group
+    pieces: Bound
+    arranged: Bound
+
+    @classmethod
+    def of(cls, scatter: Redistribution, shape: tuple[int, ...], groups: ProcessGroups) -> _Overlap | None:
+        """The parts; None for a scatter of other steps."""
+        steps = scatter.steps
+        if len(steps) != 1 or steps[0].pattern is not CollectiveKind.REDUCE_SCATTER or steps[0].reduction != "sum":
+            return None
+        digits = steps[0].digits
+        return cls(digits, groups.seen(digits), *arrangements(steps[0].geometry(tuple(shape))))
+
+
+class _ScatterBucket:
+    """The scatters of one block of the model, of one dtype and over the same ranks.
+
+    Attributes:
+        scatters: the scatters.
+        terms: one entry a scatter, None until it comes.
+        started: True once the terms are under way in this backward.
+    """
+
+    def __init__(self, scatters: list[Scatter], place: WaitPoint) -> None:
+        self.scatters, self.place = scatters, place
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a backward."""
+        self.terms: list[Tensor | None] = [None] * len(self.scatters)
+        self.started = False
+
+    def begin(self) -> _ScatterSum | None:
+        """The sum of the terms that have come, under way; None: none has."""
+        came = [(s, t) for s, t in zip(self.scatters, self.terms) if t is not None]
+        self.terms, self.started = [None] * len(self.scatters), True
+        return _ScatterSum(came, self.place) if came else None
+
+
+class _ScatterSum:
+    """Reduce-scatters of several gradients as one, under way.
+
+    Args:
+        came: the scatters and their terms.
+        place: the wait point.
+    """
+
+    def __init__(self, came: Sequence[tuple[Scatter, Tensor]], place: WaitPoint) -> None:
+        first = came[0][0].overlap
+        assert first is not None
+        n, self._scatters, self._place = first.group.size, [scatter for scatter, _ in came], place
+        pieces = [s.overlap.pieces(t).view(n, -1) for s, t in came if s.overlap is not None]
+        self._sizes = [p.shape[1] for p in pieces]
+        flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+        with waiting(place):
+            self._out, self._work = begin_scatter(first.group, flat.reshape(-1))
+
+    def turn(self) -> None:
+        """Nothing: a library goes on by itself."""
+
+    def finish(self, rank: int) -> None:
+        """Wait for the sum, and hand the parts over."""
+        with waiting(self._place):
+            self._work.wait()
+        for scatter, part in zip(self._scatters, self._out.split(self._sizes)):
+            scatter.take(part)
+
+
+def block_of(name: str) -> str:
+    """The block of the model that a parameter belongs to: the path up to its first number (``blocks.3`` of
+    ``blocks.3.up.weight``), else the path of its module."""
+    path = name.split(".")
+    end = next((i + 1 for i, part in enumerate(path) if part.isdigit()), len(path) - 1)
+    return ".".join(path[:end])
 
 
 def common(some: Digits, others: Digits) -> Digits:
@@ -348,7 +464,8 @@ class GradientSums:
         self._buckets: list[_Bucket] = []
         self._next = 0  # the bucket that is to start next
         self._backward = -1
-        self._travelling: list[_Sum] = []
+        self._travelling: list[_Sum | _ScatterSum] = []
+        self._scatter_buckets: dict[Hashable, _ScatterBucket] = {}
         for over in dict.fromkeys(digits.values()):
             groups.of(over)
 
@@ -367,7 +484,7 @@ class GradientSums:
                 dtype = self._type_of[parameters[name]] = self._types.get(name, held)
                 nbytes = out[name].numel() * dtype.itemsize
                 due.append(Due(name, nbytes, (digits, held, dtype), trained[name], digits_size(digits)))
-        for names in self._fusion.buckets(due):
+        for names in self._fusion.buckets(due, library=not self._groups.exchanges):
             digits = self._digits[names[0]]
             bucket = _Bucket(
                 [parameters[n] for n in names],
@@ -383,9 +500,35 @@ class GradientSums:
         for name in trained:
             if name not in self._digits:
                 out[name].register_post_accumulate_grad_hook(partial(self._complete, parameters[name]))
+        together: dict[Hashable, list[Scatter]] = {}
         for scatter in self._scattered:
             scatter.attach(parameters[scatter.name], self)
+            if scatter.overlap is not None:
+                together.setdefault(scatter.together, []).append(scatter)
+        for key, scatters in together.items():
+            overlap = scatters[0].overlap
+            assert overlap is not None
+            self._scatter_buckets[key] = _ScatterBucket(
+                scatters, self._place([s.name for s in scatters], overlap.digits)
+            )
         return out
+
+    def scatter(self, scatter: Scatter, term: Tensor) -> None:
+        """Note a term of a scatter that travels while the backward goes on; a block's terms travel together."""
+        bucket = self._scatter_buckets[scatter.together]
+        place = next(k for k, each in enumerate(bucket.scatters) if each is scatter)
+        if bucket.started:  # a second gradient of one backward
+            self._travelling.append(_ScatterSum([(scatter, term)], bucket.place))
+            return
+        held = bucket.terms[place]
+        bucket.terms[place] = term if held is None else held + term
+        if all(t is not None for t in bucket.terms):
+            self._begin_scatters(bucket)
+
+    def _begin_scatters(self, bucket: _ScatterBucket) -> None:
+        begun = bucket.begin()
+        if begun is not None:
+            self._travelling.append(begun)
 
     @property
     def accumulates(self) -> bool:
@@ -426,28 +569,37 @@ class GradientSums:
             if self._travelling:  # a backward ended in an error: sums under way keep their memory
                 bucket.sums.forget()
         self._travelling.clear()
+        for scatters in self._scatter_buckets.values():
+            scatters.clear()
         at_backward_end(self._finish)
 
     def _finish(self) -> None:
         """Start and finish the remaining sums at the end of the backward."""
         self._backward = -1
+        for scatters in self._scatter_buckets.values():
+            self._begin_scatters(scatters)
         if self._accumulation.open:
+            self._finish_travelling()
             for bucket in self._buckets:
                 self._keep(bucket)
             return
         for bucket in self._buckets[self._next :]:
             if bucket.missing < len(bucket.parameters):
                 self._start(bucket)
-        for started in self._travelling:
-            started.finish(self._groups.rank)
-        self._travelling.clear()
+        self._finish_travelling()
         for parameter in self._accumulation.kept.values():  # of another program, or without a gradient in this backward
             self.sum_kept(parameter)
         self._accumulation.kept.clear()
 
-    def _start(self, bucket: _Bucket) -> None:
+    def _finish_travelling(self) -> None:
         for started in self._travelling:
-            started.turn()
+            started.finish(self._groups.rank)
+        self._travelling.clear()
+
+    def _start(self, bucket: _Bucket) -> None:
+        if self._groups.exchanges:
+            for started in self._travelling:
+                started.turn()
         parameters, gradients = bucket.parameters, bucket.gradients
         if bucket.missing:
             parameters = [p for p, g in zip(parameters, gradients) if g is not None]

@@ -56,6 +56,9 @@ from .process_groups import Group, ProcessGroups
 __all__ = [
     "Bound",
     "all_reduce",
+    "arrangements",
+    "begin_gather",
+    "begin_scatter",
     "bind",
     "bind_all",
     "carried",
@@ -281,21 +284,31 @@ _REDUCES, _SCATTERS = _options(dist.AllreduceOptions), _options(dist.ReduceScatt
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def begin_gather(group: Group, x: Tensor) -> tuple[Tensor, Any]:
+    """A library's all-gather under way, flat -> the tensors of all ranks, one after the other, and its work."""
+    out = x.new_empty(group.size * len(x))
+    return out, gather_flat(group.group, out, x)
+
+
+def begin_scatter(group: Group, x: Tensor, reduction: str = "sum") -> tuple[Tensor, Any]:
+    """A library's reduce-scatter under way, flat pieces -> this rank's piece, reduced, and its work."""
+    out = x.new_empty((len(x) // group.size, *x.shape[1:]))
+    return out, scatter_flat(group.group, out, x, _SCATTERS[reduction])
+
+
 def _library_gather(group: Group, x: Tensor) -> Tensor:
-    """A library's all-gather: flat -> the tensors of all ranks, one after the other."""
     if torch.compiler.is_compiling():
         return functional_wait(functional_all_gather(x, group.size, group.name))
-    out = x.new_empty(group.size * len(x))
-    gather_flat(group.group, out, x).wait()
+    out, work = begin_gather(group, x)
+    work.wait()
     return out
 
 
 def _library_scatter(group: Group, x: Tensor, reduction: str) -> Tensor:
-    """A library's reduce-scatter: flat pieces -> this rank's piece, reduced."""
     if torch.compiler.is_compiling():
         return functional_wait(functional_reduce_scatter(x, reduction, group.size, group.name))
-    out = x.new_empty((len(x) // group.size, *x.shape[1:]))
-    scatter_flat(group.group, out, x, _SCATTERS[reduction]).wait()
+    out, work = begin_scatter(group, x, reduction)
+    work.wait()
     return out
 
 
@@ -583,6 +596,22 @@ def _slices(geometry: Geometry, ranks: Sequence[int]) -> Callable[[Tensor], list
         return [pieces[row] for row in rows]
 
     return slices
+
+
+def arrangements(geometry: Geometry) -> tuple[Bound, Bound]:
+    """The ways of `_shaped` to the flat pieces to send, and from those received to the local tensor."""
+    view, perm = geometry.post_view, geometry.post_perm
+    after = geometry.after
+
+    def pieces(x: Tensor) -> Tensor:
+        if geometry.pre_perm is not None:
+            x = x.reshape(geometry.pre_view).permute(geometry.pre_perm)
+        return x.reshape(-1)
+
+    def arranged(x: Tensor) -> Tensor:
+        return (x if perm is None else x.view(view).permute(perm)).reshape(after)
+
+    return pieces, arranged
 
 
 def _shaped(geometry: Geometry, run: Bound) -> Bound:

@@ -29,6 +29,10 @@ AUTO = 16 << 20
 PIECE = 2 << 20
 
 
+# The same on a library such as NCCL, whatever the number of ranks: DistributedDataParallel's default.
+LIBRARY = 25 << 20
+
+
 LEGAL = (
     '{"mode": "auto"}, {"mode": "size", "config": 25} (MB a bucket), or {"mode": "index", "config": [10, 20]} '
     "(parameters before which a new bucket begins)"
@@ -60,7 +64,7 @@ class Fusion:
 
     Attributes:
         limit: bytes at which a bucket is full, and from which a gradient travels by itself; 0: every gradient by
-            itself; None: `AUTO`, and at most `PIECE` for each rank.
+            itself; None: on a library `LIBRARY`, on Gloo `AUTO`, and at most `PIECE` for each rank.
         ends: in place of `limit`, indices of parameters before which a new bucket begins.
     """
 
@@ -83,11 +87,12 @@ class Fusion:
                 legal=f"indices from 1 to {trained - 1}",
             )
 
-    def buckets(self, gradients: Sequence[Due]) -> tuple[tuple[str, ...], ...]:
+    def buckets(self, gradients: Sequence[Due], library: bool = False) -> tuple[tuple[str, ...], ...]:
         """The names of the gradients of each bucket, in the order in which buckets are filled.
 
         Args:
             gradients: in the order in which they come.
+            library: True where a library such as NCCL sums them, False on Gloo.
         """
         if self.ends is not None:
             parts: dict[Hashable, list[str]] = {}
@@ -100,8 +105,8 @@ class Fusion:
         full: list[tuple[str, ...]] = []
         open_: dict[Hashable, list[Due]] = {}
         for due in gradients:
-            pieces = due.ranks * PIECE
-            limit = min(AUTO, pieces) if self.limit is None else self.limit
+            most, pieces = (LIBRARY, LIBRARY) if library else (AUTO, due.ranks * PIECE)
+            limit = min(most, pieces) if self.limit is None else self.limit
             if due.nbytes >= min(limit, pieces):  # by itself: in a bucket it would be in memory twice
                 full.append((due.name,))
                 continue

@@ -341,13 +341,21 @@ class RankExecutor:
             and instruction.forward.collectives
             and instruction.backward.source.partial
             and hsdp is not None
-            and hsdp.accumulates_whole
+            and (hsdp.accumulates_whole or not self.groups.exchanges)
             and Scatter.fits(instruction.backward)
             and self._eager
             and not self._scatters
         ):
             self.scattered.append(
-                Scatter(instruction.source.value.name, instruction.backward, shape, self.groups, held, instruction.sums)
+                Scatter(
+                    instruction.source.value.name,
+                    instruction.backward,
+                    shape,
+                    self.groups,
+                    held,
+                    instruction.sums,
+                    hsdp.accumulates_whole,
+                )
             )
             return noted((self.scattered[-1],), self._place(instruction.backward, instruction, "backward"))
         steps = self._steps(instruction.backward, shape, instruction, "backward")
