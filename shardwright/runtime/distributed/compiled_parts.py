@@ -10,6 +10,8 @@
     forward     parameters -> SumsEnd -> BoundSum of each -> operators
     backward    operators -> each sum starts as its gradient comes -> all are waited for
 
+   Nothing may read a sum before: autograd would, to cast a sum in another dtype than the parameter's.
+   A gradient that is scattered to the ranks that store the parameter in parts (`late_scatter`) goes the same way.
    Each gradient travels by itself: the compiler's own passes may put several into one message.
 """
 
@@ -25,10 +27,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ...torch_private import CHECKPOINT_LOGGER, functional_all_reduce, functional_wait
-from .process_groups import Group
+from ...redistribution import CollectiveKind, Redistribution
+from ...torch_private import CHECKPOINT_LOGGER, functional_all_reduce, functional_reduce_scatter, functional_wait
+from .collectives import Bound
+from .process_groups import Group, ProcessGroups
 
-__all__ = ["BoundSum", "SumsEnd", "gathered_again"]
+__all__ = ["BoundSum", "SumsEnd", "gathered_again", "late_scatter"]
 
 
 # The only operators of these regions are those of a gather: none is in place.
@@ -75,6 +79,30 @@ class BoundSum(nn.Module):
         return _Sum.apply(x, self.name, self.dtype)
 
 
+def late_scatter(steps: Redistribution, shape: tuple[int, ...], groups: ProcessGroups) -> Bound | None:
+    """A reduce-scatter of a gradient that is not waited for; None where the redistribution is another one, or its
+    result has to be rearranged.
+
+    Args:
+        steps: from terms of the gradient to the slices in which the parameter is stored.
+        shape: of a term.
+        groups: this rank's process groups.
+    """
+    if [step.pattern for step in steps.steps] != [CollectiveKind.REDUCE_SCATTER]:
+        return None
+    step = steps.steps[0]
+    geometry, group = step.geometry(tuple(shape)), groups.seen(step.digits)
+    if geometry.post_perm is not None or 0 in shape:
+        return None
+
+    def scatter(x: Tensor) -> Tensor:
+        if geometry.pre_view is not None and geometry.pre_perm is not None:
+            x = x.reshape(geometry.pre_view).permute(geometry.pre_perm)
+        return functional_reduce_scatter(x.reshape(-1), step.reduction, group.size, group.name).view(geometry.after)
+
+    return scatter
+
+
 class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -88,7 +116,7 @@ class _End(torch.autograd.Function):
 
 
 class SumsEnd(nn.Module):
-    """The parameters of all `BoundSum`, whose sums are waited for once all of them have started."""
+    """The parameters of all `BoundSum` and `late_scatter`, whose sums are waited for once all of them have started."""
 
     def forward(self, *parameters: Tensor) -> tuple[Tensor, ...]:
         return _End.apply(*parameters)

@@ -26,7 +26,7 @@ from ..lower import Lowered, cast, extreme, move, sum_of_gradient
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
 from .buckets import Scatter
 from .collectives import Bound, bind_all
-from .compiled_parts import BoundSum, SumsEnd, gathered_again
+from .compiled_parts import BoundSum, SumsEnd, gathered_again, late_scatter
 from .process_groups import ProcessGroups
 from .watchdog import WaitPoint, noted
 
@@ -226,6 +226,7 @@ class RankExecutor:
         self.gathers: dict[str, BoundRedistribute] = {}
         self.types: dict[str, torch.dtype] = {}
         self._eager = not compiled
+        self._late: dict[int, Bound] = {}  # by id of an instruction: its backward, which does not wait
         self._unkept: RegatheredWeights | None = None
         self._lines = {op.name: op.source for op in lowered.plan.graph.ops}
         self.scattered: list[Scatter] = []
@@ -249,8 +250,8 @@ class RankExecutor:
                 sole = sum_of_gradient(node)
                 if sole is not None:
                     passed.add(sole)
-                    if inside is not None and not node.meta["instance"].value.dtype.is_complex:
-                        inside.append(node)
+                if inside is not None and self._summed_late(node):
+                    inside.append(node)
             elif node.op != "placeholder" and inside:
                 root.add_module("sums_end", SumsEnd())
                 ends = graph.call_module("sums_end", tuple(env[parameter] for parameter in inside))
@@ -335,6 +336,8 @@ class RankExecutor:
     def _backward(self, instruction: Redistribute) -> Steps:
         if instruction.backward is None:
             return ()
+        if id(instruction) in self._late:
+            return (*_cast(instruction.sums), self._late[id(instruction)])
         shape, hsdp, held = instruction.target.local_shape, self.lowered.plan.hsdp, instruction.source.value.dtype
         if (
             instruction.cause == "parameter"
@@ -362,6 +365,26 @@ class RankExecutor:
         if instruction.target.value.master is None:
             return steps
         return (*(_cast(instruction.sums) if steps else ()), *steps, *_cast(held))
+
+    def _summed_late(self, parameter: torch.fx.Node) -> bool:
+        """True where the gradient of a parameter is one sum or scatter, whose wait the program leaves to its end.
+
+        A sum in another dtype than the parameter's is waited for at once: autograd itself casts it back.
+        """
+        user = next(iter(parameter.users), None)
+        if len(parameter.users) != 1 or user.target is not move:
+            return False
+        instruction, held = user.meta["instruction"], parameter.meta["instance"].value.dtype
+        if instruction.backward is None or instruction.sums != held or held.is_complex:
+            return False
+        if sum_of_gradient(parameter) is not None:
+            return True
+        if not instruction.forward.collectives:
+            return False
+        late = late_scatter(instruction.backward, instruction.target.local_shape, self.groups)
+        if late is not None:
+            self._late[id(instruction)] = late
+        return late is not None
 
     def _steps(
         self, steps: Redistribution, shape: tuple[int, ...], instruction: Redistribute | GlobalExtreme, way: str

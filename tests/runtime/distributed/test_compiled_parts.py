@@ -203,6 +203,16 @@ def test_sums_of_gradients_start_as_gradients_come(results: Any, model: str, pla
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("level", ["level1", "level3"])
+def test_scatters_of_gradients_are_waited_for_at_the_end(results: Any, model: str, level: str) -> None:
+    order = kinds(results(model, level)[0].backwards[0])
+    scatters = [i for i, kind in enumerate(order) if kind == "reduce_scatter_tensor"]
+    work = [i for i, kind in enumerate(order) if kind in ("mm", "addmm", "convolution_backward")]
+    waits = [i for i, kind in enumerate(order) if kind == "wait_tensor"]
+    assert len(scatters) >= 3 and scatters[0] < work[-1] < waits[-len(scatters)]
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_weights_are_gathered_again_in_the_backward(results: Any, model: str) -> None:
     kept, again = (Counter(kinds(results(model, level)[0].backwards[0])) for level in ("level1", "level3"))
     graphs = results(model, "level3")[0]
@@ -271,7 +281,7 @@ def trained(call: Callable[[Tensor], Tensor], net: nn.Module, rounds: Any = None
     return out
 
 
-def as_one_device(level: str | None) -> Callable[[int, int], None]:
+def as_one_device(level: str | None, mixed: dict[str, Any] | None) -> Callable[[int, int], None]:
     def scenario(rank: int, world: int) -> None:
         from shardwright.runtime.distributed import collectives
 
@@ -280,11 +290,13 @@ def as_one_device(level: str | None) -> Callable[[int, int], None]:
         try:
             plain, net = Net(), Net()
             expected = trained(plain, plain)
-            model = sw.AutoParallel(net, None, "data_parallel", compile="aot_eager").dataset_strategy("full_batch")
+            model = sw.AutoParallel(net, None, "data_parallel", compile="aot_eager", mixed_precision=mixed)
+            model.dataset_strategy("full_batch")
             if level is not None:
                 model.hsdp(threshold=0, optimizer_level=level)
             got = trained(model, net, model.no_sync)
-            assert max(abs(a - b) for a, b in zip(got, expected)) < 1e-10, (got, expected)
+            assert max(abs(a - b) for a, b in zip(got, expected)) < (1e-5 if mixed else 1e-10), (got, expected)
+            assert all(p.grad is None or p.grad.dtype == p.dtype == D for p in net.parameters())
             assert net.unused.weight.grad is None
         finally:
             collectives.dist.get_backend = exchanges
@@ -292,11 +304,20 @@ def as_one_device(level: str | None) -> Callable[[int, int], None]:
     return scenario
 
 
-LEVELS = {"none": None, "level1": "level1", "level3": "level3"}
+COARSE = {"param_dtype": torch.float32}
+LEVELS: dict[str, tuple[str | None, dict[str, Any] | None]] = {
+    "none": (None, None),
+    "level1": ("level1", None),
+    "level3": ("level3", None),
+    "mixed": (None, COARSE),
+    "mixed level1": ("level1", COARSE),
+    "mixed, sums in the stored dtype": (None, COARSE | {"reduce_dtype": D}),
+    "mixed level3, sums in the stored dtype": ("level3", COARSE | {"reduce_dtype": D}),
+}
 
 
 def on_ranks(rank: int, world: int) -> dict[str, str | None]:
-    return run_scenarios(rank, world, {name: as_one_device(level) for name, level in LEVELS.items()})
+    return run_scenarios(rank, world, {name: as_one_device(*case) for name, case in LEVELS.items()})
 
 
 @pytest.fixture(scope="module")
