@@ -48,7 +48,7 @@ from .gradients import Unsummed, hand_over, keep_unsummed, take_unsummed, unsumm
 from .process_groups import Group, ProcessGroups, Rider
 from .watchdog import WaitPoint, waiting
 
-__all__ = ["GradientSums", "Scatter", "SumInTurns"]
+__all__ = ["GradientSums", "Scatter", "SumInTurns", "block_of"]
 
 
 class Scatter:

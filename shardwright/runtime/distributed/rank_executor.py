@@ -8,8 +8,9 @@ same program for all ranks in one process.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,10 @@ from ..local.local_executor import ties
 from ..local.operators import plain_function
 from ..lower import Lowered, cast, extreme, move, sum_of_gradient
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
-from .buckets import Scatter
-from .collectives import Bound, bind_all
+from .buckets import Scatter, block_of
+from .collectives import Bound, arrangements, begin_gather, bind_all
 from .compiled_parts import BoundSum, SumsEnd, gathered_again, late_scatter
-from .process_groups import ProcessGroups
+from .process_groups import Group, ProcessGroups
 from .watchdog import WaitPoint, noted
 
 __all__ = ["RankExecutor"]
@@ -125,12 +126,14 @@ class BoundGather(BoundRedistribute):
     ) -> None:
         super().__init__(forward_steps, backward_steps, label)
         self.name, self.unkept = name, unkept
+        self.again: Steps | None = None  # those of the backward, where they differ
         self.parameter: list[Tensor] = []  # in a list, so that it is not registered as the module's
 
     def forward(self, x: Tensor) -> Tensor:
         gathered, stored = super().forward(x), x.detach()
         # Some writes raise the version of the parameter, others that of its local tensor.
-        self.unkept.note(self.name, (stored, *self.parameter), (gathered,), lambda: (_run(stored, self.forward_steps),))
+        steps = self.forward_steps if self.again is None else self.again
+        self.unkept.note(self.name, (stored, *self.parameter), (gathered,), lambda: (_run(stored, steps),))
         return gathered
 
     __call__ = forward
@@ -147,6 +150,104 @@ class CompiledGather(BoundRedistribute):
 
 def _cast(dtype: torch.dtype) -> Steps:
     return (Cast(dtype),)
+
+
+class BlockGather:
+    """The all-gathers of the weights of one block as one, on a library.
+
+    The forward begins the gather of a block one block ahead of its first use, and each weight is taken where it is
+    used. A backward that gathers again does the same in the opposite order, for the weights that were asked for in an
+    earlier backward. A weight that is not under way is gathered by itself.
+
+    Args:
+        group: the ranks.
+
+    Attributes:
+        members: the weights, in the order of their first use.
+        before: the block that the forward uses before this one, and the backward after it; None for the first.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.members: list[WeightOfBlock] = []
+        self.before: BlockGather | None = None
+        self._group = group
+        self._stored: list[Tensor] = []
+        self._ahead: dict[int, tuple[Tensor, Any]] = {}  # of the forward: member -> what is received, and its work
+        self._again: dict[int, tuple[Tensor, Any]] = {}  # of the backward
+        self._asked: set[int] = set()  # members that a backward has gathered again
+        self._went_back = False
+
+    def begin(self, stored: Sequence[Tensor]) -> None:
+        """Begin the gather of a forward."""
+        self._stored, self._again, self._went_back = [x.detach() for x in stored], {}, False
+        self._ahead = self._begun(range(len(self.members)))
+
+    def _begun(self, which: Iterable[int]) -> dict[int, tuple[Tensor, Any]]:
+        which = list(which)
+        with torch.no_grad():
+            pieces = [self.members[k].pieces(self._stored[k].to(self.members[k].dtype)) for k in which]
+            received, work = begin_gather(self._group, pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+        parts = received.view(self._group.size, -1).split([len(p) for p in pieces], 1)
+        return {k: (part, work) for k, part in zip(which, parts)}
+
+    def take(self, index: int, x: Tensor) -> Tensor:
+        """A weight of the forward, from its part `x` on this rank."""
+        if index not in self._ahead:
+            return self.members[index].alone(x)
+        return self._waited(index, self._ahead.pop(index))
+
+    def take_again(self, index: int, x: Tensor) -> Tensor:
+        """A weight of the backward."""
+        if index not in self._asked:
+            self._asked.add(index)
+            return self.members[index].alone(x)
+        if index not in self._again:
+            self._go_back()
+        if self.before is not None and not self.before._went_back:
+            self.before._go_back()
+        return self._waited(index, self._again.pop(index))
+
+    def _go_back(self) -> None:
+        self._went_back = True
+        if self._asked:
+            self._again = self._begun(sorted(self._asked))
+
+    def _waited(self, index: int, under_way: tuple[Tensor, Any]) -> Tensor:
+        part, work = under_way
+        work.wait()
+        return self.members[index].arranged(part.reshape(-1))
+
+
+class WeightOfBlock(NamedTuple):
+    """A weight of a `BlockGather`.
+
+    Attributes:
+        dtype: in which it is gathered.
+        pieces: part -> what is sent to all ranks.
+        arranged: what is received -> the weight.
+        alone: part -> the weight, by a gather of its own.
+    """
+
+    dtype: torch.dtype
+    pieces: Bound
+    arranged: Bound
+    alone: Bound
+
+
+class BoundAhead(nn.Module):
+    """The node that begins the gathers of a block."""
+
+    def __init__(self, gathers: Sequence[BlockGather]) -> None:
+        super().__init__()
+        self.gathers = gathers
+
+    def forward(self, *stored: Tensor) -> None:
+        at = 0
+        for gather in self.gathers:
+            gather.begin(stored[at : at + len(gather.members)])
+            at += len(gather.members)
+
+    __call__ = forward
 
 
 class BoundExtreme(nn.Module):
@@ -227,6 +328,7 @@ class RankExecutor:
         self.types: dict[str, torch.dtype] = {}
         self._eager = not compiled
         self._late: dict[int, Bound] = {}  # by id of an instruction: its backward, which does not wait
+        self._of_block: dict[torch.fx.Node, tuple[BlockGather, int]] = {}
         self._unkept: RegatheredWeights | None = None
         self._lines = {op.name: op.source for op in lowered.plan.graph.ops}
         self.scattered: list[Scatter] = []
@@ -241,7 +343,13 @@ class RankExecutor:
         inside: list[torch.fx.Node] | None = [] if compiled and not groups.exchanges and not scatters else None
         regions, targets = LoweredRegions(lowered, lambda n: n.name), {}
         runs: torch.fx.Node | None = None
+        ahead = self._blocks(outside) if self._eager and not groups.exchanges else {}
         for node in lowered.graph.nodes:
+            if node in ahead:
+                begun, stored = ahead[node]
+                name = f"ahead_{len(module_table(root))}"
+                root.add_module(name, BoundAhead(begun))
+                graph.call_module(name, tuple(env[x] for x in stored))
             if regions.regions and runs is None and node.op != "placeholder":
                 runs = graph.call_module("regions")
             for region, key, value, copy in regions.reads.get(node, ()):
@@ -282,7 +390,7 @@ class RankExecutor:
                 self.gathers[node.meta["instruction"].source.value.name] = self._bound(node.meta["instruction"])
             elif node.target is move or node.target is extreme:
                 name = f"convert_{len(module_table(root))}"
-                root.add_module(name, self._bound(node.meta["instruction"]))
+                root.add_module(name, self._bound(node.meta["instruction"], self._of_block.get(node)))
                 targets[node] = getattr(root, name)
                 env[node] = graph.call_module(name, tuple(env[a] for a in node.args))
             else:
@@ -315,10 +423,59 @@ class RankExecutor:
         with self._unkept:
             return list(self._call(*local))
 
-    def _bound(self, instruction: Redistribute | GlobalExtreme) -> nn.Module:
+    def _blocks(
+        self, outside: Collection[str]
+    ) -> dict[torch.fx.Node, tuple[list[BlockGather], tuple[torch.fx.Node, ...]]]:
+        """The gathers of weights that a library does together.
+
+        Returns:
+            Node -> the gathers that begin before it, and the parameters that they gather: those of a block begin
+                before the first weight of the block before is used.
+        """
+        found: dict[str, dict[Hashable, tuple[BlockGather, list[torch.fx.Node]]]] = {}
+        first: dict[str, torch.fx.Node] = {}
+        for node in self.lowered.graph.nodes:
+            if node.target is not move or node.args[0].op != "placeholder":
+                continue
+            instruction = node.meta["instruction"]
+            name, steps = instruction.source.value.name, instruction.forward.steps
+            if name not in self.lowered.parameters or instruction.target.name in outside or len(steps) != 1:
+                continue
+            if steps[0].pattern is not CollectiveKind.ALL_GATHER or not instruction.dtype.is_floating_point:
+                continue
+            block, digits = block_of(name), steps[0].digits
+            first.setdefault(block, node)
+            gathers = found.setdefault(block, {})
+            gather, nodes = gathers.setdefault((instruction.dtype, digits), (BlockGather(self.groups.seen(digits)), []))
+            shape = tuple(instruction.source.local_shape)
+            pieces, arranged = arrangements(steps[0].geometry(shape))
+            single = self._steps(instruction.forward, shape, instruction, "forward")
+            alone = partial(_run, steps=(*_cast(instruction.dtype), *single) if instruction.casts else single)
+            self._of_block[node] = gather, len(gather.members)
+            gather.members.append(WeightOfBlock(instruction.dtype, pieces, arranged, alone))
+            nodes.append(node.args[0])
+        out: dict[torch.fx.Node, tuple[list[BlockGather], tuple[torch.fx.Node, ...]]] = {}
+        before: str | None = None
+        last: dict[Hashable, BlockGather] = {}
+        for block, gathers in found.items():
+            begun, stored = out.setdefault(first[before or block], ([], ()))
+            for key, (gather, nodes) in gathers.items():
+                gather.before, last[key] = last.get(key), gather
+                begun.append(gather)
+                stored = (*stored, *nodes)
+            out[first[before or block]] = begun, stored
+            before = block
+        return out
+
+    def _bound(
+        self, instruction: Redistribute | GlobalExtreme, of_block: tuple[BlockGather, int] | None = None
+    ) -> nn.Module:
         forward = self._steps(instruction.forward, instruction.source.local_shape, instruction, "forward")
         if isinstance(instruction, Redistribute) and instruction.casts:
             forward = (*_cast(instruction.dtype), *forward)
+        if of_block is not None:
+            gather, index = of_block
+            forward = noted((partial(gather.take, index),), self._place(instruction.forward, instruction, "forward"))
         if isinstance(instruction, GlobalExtreme):
             layout = instruction.source.layout
             summed = redistribution(layout.without_partial().with_partial(layout.partial), layout.without_partial())
@@ -331,7 +488,13 @@ class RankExecutor:
         if not self._eager:
             return CompiledGather(forward, backward, label)
         self._unkept = self._unkept or RegatheredWeights()
-        return BoundGather(forward, backward, label, instruction.source.value.name, self._unkept)
+        bound = BoundGather(forward, backward, label, instruction.source.value.name, self._unkept)
+        if of_block is not None:
+            gather, index = of_block
+            bound.again = noted(
+                (partial(gather.take_again, index),), self._place(instruction.forward, instruction, "backward")
+            )
+        return bound
 
     def _backward(self, instruction: Redistribute) -> Steps:
         if instruction.backward is None:

@@ -48,11 +48,14 @@ def tokens(seed: int = 0) -> tuple[Tensor, Tensor]:
 def wrapped(net: GPT, plan: str, world: int) -> sw.AutoParallel:
     """data_parallel, marks (2 replicas of a tensor-parallel model), or a level of hsdp."""
     loss = TokenLoss()
+    if plan.endswith("recompute"):
+        for block in net.blocks:
+            sw.recompute(block)
     if plan == "marks":
         mark(net, loss, 2, world // 2)
     made = sw.AutoParallel(net, loss, parallel_mode="semi_auto" if plan == "marks" else "data_parallel")
-    if plan in LEVELS:
-        made.hsdp(threshold=0, optimizer_level=plan)
+    if plan.partition(" ")[0] in LEVELS:
+        made.hsdp(threshold=0, optimizer_level=plan.partition(" ")[0])
     return made.dataset_strategy("full_batch")
 
 
@@ -98,6 +101,41 @@ def test_a_block_has_one_scatter_which_nothing_waits_for_before_the_end(level: s
     assert scatters[0].issued < backward.operators // 2
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_of_a_block_are_gathered_together_one_block_ahead(level: str) -> None:
+    forward, backward, model = logs(level)
+    blocks = {block_of(name) for name, _ in model.named_parameters()}
+    gathers = [each for each in forward.sent if each.kind == "all_gather"]
+    assert len(gathers) == len(blocks)
+    layers = [each for each in gathers if each.bytes == max(g.bytes for g in gathers)]
+    assert len(layers) == LAYERS
+    for before, layer in zip(layers, layers[1:]):
+        assert layer.waited is not None and before.waited is not None
+        assert layer.issued < before.waited < layer.waited  # it travels while the layer before computes
+        assert layer.waited - layer.issued > 20
+    again = [each for each in backward.sent if each.kind == "all_gather"]
+    if level != "level3":
+        assert not again
+        return
+    assert len(again) <= len(blocks)
+    layers = [each for each in again if each.bytes > max(g.bytes for g in again) // 2]
+    assert len(layers) == LAYERS
+    assert all(layer.waited is not None and layer.waited - layer.issued > 20 for layer in layers[1:])
+
+
+def test_a_first_backward_gathers_each_weight_by_itself_and_the_next_one_together() -> None:
+    net, (x, y) = gpt(), tokens()
+    with rank_of_eight(rank=3):
+        model = wrapped(net, "level3", 8)
+        counts = []
+        for _ in range(3):
+            loss = model(x, y)
+            with collective_log() as backward:
+                loss.backward()
+            counts.append(backward.counts()["all_gather"])
+    assert counts[0] > 10 * LAYERS > counts[1] == counts[2]
+
+
 def test_blocks_are_layers_of_the_model() -> None:
     assert block_of("net.blocks.3.up.weight") == "net.blocks.3"
     assert block_of("tokens.weight") == "tokens" and block_of("weight") == ""
@@ -134,6 +172,8 @@ def steps(plan: str, accumulate: bool) -> Any:
                     found = model(x, y)
                     found.backward()
                 torch.testing.assert_close(found.detach(), wanted.detach(), rtol=1e-9, atol=1e-12)
+                with torch.no_grad():  # gathered, and never asked for by a backward
+                    assert abs(model(x, y).item() - wanted.item()) < 1e-9 or accumulate
             for (name, p), q in zip(one.named_parameters(), net.parameters()):
                 gradient = q.grad.full_tensor() if hasattr(q.grad, "full_tensor") else q.grad
                 torch.testing.assert_close(gradient, p.grad, rtol=1e-8, atol=1e-12, msg=f"{plan}: {name}")
@@ -146,7 +186,7 @@ def steps(plan: str, accumulate: bool) -> Any:
 
 SCENARIOS = {
     f"{plan}{', accumulated' if accumulate else ''}": steps(plan, accumulate)
-    for plan in ("data_parallel", "marks", *LEVELS)
+    for plan in ("data_parallel", "marks", *LEVELS, "level1 recompute", "level3 recompute")
     for accumulate in (False, True)
 }
 
