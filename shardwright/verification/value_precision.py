@@ -11,7 +11,7 @@ differ by float32's rounding. Integers and booleans carry no rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +70,7 @@ def precisions(graph: Graph, steps: int = 1) -> Precisions:
         graph: a captured graph.
         steps: the number of optimizer steps. Each step passes the precision of gradients on to parameters.
     """
-    state = {name: _of(v.dtype) for name, v in (*graph.parameters.items(), *graph.buffers.items())}
+    state = {name: _of(v.stored.dtype) for name, v in (*graph.parameters.items(), *graph.buffers.items())}
     values: dict[str, Precision | None] = {}
     first: dict[str, Precision | None] | None = None
     for _ in range(steps):
@@ -151,9 +151,18 @@ def _of(dtype: torch.dtype, op: Op | None = None) -> Precision | None:
     return Precision(real) if op is None else Precision(real, op.name, op.source)
 
 
+def _narrowed(graph: Graph) -> Iterator[tuple[Value, Precision | None]]:
+    """Parameters that are stored in another dtype than they are read in, with the precision of their first reader."""
+    for value in graph.parameters.values():
+        if value.master is not None:
+            reader = next((op for op in graph.ops if value in op.inputs), None)
+            yield value, _of(value.dtype, reader)
+
+
 def _forward(graph: Graph, state: Mapping[str, Precision | None]) -> dict[str, Precision | None]:
     values = {v.name: _of(v.dtype) for v in graph.inputs} | {name: _of(t.dtype) for name, t in graph.constants.items()}
     values |= {v.name: state[name] for name, v in (*graph.parameters.items(), *graph.buffers.items())}
+    values |= {v.name: coarsest((values[v.name], own)) for v, own in _narrowed(graph)}
     for op in graph.ops:
         arrived = coarsest(values.get(v.name) for v in op.inputs)
         for value in op.outputs:

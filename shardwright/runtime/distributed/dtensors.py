@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ...capture.annotations import whole_shape
 from ...layout import Digit, Layout
 from ...partition.uneven import true_slice
-from .process_groups import ProcessGroups
+from .process_groups import ProcessGroups, earlier_worlds
 
 __all__ = [
     "beginning",
@@ -71,13 +71,17 @@ def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: Pr
     """A rank's slice as a DTensor on a mesh whose axes are the layout's digits, in the layout's own order."""
     digits: list[tuple[Digit, Any]] = [(d, Shard(dim)) for dim, ds in enumerate(layout.dims or ()) for d in ds]
     digits += [(d, Replicate()) for d in layout.replicas]
+    # A mesh of an earlier default group would equal this one, and torch's cached results of operators lie on the mesh
+    # that came first.
+    earlier = earlier_worlds()
+    later = f"#{earlier + 1}" if earlier else ""
     if not digits:  # one device
-        mesh = DeviceMesh.from_group(groups.of(()), local.device.type, mesh_dim_names=("alone",))
+        mesh = DeviceMesh.from_group(groups.of(()), local.device.type, mesh_dim_names=(f"alone{later}",))
         return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
     ranks = torch.full((), groups.base, dtype=torch.int, device="cpu")
     for digit, _ in digits:  # mesh[c0, c1, …] = Σ c_i · stride_i: digits of one dim keep their order
         ranks = ranks.unsqueeze(-1) + torch.arange(digit.size, dtype=torch.int, device="cpu") * digit.stride
-    names = tuple(f"{digit}" for digit, _ in digits)
+    names = tuple(f"{digit}{later}" for digit, _ in digits)
     own = [groups.of((digit,)) for digit, _ in digits]
     kind = local.device.type
     mesh = (
@@ -94,7 +98,7 @@ def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: Pr
 def layout_of(tensor: DTensor) -> Layout | None:
     """The layout of a DTensor that `to_dtensor` made, or of an operator's result on such a mesh; None for a foreign
     DTensor."""
-    digits = [re.fullmatch(r"(\d+)@(\d+)", axis) for axis in tensor.device_mesh.mesh_dim_names or ()]
+    digits = [re.fullmatch(r"(\d+)@(\d+)(#\d+)?", axis) for axis in tensor.device_mesh.mesh_dim_names or ()]
     if not digits or not all(digits):
         return None
     dims: list[list[Digit]] = [[] for _ in tensor.shape]

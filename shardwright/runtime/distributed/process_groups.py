@@ -9,6 +9,7 @@ and 5.
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 
 import torch
@@ -20,7 +21,18 @@ from ...process import TORCH_WAITS, current
 from ...redistribution import digits_value
 from .shared_memory import SameHost, sharing
 
-__all__ = ["Group", "ProcessGroups", "Rider", "Scratch"]
+__all__ = ["Group", "ProcessGroups", "Rider", "Scratch", "earlier_worlds"]
+
+_worlds: list[weakref.ref[dist.ProcessGroup]] = []
+
+
+def earlier_worlds() -> int:
+    """The number of default process groups that this process used before the current one."""
+    world = dist.group.WORLD
+    assert world is not None
+    if not _worlds or _worlds[-1]() is not world:
+        _worlds.append(weakref.ref(world))
+    return len(_worlds) - 1
 
 
 class Scratch:

@@ -186,6 +186,8 @@ class BlockGather:
         which = list(which)
         with torch.no_grad():
             pieces = [self.members[k].pieces(self._stored[k].to(self.members[k].dtype)) for k in which]
+            if len({p.dtype for p in pieces}) > 1:  # autocast casts some weights of a block: all travel as bytes
+                pieces = [p.view(torch.uint8) for p in pieces]
             received, work = begin_gather(self._group, pieces[0] if len(pieces) == 1 else torch.cat(pieces))
         parts = received.view(self._group.size, -1).split([len(p) for p in pieces], 1)
         return {k: (part, work) for k, part in zip(which, parts)}
@@ -215,7 +217,8 @@ class BlockGather:
     def _waited(self, index: int, under_way: tuple[Tensor, Any]) -> Tensor:
         part, work = under_way
         work.wait()
-        return self.members[index].arranged(part.reshape(-1))
+        member = self.members[index]
+        return member.arranged(part.reshape(-1).view(member.dtype))
 
 
 class WeightOfBlock(NamedTuple):
@@ -446,7 +449,7 @@ class RankExecutor:
             block, digits = block_of(name), steps[0].digits
             first.setdefault(block, node)
             gathers = found.setdefault(block, {})
-            gather, nodes = gathers.setdefault((instruction.dtype, digits), (BlockGather(self.groups.seen(digits)), []))
+            gather, nodes = gathers.setdefault(digits, (BlockGather(self.groups.seen(digits)), []))
             shape = tuple(instruction.source.local_shape)
             pieces, arranged = arrangements(steps[0].geometry(shape))
             single = self._steps(instruction.forward, shape, instruction, "forward")

@@ -16,14 +16,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from collective_log import rank_of_eight
 from one_device import close, parallel
 from ranks import run_ranks, run_scenarios
 from small_networks import Apply, D, draw
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardwright as sw
+from shardwright.layout import Digit, Layout
+from shardwright.runtime.distributed.dtensors import to_dtensor
 from shardwright.runtime.distributed.gradient_fusion import AUTO, PIECE, Due, Fusion, fusion_of
+from shardwright.runtime.distributed.process_groups import ProcessGroups
 
 BATCHES = [(draw(8, 8, seed=s), draw(8, 8, seed=s + 10)) for s in range(3)]
 
@@ -176,6 +181,22 @@ def test_an_optimizer_of_a_copy_is_an_error() -> None:
     torch.optim.SGD(net.parameters(), 0.1).step()
     other = nn.Linear(3, 3)
     torch.optim.SGD(other.parameters(), 0.1).step()  # none of ours, nothing to do: as ever
+
+
+def _halves() -> DTensor:
+    cut = Layout.of(2, ((Digit(2, 1),), ()))
+    return to_dtensor(torch.ones(4, 4), cut, (8, 4), ProcessGroups(2, dist.get_rank()))
+
+
+def _whole(rank: int, world: int) -> None:
+    assert torch.equal((_halves() * 2).full_tensor(), torch.full((8, 4), 2.0))
+
+
+def test_a_second_process_group_in_one_process() -> None:
+    """torch keeps what operators on DTensors return, the meshes among it: no mesh of the first group comes back."""
+    with rank_of_eight(rank=0, world=4):  # of which ranks 0 and 1 are a stage
+        assert (_halves() * 2).shape == (8, 4)
+    run_ranks(_whole, 2)  # forks this process
 
 
 def test_a_model_that_is_collected_in_the_midst_of_anothers_step_does_not_end_it() -> None:
