@@ -214,6 +214,8 @@ class Op:
         recompute: its recomputation in the backward; None: its results are saved.
         micro: for a random operator in a graph of one micro-batch, the position of its numbers in those of the whole
             batch.
+        fast: True for a random operator whose numbers come from torch's own generators (``random="fast"``), where that
+            decides the operators of its expansion.
     """
 
     name: str
@@ -229,6 +231,7 @@ class Op:
     number: int = 0
     recompute: Recompute | None = None
     micro: Pieces | None = None
+    fast: bool = False
 
     def output(self, i: int) -> Value:
         """Output i of an operator whose output i is a tensor."""

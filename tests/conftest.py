@@ -17,6 +17,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import hypothesis
 import pytest
 import torch
+import torchvision_operators  # noqa: F401  before any import of torchvision
 
 torch.set_num_threads(1)
 
@@ -38,12 +39,6 @@ TRACE.handlers.clear()
 # had a sixth of the time of the tests that plan. Young objects still go soon, while they are in the caches of a core.
 gc.set_threshold(3000, 20, 100)
 
-# torchvision's wheel has operators for the CUDA build of torch alone. On a CPU build it is imported (by transformers
-# and timm too) only where the operators are known by name; none of the models in the tests calls one.
-if torch.version.cuda is None:
-    TORCHVISION = torch.library.Library("torchvision", "FRAGMENT")
-    for _name in ("nms", "qnms"):
-        TORCHVISION.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")

@@ -24,6 +24,8 @@ CASES = [
     ),
     *(f"{model} {built}" for model in ("llama", "resnet") for built in ("late", "cpu")),
     *("resnet50", "resnet50, batch norms of the whole batch"),
+    *(f"resnet50 of torchvision, {mode}" for mode in ("data_parallel", "semi_auto")),
+    *(f"attention with fast dropout, {built}" for built in ("late", "cpu")),
     *("sharding_propagation", "recursive_programming", "dynamic_programming"),
     *(
         f"{scheduler}, {how}"

@@ -97,7 +97,7 @@ class AutoParallel(CallPlanning, nn.Module):
             always use the whole batch.
         random: "exact": random operators give the numbers that one device gives for the same seed, under every plan.
             "fast": random operators use torch's own generators and give other numbers under each plan; replicas
-            agree.
+            agree. An attention with dropout then keeps torch's fused kernel.
         recompute: the operators whose results are recomputed in the backward, in addition to those that
             `shardwright.capture.regions` marks: a function of an operator (its ``name``, ``kind``, ``module``,
             ``source``) that returns True (recompute), "save" (save the results even in a recomputed module) or None;

@@ -31,6 +31,7 @@ from ..planners.implied_inputs import global_inputs, implied_devices
 from ..planning import make_pipeline, make_plan
 from ..process import Runtime, current, stream
 from ..pytree_objects import opened
+from ..rules.fast_attention import with_fast_attention
 from ..runtime.deferred_init import beginnings
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram
@@ -134,7 +135,10 @@ class CallPlanning(SettingMethods):
                         partial(capture_scalable, self.net, **how),
                         self._varying(),
                     )
-                return with_policy(graph, settings.recompute), wide[0] if wide else None
+                graph = with_policy(graph, settings.recompute)
+                # A compiler's own masks cost no more than fast ones, and fuse (`rules.traced_mask`).
+                fast = self._running.random == "fast" and not self._running.compiled
+                return with_fast_attention(graph) if fast else graph, wide[0] if wide else None
 
             automatic = (
                 None

@@ -146,7 +146,7 @@ def _op(op: Op) -> dict[str, Any]:
     if op.inputs != values_in((op.args, op.kwargs)):
         out["inputs"] = [v.name for v in op.inputs]
     out["outputs"] = [None if v is None else v.name for v in op.outputs]
-    for name in ("module", "source", "origin", "number"):
+    for name in ("module", "source", "origin", "number", "fast"):
         if getattr(op, name):
             out[name] = getattr(op, name)
     if op.micro is not None:
@@ -330,6 +330,7 @@ def read_graph(said: dict[str, Any]) -> Graph:
                 op.get("origin"),
                 op.get("number", 0),
                 micro=Pieces(*op["micro"]) if "micro" in op else None,
+                fast=op.get("fast", False),
             )
         )
     constants = {

@@ -9,6 +9,7 @@ pointwise, matmul, spatial, reduction, normalization, loss, attention, shape, in
 counter_rng          random numbers: a word for each position of the whole tensor
     mask_kernel          a mask of random booleans in one kernel, on devices for which Triton compiles
     traced_mask          masks in operators that a compiler sees through
+    fast_attention       attention with dropout in one operator of torch, with torch's own numbers
 """
 
 from __future__ import annotations

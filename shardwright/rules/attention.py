@@ -4,7 +4,9 @@
 2. Queries may be split too: the causal mask is then computed explicitly, and each rank takes the rows of its queries.
 3. Where the keys or the width of the scores are split too, or weights are dropped, the attention is expanded: the
    softmax over split keys and the sums over ranks follow from the operators of the expansion.
-4. With grouped queries a head of the queries is a pair (head of the keys, member of its group). Heads may be split
+4. Weights that are dropped by torch's own numbers (``random="fast"``) stay inside one attention (`fast_attention`),
+   where keys and widths are whole and no key head serves several query heads.
+5. With grouped queries a head of the queries is a pair (head of the keys, member of its group). Heads may be split
    further than there are key heads; the keys are then repeated.
 
 A row whose every key is masked gives zeros.
@@ -13,13 +15,17 @@ A row whose every key is masked gives zeros.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 
 import torch
 
 from ..graph import Op, Value
+from ..layout import Digits
 from .dims import cut_size, named, operand, operands, positions, wide
+from .fast_attention import attention_with_dropout
 from .notation import Assignment, Bound
-from .random import dropped
+from .random import dropped, numbers_of, pieces, placed
 from .registry import Expansion, Rule, register
 
 aten = torch.ops.aten
@@ -39,7 +45,8 @@ def _grouped(op: Op) -> bool:
     return bool(op.argument("enable_gqa")) and _grouping(op)[1] > 1
 
 
-def _text(op: Op) -> str | tuple[str, dict[str, int]]:
+def _texts(op: Op) -> tuple[dict[str, str], str, dict[str, int]]:
+    """The texts of the tensor arguments by name, that of the result, and the sizes of factors."""
     query, key, value = (op.argument(name) for name in ("query", "key", "value"))
     mask, sizes = op.argument("attn_mask"), {}
     batch = named(len(op.output(0).shape) - 2, "b")
@@ -64,15 +71,37 @@ def _text(op: Op) -> str | tuple[str, dict[str, int]]:
     if mask is not None:
         mine = scores[len(scores) - len(mask.shape) :]
         texts["attn_mask"] = operand(["1" if size == 1 else name for name, size in zip(mine, mask.shape)])
-    return f"{operands(op, **texts)} -> {operand([*batch, 'l', 'e'])}", sizes
+    return texts, operand([*batch, "l", "e"]), sizes
+
+
+def _text(op: Op) -> tuple[str, dict[str, int]]:
+    texts, out, sizes = _texts(op)
+    return f"{operands(op, **texts)} -> {out}", sizes
 
 
 def _expand(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
-    if op.argument("dropout_p") or cut_size(bound, assignment, ["s", "d"]) > 1:
+    inside = op.fast and not _grouped(op) and cut_size(bound, assignment, ["e"]) == 1
+    if cut_size(bound, assignment, ["s", "d"]) > 1 or (op.argument("dropout_p") and not inside):
         return lambda b: _worked_out(b, op)
+    if op.argument("dropout_p"):
+        out, cut_queries = bound.output_layout(0, assignment), cut_size(bound, assignment, ["l"]) > 1
+        assert out is not None and out.dims is not None
+        rows = out.dims[:-1]
+        return lambda b: _dropped_inside(b, op, rows, cut_queries)
     if op.argument("is_causal") and cut_size(bound, assignment, ["l"]) > 1:
         return lambda b: _masked(b, op)
     return None
+
+
+def _dropping_text(op: Op) -> tuple[str, dict[str, int]]:
+    """The notation of `attention_with_dropout`: the seed, the starts, and an attention; a cut dim is (parts, size of a
+    part), as in the notation of a mask."""
+    texts, out, _ = _texts(op)
+    starts, placed_texts, sizes = placed(op, op.output(0).shape[:-1])
+    names = [*named(len(op.output(0).shape) - 2, "b"), "l"]
+    cut = {names[d]: placed_texts[d] for d in op.argument("dims")}
+    plain = f"{', '.join(texts.values())} -> {out}"
+    return f"{', '.join(['seed!', *starts])}, {re.sub(r'[a-z]+[0-9]*', lambda m: cut.get(m[0], m[0]), plain)}", sizes
 
 
 def _causal(b, op: Op) -> Value:
@@ -85,6 +114,17 @@ def _causal(b, op: Op) -> Value:
 def _masked(b, op: Op) -> Value:
     args, kwargs = op.with_arguments(attn_mask=_causal(b, op), is_causal=False)
     return b.call(op.target, *args, **kwargs)
+
+
+def _dropped_inside(b, op: Op, rows: Sequence[Digits], cut_queries: bool) -> Value:
+    query, key, value, mask = (op.argument(name) for name in ("query", "key", "value", "attn_mask"))
+    causal = op.argument("is_causal")
+    if causal and cut_queries:
+        mask, causal = _causal(b, op), False
+    p, scale = op.argument("dropout_p"), op.argument("scale")
+    shape = op.output(0).shape[:-1]
+    place, micro = numbers_of(b, op, shape, rows), pieces(op, shape)
+    return b.call(attention_with_dropout, *place, query, key, value, mask, p, causal, scale, *micro)
 
 
 def _worked_out(b, op: Op) -> Value:
@@ -129,3 +169,4 @@ def _weights(b, scores: Value) -> Value:
 
 
 register((aten.scaled_dot_product_attention.default,), Rule(_text, expand=_expand))
+register((attention_with_dropout,), Rule(_dropping_text))

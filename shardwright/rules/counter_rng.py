@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "PLAIN", "Slice", "device_words", "host_words", "key"]
+__all__ = ["KINDS", "PLAIN", "Slice", "device_words", "fast_seed", "host_words", "key"]
 
 _BITS = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -295,7 +295,26 @@ def _state(
     """The positions of the slice, the stream of the operator, and for fast numbers the seed of torch's generator."""
     initial, call, exact, k = seed.tolist()
     at, stream = Slice(starts, dims, size, whole, micro, k), key(initial & _BITS, call, number)
-    return at, stream, None if exact else _mixed(stream[0] + (at.first + 1) * stream[1] & _BITS) >> 1
+    return at, stream, None if exact else _of_slice(at, stream)
+
+
+def _of_slice(at: Slice, stream: tuple[int, int]) -> int:
+    """The seed of torch's generator for the fast numbers of a slice."""
+    return _mixed(stream[0] + (at.first + 1) * stream[1] & _BITS) >> 1
+
+
+def fast_seed(
+    seed: Tensor,
+    starts: Sequence[Tensor],
+    dims: Sequence[int],
+    size: Sequence[int],
+    whole: Sequence[int],
+    number: int,
+    micro: Sequence[int] = (),
+) -> int:
+    """The seed of torch's generator for an operator that draws inside torch; arguments as of ``shardwright.mask``."""
+    at, stream, _ = _state(seed, starts, dims, size, whole, number, micro)
+    return _of_slice(at, stream)
 
 
 def _made_on(seed: Tensor, like: Tensor | None, device: torch.device | None) -> torch.device:

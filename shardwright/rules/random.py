@@ -30,7 +30,7 @@ from .dims import named, operand, part_length, whole, wide
 from .notation import Assignment, Bound
 from .registry import POINTWISE, Expansion, Local, Rule, bound_rule, expand, find_rule, local_output_shape, register
 
-__all__ = ["dropped", "run_on_one"]
+__all__ = ["dropped", "numbers_of", "pieces", "placed", "run_on_one"]
 
 aten = torch.ops.aten
 mask = torch.ops.shardwright.mask.default
@@ -47,7 +47,7 @@ _WHOLE_NUMBERS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch
 # -- the operators of counter_rng --------------------------------------------------------------------------------------
 
 
-def _placed(op: Op, size: Sequence[int]) -> tuple[list[str], list[str], dict[str, int]]:
+def placed(op: Op, size: Sequence[int]) -> tuple[list[str], list[str], dict[str, int]]:
     """The texts of the starts and of the dims of a tensor; a cut dim is (parts, size of a part)."""
     starts, dims = op.argument("starts"), op.argument("dims")
     texts, sizes = whole(named(len(size), "w")), {}
@@ -62,7 +62,7 @@ def _numbers_text(op: Op) -> tuple[str, dict[str, int]]:
 
     Dims of that tensor with another size than the output's may be cut freely.
     """
-    starts, texts, sizes = _placed(op, op.output(0).shape)
+    starts, texts, sizes = placed(op, op.output(0).shape)
     like = op.argument("like")
     lent = []
     if like is not None:
@@ -79,7 +79,7 @@ def _local_numbers(op: Op, bound: Bound, assignment: Assignment) -> Local:
 
 
 def _choose_text(op: Op) -> tuple[str, dict[str, int]]:
-    starts, texts, sizes = _placed(op, op.output(0).shape[:-1])
+    starts, texts, sizes = placed(op, op.output(0).shape[:-1])
     return f"{', '.join(['seed!', *starts])}, {operand([*texts, 'c!'])} -> {operand([*texts, 's!'])}", sizes
 
 
@@ -111,9 +111,8 @@ class _Place:
     ) -> None:
         self.b, self.op, self.shape, self.device = b, op, list(shape), device
         self.like = b.call(aten.detach.default, like) if like is not None and like.requires_grad else like
-        self.dims = [d for d, digits in enumerate(dims) if digits]
-        self.starts = [_starts(b, shape[d], dims[d]) for d in self.dims]
-        self.micro = _pieces(op, shape)
+        self.dims, self.starts = _cut(b, shape, dims)
+        self.micro = pieces(op, shape)
 
     @classmethod
     def of(cls, b, op: Op, x: Value) -> _Place:
@@ -133,7 +132,7 @@ class _Place:
         return self.b.call(draw, *self.where, kind, dtype, self.device, *self.micro)
 
 
-def _pieces(op: Op, shape: Sequence[int]) -> list[list[int]]:
+def pieces(op: Op, shape: Sequence[int]) -> list[list[int]]:
     """The last argument (`micro`) of a call that draws numbers for a tensor of that shape.
 
     Empty where the tensor has no rows of the batch: a feature dropout for a batch in a dim that shares one number, say.
@@ -149,6 +148,23 @@ def _starts(b, size: int, digits: Digits) -> Value:
     length = part_length(size, parts)
     made = b.call(aten.arange.start_step, 0, parts * length, length, dtype=torch.int64, device=torch.device("cpu"))
     return b.lay(made, [digits])
+
+
+def _cut(b, shape: Sequence[int], dims: Sequence[Digits]) -> tuple[list[int], list[Value]]:
+    """The dims that are cut, and the start of each rank's slice in each of them."""
+    cut = [d for d, digits in enumerate(dims) if digits]
+    return cut, [_starts(b, shape[d], dims[d]) for d in cut]
+
+
+def numbers_of(b, op: Op, shape: Sequence[int], dims: Sequence[Digits]) -> tuple:
+    """The first arguments of an operator that draws its numbers inside: seed, starts, cut dims, whole sizes, number.
+
+    Args:
+        shape: of the whole tensor of numbers.
+        dims: the digits that cut each of its dims.
+    """
+    cut, starts = _cut(b, shape, dims)
+    return SEED, starts, cut, list(shape), op.number
 
 
 def dropped(b, op: Op, x: Value, p: float) -> Value:

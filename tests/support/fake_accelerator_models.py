@@ -13,6 +13,7 @@ import llama
 import operator_functional
 import operator_objects
 import torch
+import torchvision
 from gpt import mark
 from resnet50 import ResNet, split
 from torch import Tensor, nn
@@ -45,6 +46,18 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = torch.relu(layer(self.dropout(x)))
         return x
+
+
+class Attention(nn.Module):
+    """Attention with dropout among the columns of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.view(-1, 2, 4, 2) for part in self.project(x).chunk(3, -1))
+        return nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1).reshape(x.shape)
 
 
 def piped(scheduler: str, stages: int) -> Callable[[nn.Module, nn.Module, sw.AutoParallel], Any]:
@@ -153,6 +166,12 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         name = f"resnet50{', batch norms of the whole batch' if sync else ''}"
         run = partial(fake.outcome, ResNet, PICTURES, nn.CrossEntropyLoss, dataset="data_parallel")
         yield name, partial(run, parallel_mode="data_parallel", sync_batch_norm=sync)
+    for mode in ("data_parallel", "semi_auto"):
+        run = partial(fake.outcome, torchvision.models.resnet50, PICTURES, nn.CrossEntropyLoss, dataset="data_parallel")
+        yield f"resnet50 of torchvision, {mode}", partial(run, built="late", parallel_mode=mode)
+    for built in ("late", "cpu"):
+        run = partial(fake.outcome, Attention, fake.ROWS, nn.MSELoss, built=built, random="fast")
+        yield f"attention with fast dropout, {built}", partial(run, parallel_mode="data_parallel")
     for mode in SEARCHES:
         run = partial(fake.outcome, fake.MadeInside, fake.ROWS, nn.MSELoss, built="cpu", parallel_mode=mode)
         marked = lambda net, loss, model: sw.shard(net.inner, ((2, 1), (4, 1), (4,)))
