@@ -33,6 +33,7 @@ CASES = [
         for how in ("2 stages, late", "4 stages, cpu")
     ),
     *("pipeline, parts of the batch", "blocks recomputed"),
+    *("compiled", "compiled, with normal numbers", "compiled, pipeline"),
     *(f"default device, {how}" for how in ("late", "built on it", "pipeline")),
     *(
         f"one process, {how}{pipeline}"

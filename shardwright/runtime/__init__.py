@@ -5,6 +5,7 @@ step_program         one call of a planned model
 saved_tensors        recomputed regions, and weights gathered again in the backward
 deferred_init        parameters that are planned before they have values, and created as slices
 compilation          torch.compile of planned programs
+device_seed          the seed of a compiled program in the memory of its device
 optimizer_guard      checks before an optimizer's step
 pipeline_step        one step of a pipeline
 pipeline_p2p         the stages of a pipeline on processes

@@ -21,6 +21,7 @@ from ..process import Runtime
 from ..redistribution import digits_value
 from ..torch_private import number_of_groups
 from .compilation import Compilation
+from .device_seed import place_seed
 from .distributed.buckets import GradientSums
 from .distributed.gradient_fusion import Accumulation, Fusion
 from .distributed.gradients import of_stage
@@ -68,6 +69,7 @@ def process_pipeline(
     for stage in stages:
         groups = held.groups
         lowered = lower(stage.plan)
+        seed_device = place_seed(lowered, runtime.device) if compiled else None
         body = RankExecutor(lowered, groups, compiled, scatters=True, outside=stage.plan.gathered_once)
         sums = GradientSums(body.sums, body.types, groups, fusion, accumulation, followed=body.followed)
         leaves = held.leaves(holder, sums, set(lowered.parameters))
@@ -83,6 +85,7 @@ def process_pipeline(
             counts,
             partial(_added, body, groups.rank),
             body.gathers,
+            seed_device,
         )
     _make_even(runtime)
     link = link_of(plan, runtime.rank, runtime.device, _shapes(plan), getattr(before, "link", None))

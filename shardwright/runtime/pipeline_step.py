@@ -232,7 +232,10 @@ class PipelineStep:
         buffers = list(body.buffers.values())
         if body.updates and self.trains:
             buffers = [b.clone() for b in buffers]  # a forward's buffers must be unchanged in its backward
-        seed = [self.seeds[k]] if body.stage.plan.program.seed is not None else []
+        seed = []
+        if body.stage.plan.program.seed is not None:
+            on_host, device = self.seeds[k], body.seed_device
+            seed = [on_host if device is None else on_host.to(device, non_blocking=True)]
         with torch.set_grad_enabled(self.trains):
             made = body.run(*self.leaves[s].values(), *buffers, *body.constants, *seed, *inputs)
         outputs, updates = made[: len(graph.outputs)], made[len(graph.outputs) :]
@@ -417,6 +420,7 @@ class StageBody:
             sum.
         gathers: parameter -> the redistribution from its storage to its use, for weights that are gathered once a
             step for all micro-batches (`Plan.gathered_once`).
+        seed_device: the device on which the program takes its seed; None: host memory.
     """
 
     stage: Stage
@@ -428,6 +432,7 @@ class StageBody:
     counts: Callable[..., list[Tensor]] | None
     shared: Callable[[str, Tensor | None, Tensor], Tensor]
     gathers: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    seed_device: torch.device | None = None
 
 
 class StageLink(Protocol):

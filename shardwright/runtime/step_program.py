@@ -28,6 +28,7 @@ from ..sharded_plan import Plan
 from .call_boundary import handings, kept_apart, put_back
 from .compilation import Compilation, keep_in_place
 from .deferred_init import materialize, put_in_place
+from .device_seed import place_seed
 from .distributed.gradient_fusion import Accumulation, Fusion
 from .distributed.parameter_hooks import with_rank_dim
 from .freed import freed
@@ -64,12 +65,13 @@ class StepProgram:
         held: ShardedState | None = None,
         device: torch.device | None = None,
         mean: bool = False,
+        seed_device: torch.device | None = None,
     ) -> None:
         self.plan, self.body, self.held, self.exact = plan, body, held, True
         self.begin: Callable[[], None] | None = None
         self.guards, self.effects = Guards((), ()), Effects()
         self._draws = plan.program.seed is not None
-        self._state, self._updated, self._device = state, updated, device
+        self._state, self._updated, self._device, self._seed_device = state, updated, device, seed_device
         self._outputs = plan.graph.outputs
         self._objects = holds_objects(plan.graph.out_spec)
         self._sole = (
@@ -94,7 +96,8 @@ class StepProgram:
         if self._device is not None:
             tensors = [moved(x, self._device) for x in tensors]
         if self._draws:
-            tensors.insert(0, stream.draw(self.exact))
+            seed = stream.draw(self.exact)
+            tensors.insert(0, seed if self._seed_device is None else seed.to(self._seed_device, non_blocking=True))
         made = self.body(*self._state, *tensors)
         if self._sole and not self._updated:
             return _handed(made[0], self._handings[0])  # most often the loss: no tree to build
@@ -169,22 +172,24 @@ def make_program(
         piped.device = moved
         return piped
     lowered = lower(plan)
-    if runtime.processes and plan.devices > 1:
+    single = plan.devices == 1 and (compiled or not plan.regions)
+    of_ranks = runtime.processes and plan.devices > 1
+    seed_device = place_seed(lowered, runtime.device) if compiled and (single or of_ranks) else None
+    if of_ranks:
         return _on_processes(
-            lowered, holder, runtime, gradients_mean, before, fusion, accumulation, broadcast, compiled
+            lowered, holder, runtime, gradients_mean, before, fusion, accumulation, broadcast, compiled, seed_device
         )
     if before is None:
         materialize(holder, lambda name, old, whole: whole, runtime.device, real=False)
     named = dict(holder.named_parameters()) | dict(holder.named_buffers())
     state = [with_rank_dim(named[n]) for n in (*lowered.parameters, *lowered.buffers)]
     state += [plan.graph.constants[n].to(runtime.device) for n in lowered.constants]
-    single = plan.devices == 1 and (compiled or not plan.regions)
     if compiled and not single:
         warnings.warn(
             "compile=True: one process plays all devices, operator by operator, and is not compiled", stacklevel=7
         )
     body = SingleDeviceExecutor(lowered, compiled) if single else LocalExecutor(lowered)
-    return StepProgram(plan, body, state, [named[n] for n in lowered.updates], device=moved)
+    return StepProgram(plan, body, state, [named[n] for n in lowered.updates], device=moved, seed_device=seed_device)
 
 
 def _move(holder: nn.Module, device: torch.device) -> None:
@@ -204,6 +209,7 @@ def _on_processes(
     accumulation: Accumulation,
     broadcast: bool,
     compiled: Compilation | None,
+    seed_device: torch.device | None,
 ) -> StepProgram:
     # DTensor and the rest take a second to import: a program that runs in one process does without.
     from .distributed.agreement import counted  # noqa: PLC0415  processes alone use it
@@ -243,6 +249,7 @@ def _on_processes(
         held,
         runtime.device,
         gradients_mean and (plan.fed.own_part or plan.own is not None),
+        seed_device,
     )
     program.begin = counted(plan)
     return program

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import fake_accelerator as fake  # the device is registered first
 import layout_functional
@@ -22,7 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import shardwright as sw
 from shardwright import process
 from shardwright.pipeline.schedules import SCHEDULES, schedule
+from shardwright.rules import counter_rng
 from shardwright.runtime import pipeline_p2p
+from shardwright.runtime.compilation import Compilation
 
 schedule("zbv", 2, 4)  # imports of torch that make tensors
 pipeline_p2p._make_even = lambda runtime: None  # reads the number of groups of all ranks
@@ -130,6 +133,48 @@ def raised(call: Callable[[], Any]) -> str:
     return "no error"
 
 
+def as_compiled(make: Callable[[], nn.Module], drawn: bool, **given: Any) -> dict[str, Any]:
+    """A model whose program is compiled, by a compiler that runs it as it is.
+
+    Args:
+        drawn: True where the program has a random operator that reads its seed on the host.
+    """
+    programs: list[torch.fx.GraphModule] = []
+
+    def compiled(self: Compilation, program: torch.fx.GraphModule) -> Callable[..., Any]:
+        programs.append(program)
+
+        def run(*tensors: Tensor) -> Any:
+            (on,) = {x.device.type for x in tensors if x.shape == (4,) and x.dtype == torch.int64}
+            assert on == ("cpu" if drawn else "npu"), f"the seed is on {on}"
+            return program(*tensors)
+
+        return run
+
+    seed = lambda exact: torch.empty(4, dtype=torch.int64, device="cpu")  # a fake one: its copy is one, too
+    with (
+        mock.patch.object(Compilation, "compiled", compiled),
+        mock.patch.object(process.stream, "draw", seed),
+        mock.patch.dict(counter_rng.PLAIN, {torch.ops.shardwright.draw.default: counter_rng._empty_draw}),
+    ):
+        result = fake.outcome(make, MANY_ROWS, nn.MSELoss, parallel_mode="data_parallel", compile=True, **given)
+    assert programs
+    made = {str(node.kwargs["device"]) for p in programs for node in p.graph.nodes if node.kwargs.get("device")}
+    assert made <= ({"cpu"} if drawn else {"npu:0"}) and (made or "prepared" in given), made
+    return result
+
+
+class Noise(nn.Module):
+    """Dropout, and normal numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.dropout = nn.Linear(16, 16), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.dropout(x)) + torch.randn_like(x)
+
+
 def recomputed(net: nn.Module, loss: nn.Module, model: sw.AutoParallel) -> None:
     """Marks, with every block recomputed."""
     mark(net, loss, 2, 4)
@@ -205,6 +250,10 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         yield f"{name}, pipeline", partial(in_one_process, partial(run, prepared=piped("zero_bubble", 4)), chosen)
     yield "one process, moved after the first call", partial(in_one_process, moved_later)
     yield "moved after the first call", moved_away
+    yield "compiled", partial(as_compiled, partial(Layers, 2), False, dataset="data_parallel", inputs="device")
+    yield "compiled, with normal numbers", partial(as_compiled, Noise, True, dataset="data_parallel", inputs="device")
+    piped_and_compiled = {"dataset": "data_parallel", "inputs": "device", "prepared": piped("1f1b", 2)}
+    yield "compiled, pipeline", partial(as_compiled, partial(Layers, 2), False, **piped_and_compiled)
     yield "blocks recomputed", partial(fake.outcome, fake.gpt, fake.TOKENS, fake.TokenLoss, prepared=recomputed)
 
 
