@@ -12,6 +12,9 @@ choice of steps are those of G. Steele, D. Lea, C. Flood, "Fast splittable pseud
 nine vector operations a word; Philox-4x32-10 takes over a hundred. Where the seed says "fast", numbers come from
 torch's own generator instead, seeded by the operator and the start of the rank's slice: replicas agree, slices differ.
 
+A device without integers of 64 bits computes the same masks in halves of 32 bits (`Halves`). The host computes its
+other numbers.
+
 The operators take the seed and the positions as tensors in host memory, since the program is the same on every rank:
 
     seed      (4,): torch.initial_seed(), the number of the call, exact (1) or fast (0) numbers, and the number k of
@@ -39,7 +42,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "PLAIN", "Slice", "device_words", "fast_seed", "host_words", "key"]
+__all__ = ["KINDS", "PLAIN", "Slice", "device_words", "fast_seed", "fill_in_halves", "host_words", "key"]
 
 _BITS = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -86,6 +89,78 @@ def key(seed: int, call: int, number: int) -> tuple[int, int]:
     return state, step
 
 
+class Halves(NamedTuple):
+    """Integers of 64 bits modulo 2⁶⁴ on a device without them, as two tensors of 32 bits, whose products wrap.
+
+    A product with a constant needs the upper half of a product of two numbers of 32 bits, which follows from four
+    products of 16 bits (D. Knuth, "The Art of Computer Programming", volume 2, 4.3.1).
+
+    Attributes:
+        upper, lower: the bits, as signed integers of 32 bits.
+    """
+
+    upper: Tensor
+    lower: Tensor
+
+    @classmethod
+    def of(cls, x: int, shape: Sequence[int], device: torch.device) -> Halves:
+        """A number in every element of a shape."""
+        upper, lower = (torch.full(tuple(shape), _signed32(n), dtype=torch.int32, device=device) for n in (x >> 32, x))
+        return cls(upper, lower)
+
+    @classmethod
+    def wide(cls, x: Tensor) -> Halves:
+        """Non-negative integers of 32 bits."""
+        return cls(torch.zeros_like(x), x)
+
+    def unsqueezed(self) -> Halves:
+        return Halves(self.upper[..., None], self.lower[..., None])
+
+    def ravelled(self) -> Halves:
+        return Halves(self.upper.ravel(), self.lower.ravel())
+
+    def __add__(self, other: Halves) -> Halves:  # type: ignore[override]
+        lower = self.lower + other.lower
+        carry = (lower ^ _LEAST) < (other.lower ^ _LEAST)  # as numbers without sign
+        return Halves(self.upper + other.upper + carry, lower)
+
+    def times(self, factor: int) -> Halves:
+        """The product with a constant."""
+        above, below = _signed32(factor >> 32), _signed32(factor)
+        first, second = factor >> 16 & 0xFFFF, factor & 0xFFFF
+        left, right = _right(self.lower, 16), self.lower & 0xFFFF
+        one, other = left * second, right * first
+        carried = _right(_right(right * second, 16) + (one & 0xFFFF) + (other & 0xFFFF), 16)
+        upper = left * first + _right(one, 16) + _right(other, 16) + carried
+        return Halves(upper + self.upper * below + self.lower * above, self.lower * below)
+
+    def shifted(self, bits: int) -> Halves:
+        """The number shifted to the right by 1 to 31 bits."""
+        return Halves(_right(self.upper, bits), _right(self.lower, bits) | self.upper << 32 - bits)
+
+    def mixed(self) -> Halves:
+        """`_mix` of each number."""
+        z = self
+        for shift, factor in _MIX13:
+            by = z.shifted(shift)
+            z = Halves(z.upper ^ by.upper, z.lower ^ by.lower)
+            z = z if factor is None else z.times(factor)
+        return z
+
+
+_LEAST = -1 << 31
+
+
+def _signed32(x: int) -> int:
+    x &= 0xFFFFFFFF
+    return x - (1 << 32) if x >> 31 else x
+
+
+def _right(x: Tensor, bits: int) -> Tensor:
+    """A shift to the right that fills with zeros."""
+    return (x >> bits) & ((1 << 32 - bits) - 1)
+
+
 class DimRows(NamedTuple):
     """The rows of a slice along one dim.
 
@@ -109,11 +184,15 @@ class DimRows(NamedTuple):
         Args:
             numbers: 0 to many - 1, an array or a tensor on any device.
         """
+        return self.rows(numbers) * self.stride
+
+    def rows(self, numbers: Any) -> Any:
+        """The rows of the whole tensor from the first row to each row; arguments as of `distances`."""
         if not self.piece:
-            return numbers * (self.lot * self.stride)
+            return numbers * self.lot
         rows = numbers * self.lot + self.begin
         first = self.begin // self.piece * self.micros * self.piece + self.begin % self.piece
-        return (rows // self.piece * (self.micros * self.piece) + rows % self.piece - first) * self.stride
+        return rows // self.piece * (self.micros * self.piece) + rows % self.piece - first
 
     @property
     def even(self) -> bool:
@@ -170,6 +249,14 @@ class Slice:
         at = torch.full((1,), self.first, dtype=torch.int64, device=device)
         for rows in self.rows:
             at = (at[:, None] + rows.distances(torch.arange(rows.many, device=device))).ravel()
+        return at
+
+    def halves_on(self, device: torch.device) -> Halves:
+        """The same in halves of 32 bits."""
+        at = Halves.of(self.first, (1,), device)
+        for rows in self.rows:
+            numbers = rows.rows(torch.arange(rows.many, dtype=torch.int32, device=device))
+            at = (at.unsqueezed() + Halves.wide(numbers).times(rows.stride)).ravelled()
         return at
 
 
@@ -236,6 +323,41 @@ def device_words(start: int, step: int, offsets: Tensor | int, count: int, devic
         if factor is not None:
             z.mul_(_signed(factor))
     return z
+
+
+@lru_cache
+def _has_words(kind: str) -> bool:
+    """True where devices of a type compute with integers of 64 bits."""
+    try:
+        torch.arange(2, device=kind).mul_(_signed(_GOLDEN)).bitwise_xor_(1).bitwise_and_(3)
+    except RuntimeError:  # NotImplementedError is one, too
+        return False
+    return True
+
+
+def fill_in_halves(out: Tensor, at: Slice, stream: tuple[int, int], below: int) -> Tensor:
+    """A mask, by integers of 32 bits alone: where the half of a word that belongs to an element is below a number.
+
+    Args:
+        out: the mask, contiguous.
+        at: its positions.
+        stream: start and step.
+        below: the bound, as a signed number.
+    """
+    start, step = stream
+    first = at.halves_on(out.device).unsqueezed()
+    flat, begin = out.view(-1, at.run), at.first % 2 if at.aligned else 0
+    count = (begin + at.run + 1) // 2 if at.aligned else at.run
+    numbers = Halves.wide(torch.arange(count, dtype=torch.int32, device=out.device))
+    position = first.shifted(1) + numbers if at.aligned else first + numbers
+    word = (position if at.aligned else position.shifted(1)).times(step)
+    word = (word + Halves.of(start, (1,), out.device)).mixed()
+    if at.aligned:
+        made = torch.stack((word.lower, word.upper), -1).flatten(-2)[:, begin : begin + at.run]
+    else:  # rows begin in different halves of a word
+        made = torch.where((position.lower & 1).bool(), word.upper, word.lower)
+    flat.copy_(made < below)
+    return out
 
 
 def _filled(
@@ -361,6 +483,9 @@ def _mask(
             mask_kernel.store_mask(out, rows, at.run, _signed(stream[0]), _signed(stream[1]), below)
             return out
 
+    if on.type != "cpu" and not _has_words(on.type):
+        return fill_in_halves(out, at, stream, below)
+
     def put(made: Tensor, into: Tensor) -> None:
         if number_type is not None:
             np.less(made.numpy(), below, out=into.numpy())  # half the time of torch's operators
@@ -383,10 +508,13 @@ def _draw(
     device: torch.device | None,
     micro: Sequence[int] = (),
 ) -> Tensor:
-    out = torch.empty(size, dtype=dtype, device=_made_on(seed, like, device))
+    on = _made_on(seed, like, device)
+    out = torch.empty(size, dtype=dtype, device=on)
     if not out.numel():
         return out
     at, stream, fast = _state(seed, starts, dims, size, whole, number, micro)
+    if fast is None and on.type != "cpu" and not _has_words(on.type):
+        return out.copy_(_filled(torch.empty(size, dtype=dtype, device="cpu"), at, stream, False, _PUT[kind]))
     if fast is not None:
         generator = torch.Generator(out.device).manual_seed(fast)
         if kind == "integer":
