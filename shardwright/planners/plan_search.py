@@ -120,11 +120,13 @@ class Search:
     @cached_property
     def outs(self) -> dict[str, tuple[Layout, ...]]:
         """By operator, the output layouts that marks settle."""
-        return {
-            op.name: marked_output(op, self.described.rules[op.name][1], self.described.devices)
-            for op in self.described.graph.ops
-            if op.mark is not None and op.mark.out_strategy is not None
-        }
+        out, devices = {}, self.described.devices
+        for op in self.described.graph.ops:
+            if op.mark is not None and op.mark.out_strategy is not None:
+                rule, bound, _ = self.described.rules[op.name]
+                own = None if op.mark.in_strategy is None else marked_decision(op, rule, bound, devices).assignment
+                out[op.name] = marked_output(op, bound, devices, own)
+        return out
 
     @cached_property
     def atoms(self) -> Digits:

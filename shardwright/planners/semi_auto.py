@@ -68,7 +68,8 @@ def semi_auto(problem: PlanningProblem) -> Decisions:
             decisions[op.name] = _along_batch(op, rule, bound, devices, carries, note)
         if mark is not None and mark.out_strategy is not None:
             decision = decisions.get(op.name) or _along_batch(op, rule, bound, devices, carries, note)
-            decisions[op.name] = replace(decision, out=marked_output(op, bound, devices))
+            assignment = None if mark.in_strategy is None else decision.assignment
+            decisions[op.name] = replace(decision, out=marked_output(op, bound, devices, assignment))
     _Views(graph, devices, problem.fed, described, decisions, carries, problem.stored or {}).decide()
     return Decisions({op.name: decisions[op.name] for op in graph.ops}, carries)
 
@@ -100,14 +101,17 @@ def marked_decision(op: Op, rule: Rule, bound: Bound, devices: int) -> Decision:
         raise error.located(**where, strategy=given) from None
 
 
-def marked_output(op: Op, bound: Bound, devices: int) -> tuple[Layout, ...]:
+def marked_output(op: Op, bound: Bound, devices: int, assignment: Assignment | None = None) -> tuple[Layout, ...]:
     """The layouts of a mark's out_strategy, checked.
+
+    Args:
+        assignment: of the mark's in_strategy, if it has one.
 
     Raises:
         StrategyError, LayoutError: the outputs cannot have these layouts; with the operator and its source line.
     """
     try:
-        return output_layouts_of(bound, op.mark.out_strategy, devices)
+        return output_layouts_of(bound, op.mark.out_strategy, devices, assignment)
     except ShardwrightError as error:
         raise error.located(
             operator=op.name if op.kind in op.name else f"{op.name} ({op.kind})",

@@ -68,12 +68,15 @@ def _refuse_sparse(op: Op) -> None:
 
 
 def _embedding(op: Op) -> str:
-    """The notation of an embedding; device matrix order: index, width, replicas, rows of the table."""
+    """The notation of an embedding; device matrix order: index, replicas, rows of the table, width.
+
+    Where the rows are whole, the replicas come last.
+    """
     _refuse_sparse(op)
     index = named(len(op.inputs[1].shape), "i")
     by_count = op.argument("scale_grad_by_freq")  # the counts need the whole index, and the whole table
     v, texts = ("v!", whole(index)) if by_count else ("v", index)
-    return f"{' '.join(index)} w * v: {v} w, {operand(texts)} -> {operand([*texts, 'w'])}"
+    return f"{' '.join(index)} * v w: {v} w, {operand(texts)} -> {operand([*texts, 'w'])}"
 
 
 def _expand_embedding(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:

@@ -10,8 +10,8 @@ contracted: when it is cut, each rank holds a term of the result (a partial sum)
 ``?``: the input may be left out of a strategy, its cuts follow from the others. ``...`` stands for any number of
 leading dims, aligned on the right, that broadcast. ``(a b)`` is one dim made of two factors, the first major.
 ``1`` is a dim that carries no factor. The order of the factors in the device matrix is that in which the string names
-them first. An optional prefix ``m k n:`` names them earlier; a ``*`` in the prefix stands for the devices that a
-strategy leaves unused, which otherwise come last.
+them first. An optional prefix ``m k n:`` names them earlier. A ``*`` in the prefix stands for the devices that a
+strategy leaves unused, where the factor behind it is cut. Otherwise they come last.
 
 The string, bound to shapes, and an assignment of digits to factors give the layouts of all inputs and outputs, the
 partial sums of the outputs, and the digits over which the gradient of an input is partial:
@@ -56,7 +56,7 @@ class Notation:
     whole: frozenset[str]
     optional: frozenset[int]
     order: tuple[str, ...]
-    rest: int | None = None  # index of the factor before the unused devices; None: they come last
+    rest: int | None = None  # index of the factor behind the unused devices, where it is cut; else they come last
 
 
 @cache

@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import Any
 
 from ..errors import LayoutError, StrategyError
-from ..layout import Digit, Digits, Layout, allocate, beside, complement, digits_size, merge
+from ..layout import Digit, Digits, Layout, allocate, beside, complement, digits_size, merge, overlap
 from .notation import Assignment, Bound
 
 __all__ = ["assignment_of", "output_layouts_of"]
@@ -186,9 +186,10 @@ def _place(bound: Bound, cuts: dict[int, int], known: dict[int, Digits], devices
     if not known:
         order: list[int | None] = list(range(len(bound.factors)))
         sizes = [cuts.get(i, 1) for i in range(len(bound.factors))]
-        if bound.notation.rest is not None and devices % math.prod(sizes) == 0:
-            order.insert(bound.notation.rest, None)
-            sizes.insert(bound.notation.rest, devices // math.prod(sizes))
+        rest = bound.notation.rest
+        if rest is not None and rest < len(sizes) and sizes[rest] > 1 and devices % math.prod(sizes) == 0:
+            order.insert(rest, None)
+            sizes.insert(rest, devices // math.prod(sizes))
         placed = dict(zip(order, allocate(devices, sizes)))
         return bound.cut_by(devices, {i: digits for i, digits in placed.items() if i is not None})
     # Layouts give digits to some factors; cuts of other factors, given by tuples, take from the free digits.
@@ -218,10 +219,62 @@ def _taken(free: Digits, cut: int) -> Digits:
     return merge(taken)
 
 
-def output_layouts_of(bound: Bound, strategy: Any, devices: int) -> tuple[Layout, ...]:
+def _free(devices: int, used: Digits, first: Digits) -> Digits:
+    """The digits of a rank that are not used, those within `first` before all others."""
+    edges = sorted({edge for digit in first for edge in (digit.stride, digit.span)})
+    out = []
+    for digit in complement(devices, used):
+        stride = digit.stride
+        for edge in edges:
+            if stride < edge < digit.span and edge % stride == 0 and digit.span % edge == 0:
+                out.append(Digit(edge // stride, stride))
+                stride = edge
+        out.append(Digit(digit.span // stride, stride))
+    return tuple(sorted(out, key=lambda digit: (not overlap([digit], first), -digit.stride)))
+
+
+def _on_own_matrix(natural: Layout, cuts: tuple[int, ...]) -> Layout | None:
+    """Cuts of an output on the device matrix that the operator's inputs build.
+
+    Example: matmul ((2, 2), (2, 2)) on 8 devices has the matrix (2, 2, 2) of rows, contracted columns and columns, and
+    its output is cut by the first and the last axis. The cuts (2, 2) mean these axes, and (4, 2) mean the first two
+    for the rows: each sum is completed by a reduce-scatter.
+
+    Args:
+        natural: the output's layout by the inputs, with its partial sums.
+
+    Returns:
+        The layout; None where the axes of the matrix have no such cuts.
+    """
+    assert natural.dims is not None
+    kept: list[Digits] = []
+    for digits, cut in zip(natural.dims, cuts):
+        has = digits_size(digits)
+        if cut % has and has % cut:
+            return None
+        kept.append(digits if cut % has == 0 else _taken(digits, cut))
+        if digits_size(kept[-1]) not in (has, cut):
+            return None
+    for d, cut in enumerate(cuts):
+        further = cut // digits_size(kept[d])
+        if further == 1:
+            continue
+        used = tuple(digit for digits in kept for digit in digits)
+        taken = _taken(_free(natural.devices, used, natural.partial), further)
+        if digits_size(taken) != further:
+            return None
+        kept[d] = merge((*kept[d], *taken))
+    return Layout.of(natural.devices, kept)
+
+
+def output_layouts_of(
+    bound: Bound, strategy: Any, devices: int, assignment: Assignment | None = None
+) -> tuple[Layout, ...]:
     """Check an ``out_strategy``: one entry per output, a tuple of cuts or a Layout.
 
-    Tuple cuts get digits as for a single tensor: row-major, replicas on the right.
+    Args:
+        assignment: of the mark's in_strategy, on whose device matrix tuple cuts are read. None, or a matrix without
+            such cuts: tuple cuts get digits as for a single tensor, row-major with replicas on the right.
 
     Raises:
         StrategyError, LayoutError: as `assignment_of`.
@@ -259,6 +312,9 @@ def output_layouts_of(bound: Bound, strategy: Any, devices: int) -> tuple[Layout
         elif isinstance(entry, (tuple, list)):
             try:
                 layout = Layout.from_cuts(devices, tuple(entry))
+                natural = None if assignment is None else bound.output_layout(i, assignment)
+                if natural is not None and natural.dims is not None and len(natural.dims) == len(entry):
+                    layout = _on_own_matrix(natural, tuple(entry)) or layout
             except LayoutError as error:
                 raise LayoutError(error.message, strategy=strategy, legal=simple) from None
         else:

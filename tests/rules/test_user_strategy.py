@@ -1,14 +1,17 @@
 """Strategies that a user gives for an operator, in normal form; or one error with the sizes and a legal choice."""
 
 import ast
+import itertools
 import math
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import Tensor, nn
 
+import shardwright as sw
 from shardwright.errors import LayoutError, ShardwrightError, StrategyError
-from shardwright.layout import Digit, Layout
+from shardwright.layout import Digit, Digits, Layout, digits_size
 from shardwright.rules import Bound, assignment_of, bind, output_layouts_of, parse
 
 MATMUL = "m k, k n -> m n"
@@ -322,3 +325,72 @@ def test_bad_out_strategies(strategy, kind, said) -> None:
 def test_an_out_strategy_that_does_not_divide() -> None:
     with pytest.raises(ShardwrightError, match="size 6, which does not divide by 4"):
         output_layouts_of(matmul(6), ((4, 1),), 4)
+
+
+@pytest.mark.parametrize("cuts", [(2, 2, 2), (2, 1, 2), (1, 4, 2), (4, 2, 1), (1, 1, 2), (2, 4, 1), (1, 8, 1)])
+def test_a_tuple_out_strategy_is_read_on_the_operators_own_matrix(cuts: tuple[int, int, int]) -> None:
+    """The cuts that the inputs give the output keep their axes; more cuts take the axes of the sums first."""
+    b = matmul()
+    rows, inner, columns = cuts
+    a = assignment_of(b, ((rows, inner), (inner, columns)), 8)
+    natural = b.output_layout(0, a)
+    (same,) = output_layouts_of(b, ((rows, columns),), 8, a)
+    assert same == natural.without_partial()
+    for asked in itertools.product((1, 2, 4, 8), repeat=2):
+        if asked[0] * asked[1] > 8:
+            continue
+        (layout,) = output_layouts_of(b, (asked,), 8, a)
+        assert tuple(digits_size(d) for d in layout.dims) == asked
+        if asked == (rows * inner, columns):
+            assert {d for dim in layout.dims for d in prime_digits(dim)} == {
+                d for dim in (*natural.dims, natural.partial) for d in prime_digits(dim)
+            }
+
+
+def prime_digits(digits: Digits) -> list[Digit]:
+    """Digits of a power of two as digits of size 2."""
+    return [Digit(2, d.stride << i) for d in digits for i in range(d.size.bit_length() - 1)]
+
+
+def test_a_product_keeps_its_columns() -> None:
+    """8 devices: the output's columns lie on the last axis of (rows, contracted, columns) already."""
+
+    class Product(nn.Module):
+        def __init__(self, out: object) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(32, 64))
+            self.product = sw.shard(torch.matmul, ((2, 2), (2, 2)), out)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.product(x, self.w)
+
+    x = torch.zeros(64, 32)
+    sent = [
+        [(c.op, c.bytes) for c in sw.plan(Product(out), (x,), devices=8).collectives(0) if c.phase == "forward"]
+        for out in (((2, 2),), None)
+    ]
+    assert sent[0] == sent[1] and sent[0][0][0] == "all_reduce"
+
+
+@pytest.mark.parametrize(
+    "cuts, rows, columns",
+    [
+        ((2, 4), [0, 0, 0, 0, 32, 32, 32, 32], [0, 4, 8, 12, 0, 4, 8, 12]),
+        ((4, 2), [0, 0, 16, 16, 32, 32, 48, 48], [0, 8, 0, 8, 0, 8, 0, 8]),
+        ((4, 1), [0, 16, 32, 48, 0, 16, 32, 48], [0] * 8),
+        ((1, 4), [0] * 8, [0, 0, 4, 4, 8, 8, 12, 12]),
+        ((8, 1), [0, 8, 16, 24, 32, 40, 48, 56], [0] * 8),
+    ],
+)
+def test_rows_of_a_table_stand_before_its_columns(cuts: tuple[int, int], rows: list[int], columns: list[int]) -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = sw.shard(nn.Embedding(64, 16), ((1, 1), cuts))
+
+        def forward(self, index: Tensor) -> Tensor:
+            return self.table(index)
+
+    weight = sw.plan(Table(), (torch.zeros(8, 4, dtype=torch.long),), devices=8).parameters["table.weight"]
+    slices = [weight.slice(rank) for rank in range(8)]
+    assert [s[0].start or 0 for s in slices] == rows and [s[1].start or 0 for s in slices] == columns
