@@ -193,3 +193,38 @@ def test_no_more_is_proved_than_the_search_has_proved() -> None:
     for factor, bound, expected in ((2.0, 1.5, 0.25), (1.0, 0.75, 0.25), (0.5, 0.25, 0.75), (2.0, 2.0, 0.0)):
         found = SearchResult(factor * plan.cost, bound * plan.cost, 1, 1)
         assert replace(plan, found=found).gap == pytest.approx(expected), factor
+
+
+PIECES = {
+    "chunk": lambda h: h.chunk(2),
+    "split": lambda h: h.split([16, 16]),
+    "tensor_split": lambda h: h.tensor_split(2),
+    "narrow": lambda h: (h.narrow(0, 0, 16), h[16:]),
+    "unbind": lambda h: h.view(2, 16, 64).unbind(0),
+    "select": lambda h: (h.view(2, 16, 64)[1], h.view(2, 16, 64).select(0, 0)),
+}
+
+
+class Pieces(nn.Module):
+    """Layers behind pieces of the batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 64, dtype=torch.float64), nn.Linear(64, 64, dtype=torch.float64)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = PIECES[self.kind](self.first(x))
+        return torch.relu(self.second(left)) + self.second(right)
+
+
+@pytest.mark.parametrize("mode", ["semi_auto", "data_parallel"])
+@pytest.mark.parametrize("kind", PIECES)
+def test_what_follows_a_piece_of_the_batch_is_cut_along_it(kind: str, mode: str) -> None:
+    x, y = (torch.randn(n, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (32, 16))
+    plan = sw.plan(Pieces(kind), (x,), nn.MSELoss(), y, devices=8, parallel_mode=mode)
+    layers = [op.in_strategy[0] for op in plan.operators if op.op in ("linear", "relu", "add")]
+    assert layers == [(8, 1)] * 5, plan.operators
+    report = sw.verify(Pieces(kind), (x,), y, loss_fn=nn.MSELoss(), devices=8, parallel_mode=mode, steps=2)
+    assert report.ok and report.max_loss_difference < 1e-12, report.summary()

@@ -391,10 +391,19 @@ def input_placement(graph: Graph, devices: int, dataset_strategy: Any) -> InputP
     return InputPlacement(tuple(layouts), any(not layout.is_replicated for layout in layouts))
 
 
-def batch_dims(graph: Graph, bounds: dict[str, Bound]) -> dict[str, int]:
+#: Operators whose results are pieces of a dim, and those that also remove the dim.
+_PIECES = ("chunk", "narrow", "slice", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split")
+_REMOVED = ("select", "unbind")
+
+
+def batch_dims(graph: Graph, bounds: dict[str, Bound], pieces: bool = False) -> dict[str, int]:
     """Value name -> the dim that carries the batch: for the inputs, and for each value that shares their batch factor.
 
     A dim merged of the batch and other dims carries the batch as long as the batch is its major part.
+
+    Args:
+        pieces: True: also a piece of the batch (chunk, narrow) carries it, and what one entry of the batch leaves
+            (select, unbind), in its first dim.
     """
     carries = {v.name: 0 for v in graph.inputs if v.shape} if graph.batch is None else dict(graph.batch)
     for op in graph.ops:
@@ -402,6 +411,12 @@ def batch_dims(graph: Graph, bounds: dict[str, Bound]) -> dict[str, int]:
         if factor is None:
             continue
         outputs = [v for v in op.outputs if v is not None]
+        if pieces and op.kind in (*_PIECES, *_REMOVED):
+            x = op.inputs[0]
+            if op.argument("dim", 0) % len(x.shape) == carries.get(x.name):
+                at = carries[x.name] if op.kind in _PIECES else 0
+                carries.update((v.name, at) for v in outputs if len(v.shape) > at)
+                continue
         for value, dims in zip(outputs, bounds[op.name].outputs):
             for d, dim in enumerate(dims):
                 if dim and dim[0] == factor:

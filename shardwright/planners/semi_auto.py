@@ -57,7 +57,8 @@ def semi_auto(problem: PlanningProblem) -> Decisions:
     """
     graph, devices = problem.graph, problem.devices
     described = {op.name: description(op, problem.on_missing_rule, devices, problem.uneven) for op in graph.ops}
-    carries = batch_dims(graph, {name: bound for name, (_, bound, _) in described.items()})
+    bounds = {name: bound for name, (_, bound, _) in described.items()}
+    carries = batch_dims(graph, bounds, pieces=True)
     decisions: dict[str, Decision] = {}
     for op in graph.ops:
         rule, bound, note = described[op.name]
@@ -71,7 +72,7 @@ def semi_auto(problem: PlanningProblem) -> Decisions:
             assignment = None if mark.in_strategy is None else decision.assignment
             decisions[op.name] = replace(decision, out=marked_output(op, bound, devices, assignment))
     _Views(graph, devices, problem.fed, described, decisions, carries, problem.stored or {}).decide()
-    return Decisions({op.name: decisions[op.name] for op in graph.ops}, carries)
+    return Decisions({op.name: decisions[op.name] for op in graph.ops}, batch_dims(graph, bounds))
 
 
 def marked_decision(op: Op, rule: Rule, bound: Bound, devices: int) -> Decision:
