@@ -23,7 +23,7 @@ from .capture.manual import check_mode, one_slice, own_parameters
 from .capture.regions import with_policy
 from .cluster import Cluster, memory_of
 from .cost.cost_model import CostModel
-from .errors import SettingError
+from .errors import SettingError, ShardwrightError
 from .garbage import gc_paused
 from .graph import Graph
 from .layout import Layout
@@ -174,11 +174,38 @@ def make_plan(
         optimizer=optimizer,
         cut=replace(CUT, whole=whole),
     )
+
+    def plan_of(result: Decisions) -> Plan:
+        decisions, carries, found, storage = result
+        # With a limit of memory a search has decided the recomputed operators too.
+        ops = graph.ops if memory is None else tuple(decisions[op.name].op for op in graph.ops)
+        made = Plan(
+            graph.with_ops(ops),
+            devices,
+            parallel_mode,
+            fed,
+            decisions,
+            carries,
+            stored,
+            hsdp or storage,
+            cluster=cluster,
+            found=found,
+            optimizer=optimizer,
+        )
+        _ = made.program  # raises where the plan cannot be partitioned
+        return made
+
+    plan: Plan | None = None
     if mode.searches:
 
         def find() -> Decisions:
+            nonlocal plan
             with spending(SearchBudget(*settings.budget)):
-                return mode(problem)
+                result = mode(problem)
+            if not mode.fits_memory:  # it follows marks
+                return result
+            result, plan = _cheapest(result, problem, plan_of)
+            return result
 
         result = (
             find()
@@ -199,24 +226,40 @@ def make_plan(
         )
     else:
         result = mode(problem)
-    decisions, carries, found, storage = result
-    if memory is not None:  # the search decided the recomputed operators too
-        graph = graph.with_ops(tuple(decisions[op.name].op for op in graph.ops))
-    made = Plan(
-        graph,
-        devices,
-        parallel_mode,
-        fed,
-        decisions,
-        carries,
-        stored,
-        hsdp or storage,
-        cluster=cluster,
-        found=found,
-        optimizer=optimizer,
-    )
-    _ = made.program  # raises where the plan cannot be partitioned
-    return made
+    return plan_of(result) if plan is None or plan.decisions is not result.decisions else plan
+
+
+def _cheapest(
+    result: Decisions, problem: PlanningProblem, plan_of: Callable[[Decisions], Plan]
+) -> tuple[Decisions, Plan]:
+    """The cheapest of a search's plan and the plans of the modes that do not search, and its decisions.
+
+    Args:
+        result: of the search.
+        plan_of: the plan of decisions.
+    """
+    best, plan, memory = result, plan_of(result), problem.memory
+    modes = ("semi_auto", "sharding_propagation") if any(op.mark for op in problem.graph.ops) else ("semi_auto",)
+    for mode in modes:
+        try:
+            other = PLANNERS[mode](replace(problem, memory=None))
+            made = plan_of(other)
+        except ShardwrightError:  # this mode has no plan of these marks
+            continue
+        if made.cost >= plan.cost * (1 - 1e-9) or (memory is not None and made.peak > memory):
+            continue
+        assert result.found is not None
+        bound, note = result.found.bound, f"the plan of {mode}: the search found nothing as cheap"
+        found = replace(
+            result.found,
+            cost=made.cost,
+            bound=None if bound is None else min(bound, made.cost),
+            notes=(*result.found.notes, note),
+            limit=memory,
+        )
+        best = other._replace(found=found)
+        plan = plan_of(best)
+    return best, plan
 
 
 def capture_micro(
