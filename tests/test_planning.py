@@ -228,3 +228,39 @@ def test_what_follows_a_piece_of_the_batch_is_cut_along_it(kind: str, mode: str)
     assert layers == [(8, 1)] * 5, plan.operators
     report = sw.verify(Pieces(kind), (x,), y, loss_fn=nn.MSELoss(), devices=8, parallel_mode=mode, steps=2)
     assert report.ok and report.max_loss_difference < 1e-12, report.summary()
+
+
+READS = {
+    "embedding": lambda x, index: nn.functional.embedding(index, x),
+    "constant index": lambda x, index: nn.functional.embedding(torch.arange(48), x),
+    "index_select": lambda x, index: x.index_select(0, index),
+    "index": lambda x, index: x[index],
+}
+
+
+class Reads(nn.Module):
+    """Rows of the batch, read by an index, and a layer behind them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.layer = kind, nn.Linear(16, 16, dtype=torch.float64)
+        self.register_buffer("index", torch.randint(0, 64, (48,)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(READS[self.kind](x, self.index))
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_rows_of_the_batch_that_an_index_reads(kind: str) -> None:
+    """The index is cut and the batch is whole: a cut batch would sum a term of each rank for each row."""
+    x, y = (torch.randn(n, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (64, 48))
+    plan = sw.plan(Reads(kind), (x,), nn.MSELoss(), y, devices=8)
+    read, layer = (
+        next(op for op in plan.operators if op.op in kinds)
+        for kinds in (("embedding", "index_select", "index"), ("linear",))
+    )
+    assert read.in_strategy == ((1, 1), (8,)) and layer.in_strategy[0] == (8, 1)
+    assert not [c for c in plan.collectives(0) if c.operator == read.name and c.op == "all_reduce"]
+    report = sw.verify(Reads(kind), (x,), y, loss_fn=nn.MSELoss(), devices=8, parallel_mode="semi_auto", steps=2)
+    assert report.ok and report.max_loss_difference < 1e-12, report.summary()

@@ -395,6 +395,9 @@ def input_placement(graph: Graph, devices: int, dataset_strategy: Any) -> InputP
 _PIECES = ("chunk", "narrow", "slice", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split")
 _REMOVED = ("select", "unbind")
 
+#: Operators that read entries of a dim by an index.
+_READS = ("embedding", "index", "index_select")
+
 
 def batch_dims(graph: Graph, bounds: dict[str, Bound], pieces: bool = False) -> dict[str, int]:
     """Value name -> the dim that carries the batch: for the inputs, and for each value that shares their batch factor.
@@ -403,11 +406,11 @@ def batch_dims(graph: Graph, bounds: dict[str, Bound], pieces: bool = False) -> 
 
     Args:
         pieces: True: also a piece of the batch (chunk, narrow) carries it, and what one entry of the batch leaves
-            (select, unbind), in its first dim.
+            (select, unbind) or an index reads of it, in its first dim.
     """
     carries = {v.name: 0 for v in graph.inputs if v.shape} if graph.batch is None else dict(graph.batch)
     for op in graph.ops:
-        factor = batch_factor(op, bounds[op.name], carries)
+        factor = batch_factor(op, bounds[op.name], carries, pieces)
         if factor is None:
             continue
         outputs = [v for v in op.outputs if v is not None]
@@ -450,12 +453,19 @@ def ways_of_parameters(graph: Graph, rules: Mapping[str, Rule]) -> set[str]:
     return out
 
 
-def batch_factor(op: Op, bound: Bound, carries: dict[str, int]) -> int | None:
-    """The factor of an operator that is the batch; None where no input carries the batch."""
+def batch_factor(op: Op, bound: Bound, carries: dict[str, int], pieces: bool = False) -> int | None:
+    """The factor of an operator that is the batch; None where no input carries the batch.
+
+    Args:
+        pieces: True: where an index reads entries of the batch, the first dim of the result. The batch itself is
+            contracted there: a cut would sum a term of each rank for each entry, most of them zeros.
+    """
     for value, dims in zip(op.inputs, bound.inputs):
         d = carries.get(value.name)
         if d is not None and dims[d]:
-            return dims[d][0]
+            first = bound.outputs[0]
+            read = pieces and op.kind in _READS and all(dims[d][0] not in dim for dim in first)
+            return (first[0][0] if first and first[0] else None) if read else dims[d][0]
     return None
 
 

@@ -130,7 +130,7 @@ def _along_batch(op: Op, rule: Rule, bound: Bound, devices: int, carries: dict[s
 def batch_assignment(op: Op, bound: Bound, devices: int, carries: dict[str, int]) -> tuple[Assignment, str | None]:
     """The batch factor cut by gcd(its size, devices), with replicas over the remaining devices; and a note for the
     report, or None."""
-    factor = batch_factor(op, bound, carries)
+    factor = batch_factor(op, bound, carries, pieces=True)
     if factor is None:
         return bound.whole(devices), None
     size = bound.factors[factor].size
