@@ -18,7 +18,9 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -38,6 +40,8 @@ __all__ = ["RandomStream", "Runtime", "current", "init", "of_micro_batch", "play
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 #: torch itself gives up a collective after this multiple of the timeout: ranks find out the missing one before.
 TORCH_WAITS = 1.5
+#: Seconds that the end of a process leaves the interpreter to threads of the process group, which need microseconds.
+LEAVING = 0.02
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,8 @@ class Runtime:
 
 _current: list[Runtime] = []
 
-#: The default process group, where `init` has joined it.
-_joined: list[Any] = []
+#: The default process group, where `init` has joined it. A reference that keeps the group alive would keep its threads.
+_joined: list[Callable[[], Any]] = []
 
 
 def init(
@@ -169,17 +173,23 @@ def _join(place: RankInRun, device: torch.device, backend: str, timeout: timedel
         world_size=place.size,
         timeout=collectives,
     )
-    _joined[:] = [dist.group.WORLD]
+    _joined[:] = [weakref.ref(dist.group.WORLD)]
 
 
 @atexit.register
 def _leave() -> None:
-    """Destroy the process group that `init` has joined, once nothing is under way: NCCL and HCCL warn where it is left.
+    """Leave the process group, once nothing is under way.
 
-    After an error other ranks may stand in a collective, which the end of this process breaks off, and leaving waits
-    for.
+    1. A thread of Gloo frees the tensors of a collective when the collective has returned already, and needs the
+       interpreter for it. An interpreter that shuts down meanwhile ends the process with SIGABRT. The pause hands the
+       interpreter to that thread.
+    2. NCCL and HCCL warn where the group that `init` has joined is left, so it is destroyed. After an error other ranks
+       may stand in a collective, which the end of this process breaks off, and destroying the group waits for.
     """
-    ours = _joined and dist.is_initialized() and dist.group.WORLD is _joined[0]
+    if not dist.is_available() or not (_joined or dist.is_initialized()):
+        return
+    time.sleep(LEAVING)
+    ours = _joined and dist.is_initialized() and dist.group.WORLD is _joined[0]()
     if ours and getattr(sys, "last_value", None) is None and dist.get_backend() not in ("gloo", "mpi"):
         dist.destroy_process_group()
 

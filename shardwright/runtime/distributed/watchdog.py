@@ -635,9 +635,6 @@ class Ending:
     def leave(self) -> NoReturn:
         """End this process with exit code 143."""
         self.close()
-        # A thread of Gloo that frees the last collective's tensors while the interpreter shuts down crashes the
-        # process (exit code 134, rarely). Therefore its threads are ended after all that the user does at exit.
-        atexit.register(_let_go)
         raise SystemExit(ENDED)
 
     def _any_asked(self) -> bool:
@@ -692,9 +689,3 @@ class Ending:
         with waiting(WaitPoint("the end of the run, as a signal asks", key="ending")):
             ranks.wait("ending/last")
         return int(ranks.store.get("ending/last"))
-
-
-def _let_go() -> None:
-    """Destroy the process group, when nothing is under way any more."""
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()

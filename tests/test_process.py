@@ -1,0 +1,32 @@
+"""The end of a process that was in a process group."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import pytest
+
+from shardwright import process
+
+
+def test_a_thread_that_needs_the_interpreter_has_it_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a thread of Gloo, which frees the tensors of a collective that has returned."""
+    freed: list[bool] = []
+    thread = threading.Thread(target=lambda: (time.sleep(0.01), freed.append(True)))
+    monkeypatch.setattr(process, "_joined", [lambda: None])
+    monkeypatch.setattr(process, "LEAVING", 0.5)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # the thread does not get the interpreter by itself
+    try:
+        thread.start()
+        begun = time.monotonic()
+        while time.monotonic() < begun + 0.05:
+            pass
+        assert not freed
+        process._leave()
+        assert freed
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
