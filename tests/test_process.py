@@ -12,7 +12,7 @@ from shardwright import process
 
 
 def test_a_thread_that_needs_the_interpreter_has_it_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a thread of Gloo, which frees the tensors of a collective that has returned."""
+    """The thread stands for one of Gloo, which frees the tensors of a collective that has returned."""
     freed: list[bool] = []
     thread = threading.Thread(target=lambda: (time.sleep(0.01), freed.append(True)))
     monkeypatch.setattr(process, "_joined", [lambda: None])
