@@ -52,7 +52,7 @@ class PricedCollective:
     Attributes:
         kind: `RedistributionStep.pattern`.
         digits: its group: ranks that differ in these digits alone.
-        bytes: of a rank's own input.
+        bytes: of a rank's own input; of an exchange of halos, those that it sends.
         seconds: per step, over all its runs.
         phase: "forward", "backward", "gradient" (a parameter's), or "storage" (from a parameter's storage to its use).
         operator: the operator that causes it, as in `Plan.collectives`.
@@ -101,7 +101,7 @@ class _Sent:
 
     kind: CollectiveKind
     digits: Digits
-    fraction: float  # a rank's input as a fraction of the whole tensor
+    fraction: float  # a rank's input as a fraction of the whole tensor; of an exchange of halos, what a rank sends
     lines: tuple[Line, ...]
 
     def seconds(self, nbytes: float, bucket: float = 0.0) -> float:
@@ -195,8 +195,8 @@ class CostModel:
             out, local = [], whole // digits_size(conversion.source.carried)
             for step in conversion.steps:
                 kind = step.pattern
-                if kind.communicates:
-                    fraction = local / whole
+                if step.communicates:
+                    fraction = local / whole * (1.0 if step.halo is None else float(step.share))
                     lines = tuple((a, b * fraction) for a, b in self.lines(kind, step.digits, _partners(step)))
                     out.append(_Sent(kind, step.digits, fraction, lines))
                 local = kind.size_after(step.size, local)
@@ -337,7 +337,9 @@ def _moved(move: Redistribute, forwards: bool) -> int:
 
 
 def _partners(step: RedistributionStep) -> int:
-    """The number of ranks to which a permutation sends; 1 for the other steps."""
+    """The number of ranks to which a permutation or an exchange of halos sends; 1 for the other steps."""
+    if step.halo is not None:
+        return step.halo.partners
     return step.size // digits_size(step.moved[i] for i, _ in step.permuted) if step.permuted else 1
 
 

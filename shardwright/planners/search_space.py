@@ -328,7 +328,7 @@ def op_cost(decision: Decision, costs: Any) -> OpCost:
         own = isinstance(i, LocalOp)
         results = [o for o in i.outputs if o is not None] if own else [i.target]
         known.update((o.name, o) for o in results)
-        if own or i.source.name not in fed:
+        if own or i.source.name not in fed or i.forward.exchanges_halos:
             forward += costs.forward(i, known)
             if any(o.value.requires_grad for o in results):
                 backward += costs.backward(i, known)

@@ -164,7 +164,12 @@ def test_patches_are_cut_where_they_meet() -> None:
     ("net", "strategy", "why"),
     [
         (
-            Convolution(F.conv2d, (4, 4, 3, 3), None, padding=1),
+            Convolution(F.conv2d, (4, 4, 3, 3), None),
+            ((1, 1, 4, 1), (1, 1, 1, 1)),
+            "dim 2 has size 8 and this operator 6 windows over it: 4 does not divide both",
+        ),
+        (
+            Convolution(F.conv_transpose2d, (4, 4, 3, 3), None, stride=2),
             ((1, 1, 2, 1), (1, 1, 1, 1)),
             "dim 2 .* may not be split",
         ),
