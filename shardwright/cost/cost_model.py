@@ -13,7 +13,8 @@ Exceptions run in each micro-batch: gathers of weights that are resharded after 
 that are stored cut while they accumulate.
 
 The partitioned program is priced, so the price is that of the program that runs. Communication is taken not to
-overlap with computing, and copies that join the pieces of a tensor are not counted.
+overlap with computing, and copies that join the pieces of a tensor are not counted; but that of a slice for its halos
+is, as it is much larger than what is sent.
 
 Example: among 8 ranks a bucket has 16 MiB, and a replicated weight's gradient of 4 MiB costs a quarter of the time of
 a 16 MiB all-reduce.
@@ -251,7 +252,7 @@ class CostModel:
             return self._called(instruction, known)[0]
         if isinstance(instruction, GlobalExtreme):
             return self.conversion(instruction.forward, instruction.source.value.nbytes)
-        return self.conversion(instruction.forward, _moved(instruction, True)) + self._cast(instruction)
+        return self.conversion(instruction.forward, _moved(instruction, True)) + self._copied(instruction)
 
     def backward(self, instruction: Any, known: Mapping[str, PlacedValue]) -> float:
         """Seconds of an instruction's backward; 0 where no gradient flows.
@@ -271,10 +272,14 @@ class CostModel:
         ):  # ties are counted over ranks like the maximum itself; then the gradient is shared among them
             return self.conversion(instruction.forward, instruction.source.value.nbytes) + self._shared(instruction)
         priced = self.stored if instruction.cause == "parameter" else self.conversion
-        return priced(instruction.backward, _moved(instruction, False)) + self._cast(instruction)
+        return priced(instruction.backward, _moved(instruction, False)) + self._copied(instruction)
 
-    def _cast(self, move: Redistribute) -> float:
-        """Seconds of a redistribution's cast: read in one dtype, written in the other."""
+    def _copied(self, move: Redistribute) -> float:
+        """Seconds of a redistribution's cast: read in one dtype, written in the other. Of an exchange of halos: the
+        slice is read, and written with the halos, or the other way round."""
+        if move.forward.exchanges_halos:
+            nbytes = move.source.local_bytes + move.target.local_bytes
+            return nbytes / self.cluster.memory_bandwidth + self.cluster.overhead
         return self.cast(move.target.value, move.source.layout) if move.casts else 0.0
 
     def cast(self, value: Value, layout: Layout) -> float:

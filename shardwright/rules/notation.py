@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -314,6 +314,24 @@ class Bound:
     def has_halos(self, assignment: Assignment) -> bool:
         """True where the operator reads more of some input than a slice."""
         return any(assignment.digits[f] for f in self.windowed)
+
+    def halos_may_pay(self, assignment: Assignment, sizes: Iterable[tuple[int, int]]) -> bool:
+        """True where a search should consider an assignment, as far as halos are concerned.
+
+        A cut of windows never beats the same cut of the batch, the factor ``n``: both leave the same partial sums, and
+        the batch needs no halos. Nor does it pay where a rank reads more elements of its neighbours than its own.
+
+        Args:
+            assignment: a consistent one.
+            sizes: (factor, ways) of the cuts that it is made of.
+        """
+        if not self.has_halos(assignment):
+            return True
+        batch = next((i for i, f in enumerate(self.factors) if f.name == "n" and f.splittable), None)
+        room = 1 if batch is None else self.factors[batch].size // digits_size(assignment.digits[batch])
+        if any(f in self.windowed and room % ways == 0 for f, ways in sizes):
+            return False
+        return all(halo.length <= 2 * halo.own for i in range(len(self.inputs)) for halo in self.halos(i, assignment))
 
     @cached_property
     def windowed(self) -> frozenset[int]:
