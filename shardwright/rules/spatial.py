@@ -428,11 +428,18 @@ def _local_adaptive(op: Op, bound: Bound, assignment: Assignment) -> Local:
 
 
 @local_operator(
-    "window_shares(Tensor windows, int stride, int padding, int kernel, int size, bool padded, ScalarType dtype)"
-    " -> Tensor"
+    "window_shares(Tensor windows, int stride, int padding, int kernel, int size, bool padded, int behind,"
+    " ScalarType dtype) -> Tensor"
 )
 def window_shares(
-    windows: torch.Tensor, stride: int, padding: int, kernel: int, size: int, padded: bool, dtype: torch.dtype
+    windows: torch.Tensor,
+    stride: int,
+    padding: int,
+    kernel: int,
+    size: int,
+    padded: bool,
+    behind: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """The kernel's size relative to the elements of a dim that a mean counts, for each of these windows.
 
@@ -441,15 +448,17 @@ def window_shares(
         size: of the dim.
         padded: the padding counts too, but not what lies beyond.
         stride, padding, kernel: of the mean.
+        behind: the number of dims of the result behind that of the windows, of size 1.
         dtype: of the result.
     """
     begin = windows * stride - padding
     end = (begin + kernel).clamp(max=size + padding if padded else size)
     counted = end - (begin if padded else begin.clamp(min=0))
-    return kernel / counted.clamp(min=1).to(dtype)  # padding of a dim that its cut does not divide counts nothing
+    shares = kernel / counted.clamp(min=1).to(dtype)  # padding of a dim that its cut does not divide counts nothing
+    return shares.view(-1, *[1] * behind)
 
 
-register((window_shares,), Rule("o -> o"))
+register((window_shares,), Rule(lambda op: f"o -> {operand(['o', *['1'] * op.argument('behind')])}"))
 
 
 def _reaching(op: Op, bound: Bound, assignment: Assignment) -> dict[int, tuple[int, int, int, int, bool]]:
@@ -496,9 +505,8 @@ def _expand_mean(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
     def divided(b, made):
         for i, numbers in reaching.items():
             windows = positions(b, x, made, lead + i)
-            shares = b.call(window_shares, windows, *numbers, wide(out))
-            shape = [size if d == lead + i else 1 for d, size in enumerate(made.shape)]
-            made = b.to(b.call(aten.mul.Tensor, made, b.call(aten.view.default, shares, shape)), out)
+            shares = b.call(window_shares, windows, *numbers, len(before) - 1 - i, wide(out))
+            made = b.to(b.call(aten.mul.Tensor, made, shares), out)
         return made
 
     return work
