@@ -183,11 +183,12 @@ def part_of_rank(step: RedistributionStep, geometry: Geometry, rank: int, send: 
         [math.prod(shape(places[q])) if q != mine and q in places else 0 for q in parts] for places in (given, taken)
     )
     to = [given[q] for q in parts if q != mine and q in given]
+    communicates = step.communicates
     come = [(taken[q], shape(taken[q]), parts.index(q)) for q in sorted(taken)]  # added in the order of the parts
 
     def run(x: Tensor) -> Tensor:
         out, pieces = x.new_full(after, fill), ()
-        if step.communicates:
+        if communicates:
             flat = torch.cat([_part(x, place).reshape(-1) for place in to]) if to else x.new_empty(0)
             pieces = send(flat, sends, receives).split(receives)
         for place, sizes, k in come:
