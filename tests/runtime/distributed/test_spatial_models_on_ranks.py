@@ -52,8 +52,8 @@ def chain() -> nn.Module:
     return nn.Sequential(block(2, 4, stride=2), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 3, 5, padding=2))
 
 
-def pool_and_convolution() -> nn.Module:
-    return nn.Sequential(nn.MaxPool2d(3, 1, 1), nn.Conv2d(2, 3, 3, padding=1))
+def convolution_and_pool() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.MaxPool2d(3, 1, 1))
 
 
 def images(*shape: int, batch: int = 1) -> Callable[[], list[tuple[Tensor, Tensor]]]:
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[int, Callable[[], nn.Module], Callable[[], list], Callabl
     "unet, rows and columns": (4, UNet, images(16, 16), nn.MSELoss, (2, 2), wrapped),
     "unet, stored in parts": (4, UNet, images(16, 16), nn.MSELoss, (1, 2), in_parts),
     "unet, recomputed": (2, UNet, images(16, 16), nn.MSELoss, (2, 1), recomputed),
-    "compiled": (2, pool_and_convolution, images(8, 8), nn.MSELoss, (2, 1), compiled),
+    "compiled": (2, convolution_and_pool, images(8, 8), nn.MSELoss, (2, 1), compiled),
     "resnet": (4, ResNet, photographs, nn.CrossEntropyLoss, (2, 2), wrapped),
     "volumes": (4, Volumes, volumes, nn.MSELoss, (2, 1, 2), wrapped),
     "two stages": (4, chain, halves, nn.MSELoss, (2, 1), staged),
