@@ -109,7 +109,7 @@ def pools(draw_: Any) -> tuple[Pool, tuple[int, ...], str]:
     padding = [pick(0, k // 2) for k in kernel]
     ceil, is_mean = pick(False, True), pick(False, True)
     extent = [k if is_mean else d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
-    sizes = [max(s * pick(2, 3, 4, 6), e - 2 * p) + pick(0, 0, 0, 1) for s, e, p in zip(stride, extent, padding)]
+    sizes = [max(s * pick(2, 3, 4, 6), e) + pick(0, 0, 0, 1) for s, e in zip(stride, extent)]
     further = [ceil, pick(False, True)] if is_mean else [dilation, ceil]
     if is_mean and count > 1:
         further.append(pick(None, None, 5))
