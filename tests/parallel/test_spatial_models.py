@@ -84,6 +84,34 @@ def test_batch_channels_and_height_together() -> None:
     assert kinds(model.plan) >= HALOS
 
 
+@pytest.mark.parametrize("entry", [("None", "None", ("c", "a"), "b"), ("None", "None", "b", ("c", "a"))])
+def test_layouts_in_any_order_of_axes(entry: tuple) -> None:
+    """The parts of a dim lie on ranks in another order than that of the ranks."""
+    layout = sw.Layout((2, 2, 2), ("a", "b", "c"))
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 5, 2, 2)).double()
+    for conv in (net[0], net[2]):
+        sw.shard(conv, (layout(*entry), layout(*["None"] * 4)))
+    batches = [(draw(1, 2, 16, 16, seed=i), draw(1, 2, 8, 8, seed=9 + i)) for i in range(2)]
+    model = assert_as_one_device(net, *batches, loss_fn=nn.MSELoss(), devices=8)
+    assert {c.ranks for c in model.plan.collectives(5) if c.op in HALOS} == {(0, 1, 4, 5), (5, 7)}
+
+
+class OfAParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Parameter(draw(1, 2, 16, 8))
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.image) + x
+
+
+def test_a_convolution_of_a_parameter() -> None:
+    batches = [(draw(1, 2, 16, 8, seed=i), draw(1, 2, 16, 8, seed=9 + i)) for i in range(2)]
+    model = assert_as_one_device(mark(OfAParameter().double(), 4, 2), *batches, loss_fn=nn.MSELoss(), devices=8)
+    assert kinds(model.plan) >= HALOS and model.plan.parameters["image"].local_shape(0) == (1, 2, 4, 4)
+
+
 class Branches(nn.Module):
     """Several convolutions of one value, two of them with the same windows."""
 
