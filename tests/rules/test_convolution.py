@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -38,8 +39,16 @@ class Convolution(nn.Module):
         return self.conv(x, self.weight, self.bias, **self.arguments)
 
 
+def divided(pick: Any, devices: int, stride: int, extent: int, padding: int) -> int | None:
+    """A size that some of the devices divide together with its number of windows, where there is one."""
+    parts, each = pick(*(n for n in range(2, devices + 1) if devices % n == 0)), pick(1, 2, 3)
+    least = (parts * each - 1) * stride + extent - 2 * padding
+    sizes = [size for size in range(max(least, 1), least + stride) if size % parts == 0]
+    return pick(*sizes) if sizes else None
+
+
 @st.composite
-def convolutions(draw_: Any) -> tuple[Convolution, tuple[int, ...], str]:
+def convolutions(draw_: Any, devices: int) -> tuple[Convolution, tuple[int, ...], str]:
     def pick(*options: Any) -> Any:
         return draw_(st.sampled_from(options))
 
@@ -51,11 +60,10 @@ def convolutions(draw_: Any) -> tuple[Convolution, tuple[int, ...], str]:
     if named == "same":
         stride = [1] * count
     padding = [0 if named == "valid" else pick(0, 0, 1, (e - 1) // 2, (e - 1) // 2) for e in extent]
-    # Sizes that the windows fill often, sizes that have a divisor in common with the number of windows, and any others
-    # that hold one window.
-    sizes = [max(s * pick(2, 3, 4, 6, 8), e - 2 * p) for s, e, p in zip(stride, extent, padding)]
-    sizes = [size + pick(0, 0, e - 2 * p - s, 1) for size, s, e, p in zip(sizes, stride, extent, padding)]
-    sizes = [max(size, e - 2 * p, 1) for size, e, p in zip(sizes, extent, padding)]
+    # Sizes that the windows fill often, sizes that are divided with them, and any others that hold one window.
+    sizes = [max(s * pick(2, 3, 4, 6), e - 2 * p) + pick(0, 0, 1) for s, e, p in zip(stride, extent, padding)]
+    if pick(False, True, True):
+        sizes = [divided(pick, devices, *each) or size for size, *each in zip(sizes, stride, extent, padding)]
     arguments: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     if transposed:
         arguments["output_padding"] = [pick(*range(max(s, d))) for s, d in zip(stride, dilation)]
@@ -78,11 +86,15 @@ def any_strategy(draw_: Any, bound: Bound, devices: int) -> tuple:
     """A legal in_strategy by tuples; factors that hide in a compound dim come second there. Those of windows over
     several slices often come first."""
     cuts, left = [1] * len(bound.factors), devices
+    windows_first = draw_(st.integers(0, 2)) > 0
     order = draw_(st.permutations(range(len(bound.factors))))
-    for i in sorted(order, key=lambda i: bound.factors[i].window is None) if draw_(st.integers(0, 2)) else order:
+    for i in sorted(order, key=lambda i: bound.factors[i].window is None) if windows_first else order:
         size = bound.factors[i].size
         if bound.factors[i].splittable:
-            cuts[i] = draw_(st.sampled_from([c for c in range(left, 0, -1) if left % c == 0 and size % c == 0]))
+            options = [c for c in range(left, 0, -1) if left % c == 0 and size % c == 0]
+            if windows_first and bound.factors[i].window is not None:
+                options = [c for c in options if c > 1] or [1]
+            cuts[i] = draw_(st.sampled_from(options))
             left //= cuts[i]
     assignment = bound.cut_by(devices, dict(enumerate(allocate(devices, cuts))))
     return bound.in_strategy(assignment if bound.is_consistent(assignment) else bound.whole(devices))
@@ -100,7 +112,7 @@ class Pool(nn.Module):
 
 
 @st.composite
-def pools(draw_: Any) -> tuple[Pool, tuple[int, ...], str]:
+def pools(draw_: Any, devices: int) -> tuple[Pool, tuple[int, ...], str]:
     def pick(*options: Any) -> Any:
         return draw_(st.sampled_from(options))
 
@@ -110,6 +122,10 @@ def pools(draw_: Any) -> tuple[Pool, tuple[int, ...], str]:
     ceil, is_mean = pick(False, True), pick(False, True)
     extent = [k if is_mean else d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
     sizes = [max(s * pick(2, 3, 4, 6), e) + pick(0, 0, 0, 1) for s, e in zip(stride, extent)]
+    if pick(False, True, True):
+        sizes = [
+            max(divided(pick, devices, *each) or size, each[1]) for size, *each in zip(sizes, stride, extent, padding)
+        ]
     further = [ceil, pick(False, True)] if is_mean else [dilation, ceil]
     if is_mean and count > 1:
         further.append(pick(None, None, 5))
@@ -118,9 +134,10 @@ def pools(draw_: Any) -> tuple[Pool, tuple[int, ...], str]:
     return Pool(function, *arguments), (*pick((1,), (2, 3)), *sizes), f"{function} {arguments}"
 
 
-def check_any_cut(made: tuple[nn.Module, tuple[int, ...], str], devices: int, data: Any) -> None:
+def check_any_cut(made: Callable[[int], Any], data: Any) -> None:
     """A marked operator under a random legal cut: values and gradients of one device."""
-    net, shape, told = made
+    devices = data.draw(st.sampled_from(DEVICES))
+    net, shape, told = data.draw(made(devices))
     x, y = (draw(*shape).requires_grad_() for _ in range(2))
     net.conv.shard(())
     (op,) = (op for op in capture(net, (x,)).ops if op.mark is not None)
@@ -143,15 +160,15 @@ def check_any_cut(made: tuple[nn.Module, tuple[int, ...], str], devices: int, da
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
-@given(convolutions(), st.sampled_from(DEVICES), st.data())
-def test_random_convolutions(made, devices, data) -> None:
-    check_any_cut(made, devices, data)
+@given(st.data())
+def test_random_convolutions(data) -> None:
+    check_any_cut(convolutions, data)
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(pools(), st.sampled_from(DEVICES), st.data())
-def test_random_pools(made, devices, data) -> None:
-    check_any_cut(made, devices, data)
+@given(st.data())
+def test_random_pools(data) -> None:
+    check_any_cut(pools, data)
 
 
 # -- what lies where, and what is sent ---------------------------------------------------------------------------------
