@@ -263,9 +263,8 @@ class Execute:
             halo = () if step.halo is None else (_halo(step.halo, self.rank),)
             if step.communicates:
                 collective, digits = next(collectives)
-                sent = (f"sent: {collective.sent}",) if halo else ()
                 details = f"ranks: {self.group(digits)}, bytes: {collective.bytes}{_details(step)}"
-                attributes = ", ".join((details, *sent, *halo))
+                attributes = ", ".join((details, *halo))
             else:
                 attributes = halo[0] if halo else _index(step, before, self.rank)
             made = self.names.number()
