@@ -155,13 +155,13 @@ class Collective:
     """One collective in which a rank takes part.
 
     Attributes:
-        op: the kind; its word is "all_reduce", "all_gather", "reduce_scatter" or "all_to_all", or "send" or "recv" in
-            a pipeline.
+        op: the kind; its word is "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "halo_exchange" or
+            "halo_reduce", or "send" or "recv" in a pipeline.
         ranks: its group, ascending.
         shape: of the rank's own input to it.
-        bytes: of that input.
+        bytes: of that input; of an exchange of halos, those of its elements that the rank sends.
         sent: bytes that the rank must send, `CollectiveKind.sent`: 2(n−1)/n of the input for an all-reduce, (n−1)/n
-            for a reduce-scatter and an all-to-all, n−1 times the input for an all-gather.
+            for a reduce-scatter and an all-to-all, n−1 times the input for an all-gather. The most over ranks.
         phase: "forward", "backward", "gradient" (a parameter's), or "storage" (from a parameter's storage to its use).
         cause: "operator", "conversion" or "parameter".
         operator: the operator that causes it.
@@ -530,7 +530,7 @@ def conversion_collectives(
                     step.kind,
                     (),
                     shape,
-                    nbytes,
+                    nbytes if step.halo is None else step.sent(nbytes),
                     step.sent(nbytes),
                     phase,
                     "operator" if completes else "conversion" if cause == "operator" else cause,

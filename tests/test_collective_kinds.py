@@ -14,7 +14,15 @@ from test_redistribution import pairs
 from shardwright.cost import primitives
 from shardwright.errors import SettingError
 from shardwright.layout import Digit, Layout
-from shardwright.redistribution import CollectiveKind, Placement, redistribution, transpose
+from shardwright.redistribution import (
+    CollectiveKind,
+    Placement,
+    Window,
+    halo_exchange,
+    halo_reduce,
+    redistribution,
+    transpose,
+)
 from shardwright.runtime.distributed import collectives
 from shardwright.runtime.distributed.collectives import bind
 from shardwright.runtime.distributed.process_groups import ProcessGroups
@@ -24,6 +32,9 @@ WORLD = 4
 A, B, ALL = (Digit(2, 2),), (Digit(2, 1),), (Digit(4, 1),)
 #: The kinds that are a step between two layouts.
 STEPS = [kind for kind in CollectiveKind if kind.source is not None]
+#: The rows that a kernel of 3 reads beside a slice of 4 rows.
+HALO = (Window(count=16, size=16, stride=1, padding=1, extent=3).cut(0, ALL),)
+HALOS = (CollectiveKind.HALO_EXCHANGE, CollectiveKind.HALO_REDUCE)
 
 
 def one_step(kind):
@@ -34,6 +45,8 @@ def one_step(kind):
         Placement.PARTIAL: Layout.replicated(WORLD, 2).with_partial(ALL),
     }
     source, target = layouts[kind.source], layouts[kind.target]
+    if kind in HALOS:
+        return (halo_exchange if kind is CollectiveKind.HALO_EXCHANGE else halo_reduce)(source, HALO)
     if kind is CollectiveKind.ALL_TO_ALL:
         target = Layout.of(WORLD, ((), ALL))
     if kind is CollectiveKind.PERMUTE:
@@ -56,7 +69,8 @@ def test_each_kind_has_its_entry(table, kinds):
 
 
 def test_a_kind_is_its_word():
-    words = ["slice", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "send", "recv"]
+    words = ["slice", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
+    words += ["halo_exchange", "halo_reduce", "send", "recv"]
     assert list(CollectiveKind) == words and [f"{kind}" for kind in CollectiveKind] == words
     for kind, word in zip(CollectiveKind, words):
         assert CollectiveKind(word) is kind and {word: 1}[kind] == {kind: 1}[word] == 1
@@ -76,6 +90,8 @@ def test_amounts_by_hand():
         "reduce_scatter": (75, 75, 25),
         "all_to_all": (75, 75, 100),
         "permute": (100, 100, 100),
+        "halo_exchange": (100, 100, 100),
+        "halo_reduce": (100, 100, 100),
         "send": (100, 0, 100),
         "recv": (0, 100, 100),
     }
@@ -105,6 +121,9 @@ def test_the_transpose_of_the_transpose():
 def test_the_transpose_is_that_of_the_layouts(kind):
     """The gradient reaches a replica as terms, except for a slice, after which no replica is left."""
     found = one_step(kind)
+    if kind in HALOS:  # no layout changes
+        assert [step.pattern for step in found.steps] == [kind] and found.steps[0].halo == HALO[0]
+        return
     back = transpose(found, ALL if kind.target is Placement.REPLICA else ())
     assert [step.pattern for step in back.steps] == [kind.transpose]
 
@@ -115,6 +134,12 @@ def test_a_complete_gradient_of_a_replica_needs_no_collective():
 
 
 # -- the amounts, as executors send them -------------------------------------------------------------------------------
+
+
+def before(kind, shape):
+    """The local shape before the step of a kind."""
+    rows, columns = one_step(kind).source.local_shape(shape)
+    return (HALO[0].length if kind is CollectiveKind.HALO_REDUCE else rows), columns
 
 
 def passed_on(rank, world, shape):
@@ -133,7 +158,7 @@ def passed_on(rank, world, shape):
     collectives.exchange = counted
     for kind in STEPS:
         found = one_step(kind)
-        x = torch.zeros(found.source.local_shape(shape))
+        x = torch.zeros(before(kind, shape))
         count[:] = 0, 0
         made = bind(found.steps[0], tuple(x.shape), rank, groups)(x)
         out[kind] = (x.numel(), *count, made.numel())
@@ -143,14 +168,18 @@ def passed_on(rank, world, shape):
 def test_executors_send_the_amounts():
     results = run_ranks(passed_on, WORLD, (16, 8))
     for kind in STEPS:
-        for before, _, _, after in (result[kind] for result in results):
-            assert after == kind.size_after(WORLD, before), kind
+        (step,) = one_step(kind).steps
+        for size, _, _, after in (result[kind] for result in results):
+            assert after == math.prod(step.local_shape_after(before(kind, (16, 8)))), kind
+            assert kind in HALOS or after == kind.size_after(WORLD, size), kind
         size = results[0][kind][0]
-        assert max(result[kind][1] for result in results) == kind.sent(WORLD, size), kind
-        assert max(result[kind][2] for result in results) == kind.received(WORLD, size), kind
+        assert max(result[kind][1] for result in results) == step.sent(size), kind
+        if kind not in HALOS:
+            assert step.sent(size) == kind.sent(WORLD, size), kind
+            assert max(result[kind][2] for result in results) == kind.received(WORLD, size), kind
 
 
-@given(st.sampled_from(STEPS), st.sampled_from([(4, 4), (16, 8)]))
+@given(st.sampled_from([kind for kind in STEPS if kind not in HALOS]), st.sampled_from([(4, 4), (16, 8)]))
 def test_executors_in_one_process_keep_the_sizes(kind, shape):
     found = one_step(kind)
     size = math.prod(found.source.local_shape(shape))

@@ -13,7 +13,8 @@ Exceptions run in each micro-batch: gathers of weights that are resharded after 
 that are stored cut while they accumulate.
 
 The partitioned program is priced, so the price is that of the program that runs. Communication is taken not to
-overlap with computing, and copies that join the pieces of a tensor are not counted.
+overlap with computing, and copies that join the pieces of a tensor are not counted; but that of a slice for its halos
+is, as it is much larger than what is sent.
 
 Example: among 8 ranks a bucket has 16 MiB, and a replicated weight's gradient of 4 MiB costs a quarter of the time of
 a 16 MiB all-reduce.
@@ -52,7 +53,7 @@ class PricedCollective:
     Attributes:
         kind: `RedistributionStep.pattern`.
         digits: its group: ranks that differ in these digits alone.
-        bytes: of a rank's own input.
+        bytes: of a rank's own input; of an exchange of halos, those that it sends.
         seconds: per step, over all its runs.
         phase: "forward", "backward", "gradient" (a parameter's), or "storage" (from a parameter's storage to its use).
         operator: the operator that causes it, as in `Plan.collectives`.
@@ -101,7 +102,7 @@ class _Sent:
 
     kind: CollectiveKind
     digits: Digits
-    fraction: float  # a rank's input as a fraction of the whole tensor
+    fraction: float  # a rank's input as a fraction of the whole tensor; of an exchange of halos, what a rank sends
     lines: tuple[Line, ...]
 
     def seconds(self, nbytes: float, bucket: float = 0.0) -> float:
@@ -195,8 +196,8 @@ class CostModel:
             out, local = [], whole // digits_size(conversion.source.carried)
             for step in conversion.steps:
                 kind = step.pattern
-                if kind.communicates:
-                    fraction = local / whole
+                if step.communicates:
+                    fraction = local / whole * (1.0 if step.halo is None else float(step.share))
                     lines = tuple((a, b * fraction) for a, b in self.lines(kind, step.digits, _partners(step)))
                     out.append(_Sent(kind, step.digits, fraction, lines))
                 local = kind.size_after(step.size, local)
@@ -251,7 +252,7 @@ class CostModel:
             return self._called(instruction, known)[0]
         if isinstance(instruction, GlobalExtreme):
             return self.conversion(instruction.forward, instruction.source.value.nbytes)
-        return self.conversion(instruction.forward, _moved(instruction, True)) + self._cast(instruction)
+        return self.conversion(instruction.forward, _moved(instruction, True)) + self._copied(instruction)
 
     def backward(self, instruction: Any, known: Mapping[str, PlacedValue]) -> float:
         """Seconds of an instruction's backward; 0 where no gradient flows.
@@ -271,10 +272,14 @@ class CostModel:
         ):  # ties are counted over ranks like the maximum itself; then the gradient is shared among them
             return self.conversion(instruction.forward, instruction.source.value.nbytes) + self._shared(instruction)
         priced = self.stored if instruction.cause == "parameter" else self.conversion
-        return priced(instruction.backward, _moved(instruction, False)) + self._cast(instruction)
+        return priced(instruction.backward, _moved(instruction, False)) + self._copied(instruction)
 
-    def _cast(self, move: Redistribute) -> float:
-        """Seconds of a redistribution's cast: read in one dtype, written in the other."""
+    def _copied(self, move: Redistribute) -> float:
+        """Seconds of a redistribution's cast: read in one dtype, written in the other. Of an exchange of halos: the
+        slice is read, and written with the halos, or the other way round."""
+        if move.forward.exchanges_halos:
+            nbytes = move.source.local_bytes + move.target.local_bytes
+            return nbytes / self.cluster.memory_bandwidth + self.cluster.overhead
         return self.cast(move.target.value, move.source.layout) if move.casts else 0.0
 
     def cast(self, value: Value, layout: Layout) -> float:
@@ -337,7 +342,9 @@ def _moved(move: Redistribute, forwards: bool) -> int:
 
 
 def _partners(step: RedistributionStep) -> int:
-    """The number of ranks to which a permutation sends; 1 for the other steps."""
+    """The number of ranks to which a permutation or an exchange of halos sends; 1 for the other steps."""
+    if step.halo is not None:
+        return step.halo.partners
     return step.size // digits_size(step.moved[i] for i, _ in step.permuted) if step.permuted else 1
 
 

@@ -11,6 +11,7 @@
     all_reduce       both of them: 2 (g-1) α + …     L α + L m β              doubling of the whole
     all_to_all       (g-1) α + (g-1)/g m β           L α + L/2 m β            Bruck
     permute          pieces α + m β                  -
+    halo_exchange    pieces α + h β                  -                        h: the elements sent, to `pieces` ranks
 
 A flat ring over several levels runs at the pace of its slowest link: α = max α_l, β = max β_l. A hierarchical
 reduce_scatter goes from the inside out, and m shrinks to m / g_l on the way; an all_gather goes back in; an
@@ -113,13 +114,19 @@ def _rounds(size: int) -> int:
     return (size - 1).bit_length()
 
 
-def _ring(links: Sequence[LevelLink]) -> Line:
-    """A flat ring: each rank sends 1/n of m, n-1 times."""
+def _to_neighbours(links: Sequence[LevelLink]) -> list[Line]:
+    """Each rank sends m to the next one, all at once."""
     n, slowest = 1, 0.0
     for link in links:
         slowest = max(slowest, link.alone, link.each / n)  # one in n devices sends to another unit
         n *= link.size
-    return (n - 1) * max(k.latency for k in links), (n - 1) / n * slowest
+    return [(max(k.latency for k in links), slowest)]
+
+
+def _ring(links: Sequence[LevelLink]) -> Line:
+    """A flat ring: each rank sends 1/n of m, n-1 times."""
+    n, (latency, slowest) = _size(links), _to_neighbours(links)[0]
+    return (n - 1) * latency, (n - 1) / n * slowest
 
 
 def _size(links: Sequence[LevelLink]) -> int:
@@ -200,19 +207,22 @@ LINES: dict[CollectiveKind, Callable[[Sequence[LevelLink]], list[Line]]] = {
     CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
     CollectiveKind.ALL_TO_ALL: _all_to_all,
     CollectiveKind.PERMUTE: _permute,
+    CollectiveKind.HALO_EXCHANGE: _to_neighbours,
+    CollectiveKind.HALO_REDUCE: _to_neighbours,
     CollectiveKind.SEND: _permute,
     CollectiveKind.RECV: _permute,
 }
 
 
 def collective_lines(kind: CollectiveKind, links: Sequence[LevelLink], pieces: int = 1) -> tuple[Line, ...]:
-    """The times of a collective as lines over the bytes of a rank's own input.
+    """The times of a collective as lines over the bytes of a rank's own input; of an exchange of halos, over the bytes
+    that it sends.
 
     One line for each algorithm that is the quickest for some size.
 
     Args:
         links: from `links_of`.
-        pieces: the number of ranks to which a permute sends, one after the other.
+        pieces: the number of ranks to which a permute or an exchange of halos sends, one after the other.
     """
     return tuple((a * pieces, b) for a, b in LINES[kind](links)) if links else ((0.0, 0.0),)
 

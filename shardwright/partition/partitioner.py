@@ -8,6 +8,8 @@
     gradient of input i of an op    = partial sums over the digits that the op uses and input i does not carry
     gradient of a parameter's cast  = stays the partial sum that its consumer leaves: the cast's backward widens each
     or view                           term exactly, and the terms are summed as the parameter is stored
+    halos that an op reads          = a redistribution of its own after that of the layout; its backward sends the
+                                      gradients of halos back, partial sums as they are
 
 2. Edges between pipeline stages (`handed_on`, `arriving`, `sender`): the layout of a value on both sides.
 
@@ -29,7 +31,16 @@ from ..cluster import Cluster
 from ..errors import PlanError
 from ..graph import SEED, Graph, Op, Value, map_values
 from ..layout import Digit, Digits, Layout, beside
-from ..redistribution import CollectiveKind, Redistribution, redistribution, through, transpose
+from ..redistribution import (
+    CollectiveKind,
+    Halo,
+    Redistribution,
+    halo_exchange,
+    halo_reduce,
+    redistribution,
+    through,
+    transpose,
+)
 from ..rules import Assignment, Bound, Rule, expand
 from ..rules.registry import local_call
 from .local_program import (
@@ -141,12 +152,14 @@ class Use:
     Args:
         want: the layout that the consumer asks for.
         partial: the digits over which the gradient that comes back is a partial sum.
+        halos: the elements beside its slice that the consumer reads.
     """
 
     want: Layout
     partial: Digits
     operator: str
     cause: str = "conversion"
+    halos: tuple[Halo, ...] = ()
 
 
 @lru_cache(maxsize=1 << 16)
@@ -399,7 +412,7 @@ class Partitioner:
         if value.requires_grad and value.name not in self.widened:
             passed = self.widened.get(op.outputs[0].name, ()) if op.outputs[0] is not None else ()
             partial = (*bound.gradient_partial(index, assignment), *passed)
-        return Use(layout, tuple(sorted(partial)), decision.op.name)
+        return Use(layout, tuple(sorted(partial)), decision.op.name, halos=bound.halos(index, assignment))
 
     def storage(self, used: dict[str, Layout]) -> dict[str, ParameterSharding]:
         """The storage of each parameter: as already fixed, or as its consumers ask for it, cut further where
@@ -458,7 +471,7 @@ class Partitioner:
         for i, value in enumerate(op.inputs):
             use = self.use(decision, op, bound, assignment, i)
             if open_ is not None:
-                use = Use(use.want.with_partial(open_), use.partial, use.operator)
+                use = replace(use, want=use.want.with_partial(open_))
             got.append(self.obtain(value, use))
         local = local_call(op, rule, bound, assignment)
         feed = iter(got)
@@ -530,9 +543,34 @@ class Partitioner:
         source = self.made[value.name]
         if source.layout.partial and not use.want.partial and self.complete_first(value, source):
             if len({(u.want, u.partial) for u in self.uses.get(value.name, ())}) == 1:
-                return self.convert(source, use, middle=source.layout.without_partial())
+                return self.with_halos(self.convert(source, use, middle=source.layout.without_partial()), use)
             source = self.complete(value, source)
-        return self.convert(source, use)
+        return self.with_halos(self.convert(source, use), use)
+
+    def with_halos(self, source: PlacedValue, use: Use) -> PlacedValue:
+        """The value of a use with the halos that the use reads: all slices with their halos, one after the other."""
+        if not use.halos:
+            return source
+        key = (source.name, use.halos, use.partial)
+        if key not in self.moves:
+            shape = list(source.value.shape)
+            for halo in use.halos:
+                shape[halo.dim] = halo.parts * halo.length
+            value = replace(source.value, name=f"{source.value.name}.halo", shape=tuple(shape))
+            target = PlacedValue(self.name(value.name), value, source.layout)
+            gradient = source.layout.without_partial().with_partial(use.partial)
+            self.out.append(
+                Redistribute(
+                    source,
+                    target,
+                    halo_exchange(source.layout, use.halos),
+                    halo_reduce(gradient, use.halos) if value.requires_grad else None,
+                    "conversion",
+                    use.operator,
+                )
+            )
+            self.moves[key] = target
+        return self.moves[key]
 
     def complete(self, value: Value, source: PlacedValue) -> PlacedValue:
         if value.name not in self.completed:

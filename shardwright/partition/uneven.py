@@ -199,7 +199,7 @@ class _Padder:
                         legal=f"cuts that divide, such as {bound.dividing(assignment)}",
                     )
                 fill = filling(value.dtype, neutral)
-            elif meets(bound.inputs[i], met):
+            elif meets(bound.inputs[i], met - bound.windowed):  # windows read their own padding in its place
                 fill = filling(value.dtype, 0)
             want = bound.input_layout(i, assignment)
             assert want is not None
@@ -369,7 +369,7 @@ def _check(op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> None:
         assert layout is not None
         return layout.local_shape(shape)
 
-    shapes = iter([local_shape(bound.input_layout(i, assignment), v.shape) for i, v in enumerate(op.inputs)])
+    shapes = iter([bound.in_local_shape(i, assignment, v.shape) for i, v in enumerate(op.inputs)])
     wanted = [local_shape(bound.output_layout(i, assignment), shape) for i, shape in enumerate(bound.out_shapes)]
     args, kwargs = map_values(
         (local.args, local.kwargs), lambda v: torch.empty(next(shapes), dtype=v.dtype, device="meta")

@@ -224,5 +224,6 @@ def _grown(bound: Bound, before: Assignment, digit: Digit) -> Iterator[Assignmen
         if factor.splittable and factor.size > 1:
             digits = {k: own for k, own in enumerate(before.digits)}
             assignment = bound.cut_by(before.devices, digits | {i: (*digits[i], digit)})
-            if bound.divides(assignment) and bound.is_consistent(assignment):
+            legal = bound.divides(assignment) and bound.is_consistent(assignment)
+            if legal and bound.halos_may_pay(assignment, ((i, digit.size),)):
                 yield assignment

@@ -4,7 +4,8 @@
 
 Atoms are digits that together are the whole rank: its prime digits where there are few, else larger digits that keep
 to the cluster's levels. A linear operator may also pass a partial sum through. The options are all strategies that
-the rules allow under these atoms, and no others.
+the rules allow under these atoms, and no others; but halos are exchanged only where the batch cannot be cut so
+(`Bound.halos_may_pay`).
 
 8 devices in one level have the atoms 2 @ 4, 2 @ 2, 2 @ 1; a matmul has 3 factors, so at most 4³ = 64 strategies.
 
@@ -328,7 +329,7 @@ def op_cost(decision: Decision, costs: Any) -> OpCost:
         own = isinstance(i, LocalOp)
         results = [o for o in i.outputs if o is not None] if own else [i.target]
         known.update((o.name, o) for o in results)
-        if own or i.source.name not in fed:
+        if own or i.source.name not in fed or i.forward.exchanges_halos:
             forward += costs.forward(i, known)
             if any(o.value.requires_grad for o in results):
                 backward += costs.backward(i, known)
@@ -408,7 +409,7 @@ def atoms_of(devices: int, sizes: Sequence[int] = (), most: int = MOST_ATOMS) ->
 
 
 def assignments(bound: Bound, devices: int, atoms: Digits) -> Iterator[Assignment]:
-    """The legal ways to give atoms to factors; the first gives none."""
+    """The legal ways to give atoms to factors, but for halos that cannot pay; the first gives none."""
     factors = [i for i, f in enumerate(bound.factors) if f.splittable and f.size > 1]
     for chosen in product((None, *factors), repeat=len(atoms)):
         digits: dict[int, Digits] = {}
@@ -416,7 +417,8 @@ def assignments(bound: Bound, devices: int, atoms: Digits) -> Iterator[Assignmen
             if factor is not None:
                 digits[factor] = (*digits.get(factor, ()), atom)
         assignment = bound.cut_by(devices, digits)
-        if bound.divides(assignment) and bound.is_consistent(assignment):
+        ways = ((f, atom.size) for f, atom in zip(chosen, atoms) if f is not None)
+        if bound.divides(assignment) and bound.is_consistent(assignment) and bound.halos_may_pay(assignment, ways):
             yield assignment
 
 

@@ -1,6 +1,7 @@
 """Redistributions: from one layout to another by slices and collectives.
 
 collective_kinds         the kinds of collectives: what a rank sends, the placements, the transpose
+halos                    the elements beside a slice that the windows of a convolution read
 redistribution_search    the cheapest path: where each digit of the rank goes
 redistributions          a redistribution as steps, its transpose, and what a step does to a local tensor
 """
@@ -8,12 +9,15 @@ redistributions          a redistribution as steps, its transpose, and what a st
 from __future__ import annotations
 
 from .collective_kinds import CollectiveKind, Placement
+from .halos import Halo, Window
 from .redistributions import (
     Atom,
     Geometry,
     Redistribution,
     RedistributionStep,
     digits_value,
+    halo_exchange,
+    halo_reduce,
     make_step,
     redistribution,
     through,
@@ -24,10 +28,14 @@ __all__ = [
     "Atom",
     "CollectiveKind",
     "Geometry",
+    "Halo",
     "Placement",
     "Redistribution",
     "RedistributionStep",
+    "Window",
     "digits_value",
+    "halo_exchange",
+    "halo_reduce",
     "make_step",
     "redistribution",
     "through",

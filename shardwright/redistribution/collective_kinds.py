@@ -9,12 +9,16 @@ With L the local size before, on n ranks:
     reduce_scatter   partial sum    shard          (n-1)/n L              the same          L / n
     all_to_all       shard          other shard    (n-1)/n L              the same          L
     permute          shard          other shard    L: to other ranks      the same          L
+    halo_exchange    shard          shard, halos   H                      the same          with halos
+    halo_reduce      shard, halos   shard          H                      the same          without halos
     send             -              -              L                      0                 L
     recv             -              -              0                      L                 L
 
 A permute is an all_to_all in which some ranks keep nothing: a step of a redistribution is named all_to_all and is
-priced and run as a permute (`RedistributionStep.pattern`). A send and a recv are the two ends of one transfer between
-pipeline stages; no redistribution contains them.
+priced and run as a permute (`RedistributionStep.pattern`). H is the number of elements that other parts of a dim read
+(`halos`). The amounts of these two kinds are functions of H, which the step knows (`RedistributionStep.sent`), as it
+knows the size after it. A send and a recv are the two ends of one transfer between pipeline stages; no redistribution
+contains them.
 
 The higher layers have one table each, by kind: `cost.primitives` the seconds, `runtime.local.shards` the executor of
 all ranks in one process, `runtime.distributed.collectives` the executor of one rank. Example: 1024 elements a rank, 4
@@ -88,6 +92,8 @@ class CollectiveKind(str, Enum):
     REDUCE_SCATTER = "reduce_scatter", Placement.PARTIAL, Placement.SHARD, _parts
     ALL_TO_ALL = "all_to_all", Placement.SHARD, Placement.SHARD, _parts
     PERMUTE = "permute", Placement.SHARD, Placement.SHARD, _whole
+    HALO_EXCHANGE = "halo_exchange", Placement.SHARD, Placement.SHARD, _whole
+    HALO_REDUCE = "halo_reduce", Placement.SHARD, Placement.SHARD, _whole
     SEND = "send", None, None, _whole, _nothing
     RECV = "recv", None, None, _nothing, _whole
 
@@ -127,7 +133,7 @@ class CollectiveKind(str, Enum):
         return self.source is Placement.PARTIAL
 
     def size_after(self, n: int, size: int) -> int:
-        """The elements of a rank's result, from those of its input, where `n` divides them."""
+        """The elements of a rank's result, from those of its input, where `n` divides them; halos are not counted."""
         return size if not self._grows else size * n if self._grows > 0 else size // n
 
     @property
@@ -145,6 +151,8 @@ _TRANSPOSES = {
     CollectiveKind.SLICE: CollectiveKind.ALL_GATHER,
     CollectiveKind.ALL_GATHER: CollectiveKind.REDUCE_SCATTER,
     CollectiveKind.REDUCE_SCATTER: CollectiveKind.ALL_GATHER,
+    CollectiveKind.HALO_EXCHANGE: CollectiveKind.HALO_REDUCE,
+    CollectiveKind.HALO_REDUCE: CollectiveKind.HALO_EXCHANGE,
     CollectiveKind.SEND: CollectiveKind.RECV,
     CollectiveKind.RECV: CollectiveKind.SEND,
 }

@@ -24,20 +24,25 @@ ranks.
 
 Example: a tensor [8, 6] cut as 2@1 along dim 0 goes to 2@1 along dim 1 in one all_to_all: each rank views its [4, 6]
 as [4, 2, 3], permutes to [2, 4, 3], exchanges the 2 pieces, and joins them to [8, 3].
+
+3. Halos (`halo_exchange`, `halo_reduce`). The exchange for the windows of a convolution changes no layout: it lies
+   between a value and the same value with the elements of other slices that the windows read. One step for each dim
+   that is cut, with the numbers of `halos.Halo` in place of atoms.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 from ..errors import LayoutError
-from ..layout import Digit, Digits, Layout, merge
+from ..layout import Digit, Digits, Layout, digits_size, merge
 from .collective_kinds import CollectiveKind
+from .halos import Halo
 from .redistribution_search import PARTIAL, REPLICA, Refinement, SearchMove, intermediates, refine, search
 
 __all__ = [
@@ -46,6 +51,8 @@ __all__ = [
     "Redistribution",
     "RedistributionStep",
     "digits_value",
+    "halo_exchange",
+    "halo_reduce",
     "make_step",
     "redistribution",
     "through",
@@ -118,13 +125,14 @@ class RedistributionStep:
     """One step of a redistribution, for any shape of the tensor.
 
     Attributes:
-        kind: SLICE, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE or ALL_TO_ALL.
+        kind: SLICE, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, HALO_EXCHANGE or HALO_REDUCE.
         digits: the group: ranks that differ in these digits alone take part together; most major first, merged.
         reduction: "sum", "max" or "min", for the steps that reduce.
         moved: the same digits unmerged: each carries at most one atom before and one after.
         dims: per tensor dim its atoms that take part, major first.
         permuted: for an all-to-all that permutes: pairs (i, j): the value of moved[i] on the sender equals that of
             moved[j] on the receiver.
+        halo: for an exchange of halos and its transpose, the elements that each part has and reads.
     """
 
     kind: CollectiveKind
@@ -133,6 +141,7 @@ class RedistributionStep:
     moved: Digits
     dims: tuple[tuple[Atom, ...], ...]
     permuted: tuple[tuple[int, int], ...] = ()
+    halo: Halo | None = None
 
     @property
     def size(self) -> int:
@@ -152,7 +161,7 @@ class RedistributionStep:
     @property
     def communicates(self) -> bool:
         """True where the step sends anything."""
-        return self.kind.communicates
+        return self.kind.communicates and (self.halo is None or self.halo.sent > 0)
 
     def local_shape_after(self, local_shape: Sequence[int]) -> tuple[int, ...]:
         """The local shape after the step.
@@ -164,7 +173,20 @@ class RedistributionStep:
 
     def sent(self, numel: int) -> int:
         """Elements that a rank must send (the maximum over ranks), with `numel` local elements before the step."""
+        if self.halo is not None:
+            before = self.halo.grown
+            if self.kind is CollectiveKind.HALO_REDUCE:
+                before *= Fraction(self.halo.length, self.halo.own)
+            return self.pattern.sent(self.size, math.ceil(numel * self.share / before))
         return self.pattern.sent(self.size, numel)
+
+    @property
+    def share(self) -> Fraction:
+        """For an exchange of halos: the elements that a rank must send, relative to its slice without any halos."""
+        halo = self.halo
+        assert halo is not None
+        most = halo.sent if self.kind is CollectiveKind.HALO_EXCHANGE else halo.received
+        return Fraction(most, halo.own) * halo.beside
 
     def geometry(self, local_shape: tuple[int, ...]) -> Geometry:
         """The step on local tensors of this shape.
@@ -203,7 +225,7 @@ class RedistributionStep:
         return tuple(out)
 
     def __str__(self) -> str:
-        over = "·".join(map(repr, self.digits))
+        over = "·".join(map(repr, self.digits)) if self.halo is None else str(self.halo)
         return (
             f"{self.kind}({over})"
             if self.reduction == "sum" or not self.reduces
@@ -264,6 +286,8 @@ def _stays(atom: Atom) -> bool:
 def _geometry(step: RedistributionStep, shape: tuple[int, ...]) -> Geometry:
     if len(shape) != len(step.dims):
         raise LayoutError(f"the conversion is of {len(step.dims)} dims, the local tensor {shape} has {len(shape)}")
+    if step.halo is not None:
+        return Geometry(None, None, None, step.size, None, None, None, _with_halo(step, shape))
     before: list[_Axis] = []
     kept: list[_Axis] = []
     after: list[_Axis] = []
@@ -295,6 +319,20 @@ def _geometry(step: RedistributionStep, shape: tuple[int, ...]) -> Geometry:
     pre = _rearranged(before, scattered + kept, shape, ((pieces,) if scattered else ()) + tuple(piece))
     post = _rearranged(gathered + kept, after, ((pieces,) if gathered else ()) + tuple(piece), tuple(result))
     return Geometry(pre[0], pre[1], pre[2], pieces, post[0], post[1], post[2], tuple(result), cuts, joins)
+
+
+def _with_halo(step: RedistributionStep, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The local shape after an exchange of halos, or after its transpose.
+
+    Raises:
+        LayoutError: the dim has another size than that of a part.
+    """
+    halo = step.halo
+    assert halo is not None
+    old, new = (halo.own, halo.length) if step.kind is CollectiveKind.HALO_EXCHANGE else (halo.length, halo.own)
+    if shape[halo.dim] != old:
+        raise LayoutError(f"dim {halo.dim} of the local tensor {shape} has size {shape[halo.dim]}, not {old}")
+    return (*shape[: halo.dim], new, *shape[halo.dim + 1 :])
 
 
 def _numbered(axes: Iterable[tuple[_Axis, int | None]]) -> list[_Axis]:
@@ -384,6 +422,11 @@ class Redistribution:
         return [step.kind for step in self.steps] == [CollectiveKind.ALL_REDUCE]
 
     @cached_property
+    def exchanges_halos(self) -> bool:
+        """True for an exchange of halos and its transpose, which change no layout."""
+        return any(step.halo is not None for step in self.steps)
+
+    @cached_property
     def collectives(self) -> tuple[RedistributionStep, ...]:
         """The steps that communicate."""
         return tuple(s for s in self.steps if s.communicates)
@@ -447,6 +490,41 @@ def transpose(forward: Redistribution, partial: Digits = ()) -> Redistribution:
     """
     gradient = forward.target.without_partial().with_partial(partial)
     return redistribution(gradient, forward.source.without_partial())
+
+
+@lru_cache(maxsize=1 << 12)
+def halo_exchange(layout: Layout, halos: tuple[Halo, ...]) -> Redistribution:
+    """The exchange of halos of a value.
+
+    Args:
+        layout: of the value, cut in each of the halos' dims by the halo's digits. A partial sum stays partial.
+        halos: one for each dim, in the order of the exchange.
+    """
+    return _exchange(CollectiveKind.HALO_EXCHANGE, layout, halos)
+
+
+@lru_cache(maxsize=1 << 12)
+def halo_reduce(layout: Layout, halos: tuple[Halo, ...]) -> Redistribution:
+    """The transpose of `halo_exchange`: gradients of halos are sent back and added.
+
+    Args:
+        layout: of the gradient; a partial sum stays partial.
+        halos: those of the exchange.
+    """
+    return _exchange(CollectiveKind.HALO_REDUCE, layout, halos)
+
+
+def _exchange(kind: CollectiveKind, layout: Layout, halos: tuple[Halo, ...]) -> Redistribution:
+    steps = []
+    for k, halo in enumerate(halos):
+        digits = tuple(sorted(halo.digits, key=lambda d: -d.stride))
+        dims = ((),) * len(layout.dims or ())
+        halo = replace(halo, before=halos[:k])
+        steps.append(RedistributionStep(kind, merge(digits), "sum", digits, dims, halo=halo))
+    if kind is CollectiveKind.HALO_REDUCE:
+        steps.reverse()
+    sent = sum((step.share for step in steps), Fraction(0)) / digits_size(layout.carried)
+    return Redistribution(layout, layout, tuple(steps), sent)
 
 
 def through(source: Layout, middle: Layout, target: Layout) -> Redistribution:

@@ -33,7 +33,7 @@ from ..layout import Layout, group_of
 from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, made_by, read_by
 from ..partition.rematerialization import RecomputedInstruction, Regather
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
-from ..redistribution import CollectiveKind, Redistribution, RedistributionStep, redistribution
+from ..redistribution import CollectiveKind, Halo, Redistribution, RedistributionStep, digits_value, redistribution
 from ..rules.dims import send
 from ..sharded_plan import Plan, backward_collectives, forward_collectives
 from .format import (
@@ -260,11 +260,13 @@ class Execute:
         has no steps."""
         shapes = steps.local_shapes(shape)
         for step, before, after in zip(steps.steps, shapes, shapes[1:]):
+            halo = () if step.halo is None else (_halo(step.halo, self.rank),)
             if step.communicates:
                 collective, digits = next(collectives)
-                attributes = f"ranks: {self.group(digits)}, bytes: {collective.bytes}{_details(step)}"
+                details = f"ranks: {self.group(digits)}, bytes: {collective.bytes}{_details(step)}"
+                attributes = ", ".join((details, *halo))
             else:
-                attributes = _index(step, before, self.rank)
+                attributes = halo[0] if halo else _index(step, before, self.rank)
             made = self.names.number()
             self.lines.append(
                 written_line(
@@ -471,6 +473,13 @@ def _details(step: RedistributionStep) -> str:
     if step.reduces and step.reduction != "sum":
         parts.append(f", reduction: {step.reduction}")
     return "".join(parts)
+
+
+def _halo(halo: Halo, rank: int) -> str:
+    """The dim of a halo, and the elements of the dim that a rank has and reads; those outside of it are filled."""
+    part = digits_value(halo.digits, rank)
+    has, begin = halo.has(part), halo.begins(part)
+    return f"dim: {halo.dim}, has: {has.start}:{has.stop}, reads: {begin}:{begin + halo.length}"
 
 
 def _index(step: RedistributionStep, shape: tuple[int, ...], rank: int) -> str:

@@ -32,7 +32,7 @@ def explain(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
     """Print a plan: every operator, its call site, its strategy, layouts, local shapes and traffic. A pipeline is
     printed stage by stage, with the transfers between stages.
 
-    All numbers are those of the plan's own collectives, for one rank; every rank sends as much.
+    All numbers are those of the plan's own collectives, for one rank; no rank sends more.
 
     Args:
         plan: the plan.

@@ -3,15 +3,16 @@
     notation = [order ":"] input {"," input} "->" output {"," output}
     input    = {token}                       one token a tensor dim; nothing for a scalar
     token    = factor | "..." | "1" | "(" factor {factor} ")"
-    factor   = name ["!"] ["?"]
+    factor   = name ["!" | "~"] ["?"]
 
 A *factor* is a loop of the operator. Dims that share a factor are cut alike. A factor that no output names is
 contracted: when it is cut, each rank holds a term of the result (a partial sum). ``!``: the factor may not be split.
-``?``: the input may be left out of a strategy, its cuts follow from the others. ``...`` stands for any number of
-leading dims, aligned on the right, that broadcast. ``(a b)`` is one dim made of two factors, the first major.
-``1`` is a dim that carries no factor. The order of the factors in the device matrix is that in which the string names
-them first. An optional prefix ``m k n:`` names them earlier. A ``*`` in the prefix stands for the devices that a
-strategy leaves unused, where the factor behind it is cut. Otherwise they come last.
+``~``: the factor is one of windows, whose cuts read elements of the neighbours' slices of an input (`Bound.halos`);
+the rule gives the windows. ``?``: the input may be left out of a strategy, its cuts follow from the others. ``...``
+stands for any number of leading dims, aligned on the right, that broadcast. ``(a b)`` is one dim made of two factors,
+the first major. ``1`` is a dim that carries no factor. The order of the factors in the device matrix is that in which
+the string names them first. An optional prefix ``m k n:`` names them earlier. A ``*`` in the prefix stands for the
+devices that a strategy leaves unused, where the factor behind it is cut. Otherwise they come last.
 
 The string, bound to shapes, and an assignment of digits to factors give the layouts of all inputs and outputs, the
 partial sums of the outputs, and the digits over which the gradient of an input is partial:
@@ -27,12 +28,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from ..errors import LayoutError, RuleError
 from ..layout import Digits, Layout, complement, digits_size, merge
+from ..redistribution import Halo, Window
 
 __all__ = ["Assignment", "Bound", "Factor", "Notation", "bind", "parse"]
 
@@ -41,7 +43,7 @@ LAYOUTS = 512
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<open>\()|(?P<close>\))|(?P<dots>\.\.\.)(?P<dotmark>!?)"
-    r"|(?P<one>1)(?![A-Za-z0-9_])|(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<mark>!?)(?P<opt>\??))"
+    r"|(?P<one>1)(?![A-Za-z0-9_])|(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<mark>[!~]?)(?P<opt>\??))"
 )
 _ELLIPSIS = "..."
 
@@ -57,6 +59,7 @@ class Notation:
     optional: frozenset[int]
     order: tuple[str, ...]
     rest: int | None = None  # index of the factor behind the unused devices, where it is cut; else they come last
+    windowed: frozenset[str] = frozenset()
 
 
 @cache
@@ -80,6 +83,7 @@ def parse(text: str) -> Notation:
         if not name.isidentifier() and name != "*":
             raise wrong(f"{name!r} is not a factor name", at)
     whole: set[str] = set()
+    windowed: set[str] = set()
     optional: set[int] = set()
 
     def operand(begin: int, end: int, index: int | None) -> tuple[tuple[str, ...], ...]:
@@ -115,7 +119,7 @@ def parse(text: str) -> Notation:
             else:
                 names = (match["name"],)
                 if match["mark"]:
-                    whole.add(match["name"])
+                    (whole if match["mark"] == "!" else windowed).add(match["name"])
                 if match["opt"]:
                     if index is None:
                         raise wrong("an output is never optional", start)
@@ -150,7 +154,9 @@ def parse(text: str) -> Notation:
     for name, at in order.items():
         if name not in named:
             raise wrong(f"the order names {name!r}, which no operand has", at)
-    return Notation(text, inputs, outputs, frozenset(whole), frozenset(optional), tuple(order), rest)
+    return Notation(
+        text, inputs, outputs, frozenset(whole), frozenset(optional), tuple(order), rest, frozenset(windowed)
+    )
 
 
 @dataclass(frozen=True)
@@ -162,12 +168,15 @@ class Factor:
         size: the size of the loop.
         splittable: the factor may be cut.
         pads: the factor may be cut into parts that do not divide it.
+        window: the windows of the operator over the dim of an input that the factor is part of; None: the slice of an
+            input is all that a part of the factor reads.
     """
 
     name: str
     size: int
     splittable: bool
     pads: bool = False
+    window: Window | None = None
 
 
 @dataclass(frozen=True)
@@ -274,6 +283,60 @@ class Bound:
     def output_layout(self, index: int, assignment: Assignment) -> Layout | None:
         """The layout of output `index`, including partial sums; None where the cuts form no layout."""
         return self._remembered(index, assignment, True)
+
+    def halos(self, index: int, assignment: Assignment) -> tuple[Halo, ...]:
+        """The halos that the operator reads beside the slices of input `index`, one for each dim that needs one."""
+        if not self.windowed:
+            return ()
+        return tuple(
+            window.cut(d, digits)
+            for d, dim in enumerate(self.inputs[index])
+            for f in dim
+            if (window := self.factors[f].window) is not None and (digits := assignment.digits[f])
+        )
+
+    def in_local_shape(self, index: int, assignment: Assignment, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The local shape of input `index` as the operator reads it, halos included.
+
+        Args:
+            shape: of the whole input, perhaps padded.
+
+        Raises:
+            LayoutError: a dim that its cut does not divide.
+        """
+        layout = self.input_layout(index, assignment)
+        assert layout is not None
+        local = list(layout.local_shape(shape))
+        for halo in self.halos(index, assignment):
+            local[halo.dim] = halo.length
+        return tuple(local)
+
+    def has_halos(self, assignment: Assignment) -> bool:
+        """True where the operator reads more of some input than a slice."""
+        return any(assignment.digits[f] for f in self.windowed)
+
+    def halos_may_pay(self, assignment: Assignment, sizes: Iterable[tuple[int, int]]) -> bool:
+        """True where a search should consider an assignment, as far as halos are concerned.
+
+        A cut of windows never beats the same cut of the batch, the factor ``n``: both leave the same partial sums, and
+        the batch needs no halos. Nor does it pay where a rank reads more elements of its neighbours than its own.
+
+        Args:
+            assignment: a consistent one.
+            sizes: (factor, ways) of the cuts that it is made of.
+        """
+        if not self.has_halos(assignment):
+            return True
+        batch = next((i for i, f in enumerate(self.factors) if f.name == "n" and f.splittable), None)
+        room = 1 if batch is None else self.factors[batch].size // digits_size(assignment.digits[batch])
+        if any(f in self.windowed and room % ways == 0 for f, ways in sizes):
+            return False
+        return all(halo.length <= 2 * halo.own for i in range(len(self.inputs)) for halo in self.halos(i, assignment))
+
+    @cached_property
+    def windowed(self) -> frozenset[int]:
+        """The factors of windows."""
+        return frozenset(i for i, factor in enumerate(self.factors) if factor.window is not None)
 
     def is_consistent(self, assignment: Assignment) -> bool:
         """True where all inputs and outputs have layouts, and each cut factor is splittable and divides or pads."""
@@ -390,6 +453,7 @@ def bind(
     out_shapes: Sequence[tuple[int, ...]],
     sizes: Mapping[str, int] | None = None,
     reduction: str = "sum",
+    windows: Mapping[str, Window] | None = None,
 ) -> Bound:
     """Bind a notation to the shapes of one call.
 
@@ -398,10 +462,12 @@ def bind(
         in_shapes, out_shapes: the shapes of the inputs and outputs.
         sizes: sizes of factors that occur only in compound dims.
         reduction: the reduction of partial results.
+        windows: of the factors that the string marks with ``~``.
 
     Raises:
-        RuleError: the notation has another number of operands or dims, or a factor two sizes.
+        RuleError: the notation has another number of operands or dims, a factor two sizes, or a ``~`` without windows.
     """
+    windows = windows or {}
 
     def wrong(message: str) -> RuleError:
         return RuleError(
@@ -409,6 +475,8 @@ def bind(
             legal=f"shapes {tuple(in_shapes)} -> {tuple(out_shapes)}",
         )
 
+    if notation.windowed - windows.keys():
+        raise wrong(f"it has no windows for {', '.join(sorted(notation.windowed - windows.keys()))}")
     if len(notation.inputs) != len(in_shapes):
         raise wrong(f"it has {len(notation.inputs)} inputs, the operator {len(in_shapes)}")
     if len(notation.outputs) != len(out_shapes):
@@ -467,7 +535,10 @@ def bind(
     def splittable(name: str) -> bool:
         return name not in notation.whole and not (name.startswith(_ELLIPSIS) and _ELLIPSIS in notation.whole)
 
-    factors = tuple(Factor(n, size_of.get(n, 1), splittable(n)) for n in names_in_order)
+    factors = tuple(
+        Factor(n, size_of.get(n, 1), splittable(n), window=windows[n] if n in notation.windowed else None)
+        for n in names_in_order
+    )
     k = len(in_shapes)
     return Bound(
         notation,

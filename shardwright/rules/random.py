@@ -28,7 +28,18 @@ from ..layout import Digits, digits_size
 from . import counter_rng  # noqa: F401  (defines the operators)
 from .dims import named, operand, part_length, whole, wide
 from .notation import Assignment, Bound
-from .registry import POINTWISE, Expansion, Local, Rule, bound_rule, expand, find_rule, local_output_shape, register
+from .registry import (
+    POINTWISE,
+    Described,
+    Expansion,
+    Local,
+    Rule,
+    bound_rule,
+    expand,
+    find_rule,
+    local_output_shape,
+    register,
+)
 
 __all__ = ["dropped", "numbers_of", "pieces", "placed", "run_on_one"]
 
@@ -292,10 +303,10 @@ def _bernoulli(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
 _Maker = Callable[[Any, Op, _Place, torch.dtype], Value]
 
 
-def _with_rule(text: Callable[[Op], str | tuple[str, dict[str, int]]], make: _Maker) -> Rule:
+def _with_rule(text: Callable[[Op], Described], make: _Maker) -> Rule:
     """The rule of an operator that produces one tensor: like its first input, or from nothing."""
 
-    def of_real(op: Op) -> str | tuple[str, dict[str, int]]:
+    def of_real(op: Op) -> Described:
         if op.output(0).dtype.is_complex:
             raise MissingRuleError(
                 f"there is no rule for complex random numbers, as {op.target} makes",

@@ -22,6 +22,7 @@ from ..autocast import UnderAutocast, under
 from ..errors import MissingRuleError, RuleError, ShardwrightError, StrategyError
 from ..graph import SEED, Op, Value, values_in
 from ..layout import Digits, Layout
+from ..redistribution import Window
 from ..torch_private import OpOverload, OpOverloadPacket, overload_of, pytree
 from .notation import Assignment, Bound, bind, parse
 
@@ -51,19 +52,25 @@ class Local:
     kwargs: dict[str, Any]
 
 
+#: A notation; with the sizes of factors that occur only in compound dims; with the windows of factors.
+Described = str | tuple[str, dict[str, int]] | tuple[str, dict[str, int], dict[str, Window]]
+
+
 @dataclass(frozen=True)
 class Rule:
     """The description of an operator.
 
     Args:
         notation: the string, or a function of the operator call that returns it (or the string and the sizes of factors
-            that occur only in compound dims).
+            that occur only in compound dims, or these two and the windows of factors that the string marks with ``~``).
         reduction: the reduction of the terms of a cut contracted factor: "sum", "max" or "min"; "none": every rank has
             the whole result already.
         linear: partial sums may pass through: of its one input, or of all inputs where they are partial over the same
             digits; or a function of the operator call that returns this.
         view: the operator moves no data and follows its input where that costs nothing.
         localize: the call on slices, where it differs from the plain call: ``(op, bound, assignment) -> Local``.
+        with_halos: the same where a factor of windows is cut, on slices with halos. The halos hold what the operator's
+            padding would; the call pads the other dims alone.
         expand: simpler operators that do the same work where the plain operator cannot run on this cut:
             ``(op, bound, assignment) -> function or None``; the function takes a builder and returns the outputs.
         neutral: a number that may fill the padding of contracted dims of the inputs and adds nothing to the outputs, or
@@ -72,11 +79,12 @@ class Rule:
             inputs, plus a third input, if there is one; or a function of the operator call that returns this.
     """
 
-    notation: str | Callable[[Op], str | tuple[str, dict[str, int]]]
+    notation: str | Callable[[Op], Described]
     reduction: str = "sum"
     linear: bool | Callable[[Op], bool] = False
     view: bool = False
     localize: Callable[[Op, Bound, Assignment], Local] | None = None
+    with_halos: Callable[[Op, Bound, Assignment], Local] | None = None
     expand: Callable[[Op, Bound, Assignment], Expansion | None] | None = None
     neutral: float | Callable[[Op], float | None] | None = None
     product: bool | Callable[[Op], bool] = False
@@ -128,10 +136,13 @@ def register(targets: Sequence[Any], described: Rule) -> None:
         described: the rule.
 
     Raises:
-        RuleError: a notation with a syntax error, or a target that is not an operator.
+        RuleError: a notation with a syntax error or with a ``~`` but no windows, or a target that is not an operator.
     """
-    if isinstance(described.notation, str):
-        parse(described.notation)
+    if isinstance(described.notation, str) and (names := parse(described.notation).windowed):
+        raise RuleError(
+            f"the rule {described.notation!r} gives no windows for {', '.join(sorted(names))}",
+            legal="a notation that is a function of the call and returns the windows too; or ! in place of ~",
+        )
     for target in targets:
         for key in _keys(target):
             _RULES[key] = described
@@ -208,11 +219,12 @@ def _bound(
     in_shapes: tuple[tuple[int, ...], ...],
     out_shapes: tuple[tuple[int, ...], ...],
     sizes: tuple[tuple[str, int], ...],
+    windows: tuple[tuple[str, Window], ...],
     reduction: str,
     pads: bool | None,
 ) -> Bound:
     """The bound notation, cached for all calls of one kind and shape: the layers of a model are alike."""
-    bound = bind(parse(text), in_shapes, out_shapes, dict(sizes), reduction)
+    bound = bind(parse(text), in_shapes, out_shapes, dict(sizes), reduction, dict(windows))
     return bound if pads is None else bound.with_padding(pads)
 
 
@@ -236,8 +248,8 @@ def bound_rule(op: Op, described: Rule | None = None, uneven: bool = False) -> B
             legal=f'sw.rule({op.target}, "…") describes it; '
             'AutoParallel(..., on_missing_rule="replicate") runs it whole on every device',
         )
-    text = described.notation if isinstance(described.notation, str) else described.notation(op)
-    text, sizes = text if isinstance(text, tuple) else (text, {})
+    found = described.notation if isinstance(described.notation, str) else described.notation(op)
+    text, sizes, windows = (*(found if isinstance(found, tuple) else (found,)), {}, {})[:3]
     try:
         pads = described.filling(op) is not None if uneven else None
         return _bound(
@@ -245,6 +257,7 @@ def bound_rule(op: Op, described: Rule | None = None, uneven: bool = False) -> B
             tuple(v.shape for v in op.inputs),
             tuple(v.shape for v in op.outputs if v is not None),
             tuple(sizes.items()),
+            tuple(windows.items()),
             described.reduction,
             pads,
         )
@@ -257,6 +270,8 @@ def local_call(op: Op, described: Rule, bound: Bound, assignment: Assignment) ->
     if isinstance(op.target, UnderAutocast):
         local = local_call(replace(op, target=op.target.inner), described, bound, assignment)
         return replace(local, target=under(local.target, op.target.state))
+    if described.with_halos is not None and bound.has_halos(assignment):
+        return described.with_halos(op, bound, assignment)
     if described.localize is not None:
         return described.localize(op, bound, assignment)
     return Local(op.target, op.args, op.kwargs)

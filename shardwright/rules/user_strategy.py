@@ -120,6 +120,12 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
                     f"input {i}, dim {d} has size {size}, which does not divide by {cut}"
                     + (", and this operator does not leave padding out" if bound.uneven else "")
                 )
+            window = bound.factors[dim[0]].window if dim else None
+            if window is not None and bound.factors[dim[0]].size % cut and not bound.factors[dim[0]].pads:
+                raise wrong(
+                    f"input {i}, dim {d} has size {size} and this operator {window.count} windows over it: {cut} does "
+                    "not divide both"
+                )
             shares = {f: 1 for f in dim} if cut == 1 and not isinstance(entry, Layout) else _spread_cut(bound, dim, cut)
             if shares is None:
                 raise wrong(f"input {i}, dim {d} of size {size} cannot be split {cut} ways")

@@ -23,6 +23,7 @@ from ..errors import ShardwrightError
 from ..graph import SEED, Graph, Op, Value, map_values
 from ..layout import Layout
 from ..partition.local_program import InputPlacement, LocalOp, PlacedValue, Redistribute, made_by
+from ..redistribution import Halo
 from ..rules import expand, find_rule, has_rule
 from ..rules.random import run_on_one
 from ..runtime.local.local_executor import LocalExecutor
@@ -241,6 +242,9 @@ class Comparison:
         instruction, instance = _of(node)
         if instance is None:
             return
+        if isinstance(instruction, Redistribute) and instruction.forward.exchanges_halos:
+            self.record_halos(instruction, shards)
+            return
         name = self.original.get(instance.value.name)
         if name is None or name not in self.reference.values:
             return  # an intermediate value of an operator that was expanded into several
@@ -252,6 +256,26 @@ class Comparison:
                     instruction, "forward", apart, self.ops.get(instruction.operator), message, precision
                 )
         self.keep(name, shards, instruction, instance)
+
+    def record_halos(self, instruction: Redistribute, shards: Sequence[Tensor]) -> None:
+        """Compare what each rank reads with the elements of the reference that it should read."""
+        source = instruction.source
+        name, layout = self.original.get(source.value.name), source.layout
+        if self.found is not None or name not in self.reference.values or layout.partial:
+            return
+        whole, precision = self.reference.values[name].detach(), self.allowed.value(name)
+        if tuple(whole.shape) != layout.padded(whole.shape):
+            return  # elements beyond the true shape are undefined
+        halos = [step.halo for step in instruction.forward.steps if step.halo is not None]
+        for rank, shard in enumerate(shards):
+            expected = read_with_halos(whole, layout, halos, rank)
+            apart = difference(expected, shard.detach(), self.reference.scales.get(name, 0.0))
+            if self.differs(apart, precision):
+                message = f"the elements that rank {rank} reads beside its slice"
+                self.found = self.at(
+                    instruction, "forward", apart, self.ops.get(instruction.operator), message, precision
+                )
+                return
 
     def compare(self, name: str, shards: Sequence[Tensor], layout: Layout) -> tuple[float, str]:
         try:
@@ -456,6 +480,19 @@ class Comparison:
             ),
             default=0.0,
         )
+
+
+def read_with_halos(whole: Tensor, layout: Layout, halos: Sequence[Halo], rank: int) -> Tensor:
+    """The elements of a whole tensor that a rank reads."""
+    index, fill = list(layout.slice(whole.shape, rank)), [(0, 0)] * whole.dim()
+    for halo in halos:
+        part = layout.position(halo.dim, rank)
+        reads, begin = halo.reads(part), halo.begins(part)
+        index[halo.dim] = slice(reads.start, reads.stop)
+        before = reads.start - begin
+        fill[halo.dim] = before, halo.length - len(reads) - before
+    amounts = [n for both in reversed(fill) for n in both]
+    return torch.nn.functional.pad(whole[tuple(index)], amounts, value=halos[0].fill)
 
 
 def _of(node: torch.fx.Node) -> tuple[Any, PlacedValue | None]:

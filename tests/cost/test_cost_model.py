@@ -24,7 +24,7 @@ from shardwright.graph import Op, Value, map_values
 from shardwright.layout import Digit, Layout, digits_size
 from shardwright.partition.local_program import GlobalExtreme, LocalOp, Redistribute, Ref
 from shardwright.partition.rematerialization import RecomputedInstruction, Regather
-from shardwright.redistribution import CollectiveKind, redistribution
+from shardwright.redistribution import CollectiveKind, Window, halo_exchange, halo_reduce, redistribution
 
 aten = torch.ops.aten
 
@@ -211,6 +211,22 @@ def test_a_permutation_sends_all_and_to_one() -> None:
     )
     assert [(s.kind, bool(s.permuted)) for s in swap.steps] == [("all_to_all", True)]
     assert CostModel(TWO).conversion(swap, 4000) * 1e6 == pytest.approx(10 + 10)
+
+
+def test_an_exchange_of_halos_takes_time_for_its_rows() -> None:
+    """Each of 8 ranks has 8 rows of 4 bytes · 1000 and sends one to each neighbour: two messages, 8,000 bytes."""
+    layout = Layout.of(8, [(Digit(8, 1),), ()])
+    halo = Window(count=64, size=64, stride=1, padding=1, extent=3).cut(0, layout.dims[0])
+    costs, nbytes = CostModel(TWO), 64 * 1000 * 4
+    exchange, back = halo_exchange(layout, (halo,)), halo_reduce(layout, (halo,))
+    (sent,) = costs.sends(exchange)
+    assert (sent.kind, sent.fraction * nbytes) == ("halo_exchange", 8000)
+    latency, seconds = costs.lines(CollectiveKind.HALO_EXCHANGE, (Digit(8, 1),))[0]
+    assert costs.conversion(exchange, nbytes) == pytest.approx(2 * latency + 8000 * seconds)
+    assert costs.conversion(back, nbytes) == pytest.approx(costs.conversion(exchange, nbytes))
+    assert costs.conversion(exchange, nbytes) < costs.conversion(
+        redistribution(layout, Layout.replicated(8, 2)), nbytes
+    )
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------
@@ -415,6 +431,7 @@ PLANS: dict[str, Any] = {
         parallel_mode="hybrid_parallel",
         dataset_strategy="data_parallel",
     ),
+    "halos": lambda: planned(lambda: sw.shard(nn.Conv2d(4, 8, 7, 2, 3), ((1, 1, 4, 2), (1, 1, 1, 1))), 1, 4, 64, 64),
     "one device": lambda: planned(Perceptron, 16, 64, parallel_mode="stand_alone"),
 }
 

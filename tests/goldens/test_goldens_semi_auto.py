@@ -27,6 +27,7 @@ CASES = {c["case"]: c for c in json.loads((FOLDER / "operators.json").read_text(
 HONOURED = {
     "op_matmul_out_invalid": "one more conversion brings the output to the layout that was asked for",
     "op_layernorm_axis_split": "the statistics of the parts are put together",
+    "op_maxpool_w_k_gt_s": "neighbours exchange the columns that windows of both read",
 }
 
 

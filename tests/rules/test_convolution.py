@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, event, given, note, settings
 from one_device import assert_as_one_device, close, parallel, squares
 from small_networks import draw, labels
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from shardwright.capture.export import capture
 from shardwright.layout import allocate
 from shardwright.rules import Bound, bound_rule
 
-DEVICES = [2, 4, 6, 8]
+DEVICES = [2, 3, 4, 6, 8]
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 
@@ -38,29 +39,40 @@ class Convolution(nn.Module):
         return self.conv(x, self.weight, self.bias, **self.arguments)
 
 
+def divided(pick: Any, devices: int, stride: int, extent: int, padding: int) -> int | None:
+    """A size that some of the devices divide together with its number of windows, where there is one."""
+    parts, each = pick(*(n for n in range(2, devices + 1) if devices % n == 0)), pick(1, 2, 3)
+    least = (parts * each - 1) * stride + extent - 2 * padding
+    sizes = [size for size in range(max(least, 1), least + stride) if size % parts == 0]
+    return pick(*sizes) if sizes else None
+
+
 @st.composite
-def convolutions(draw_: Any) -> tuple[Convolution, tuple[int, ...], str]:
+def convolutions(draw_: Any, devices: int) -> tuple[Convolution, tuple[int, ...], str]:
     def pick(*options: Any) -> Any:
         return draw_(st.sampled_from(options))
 
     count, transposed, groups = pick(1, 2), pick(False, True), pick(1, 1, 2, 3, 4)
     inward, outward = (groups * pick(1, 2, 4) for _ in range(2))
     stride, dilation, kernel = ([pick(1, 2, 3) for _ in range(count)] for _ in range(3))
-    padding = [pick(0, 0, 1) for _ in range(count)]
     extent = [d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
-    # Sizes that the windows fill often, and otherwise any that hold one window.
-    sizes = [pick(s * 2, s * 4, e, e + 1) if s * 2 >= e else pick(e, e + 3) for s, e in zip(stride, extent)]
+    named = None if transposed else pick(None, None, "valid", "same")
+    if named == "same":
+        stride = [1] * count
+    padding = [0 if named == "valid" else pick(0, 0, 1, (e - 1) // 2, (e - 1) // 2) for e in extent]
+    # Sizes that the windows fill often, sizes that are divided with them, and any others that hold one window.
+    sizes = [max(s * pick(2, 3, 4, 6), e - 2 * p) + pick(0, 0, 1) for s, e, p in zip(stride, extent, padding)]
+    if pick(False, True, True):
+        sizes = [divided(pick, devices, *each) or size for size, *each in zip(sizes, stride, extent, padding)]
     arguments: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     if transposed:
         arguments["output_padding"] = [pick(*range(max(s, d))) for s, d in zip(stride, dilation)]
-        sizes = [max(1, size // s) + 2 * p for size, s, p in zip(sizes, stride, padding)]
+        sizes = [max(1, size // s) + pick(0, 2 * p) for size, s, p in zip(sizes, stride, padding)]
+        sizes = [max(z, (2 * p - e + s) // s + 1) for z, s, p, e in zip(sizes, stride, padding, extent)]
         filters = (inward, outward // groups)
     else:
         filters = (outward, inward // groups)
-        named = pick(None, "valid", "same")
-        if named is not None:
-            arguments["padding"] = named
-            arguments["stride"] = stride if named == "valid" else [1] * count
+        arguments["padding"] = named or padding
     function = getattr(F, f"conv{'_transpose' * transposed}{count}d")
     batch = pick((), (2,), (4,), (6,))
     return (
@@ -71,34 +83,92 @@ def convolutions(draw_: Any) -> tuple[Convolution, tuple[int, ...], str]:
 
 
 def any_strategy(draw_: Any, bound: Bound, devices: int) -> tuple:
-    """A legal in_strategy by tuples; factors that hide in a compound dim come second there."""
+    """A legal in_strategy by tuples; factors that hide in a compound dim come second there. Those of windows over
+    several slices often come first."""
     cuts, left = [1] * len(bound.factors), devices
-    for i in draw_(st.permutations(range(len(bound.factors)))):
+    windows_first = draw_(st.integers(0, 2)) > 0
+    order = draw_(st.permutations(range(len(bound.factors))))
+    for i in sorted(order, key=lambda i: bound.factors[i].window is None) if windows_first else order:
         size = bound.factors[i].size
         if bound.factors[i].splittable:
-            cuts[i] = draw_(st.sampled_from([c for c in range(left, 0, -1) if left % c == 0 and size % c == 0]))
+            options = [c for c in range(left, 0, -1) if left % c == 0 and size % c == 0]
+            if windows_first and bound.factors[i].window is not None:
+                options = [c for c in options if c > 1] or [1]
+            cuts[i] = draw_(st.sampled_from(options))
             left //= cuts[i]
     assignment = bound.cut_by(devices, dict(enumerate(allocate(devices, cuts))))
     return bound.in_strategy(assignment if bound.is_consistent(assignment) else bound.whole(devices))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(convolutions(), st.sampled_from(DEVICES), st.data())
-def test_random_convolutions(made, devices, data) -> None:
-    net, shape, told = made
+class Pool(nn.Module):
+    """One marked pool."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        super().__init__()
+        self.arguments, self.conv = arguments, sw.Operator(function)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x, *self.arguments)
+
+
+@st.composite
+def pools(draw_: Any, devices: int) -> tuple[Pool, tuple[int, ...], str]:
+    def pick(*options: Any) -> Any:
+        return draw_(st.sampled_from(options))
+
+    count = pick(1, 2, 3)
+    kernel, stride, dilation = ([pick(1, 2, 3) for _ in range(count)] for _ in range(3))
+    padding = [pick(0, k // 2) for k in kernel]
+    ceil, is_mean = pick(False, True), pick(False, True)
+    extent = [k if is_mean else d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
+    sizes = [max(s * pick(2, 3, 4, 6), e) + pick(0, 0, 0, 1) for s, e in zip(stride, extent)]
+    if pick(False, True, True):
+        sizes = [
+            max(divided(pick, devices, *each) or size, each[1]) for size, *each in zip(sizes, stride, extent, padding)
+        ]
+    further = [ceil, pick(False, True)] if is_mean else [dilation, ceil]
+    if is_mean and count > 1:
+        further.append(pick(None, None, 5))
+    function = getattr(torch.ops.aten, f"{'avg' if is_mean else 'max'}_pool{count}d")
+    arguments = (kernel, stride, padding, *further)
+    return Pool(function, *arguments), (*pick((1,), (2, 3)), *sizes), f"{function} {arguments}"
+
+
+def check_any_cut(made: Callable[[int], Any], data: Any) -> None:
+    """A marked operator under a random legal cut: values and gradients of one device."""
+    devices = data.draw(st.sampled_from(DEVICES))
+    net, shape, told = data.draw(made(devices))
     x, y = (draw(*shape).requires_grad_() for _ in range(2))
     net.conv.shard(())
     (op,) = (op for op in capture(net, (x,)).ops if op.mark is not None)
-    strategy = any_strategy(data.draw, bound_rule(op), devices)
+    bound = bound_rule(op)
+    strategy = any_strategy(data.draw, bound, devices)
     net.conv.shard(strategy)
     note(f"{told} of {shape}: {strategy}")
-    got, expected = parallel(net, devices=devices)(x), net(y)
+    model = parallel(net, devices=devices)
+    got, expected = model(x), net(y)
     close(got, expected, "outputs")
     close(
         torch.autograd.grad(squares(got), [x, *net.parameters()]),
         torch.autograd.grad(squares(expected), [y, *net.parameters()]),
         "gradients",
     )
+    halos = bound.halos(0, model.plan.decisions[op.name].assignment)
+    event(f"{len(halos)} halos")
+    sent = [c.op for c in model.plan.collectives(0) if c.op in ("halo_exchange", "halo_reduce")]
+    assert len(sent) == 2 * sum(halo.sent > 0 for halo in halos)
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_random_convolutions(data) -> None:
+    check_any_cut(convolutions, data)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_random_pools(data) -> None:
+    check_any_cut(pools, data)
 
 
 # -- what lies where, and what is sent ---------------------------------------------------------------------------------
@@ -164,7 +234,12 @@ def test_patches_are_cut_where_they_meet() -> None:
     ("net", "strategy", "why"),
     [
         (
-            Convolution(F.conv2d, (4, 4, 3, 3), None, padding=1),
+            Convolution(F.conv2d, (4, 4, 3, 3), None),
+            ((1, 1, 4, 1), (1, 1, 1, 1)),
+            "dim 2 has size 8 and this operator 6 windows over it: 4 does not divide both",
+        ),
+        (
+            Convolution(F.conv_transpose2d, (4, 4, 3, 3), None, stride=2),
             ((1, 1, 2, 1), (1, 1, 1, 1)),
             "dim 2 .* may not be split",
         ),

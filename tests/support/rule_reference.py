@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from shardwright.graph import SEED, Op, Value, values_in
 from shardwright.layout import Digit, Layout, groups
+from shardwright.redistribution import Halo
 from shardwright.rules import Assignment, Bound, Rule, bound_rule, expand, find_rule
 from shardwright.rules.random import run_on_one
 from shardwright.rules.registry import local_call
@@ -161,6 +162,71 @@ def combined(slices: list[torch.Tensor], devices: int, digits, reduction: str = 
     return out
 
 
+def spanned(layout: Layout, halos: tuple[Halo, ...], slices: list[torch.Tensor]):
+    """For each group of ranks that differ in the digits of the halos: the ranks with the places of their slices in what
+    the group holds together, and the shape of that."""
+    digits = [d for halo in halos for d in halo.digits]
+    for ranks in groups(layout.devices, digits):
+        shape, places = list(slices[0].shape), []
+        for halo in halos:
+            shape[halo.dim] = halo.size
+        for rank in ranks:
+            place = [slice(None)] * len(shape)
+            for halo in halos:
+                part = layout.position(halo.dim, rank)
+                place[halo.dim] = slice(part * (halo.size // halo.parts), (part + 1) * (halo.size // halo.parts))
+            places.append((rank, tuple(place)))
+        yield places, tuple(shape)
+
+
+def windows_at(layout: Layout, halos: tuple[Halo, ...], rank: int):
+    """(dim, place in the dim, place in the window) of the part of a rank's window that lies within the tensor."""
+    for halo in halos:
+        begin = layout.position(halo.dim, rank) * halo.step - halo.padding
+        inside = [j for j in range(halo.length) if 0 <= begin + j < halo.size]
+        here = torch.tensor(inside, dtype=torch.int64)
+        yield halo.dim, begin + here, here
+
+
+def haloed(layout: Layout, halos: tuple[Halo, ...], slices: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each rank's slice with its halos, from the slices of all."""
+    out = list(slices)
+    for places, shape in spanned(layout, halos, slices):
+        whole = slices[0].new_empty(shape)
+        for rank, place in places:
+            whole[place] = slices[rank]
+        for rank, _ in places:
+            window = whole
+            for halo, (dim, there, here) in zip(halos, windows_at(layout, halos, rank)):
+                wide = list(window.shape)
+                wide[dim] = halo.length
+                filled = window.new_full(wide, halo.fill)
+                filled.index_copy_(dim, here, window.index_select(dim, there))
+                window = filled
+            out[rank] = window
+    return out
+
+
+def unhaloed(
+    layout: Layout, halos: tuple[Halo, ...], gradients: list[torch.Tensor], shape: tuple[int, ...]
+) -> list[torch.Tensor]:
+    """The gradients of the slices, from those of what each rank reads."""
+    out = list(gradients)
+    slices = [gradients[0].new_zeros(layout.local_shape(shape))] * len(gradients)
+    for places, wide in spanned(layout, halos, slices):
+        whole = gradients[0].new_zeros(wide)
+        for rank, _ in places:
+            window = gradients[rank]
+            for dim, there, here in windows_at(layout, halos, rank):
+                window = window.index_select(dim, here)
+                full = window.new_zeros([*window.shape[:dim], wide[dim], *window.shape[dim + 1 :]])
+                window = full.index_add(dim, there, window)
+            whole = whole + window
+        for rank, place in places:
+            out[rank] = whole[place]
+    return out
+
+
 @dataclass
 class Held:
     """A value on all ranks: its slices as the operator left them, and completed."""
@@ -250,6 +316,8 @@ class Sliced:
             if held.layout.without_partial() != layout:  # laid otherwise by the expansion
                 assert not as_open, f"{bound.notation.text}: {held.layout}, not {layout}"
                 local = [x.detach() for x in relaid(held.layout.without_partial(), layout, held.completed, value)]
+        if halos := bound.halos(i, assignment):
+            local = haloed(layout, halos, local)
         return [x.clone().requires_grad_() for x in local] if value.requires_grad else local
 
     @staticmethod
@@ -280,20 +348,15 @@ class Sliced:
             for i, value in enumerate(ran.op.inputs):
                 if not value.requires_grad:
                     continue
-                summed = combined(
-                    [grads[i] for grads in per_rank], self.devices, ran.bound.gradient_partial(i, ran.assignment)
-                )
+                gradients, layout = [grads[i] for grads in per_rank], ran.bound.input_layout(i, ran.assignment)
+                if halos := ran.bound.halos(i, ran.assignment):
+                    gradients = unhaloed(layout, halos, gradients, value.shape)
+                summed = combined(gradients, self.devices, ran.bound.gradient_partial(i, ran.assignment))
                 if value.name in self.whole.tensors:
-                    layout = ran.bound.input_layout(i, ran.assignment)
                     total = assembled(layout, summed, value.shape, f"gradient of input {i}")
                     totals[value.name] = totals.get(value.name, 0) + total
                 else:
-                    summed = relaid(
-                        ran.bound.input_layout(i, ran.assignment),
-                        self.held[value.name].layout.without_partial(),
-                        summed,
-                        value,
-                    )
+                    summed = relaid(layout, self.held[value.name].layout.without_partial(), summed, value)
                     before = arrived.get(value.name)
                     arrived[value.name] = [a + b for a, b in zip(before, summed)] if before else summed
         return totals

@@ -50,6 +50,7 @@ from ...torch_private import (
     gather_flat,
     scatter_flat,
 )
+from ..halo_exchanges import part_of_rank
 from ..local.shards import reduce_terms
 from .process_groups import Group, ProcessGroups
 
@@ -481,6 +482,12 @@ EXECUTORS: dict[CollectiveKind, Callable[[RedistributionStep, Geometry, int, Pro
     ),
     CollectiveKind.PERMUTE: lambda step, geometry, rank, groups: _shaped(
         geometry, permuted(groups.seen(step.digits), step, geometry, rank)
+    ),
+    CollectiveKind.HALO_EXCHANGE: lambda step, geometry, rank, groups: part_of_rank(
+        step, geometry, rank, partial(exchange, groups.seen(step.digits))
+    ),
+    CollectiveKind.HALO_REDUCE: lambda step, geometry, rank, groups: part_of_rank(
+        step, geometry, rank, partial(exchange, groups.seen(step.digits))
     ),
 }
 

@@ -23,6 +23,7 @@ from ...partition.local_program import GlobalExtreme, PlacedValue, Redistribute
 from ...partition.uneven import amounts
 from ...redistribution import Redistribution, redistribution
 from ..compilation import Compilation
+from ..halo_exchanges import exchanging
 from ..lower import Lowered, cast, extreme, move, sum_of_gradient
 from ..saved_tensors import LoweredRegions, RegatheredWeights, keep
 from .operators import Call, plain_function
@@ -248,9 +249,13 @@ class LocalExecutor:
         # In `hybrid_parallel` programs each rank has its own term of an open sum: gradients of the terms need not be
         # equal.
         own, run, back = self.lowered.plan.own is not None, None, None
-        if not own or forward.is_identity:
+        if forward.exchanges_halos:
+            after = before
+            run = exchanging(axes.numbers, len(axes.sizes), forward)
+            back = None if backward is None else exchanging(axes.numbers, len(axes.sizes), backward)
+        elif not own or forward.is_identity:
             run = converting(axes, forward.source, forward.target, before, after, source.local_shape)
-        if run is not None and backward is not None:
+        if run is not None and backward is not None and back is None:
             back = converting(
                 axes,
                 backward.source,

@@ -43,6 +43,7 @@ from ...redistribution import (
     digits_value,
     redistribution as find_conversion,
 )
+from ..halo_exchanges import exchange_halos
 
 __all__ = [
     "Axes",
@@ -111,7 +112,7 @@ _GATHERED_AND_CUT = CollectiveKind.ALL_GATHER, CollectiveKind.SLICE
 
 def _gathered_and_cut(conversion: Redistribution) -> tuple[Redistribution, Redistribution] | None:
     """The redistribution as one all-gather over all digits in motion and one slice; None where that is not the same."""
-    if conversion.source.partial or all(step.kind in _GATHERED_AND_CUT for step in conversion.steps):
+    if conversion.source.partial or all(step.kind in _GATHERED_AND_CUT or step.halo for step in conversion.steps):
         return None
     moving = tuple(d for step in conversion.collectives for d in step.digits)
     middle = Layout.of(conversion.source.devices, [_without(digits, moving) for digits in conversion.source.dims])
@@ -303,6 +304,7 @@ EXECUTORS: dict[CollectiveKind, Callable[..., Callable[[Shards], Shards]]] = {
     CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
     CollectiveKind.ALL_TO_ALL: _all_to_all,
     CollectiveKind.PERMUTE: _all_to_all,
+    **dict.fromkeys((CollectiveKind.HALO_EXCHANGE, CollectiveKind.HALO_REDUCE), exchange_halos),
 }
 
 
@@ -322,8 +324,7 @@ def _rank_digits(step: RedistributionStep, devices: int) -> Digits:
 def _permutation(
     step: RedistributionStep, devices: int, shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(view, perm): the permutation of all ranks' stacked tensors. After a gather, a group has one result instead of
-    many."""
+    """(view, perm) of all ranks' stacked tensors. After a gather, a group has one result instead of many."""
     digits = _rank_digits(step, devices)
     axis = [digits.index(d) for d in step.moved]
     view = [d.size for d in digits]
