@@ -13,7 +13,8 @@ A checkpoint is written under a name that begins with a dot and gets its own nam
     state                   the tensors of a model and an optimizer on one rank
     formats                 the tensor files, and the assignment of each tensor's boxes to ranks
     box_joining             short runs of a file put together into long ones
-    manifest                the manifest, digests
+    manifest                the manifest; the check for damage
+    digests                 digests of files, block by block
     checkpoint_folders      the folders of a run's checkpoints: names, unfinished ones, old ones
     load, tensor_reader     loading, and reading any slice of a stored tensor
     target_placement        placement of the tensors under the strategies of another run

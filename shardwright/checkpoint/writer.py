@@ -27,17 +27,9 @@ from ..runtime.distributed.coordination import ProcessRanks, SingleRank
 from ..sharded_plan import Plan
 from . import checkpoint_folders as folders
 from .box_joining import Joint, joined, joints_of, scattered
+from .digests import digest, shares
 from .formats import DcpItem, PartFile, WholeFiles, WrittenBox, entries_of, write_metadata
-from .manifest import (
-    CheckpointFile,
-    Manifest,
-    TensorEntry,
-    digest,
-    model_fingerprint,
-    shares,
-    write as write_manifest,
-    write_file,
-)
+from .manifest import CheckpointFile, Manifest, TensorEntry, model_fingerprint, write as write_manifest, write_file
 
 __all__ = ["CONFIG", "PLAN", "STATE", "Described", "SaveJob", "located", "sealed"]
 

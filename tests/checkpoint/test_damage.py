@@ -18,11 +18,14 @@ from paths import BENCHMARKS
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint.manifest import MANIFEST, SCHEMA, verify
+from shardwright.checkpoint.manifest import MANIFEST, verify
 from shardwright.errors import CheckpointError
 
 sys.path.append(str(BENCHMARKS))
 from damage import KINDS, Subjects, damage
+
+#: The files of the tests have no room for blocks; `test_digests` exchanges them.
+SMALL = [kind for kind in KINDS if kind != "blocks exchanged"]
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +33,9 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
     return Subjects(tmp_path_factory.mktemp("damage"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SMALL)
 def test_all_kinds(subjects: Subjects, kind: str) -> None:
+    assert subjects.kinds == tuple(SMALL)
     sw.init(devices=4)
     for seed in range(10):
         assert subjects.unnoticed(kind, random.Random(f"{kind} {seed}")) is None
@@ -91,7 +95,7 @@ def test_manifests(subjects: Subjects, copies: list[Path]) -> None:
     path = copies[0] / MANIFEST
     text = path.read_text()
     for other, what in (
-        (text.replace('"schema": 1', f'"schema": {SCHEMA + 1}'), f"schema {SCHEMA + 1}: a newer version.*\n.*schema 1"),
+        (text.replace('"schema": 2', '"schema": 3'), "schema 3: a newer version.*\n.*schema 1 or 2, or that version"),
         (text[:-10], "cut short"),
         (text.replace('"step": 1', '"step": 2'), "damaged: it is not what was written"),
         (text.replace('"step": 1,', '"step":  1,'), "not what was written"),
