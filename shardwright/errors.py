@@ -26,10 +26,17 @@ __all__ = [
     "StrategyError",
     "StuckError",
     "TorchVersionError",
+    "shown",
 ]
 
 #: The folder of this package, with a separator at its end. Frames of files in it are not the user's.
 PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def shown(value: object) -> str:
+    """A value of a file or a user, for a message: its repr, cut after 120 characters."""
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 class ShardwrightError(Exception):

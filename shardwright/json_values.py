@@ -17,12 +17,14 @@ import base64
 import collections
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 
-__all__ = ["decode", "dtype_name", "dtype_named", "encode"]
+from .errors import shown
+
+__all__ = ["decode", "dtype_name", "dtype_named", "encode", "is_shape"]
 
 _LEAVES = (bool, int, str, type(None))
 
@@ -32,16 +34,28 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_named(word: str) -> torch.dtype:
+def dtype_named(word: Any) -> torch.dtype:
     """The dtype of a name.
 
     Raises:
         ValueError: there is no such dtype.
     """
-    dtype = getattr(torch, word, None)
+    dtype = (
+        vars(torch).get(word) if isinstance(word, str) else None
+    )  # getattr would import what torch imports at the first use
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no dtype {word!r}")
+        raise ValueError(f"no dtype {shown(word)}")
     return dtype
+
+
+def is_shape(value: Any) -> TypeGuard[list[int]]:
+    """True for a list of sizes that a tensor may have: at most 64, with fewer than 2^63 elements in all."""
+    return (
+        isinstance(value, list)
+        and len(value) <= 64
+        and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
+        and math.prod(max(size, 1) for size in value) < 1 << 63
+    )
 
 
 def encode(value: Any, where: str = "") -> Any:

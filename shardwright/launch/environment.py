@@ -48,16 +48,17 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import itertools
-import json
+import math
 import re
 import socket
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..errors import SettingError
+from ..json_reader import MIB, kind_of, read_object, short
 
 __all__ = [
     "LOOPBACK",
@@ -78,7 +79,10 @@ __all__ = [
 
 _ITEM = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
 _PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+
+#: Hosts of a list, at most, and the largest number that a variable or a rank table may hold.
+MOST_HOSTS, MOST = 1 << 20, 999_999_999
 
 
 def expand(text: str, name: str) -> tuple[str, ...]:
@@ -89,7 +93,7 @@ def expand(text: str, name: str) -> tuple[str, ...]:
         name: the variable that holds it, for errors.
 
     Raises:
-        SettingError: the list cannot be read.
+        SettingError: the list cannot be read, or names more than `MOST_HOSTS` hosts.
     """
     hosts: list[str] = []
     at = 0
@@ -97,9 +101,14 @@ def expand(text: str, name: str) -> tuple[str, ...]:
         item = _ITEM.match(text, at)
         if item is None:
             break
-        pieces = [
+        pieces: list[Sequence[str]] = [
             _ranges(piece[1], text, name) if piece[1] is not None else [piece[2]] for piece in _PIECE.finditer(item[0])
         ]
+        if len(hosts) + math.prod(map(len, pieces)) > MOST_HOSTS:
+            raise SettingError(
+                f"{name}={_cut(text)} names more than {MOST_HOSTS:,} hosts, at {_cut(item[0])}",
+                legal=f"a list of at most {MOST_HOSTS:,} hosts, such as node[01-03,07],login1",
+            )
         hosts += map("".join, itertools.product(*pieces))
         at = item.end()
         if not text.startswith(",", at):
@@ -107,22 +116,27 @@ def expand(text: str, name: str) -> tuple[str, ...]:
         at += 1
     if at != len(text) or not hosts or text.endswith(","):
         raise SettingError(
-            f"{name}={text} cannot be read from its character {at + 1} on",
+            f"{name}={_cut(text)} cannot be read from its character {at + 1} on",
             legal="a list of hosts such as node[01-03,07],login1",
         )
     return tuple(hosts)
 
 
-def _ranges(inside: str, text: str, name: str) -> list[str]:
+def _ranges(inside: str, text: str, name: str) -> Sequence[str]:
     numbers: list[str] = []
     for part in inside.split(","):
         found = _RANGE.fullmatch(part)
-        if found is None or (found[2] is not None and int(found[2]) < int(found[1])):
+        low, high = (found[1], found[2] or found[1]) if found is not None else ("1", "0")
+        if int(high) < int(low):
             raise SettingError(
-                f"{name}={text}: [{inside}] cannot be read at {part!r}",
-                legal="numbers and ranges from low to high, such as [01-03,07]",
+                f"{name}={_cut(text)}: [{_cut(inside)}] cannot be read at {_cut(part)!r}",
+                legal="numbers of at most 9 digits and ranges from low to high, such as [01-03,07]",
             )
-        low, high = found[1], found[2] or found[1]
+        if len(numbers) + int(high) - int(low) >= MOST_HOSTS:
+            raise SettingError(
+                f"{name}={_cut(text)} names more than {MOST_HOSTS:,} hosts, at {_cut(part)!r}",
+                legal=f"a list of at most {MOST_HOSTS:,} hosts, such as node[01-03,07],login1",
+            )
         numbers += (str(number).zfill(len(low)) for number in range(int(low), int(high) + 1))
     return numbers
 
@@ -184,9 +198,21 @@ def number(environ: Environment, name: str) -> int | None:
     text = environ.get(name, "")
     if not text:
         return None
-    if not (text.isascii() and text.isdecimal()):
-        raise SettingError(f"{name}={text}", legal="a whole number from 0")
-    return int(text)
+    value = _whole(text)
+    if value is None:
+        raise SettingError(f"{name}={_cut(text)}", legal=f"a whole number from 0 to {MOST:,}")
+    return value
+
+
+def _whole(text: str) -> int | None:
+    """The number from 0 to `MOST` that a text is; None where it is something else."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= len(str(MOST)) else None
+
+
+def _cut(text: str) -> str:
+    """A text for a message: at most 200 characters, none of which moves the cursor."""
+    text = text if len(text) <= 200 else f"{text[:197]}..."
+    return text if text.isprintable() else repr(text)
 
 
 def torchrun(environ: Environment) -> Claim | None:
@@ -299,9 +325,12 @@ def _tasks_here(environ: Environment, hosts: int, size: int) -> int | None:
     if name and node is not None:
         tasks: list[int] = []
         for part in environ[name].split(","):
-            found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-            if found is None:
-                raise SettingError(f"{name}={environ[name]} cannot be read at {part!r}", legal="such as 2(x3),1")
+            found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,7})\))?", part)
+            if found is None or len(tasks) + int(found[2] or 1) > MOST_HOSTS:
+                raise SettingError(
+                    f"{name}={_cut(environ[name])} cannot be read at {_cut(part)!r}",
+                    legal=f"tasks of at most {MOST_HOSTS:,} hosts, such as 2(x3),1",
+                )
             tasks += [int(found[1])] * int(found[2] or 1)
         if node < len(tasks) and sum(tasks) == size:
             return tasks[node]
@@ -394,15 +423,11 @@ class RankTable:
         Raises:
             SettingError: the entry at fault, and the legal values there.
         """
-        try:
-            with open(path, encoding="utf-8") as file:
-                text = file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise SettingError(
-                f"RANK_TABLE_FILE={path} cannot be read: {reason}", legal="the path of a rank table in JSON"
-            ) from None
-        return cls(path, _Reading(path).devices(text), hashlib.sha256(text.encode()).hexdigest()[:16])
+        legal = (
+            "RANK_TABLE_FILE: the path of a rank table, an object with version, server_count, server_list and status"
+        )
+        text, table = read_object(path, SettingError, "the rank table", legal, 64 * MIB)
+        return cls(path, _Reading(path).devices(table), hashlib.sha256(text.encode()).hexdigest()[:16])
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -415,24 +440,18 @@ class RankTable:
 
 
 class _Reading:
-    """One pass over the text of a table; every fault is raised with its entry."""
+    """One pass over a table; every fault is raised with its entry."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
-    def devices(self, text: str) -> tuple[TableDevice, ...]:
-        try:
-            table = json.loads(text, object_pairs_hook=self._object)
-        except json.JSONDecodeError as error:
-            self._fault(f"line {error.lineno}, column {error.colno}", f"not JSON: {error.msg}", "JSON")
-        if not isinstance(table, dict):
-            self._fault("the table", f"{_kind(table)}", "an object with version, server_count, server_list and status")
+    def devices(self, table: dict[str, Any]) -> tuple[TableDevice, ...]:
         version = self._field(table, "the table", "version", "1.0")
         if version != VERSION:
-            self._fault("version", f"unknown version {json.dumps(version)}", f'"{VERSION}"')
+            self._fault("version", f"unknown version {short(version)}", f'"{VERSION}"')
         status = self._field(table, "the table", "status", READY)
         if status != READY:
-            self._fault("status", f"{json.dumps(status)}: the table is not whole", f'"{READY}"')
+            self._fault("status", f"{short(status)}: the table is not whole", f'"{READY}"')
         servers = self._list(table, "the table", "server_list")
         count = self._number(table, "the table", "server_count", str(len(servers)))
         if count != len(servers):
@@ -455,20 +474,20 @@ class _Reading:
             if device.server < before.server:
                 self._fault(
                     where,
-                    f"rank_id {device.rank} comes after rank {before.rank} of server {before.server}, "
+                    f"rank_id {device.rank} comes after rank {before.rank} of server {_cut(before.server)}, "
                     f"whose id is the greater text",
-                    f"ranks in the order of the server ids, compared as text: {', '.join(sorted(ids))}",
+                    f"ranks in the order of the server ids, compared as text: {_cut(', '.join(sorted(ids)))}",
                 )
         return tuple(device for device, _ in devices)
 
     def _server(self, server: Any, where: str, ids: dict[str, str], found: dict[int, tuple[TableDevice, str]]) -> None:
         if not isinstance(server, dict):
-            self._fault(where, _kind(server), "an object with server_id and device")
+            self._fault(where, f"it is {kind_of(server)}", "an object with server_id and device")
         name = self._text(server, where, "server_id", "the server's address, such as 10.0.0.1")
-        where = f"{where} (server {name})"
+        where = f"{where} (server {_cut(name)})"
         if name in ids:
             self._fault(
-                where, f"server_id {name} is that of {ids[name]} too", "one entry a server, each with its own id"
+                where, f"server_id {_cut(name)} is that of {ids[name]} too", "one entry a server, each with its own id"
             )
         ids[name] = where.split(" ")[0]
         indices: dict[int, str] = {}
@@ -476,7 +495,7 @@ class _Reading:
         for index, entry in enumerate(self._list(server, where, "device")):
             here = f"{where}, device[{index}]"
             if not isinstance(entry, dict):
-                self._fault(here, _kind(entry), "an object with device_id, device_ip and rank_id")
+                self._fault(here, f"it is {kind_of(entry)}", "an object with device_id, device_ip and rank_id")
             device = TableDevice(
                 rank=self._number(entry, here, "rank_id", "0"),
                 server=name,
@@ -492,7 +511,7 @@ class _Reading:
             if device.ip in addresses:
                 self._fault(
                     here,
-                    f"device_ip {device.ip} is that of {addresses[device.ip]} too",
+                    f"device_ip {_cut(device.ip)} is that of {addresses[device.ip]} too",
                     "an address of its own for each device of a server",
                 )
             if device.rank in found:
@@ -502,16 +521,6 @@ class _Reading:
             indices[device.device] = addresses[device.ip] = f"device[{index}]"
             found[device.rank] = (device, here)
 
-    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        known: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in known:
-                self._fault(
-                    name, f"twice in one object: {json.dumps(known[name])} and {json.dumps(value)}", "each field once"
-                )
-            known[name] = value
-        return known
-
     def _field(self, entry: dict[str, Any], where: str, name: str, example: str) -> Any:
         if name not in entry:
             self._fault(where, f"{name} is missing", f'"{name}": "{example}"')
@@ -520,30 +529,30 @@ class _Reading:
     def _list(self, entry: dict[str, Any], where: str, name: str) -> list[Any]:
         value = self._field(entry, where, name, "[...]")
         if not isinstance(value, list) or not value:
-            self._fault(f"{where}, {name}", "it is empty" if value == [] else _kind(value), "a list with at least one")
+            self._fault(
+                f"{where}, {name}",
+                "it is empty" if value == [] else f"it is {kind_of(value)}",
+                "a list with at least one",
+            )
         return value
 
     def _text(self, entry: dict[str, Any], where: str, name: str, legal: str) -> str:
         value = self._field(entry, where, name, "...")
         if not isinstance(value, str) or not value:
-            self._fault(f"{where}, {name}", "it is empty" if value == "" else _kind(value), legal)
+            self._fault(f"{where}, {name}", "it is empty" if value == "" else f"it is {kind_of(value)}", legal)
         return value
 
     def _number(self, entry: dict[str, Any], where: str, name: str, example: str) -> int:
         value = self._field(entry, where, name, example)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return value
-        if isinstance(value, str) and value.isascii() and value.isdecimal():
-            return int(value)
-        self._fault(f"{where}, {name}", f"{json.dumps(value)} is not a whole number from 0", f'such as "{example}"')
+        found = _whole(value) if isinstance(value, str) else value
+        if isinstance(found, int) and not isinstance(found, bool) and 0 <= found <= MOST:
+            return found
+        self._fault(
+            f"{where}, {name}", f"{short(value)} is not a whole number from 0 to {MOST:,}", f'such as "{example}"'
+        )
 
     def _fault(self, where: str, message: str, legal: str) -> NoReturn:
         raise SettingError(f"{where}: {message}", source=self._path, legal=legal)
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
-    return f"it is {kinds.get(type(value), 'a number')}"
 
 
 PORT = 29500  # torch's own default

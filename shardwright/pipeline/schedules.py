@@ -451,6 +451,9 @@ def _torch_order(name: str, groups: int, chunks: int, micro_batches: int) -> lis
 
 _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 
+#: Bytes of a file, at most.
+LONGEST = 64 << 20
+
 #: Actions of torch's files that are no computations.
 _OTHERS = re.compile(r"UNSHARD|RESHARD|REDUCE_GRAD|SEND_[FB]|RECV_[FB]|OVERLAP_F_B")
 
@@ -467,9 +470,16 @@ def read(path: Path, groups: int, micro_batches: int, chunks: int | None) -> Sch
             actions, or an error of `check`, with its row and cell.
     """
     try:
+        size = path.stat().st_size
+        if size > LONGEST:
+            raise SettingError(
+                f"the schedule has {size:,} bytes, and at most {LONGEST:,} are read",
+                source=str(path),
+                legal="a CSV file with a row for each group of devices",
+            )
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = [row for row in csv.reader(file) if row]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error) as error:  # ValueError: no text, or a path with a null character
         raise SettingError(
             f"the schedule cannot be read: {getattr(error, 'strerror', None) or error}",
             source=str(path),
