@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SettingError, shown
-from .json_reader import MIB, read_object
+from .json_files.json_reader import MIB, read_object
 from .layout import Digit
 
 __all__ = ["MOST_DEVICES", "PRESETS", "Cluster", "Level", "format_bytes", "memory_of", "parse_bytes", "preset"]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..json_values import decode, dtype_name, dtype_named
+from ..json_files.json_values import decode, dtype_name, dtype_named
 from ..runtime.deferred_init import filled_later
 from ..runtime.distributed.coordination import SingleRank, ranks_of_now
 from .checkpoint_folders import folder_of, steps_in

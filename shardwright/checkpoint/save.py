@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from ..device_modules import current_stream, event, host_memory, is_accelerator, side_stream, within
 from ..errors import CheckpointError
-from ..json_values import encode
+from ..json_files.json_values import encode
 from ..runtime.distributed.coordination import ranks_of_now
 from ..runtime.optimizer_guard import before_next_step, says_when_it_steps
 from ..torch_private import version_of

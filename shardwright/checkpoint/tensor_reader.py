@@ -7,7 +7,6 @@ takes less time than another call.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -18,10 +17,11 @@ import torch
 from torch import Tensor
 
 from ..device_modules import host_memory
-from ..errors import CheckpointError
-from ..json_values import dtype_named
+from ..errors import CheckpointError, shown
+from ..json_files.json_reader import MIB, kind_of, read_object
+from ..json_files.json_values import dtype_named
 from .formats import header_of
-from .manifest import MANIFEST, Manifest, Piece, TensorEntry, element_size, read
+from .manifest import MANIFEST, Manifest, Piece, TensorEntry, element_size, is_plain_name, read
 
 __all__ = ["HUGGING_FACE", "StoredTensors", "is_hugging_face"]
 
@@ -199,26 +199,34 @@ class StoredTensors:
 def _hugging_face(folder: Path) -> dict[str, TensorEntry]:
     """The tensors of a folder in the layout that Hugging Face writes."""
     whole, index = (folder / name for name in HUGGING_FACE)
+    places: dict[str, str] | None = None
+    files = [whole.name]
     if index.exists():
-        try:
-            places = json.loads(index.read_bytes())["weight_map"]
-            files = sorted(set(places.values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        legal = 'an object with a "weight_map" from names of tensors to files beside the index'
+        found = read_object(index, CheckpointError, "the index", legal, 100 * MIB)[1].get("weight_map")
+        if not isinstance(found, dict):
             raise CheckpointError(
-                "the index is damaged", source=str(index), legal='an object with a "weight_map" from names to files'
-            ) from None
-    else:
-        places, files = None, [whole.name]
+                f'its "weight_map" is {kind_of(found)}, and no object', source=str(index), legal=legal
+            )
+        for name, file in found.items():
+            if not is_plain_name(file):
+                raise CheckpointError(
+                    f"{shown(name)} is in {shown(file)}, which is no file beside the index",
+                    source=str(index),
+                    legal=legal,
+                )
+        places, files = found, sorted(set(found.values()))
     out: dict[str, TensorEntry] = {}
     for file in files:
         for name, (dtype, shape, offset) in header_of(folder / file).tensors.items():
             if places is None or places.get(name) == file:
                 out[f"model.{name}"] = TensorEntry(shape, dtype, None, (Piece(file, offset, (0,) * len(shape), shape),))
-    missing = [name for name in places or () if f"model.{name}" not in out]
-    if missing:
+    for name, file in (places or {}).items():
+        if f"model.{name}" in out:
+            continue
         raise CheckpointError(
-            f"{missing[0]!r} is not in it, where {index.name} says so",
-            source=str(folder / places[missing[0]]),
+            f"{shown(name)} is not in it, where {index.name} says so",
+            source=str(folder / file),
             legal="the files of one model",
         )
     return out

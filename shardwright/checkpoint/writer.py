@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 
 from ..errors import CheckpointError, ShardwrightError
-from ..json_values import encode
+from ..json_files.json_values import encode
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..runtime.distributed.coordination import ProcessRanks, SingleRank
 from ..sharded_plan import Plan

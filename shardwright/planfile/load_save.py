@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from ..errors import PlanError, shown
-from ..json_reader import read_object
+from ..json_files.json_reader import read_object
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..sharded_plan import Plan, SavedPlan
 from .document_writer import PIPELINE_SCHEMA, SCHEMA, pipeline_written, written

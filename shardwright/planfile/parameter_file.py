@@ -26,8 +26,8 @@ from typing import Any, TypeAlias
 from ..cluster import MOST_DEVICES
 from ..errors import LayoutError, PlanError, SettingError, ShardwrightError, shown
 from ..graph import Graph, Value
-from ..json_reader import read_object
-from ..json_values import dtype_name, dtype_named, is_shape
+from ..json_files.json_reader import read_object
+from ..json_files.json_values import dtype_name, dtype_named, is_shape
 from ..layout import Layout
 from ..partition.uneven import is_stored_padded, true_slice
 from ..pipeline.pipeline_plan import PipelinePlan, StageParameter

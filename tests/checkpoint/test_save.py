@@ -20,7 +20,6 @@ from small_networks import D, draw
 from torch import nn
 
 import shardwright as sw
-from shardwright import json_values as words
 from shardwright.checkpoint import (
     box_joining as joining,
     callback,
@@ -32,7 +31,8 @@ from shardwright.checkpoint import (
 )
 from shardwright.checkpoint.tensor_reader import StoredTensors
 from shardwright.errors import CheckpointError, SettingError
-from shardwright.json_values import decode, encode
+from shardwright.json_files import json_values as words
+from shardwright.json_files.json_values import decode, encode
 
 # -- what it holds -----------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,8 @@ from test_run import free_port
 from torch import nn
 
 import shardwright as sw
-from shardwright.launch.environment import RankTable, find
+from shardwright.launch.environment import find
+from shardwright.launch.rank_table import RankTable
 
 
 def table(*servers: str, devices: int = 8) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
-from .errors import shown
+from ..errors import shown
 
 __all__ = ["decode", "dtype_name", "dtype_named", "encode", "is_shape"]
 

@@ -27,8 +27,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from .errors import ShardwrightError
-from .garbage import gc_paused
+from ..errors import ShardwrightError
+from ..garbage import gc_paused
 
 __all__ = ["DEPTH", "DIGITS", "MIB", "kind_of", "parse", "read_object", "short", "step"]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from shardwright.errors import PlanError, SettingError
-from shardwright.json_reader import DEPTH, DIGITS, parse, read_object
+from shardwright.json_files.json_reader import DEPTH, DIGITS, parse, read_object
 
 VALUES = st.recursive(
     st.none()
