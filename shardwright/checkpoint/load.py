@@ -12,7 +12,6 @@ into slices reads them at the end of its first planning (`AutoParallel._awaited`
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,16 +21,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
-from ..json_files.json_values import decode, dtype_name, dtype_named
+from ..errors import CheckpointError, shown
+from ..json_files.json_values import dtype_name, dtype_named
 from ..runtime.deferred_init import filled_later
 from ..runtime.distributed.coordination import SingleRank, ranks_of_now
 from .checkpoint_folders import folder_of, steps_in
 from .manifest import MANIFEST, check_files
 from .save import several, wait_for_last
 from .state import CheckpointedModel, TensorPlacement, restore_generators, state_names
+from .state_file import STATE, check_generators, check_settings, read_state, value_of
 from .tensor_reader import HUGGING_FACE, StoredTensors, is_hugging_face
-from .writer import STATE
 
 __all__ = ["LoadPlan", "Restored", "load_checkpoint"]
 
@@ -153,7 +152,7 @@ class LoadPlan:
         torch.autograd.graph.increment_version(local)
 
     def _fill_state(self, subject: CheckpointedModel, optimizer: torch.optim.Optimizer) -> None:
-        scalars = self.state["optimizer"]["scalars"]
+        scalars, folder = self.state["optimizer"]["scalars"], self.stored.folder
         names = state_names(subject, optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -168,7 +167,10 @@ class LoadPlan:
                     key: self._state(f"optimizer.{called}.{key}", key, parameter, place, local, group, kept.get(key))
                     for key in self._states.get(called, ())
                 }
-                made |= {key: decode(value) for key, value in scalars.get(there, {}).items()}
+                made |= {
+                    key: value_of(value, f"optimizer.scalars[{there!r}]", folder)
+                    for key, value in scalars.get(there, {}).items()
+                }
                 if made:
                     optimizer.state[parameter] = made
                 else:
@@ -443,8 +445,8 @@ class _Loaded:
             self.extra = None
         else:
             self.id, self.step = manifest.id, manifest.step
-            self.state = json.loads((self.folder / STATE).read_bytes())
-            self.extra = decode(self.state["extra"])
+            self.state = read_state(self.folder, manifest)
+            self.extra = value_of(self.state["extra"], "extra", self.folder)
         self.filling = LoadPlan(subject, self.stored, strict, self.state)
         self.groups = self._groups() if optimizer is not None else []
         self.scheduled = self._scheduled()
@@ -452,6 +454,12 @@ class _Loaded:
         if data is not None and self.position is None:
             self._wrong("it has no position in the data", "data=None")
         self.random = self._generators(ranks)
+        check_generators(self.random, self.folder)
+        self.modules = {
+            name: value_of(words, f"modules[{name!r}]", self.folder)
+            for name, words in self.state.get("modules", {}).items()
+            if name in subject.extra
+        }
 
     def restore(self) -> None:
         """Restore everything but tensors."""
@@ -464,13 +472,27 @@ class _Loaded:
                 else:
                     group[key] = value
         for scheduler, state in zip(self.schedulers, self.scheduled):
-            scheduler.load_state_dict(state)
+            self._give(scheduler.load_state_dict, state, type(scheduler).__name__)
         if self.position is not None:
-            self.data.load_state_dict(self.position["state"])
-        for name, words in self.state.get("modules", {}).items():
-            if name in subject.extra:
-                subject.extra[name].set_extra_state(decode(words))
+            self._give(self.data.load_state_dict, self.position["state"], type(self.data).__name__)
+        for name, value in self.modules.items():
+            self._give(subject.extra[name].set_extra_state, value, name)
         restore_generators(self.random)
+
+    def _give(self, take: Callable[[Any], Any], state: Any, name: str) -> None:
+        """Give an object of the user its state.
+
+        Raises:
+            CheckpointError: the object does not take it.
+        """
+        try:
+            take(state)
+        except Exception as error:  # of any kind: the object is the user's
+            raise CheckpointError(
+                f"{name} does not take the state that was saved: {type(error).__name__}: {error}",
+                source=str(self.folder / STATE),
+                legal="an object like the one that was saved",
+            ) from error
 
     def fill(self) -> None:
         """Fill the tensors, at once or with the first call of the model."""
@@ -515,9 +537,11 @@ class _Loaded:
                 f"{len(mine)} of {[len(g) for g in mine]}; group {differs} differs in {', '.join(odd)}",
                 "the same groups",
             )
-        return [
-            (group, decode(words["settings"])) for group, words in zip(self.optimizer.param_groups, saved["groups"])
-        ]
+        made = []
+        for number, (group, words) in enumerate(zip(self.optimizer.param_groups, saved["groups"])):
+            settings = value_of(words["settings"], f"optimizer.groups[{number}].settings", self.folder)
+            made.append((group, check_settings(group, settings, number, self.folder)))
+        return made
 
     def _scheduled(self) -> list[Any]:
         """The saved states of the schedulers.
@@ -531,7 +555,7 @@ class _Loaded:
         mine, theirs = [type(s).__name__ for s in self.schedulers], [s["kind"] for s in saved]
         if mine != theirs:
             self._wrong(f"it has the schedulers {theirs}, and {mine} are to be restored", "the same, in the same order")
-        return [decode(s["state"]) for s in saved]
+        return [value_of(s["state"], f"schedulers[{number}].state", self.folder) for number, s in enumerate(saved)]
 
     def _of_rank(self, key: str, ranks: SingleRank) -> Any:
         """The value of `key` that this rank saved; None where no rank saved one.
@@ -548,7 +572,10 @@ class _Loaded:
                 f"the position in the data is each rank's own, of {len(by_rank)} ranks, and there are {ranks.world}",
                 f"{len(by_rank)} ranks, or data=None",
             )
-        return decode(states[by_rank[ranks.rank] if len(states) > 1 else 0])
+        held = value_of(states[by_rank[ranks.rank] if len(states) > 1 else 0], key, self.folder)
+        if not isinstance(held, dict) or "state" not in held:
+            self._wrong(f"its {key} is {shown(held)}", "a checkpoint that is whole")
+        return held
 
     def _generators(self, ranks: SingleRank) -> dict[str, Any]:
         """The random states that this rank continues with."""
@@ -557,9 +584,9 @@ class _Loaded:
             return {}
         states = saved["states"]
         if len(saved["ranks"]) == ranks.world:
-            return decode(states[saved["ranks"][ranks.rank]])
+            return value_of(states[saved["ranks"][ranks.rank]], "random", self.folder)
         alike = {key: value for key, value in states[0].items() if all(s.get(key) == value for s in states)}
-        return decode(alike)
+        return value_of(alike, "random", self.folder)
 
 
 def _others(folder: Path) -> str:

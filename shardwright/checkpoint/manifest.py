@@ -218,7 +218,7 @@ def model_fingerprint(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> st
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
-_LEGAL = "a folder that save_checkpoint wrote"
+_LEGAL = "a checkpoint that is whole, such as an earlier one of the run"
 
 #: Bytes of a manifest, at most: that of 1,000 ranks with 3,000 tensors in parts has 200 MB.
 _LARGEST = 1024 * MIB
@@ -234,7 +234,7 @@ def read(folder: str | Path) -> Manifest:
             pieces of a tensor do not fill it, overlap, or lie outside of their files.
     """
     path = Path(folder) / MANIFEST
-    return parsed(*read_object(path, CheckpointError, "the manifest", _LEGAL, _LARGEST), str(path))
+    return parsed(*read_object(path, CheckpointError, "the checkpoint's manifest", _LEGAL, _LARGEST), str(path))
 
 
 def parsed(text: str, words: dict[str, Any], source: str) -> Manifest:
@@ -257,7 +257,7 @@ def parsed(text: str, words: dict[str, Any], source: str) -> Manifest:
 
 
 def _damaged(source: str, what: str) -> CheckpointError:
-    return CheckpointError(f"the manifest is damaged: {what}", source=source, legal="an earlier checkpoint of the run")
+    return CheckpointError(f"the manifest is damaged: {what}", source=source, legal=_LEGAL)
 
 
 def is_plain_name(name: Any) -> bool:

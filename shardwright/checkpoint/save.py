@@ -473,7 +473,8 @@ def _collected(
     def words(value: Any, what: str) -> Any:
         try:
             return encode(value, what)
-        except TypeError as error:
+        except (TypeError, RecursionError) as error:
+            error = error if isinstance(error, TypeError) else TypeError(f"{what} is nested too deep")
             raise CheckpointError(
                 f"{error}, which cannot be saved",
                 source=str(path),

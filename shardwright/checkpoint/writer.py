@@ -30,10 +30,11 @@ from .box_joining import Joint, joined, joints_of, scattered
 from .digests import digest, shares
 from .formats import DcpItem, PartFile, WholeFiles, WrittenBox, entries_of, write_metadata
 from .manifest import CheckpointFile, Manifest, TensorEntry, model_fingerprint, write as write_manifest, write_file
+from .state_file import STATE, state_text
 
-__all__ = ["CONFIG", "PLAN", "STATE", "Described", "SaveJob", "located", "sealed"]
+__all__ = ["CONFIG", "PLAN", "Described", "SaveJob", "located", "sealed"]
 
-STATE, PLAN, CONFIG = "state.json", "plan.json", "config.json"
+PLAN, CONFIG = "plan.json", "config.json"
 
 #: Name -> (shape, dtype, layout) of a tensor.
 Described = Mapping[str, tuple[tuple[int, ...], str, dict | None]]
@@ -374,15 +375,8 @@ class SaveJob:
         """Write the remaining files, on rank 0, and give the folder its final name."""
         if self.plan is not None:
             self.plan.save(self.part / PLAN)
-        state = (
-            "{"
-            + ",\n ".join(
-                f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
-                for key, value in {"id": self.id, **self.state}.items()
-            )
-            + "}\n"
-        )
-        for name, text in {**self.texts, STATE: state.encode()}.items():
+        state = state_text(self.id, self.state, str(self.path))
+        for name, text in {**self.texts, STATE: state}.items():
             write_file(self.part / name, text)
         sealed(
             self.part,

@@ -32,7 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from ..errors import SettingError
+from ..errors import SettingError, shown
 from ..torch_private import computation, schedule_without_transfers
 
 __all__ = ["SCHEDULES", "Action", "Schedule", "action_of", "check", "forward_only", "read", "schedule"]
@@ -272,7 +272,9 @@ def check_placed(schedule: Schedule, where: Callable[[int, int], str], backward:
             at[action] = group, number
             _in_range(schedule, action, group, where(group, number), backward)
             if first is not None:
-                raise error(f"{action} is there twice, first at {where(*first).removeprefix(f'{file}, ')}", action)
+                raise error(
+                    f"{action} is there twice, first at {where(*first).removeprefix(f'{file}, ')}", action, legal="once"
+                )
     for stage, group in enumerate(schedule.placement):
         for micro in range(schedule.micro_batches):
             forward, whole, inputs, weights = (Action(stage, kind, micro) for kind in "FBIW")
@@ -534,5 +536,5 @@ def action_of(text: str, source: str) -> Action:
     found = _ACTION.fullmatch(text)
     if found is None:
         why = ": what is sent, gathered or overlapped follows from the computations" if _OTHERS.search(text) else ""
-        raise SettingError(f"{text!r} is no action{why}", source=source, legal=LEGAL)
+        raise SettingError(f"{shown(text)} is no action{why}", source=source, legal=LEGAL)
     return Action(int(found[1]), found[2], int(found[3]))

@@ -416,7 +416,9 @@ def read_graph(said: dict[str, Any], source: str = "", expected: str | None = No
         raise
     except Exception as error:  # of any kind: what was captured is interpreted by torch's own functions too
         raise PlanError(
-            f"the captured graph cannot be read: {type(error).__name__}: {error}", source=source, legal=legal
+            f"the captured graph cannot be read: Plan.save writes no such graph ({type(error).__name__}: {error})",
+            source=source,
+            legal=legal,
         ) from error
 
 

@@ -407,7 +407,8 @@ class PlanDocument(DocumentHead):
             raise
         except Exception as error:  # of any kind: what was captured goes through torch's own functions too
             raise self.wrong(
-                f"the captured graph cannot be read: {type(error).__name__}: {error}", "a file that Plan.save wrote"
+                f"the captured graph cannot be read: Plan.save writes no such graph ({type(error).__name__}: {error})",
+                "a file that Plan.save wrote",
             ) from error
 
     def graph(self) -> Graph:
@@ -417,8 +418,9 @@ class PlanDocument(DocumentHead):
             PlanError: the graph is damaged, is not the head's, or has an operator that is not registered here.
         """
         graph = read_graph(self.held["graph"], self.where, str(self.words.get("graph")))
-        self.matched(graph, complete=True)
-        return graph.with_ops(tuple(self.operators[op.name].recomputed(op) for op in graph.ops))
+        with self.captured_content():
+            self.matched(graph, complete=True)
+            return graph.with_ops(tuple(self.operators[op.name].recomputed(op) for op in graph.ops))
 
     def matched(self, graph: Graph, complete: bool) -> None:
         """Check that every line names an operator or parameter of `graph`.
@@ -438,7 +440,7 @@ class PlanDocument(DocumentHead):
                 raise PlanError(
                     f"{what} has no operator {name!r}: a plan for another model?",
                     source=line.where,
-                    legal=", ".join(near or [*names][:8]),
+                    legal=", ".join(near or [*names][:8]) or "no such line",
                 )
         for name, line in self.parameters.items():
             if name not in graph.parameters and name not in graph.buffers:
@@ -555,7 +557,7 @@ class PlanDocument(DocumentHead):
                     operator=f"the parameter {name!r}",
                     source=line.where,
                     strategy=said,
-                    legal=error.legal,
+                    legal=error.legal or f"cuts, one for each dim of {tuple(values[name].shape)}",
                 ) from None
         return out or None
 

@@ -86,8 +86,8 @@ def test_what_is_said(subjects: Subjects, copies: list[Path]) -> None:
         refused(subjects, copy, "and 1 more files\n")
         file.write_bytes(whole)
         (copy / MANIFEST).unlink()
-        refused(subjects, copy, f"{MANIFEST}: the checkpoint has no manifest that can be read: No such file")
-        with pytest.raises(CheckpointError, match="has no manifest"):
+        refused(subjects, copy, f"{MANIFEST}: the checkpoint's manifest cannot be read: No such file")
+        with pytest.raises(CheckpointError, match="manifest cannot be read"):
             sw.load_checkpoint(subjects.model, path=copy)  # which has the weights in a file as Hugging Face names it
 
 
@@ -100,16 +100,17 @@ def test_manifests(subjects: Subjects, copies: list[Path]) -> None:
         (text.replace('"step": 1', '"step": 2'), "damaged: it is not what was written"),
         (text.replace('"step": 1,', '"step":  1,'), "not what was written"),
         (text + " ", "not what was written"),
-        ("[]", "damaged"),
+        (text.replace('"step": 1,', '"step": 1, "step": 1,'), 'at step: "step" stands twice in one object: 1 and 1'),
+        ("[]", "the checkpoint's manifest is a list, and no object"),
         ("{}", "damaged"),
         (json.dumps({"schema": True}), "damaged"),
-        ("\x00", "damaged"),
+        ("\x00", "the checkpoint's manifest is no JSON"),
     ):
         assert other != text
         path.write_text(other)
         refused(subjects, copies[0], what)
     path.write_bytes(b"\xff\xfe")
-    refused(subjects, copies[0], "cut short or altered")
+    refused(subjects, copies[0], "it is not text")
 
 
 def test_another_checkpoint_is_offered(tmp_path: Path) -> None:
