@@ -158,6 +158,11 @@ class Manifest:
         """The algorithm of the files' digests."""
         return ALGORITHMS[self.schema]
 
+    def written_to(self, name: str) -> str:
+        """The folder that a file was written to, as the end of a message; empty where all files were in one folder."""
+        place = next((place for place, names in self.places.items() if name in names), None)
+        return "" if place is None else f": it was written to {place} (copy the folders of all hosts together)"
+
     def text(self) -> str:
         """The text of ``manifest.json``, as `read` takes it."""
         head = {
@@ -441,23 +446,30 @@ def write(folder: str | Path, manifest: Manifest) -> None:
 # -- looking for damage ------------------------------------------------------------------------------------------------
 
 
-def check_files(folder: str | Path, manifest: Manifest, part: int = 0, parts: int = 1) -> list[str]:
+def check_files(
+    folder: str | Path, manifest: Manifest, part: int = 0, parts: int = 1, paths: Mapping[str, Path] | None = None
+) -> list[str]:
     """The problems of a checkpoint's files, each with the file's name: missing, cut short, of another save, altered.
 
     Args:
         folder: the folder of the checkpoint.
         manifest: its manifest.
         part, parts: of the bytes to be read for the digests, check share `part` of `parts` only.
+        paths: the files to check, where they are not all in the folder; None: all.
     """
-    folder, problems, sound, digits = Path(folder), [], {}, manifest.algorithm.digits
+    problems, sound, digits = [], {}, manifest.algorithm.digits
+    paths = {name: Path(folder) / name for name in manifest.files} if paths is None else paths
     for name, file in manifest.files.items():
-        try:
-            size = (folder / name).stat().st_size
-        except OSError as error:
-            problems.append(f"{name}: {'it is missing' if isinstance(error, FileNotFoundError) else error.strerror}")
+        if name not in paths:
             continue
         try:
-            mark = mark_of(folder / name)
+            size = paths[name].stat().st_size
+        except OSError as error:
+            gone = isinstance(error, FileNotFoundError)
+            problems.append(f"{name}: {f'it is missing{manifest.written_to(name)}' if gone else error.strerror}")
+            continue
+        try:
+            mark = mark_of(paths[name])
         except OSError:
             mark = None
         if mark is not None and mark != manifest.id:
@@ -469,7 +481,7 @@ def check_files(folder: str | Path, manifest: Manifest, part: int = 0, parts: in
     for name, first, last in shares(sound, part, parts):
         want = manifest.files[name].digest[digits * first : digits * last]
         try:
-            got = digest(folder / name, first, last, manifest.algorithm)
+            got = digest(paths[name], first, last, manifest.algorithm)
         except OSError as error:
             problems.append(f"{name}: it cannot be read: {error.strerror}")
             continue

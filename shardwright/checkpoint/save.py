@@ -345,7 +345,9 @@ def save_checkpoint(
     Args:
         model: the `AutoParallel`, or a module.
         optimizer: the optimizer whose state and settings are saved too.
-        path: the folder of the run's checkpoints, visible to all hosts; created where it does not exist.
+        path: the folder of the run's checkpoints; created where it does not exist. Ranks may see folders of their own
+            (each host has a disk, or relative paths in different folders): whole files lie in that of rank 0, and
+            parts in those of their ranks, each of which has manifest, state and plan besides.
         step: the step of the run, from 0. An existing checkpoint of this step is replaced.
         extra: values of the user: numbers, text, lists, dicts, small tensors. With several processes, rank 0's are
             saved.
@@ -514,8 +516,6 @@ def _collected(
         "tensors": described_here(held, written),
         "scalars": words(others, "the optimizer's state"),
     }
-    if whole and ranks.remote(ranks.rank):
-        said["boxes"] = [(w.name, w.starts, tuple(w.tensor.shape), w.tensor.dtype) for w in written]
     if ranks.rank == 0:
         said["id"] = new_id()
         folders.begin(path, step, said["id"])

@@ -64,14 +64,23 @@ def state_text(save_id: str, state: Mapping[str, Any], source: str) -> bytes:
     return text.encode()
 
 
-def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
+def read_state(folder: Path, manifest: Manifest, text: str | None = None) -> dict[str, Any]:
     """The state of a checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        manifest: its manifest.
+        text: the text of the file, where it is not in the folder.
 
     Raises:
         CheckpointError: it cannot be read, or a value has another type; with its place.
     """
-    path = folder / STATE
-    state = read_object(path, CheckpointError, "the state of the run", _LEGAL)[1]
+    path, name = folder / STATE, "the state of the run"
+    state = (
+        read_object(path, CheckpointError, name, _LEGAL)[1]
+        if text is None
+        else parse(text, CheckpointError, name, str(path), _LEGAL)
+    )
 
     def check(good: bool, place: str, value: Any, legal: str) -> None:
         if not good:

@@ -238,7 +238,7 @@ def captured(text: str) -> Callable[[random.Random], str]:
 
 
 def on_a_model(path: Path) -> None:
-    """As `AutoParallel.load_operator_strategy_file` does, on a graph that is captured once."""
+    """The strategies on a graph that is captured once, as `AutoParallel.load_operator_strategy_file` puts them."""
     document = read_document(path)
     document.onto(plan().graph, 4, PLANNERS["semi_auto"])
 
