@@ -236,6 +236,14 @@ def _found(text: str, fault: _Fault) -> tuple[int, str]:
     return at, ""
 
 
+def _text_of(token: str) -> str:
+    """The text of a string; of one that is no JSON, its letters."""
+    try:
+        return json.loads(token, strict=False)
+    except ValueError:
+        return token
+
+
 def _walked(text: str) -> Iterator[tuple[int, str, str, int, bool]]:
     """The tokens of a text: offset, place in the document, token, depth, True for a key that its object has already.
 
@@ -246,7 +254,7 @@ def _walked(text: str) -> Iterator[tuple[int, str, str, int, bool]]:
     for found in _TOKEN.finditer(text):
         token, twice = found[0], False
         if around and around[-1][0] == "{" and names and token[:1] == '"':
-            key = json.loads(token, strict=False)
+            key = _text_of(token)
             twice = key in around[-1][2]
             around[-1][1] = key
             around[-1][2].add(key)

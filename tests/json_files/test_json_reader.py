@@ -57,6 +57,7 @@ def test_values_come_back(value: object, ascii_alone: bool, indent: int | None) 
         ('{"a":\n' * 60 + '[{"b": ' * 30 + "1" + "}]" * 30 + "}" * 60, 61, "more than 100 deep"),
         ("[" * 101 + "]" * 101, 1, "more than 100 deep"),
         ("[" * 100_000, 1, "more than 100 deep"),
+        ('{"\\q": 1,\n"\\ud800": ' + "[" * 200, 2, "more than 100 deep"),
         ('{"a": "\\ud800"}', 1, 'at a: the text "\\ud800" has half of a surrogate pair'),
         ('{"\\udc00": 1}', 1, 'at ["\\udc00"]'),
         ("", 1, "cut short: Expecting value"),
