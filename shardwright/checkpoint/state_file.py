@@ -54,14 +54,15 @@ def state_text(save_id: str, state: Mapping[str, Any], source: str) -> bytes:
     """The text of ``state.json``, one member a line, its id first.
 
     Raises:
-        CheckpointError: a value that could not be read again, with its place: one that is nested too deep.
+        CheckpointError: a value that could not be read again, with its place: an integer of too many digits, a text
+            that is no Unicode, values that are nested too deep.
     """
-    members = (
-        f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in {"id": save_id, **state}.items()
+    members = {"id": save_id, **state}
+    parse(
+        json.dumps(members), CheckpointError, "the state to be saved", source, "values that JSON can hold", lines=False
     )
-    text = "{" + ",\n ".join(members) + "}\n"
-    parse(text, CheckpointError, "the state of the run", source, "values that are nested less deep", lines=False)
-    return text.encode()
+    lines = (f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in members.items())
+    return ("{" + ",\n ".join(lines) + "}\n").encode()
 
 
 def read_state(folder: Path, manifest: Manifest, text: str | None = None) -> dict[str, Any]:

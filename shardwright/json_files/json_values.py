@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from ..errors import shown
-from .json_reader import DIGITS
 
 __all__ = ["decode", "dtype_name", "dtype_named", "encode", "is_shape"]
 
@@ -72,13 +71,6 @@ def encode(value: Any, where: str = "") -> Any:
     Raises:
         TypeError: a part of the value has no form in JSON; the error names the path to it.
     """
-    if type(value) is int and abs(value) >= 10**DIGITS:
-        raise TypeError(f"{where or 'the value'} is an integer of more than {DIGITS} digits")
-    if type(value) is str and not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise TypeError(f"{where or 'the value'} is a text with half of a surrogate pair") from None
     if type(value) in _LEAVES:
         return value
     if isinstance(value, (np.integer, np.floating, np.bool_)):
@@ -93,7 +85,7 @@ def encode(value: Any, where: str = "") -> Any:
             and not (len(value) == 1 and next(iter(value)) in _READERS)
             and not {"tensor", "array"} & set(value)
         ):
-            return {encode(k, where): encode(v, f"{where}[{k!r}]") for k, v in value.items()}
+            return {k: encode(v, f"{where}[{k!r}]") for k, v in value.items()}
         return {"dict": [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]}
     if type(value) is list:
         return [encode(v, f"{where}[{i}]") for i, v in enumerate(value)]

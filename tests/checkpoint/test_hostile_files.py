@@ -256,8 +256,8 @@ def test_values_that_could_not_be_read_again_are_not_written(tmp_path: Path) -> 
     endless: list[Any] = []
     endless.append(endless)
     for extra, says in (
-        (10**100, "extra is an integer of more than 100 digits"),
-        ({"a": ["\ud800"]}, r"extra\['a'\]\[0\] is a text with half of a surrogate pair"),
+        (10**100, "at extra: an integer of 101 digits"),
+        ({"a": ["\ud800"]}, r'at extra.a\[0\]: the text "\\ud800" has half of a surrogate pair'),
         (deep, "objects and lists are more than 100 deep"),
         (endless, "extra is nested too deep"),
     ):
