@@ -381,7 +381,7 @@ def save_checkpoint(
             job, state = _collected(
                 CheckpointedModel(model, ranks),
                 optimizer,
-                Path(path),
+                Path(os.path.abspath(path)),  # the process may go to another folder while the save is under way
                 step,
                 bool(integrated_save),
                 keep_checkpoint_max,
