@@ -42,7 +42,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from damage import KINDS, Subjects
+from damage import Subjects
 from torch import nn
 
 import shardwright as sw
@@ -352,7 +352,7 @@ def damage_files(count: int, chance: random.Random, folder: Path) -> dict[str, A
     """Damage good checkpoints, one file or two of a copy at a time."""
     subjects, done, unnoticed = Subjects(folder), Counter(), []
     for number in range(count):
-        kind = KINDS[number % len(KINDS)]
+        kind = subjects.kinds[number % len(subjects.kinds)]
         problem = subjects.unnoticed(kind, chance)
         done[kind] += 1
         if problem is not None:

@@ -42,8 +42,9 @@ from race import machine
 import shardwright as sw
 from shardwright.checkpoint.formats import WholeFiles
 from shardwright.checkpoint.manifest import new_id
+from shardwright.checkpoint.state_file import STATE
 from shardwright.checkpoint.tensor_reader import StoredTensors
-from shardwright.checkpoint.writer import STATE, sealed
+from shardwright.checkpoint.writer import sealed
 from shardwright.planfile.parameter_file import ParameterStrategies, TensorStorage
 
 MIB = 1 << 20

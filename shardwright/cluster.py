@@ -27,13 +27,17 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .errors import SettingError
+from .errors import SettingError, shown
+from .json_files.json_reader import MIB, read_object
 from .layout import Digit
 
-__all__ = ["PRESETS", "Cluster", "Level", "format_bytes", "memory_of", "parse_bytes", "preset"]
+__all__ = ["MOST_DEVICES", "PRESETS", "Cluster", "Level", "format_bytes", "memory_of", "parse_bytes", "preset"]
 
 #: The version of the JSON form.
 SCHEMA = 1
+
+#: Devices of a cluster or a plan, at most. A number beyond it is a mistake, or a file that was tampered with.
+MOST_DEVICES = 1 << 20
 
 #: The dtypes for which a peak rate may be given, by their names in torch.
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
@@ -77,13 +81,13 @@ class Level:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        where = f"level {self.name!r}"
+        where = f"level {shown(self.name)}"
         _check_name(self.name, "a level", "name")
         _check_positive(self.size, where, "size", whole=True)
         _check_positive(self.bandwidth, where, "bandwidth")
         _check_positive(self.latency, where, "latency")
         if not isinstance(self.shared, bool):
-            raise SettingError(f"{where}: 'shared' is {self.shared!r}", legal="true or false")
+            raise SettingError(f"{where}: 'shared' is {shown(self.shared)}", legal="true or false")
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class Cluster:
         overhead: seconds to launch one operator.
 
     Raises:
-        SettingError: a value that is not above 0, no level, no rate.
+        SettingError: a value that is not above 0, no level, no rate, more than `MOST_DEVICES` devices.
     """
 
     name: str
@@ -111,17 +115,23 @@ class Cluster:
 
     def __post_init__(self) -> None:
         _check_name(self.name, "a cluster", "name")
-        where = f"cluster {self.name!r}"
+        where = f"cluster {shown(self.name)}"
         if not self.levels or not all(isinstance(level, Level) for level in self.levels):
-            raise SettingError(f"{where}: 'levels' is {self.levels!r}", legal="one Level or more, from the inside out")
+            raise SettingError(
+                f"{where}: 'levels' is {shown(self.levels)}", legal="one Level or more, from the inside out"
+            )
         for name in ("memory", "memory_bandwidth", "overhead"):
             _check_positive(getattr(self, name), where, name)
         if not isinstance(self.peak, Mapping) or not self.peak:
-            raise SettingError(f"{where}: 'peak' is {self.peak!r}", legal='rates by type, such as {"float32": 1e12}')
+            raise SettingError(
+                f"{where}: 'peak' is {shown(self.peak)}", legal='rates by type, such as {"float32": 1e12}'
+            )
         for name, rate in self.peak.items():
             if name not in DTYPES:
-                raise SettingError(f"{where}: 'peak' has the unknown type {name!r}", legal=", ".join(DTYPES))
+                raise SettingError(f"{where}: 'peak' has the unknown type {shown(name)}", legal=", ".join(DTYPES))
             _check_positive(rate, f"{where}: 'peak'", name)
+        if self.devices > MOST_DEVICES:
+            raise SettingError(f"{where}: 'levels' has too many devices", legal=f"at most {MOST_DEVICES:,} devices")
 
     def __hash__(self) -> int:
         return hash((self.name, self.levels, self.memory, tuple(sorted(self.peak.items())), self.memory_bandwidth))
@@ -246,20 +256,12 @@ class Cluster:
         """The cluster of a JSON file.
 
         Raises:
-            SettingError: a file that cannot be read or is cut short; a field that is missing, unknown or not above 0.
+            SettingError: a file that cannot be read or is cut short; a field that is missing, unknown or not above 0;
+                more than `MOST_DEVICES` devices.
         """
-        try:
-            held = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise SettingError(
-                f"the cluster file {os.fspath(path)!r} cannot be read: {error.strerror}",
-                legal="a preset's name, or a file that Cluster.save wrote",
-            ) from None
-        except ValueError as error:
-            raise SettingError(
-                f"the cluster file {os.fspath(path)!r} is not JSON, or cut short: {error}",
-                legal="a file that Cluster.save wrote",
-            ) from None
+        held = read_object(
+            path, SettingError, "the cluster file", "a preset's name, or a file that Cluster.save wrote", MIB
+        )[1]
         return cls.from_dict(held, f"cluster file {os.fspath(path)!r}")
 
     @classmethod
@@ -275,10 +277,10 @@ class Cluster:
         held = dict(_known(held, where, [f.name for f in fields(cls)], optional=("schema",)))
         schema = held.pop("schema", SCHEMA)
         if schema != SCHEMA:
-            raise SettingError(f"{where}: 'schema' is {schema!r}", legal=str(SCHEMA))
+            raise SettingError(f"{where}: 'schema' is {shown(schema)}", legal=str(SCHEMA))
         if not isinstance(held["levels"], (list, tuple)) or not held["levels"]:
             raise SettingError(
-                f"{where}: 'levels' is {held['levels']!r}", legal="a list of levels, from the inside out"
+                f"{where}: 'levels' is {shown(held['levels'])}", legal="a list of levels, from the inside out"
             )
         names, levels = [f.name for f in fields(Level)], []
         for i, level in enumerate(held["levels"]):
@@ -298,21 +300,23 @@ class Cluster:
 
 def _check_name(value: Any, where: str, field: str) -> None:
     if not isinstance(value, str) or not value:
-        raise SettingError(f"{where}: {field!r} is {value!r}", legal="a name")
+        raise SettingError(f"{where}: {field!r} is {shown(value)}", legal="a name")
 
 
 def _check_positive(value: Any, where: str, field: str, whole: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < math.inf:
-        raise SettingError(f"{where}: {field!r} is {value!r}", legal=f"a {'whole ' if whole else ''}number above 0")
+        raise SettingError(
+            f"{where}: {field!r} is {shown(value)}", legal=f"a {'whole ' if whole else ''}number above 0"
+        )
 
 
 def _known(held: Any, where: str, names: Iterable[str], optional: Iterable[str]) -> Mapping[str, Any]:
     names, optional = list(names), list(optional)
     if not isinstance(held, Mapping):
-        raise SettingError(f"{where}: {held!r} is no description", legal=f"the fields {', '.join(names)}")
+        raise SettingError(f"{where}: {shown(held)} is no description", legal=f"the fields {', '.join(names)}")
     for name in held:
         if name not in names and name not in optional:
-            raise SettingError(f"{where}: unknown field {name!r}", legal=", ".join([*names, *optional]))
+            raise SettingError(f"{where}: unknown field {shown(name)}", legal=", ".join([*names, *optional]))
     for name in names:
         if name not in held:
             raise SettingError(f"{where}: the field {name!r} is missing", legal=", ".join(names))

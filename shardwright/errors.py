@@ -26,10 +26,26 @@ __all__ = [
     "StrategyError",
     "StuckError",
     "TorchVersionError",
+    "shown",
 ]
 
 #: The folder of this package, with a separator at its end. Frames of files in it are not the user's.
 PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+#: Characters of a part of a message, at most.
+_LONGEST = 4000
+
+
+def shown(value: object) -> str:
+    """A value of a file or a user, for a message: its repr, cut after 120 characters."""
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _cut(text: str) -> str:
+    """A text of a message that someone can read: a file may hold anything."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text):,} characters)"
 
 
 class ShardwrightError(Exception):
@@ -52,6 +68,7 @@ class ShardwrightError(Exception):
         strategy: object | None = None,
         legal: str | None = None,
     ) -> None:
+        message, legal = _cut(message), legal and _cut(legal)
         self.message, self.operator, self.source = message, operator, source
         self.strategy, self.legal = strategy, legal
         head = operator or ""
@@ -59,7 +76,7 @@ class ShardwrightError(Exception):
             head = f"{head} ({source})" if head else source
         lines = [f"{head}: {message}" if head else message]
         if strategy is not None:
-            lines.append(f"  strategy: {strategy if isinstance(strategy, str) else repr(strategy)}")
+            lines.append(f"  strategy: {_cut(strategy if isinstance(strategy, str) else repr(strategy))}")
         if legal:
             lines.append(f"  legal: {legal}")
         super().__init__("\n".join(lines))

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..json_values import dtype_named
+from ..json_files.json_values import dtype_named
 from ..runtime.distributed.coordination import ProcessRanks
 from ..runtime.distributed.shared_memory import HostMemory
 from .formats import WrittenBox

@@ -20,7 +20,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from .manifest import MANIFEST, sync_folder
 
-__all__ = ["begin", "clean", "finish", "folder_of", "latest_checkpoint", "name_of", "prune", "steps_in"]
+__all__ = ["begin", "clean", "finish", "folder_of", "join", "latest_checkpoint", "name_of", "prune", "steps_in"]
 
 
 _WHOLE = re.compile(r"step-(\d{8,})")
@@ -98,10 +98,15 @@ def folder_of(path: str | Path, step: int | None = None) -> Path | None:
     return found[step]
 
 
-def clean(path: Path) -> None:
-    """Remove the remains of dead saves, and restore a checkpoint that one of them was about to replace."""
+def clean(path: Path, save_id: str = "") -> None:
+    """Remove the remains of dead saves, and restore a checkpoint that one of them was about to replace.
+
+    Args:
+        path: the folder of the run.
+        save_id: the id of a save that is alive.
+    """
     for name in os.listdir(path):
-        match = _LEFT.fullmatch(name)
+        match = None if save_id and save_id in name else _LEFT.fullmatch(name)
         if match and match[2] == "old" and not (path / match[1]).exists():
             os.rename(path / name, path / match[1])
         elif match:
@@ -119,6 +124,24 @@ def begin(path: Path, step: int, save_id: str) -> Path:
     made = path / f".{name_of(step)}.{save_id}.part"
     made.mkdir()
     return made
+
+
+def join(path: Path, step: int, save_id: str) -> bool:
+    """Make the folder of a save that another rank has begun elsewhere.
+
+    Returns:
+        True where this rank made it, and looks after it; False where it is there already.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        (path / f".{name_of(step)}.{save_id}.part").mkdir()
+    except FileExistsError:
+        return False
+    clean(path, save_id)
+    return True
 
 
 def finish(part: Path, step: int, save_id: str) -> Path:

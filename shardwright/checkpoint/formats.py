@@ -49,14 +49,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.utils.serialization import config
 
-from ..errors import CheckpointError
-from ..json_values import dtype_named
+from ..errors import CheckpointError, shown
+from ..json_files.json_reader import kind_of, parse
+from ..json_files.json_values import dtype_named, is_shape
 from .manifest import ID_KEY, Piece, TensorEntry, element_size, trailer, write_file
 from .state import LocalTensor
 
@@ -211,8 +212,10 @@ def header_of(path: Path) -> Header:
         CheckpointError: the file cannot be read, is not of this format, or is cut short.
     """
 
+    legal = "a whole file in the safetensors format"
+
     def wrong(what: str) -> CheckpointError:
-        return CheckpointError(what, source=str(path), legal="a whole file in the safetensors format")
+        return CheckpointError(what, source=str(path), legal=legal)
 
     try:
         with open(path, "rb") as file:
@@ -222,25 +225,46 @@ def header_of(path: Path) -> Header:
                 raise wrong(
                     f"its header is said to have {length:,} bytes, and the file has {size:,}: cut short or altered"
                 )
-            words = json.loads(file.read(length))
-    except OSError as error:
-        raise wrong(f"it cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise wrong("its header is damaged") from None
-    tensors, end = {}, 0
-    try:
-        metadata = words.pop("__metadata__", {})
-        for name, said in words.items():
-            dtype, shape, (first, last) = _DTYPES[said["dtype"]], tuple(said["shape"]), said["data_offsets"]
-            if last - first != math.prod(shape) * element_size(dtype) or first < 0:
-                raise wrong(f"its header is damaged: {name!r} has {last - first} bytes for {shape} of {dtype}")
-            tensors[name] = StoredSpan(dtype, shape, 8 + length + first)
-            end = max(end, last)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise wrong(f"its header is damaged, or has a dtype that torch does not: {error}") from None
+            text = file.read(length).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise wrong(f"its header cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}") from None
+    words = parse(text, CheckpointError, "its header", str(path), legal, lines=False)
+    if not isinstance(words, dict):
+        raise wrong(f"its header is {kind_of(words)}, and no object")
+    metadata = words.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise wrong(f"its header is damaged: __metadata__ is {shown(metadata)}, and no object of texts")
+    tensors, spans = {}, []
+    for name, said in words.items():
+        if not name.isprintable() or not isinstance(said, dict):
+            raise wrong(f"its header is damaged: {shown(name)} is {shown(said)}")
+        shape, offsets = said.get("shape"), said.get("data_offsets")
+        dtype = _DTYPES.get(said["dtype"]) if isinstance(said.get("dtype"), str) else None
+        if dtype is None:
+            raise wrong(f"{shown(name)} has the dtype {shown(said.get('dtype'))}, of which torch has none")
+        if not is_shape(shape) or not _is_span(offsets):
+            raise wrong(f"its header is damaged: {shown(name)} has the shape {shown(shape)} at {shown(offsets)}")
+        first, last = offsets
+        if last - first != math.prod(shape) * element_size(dtype):
+            raise wrong(f"its header is damaged: {shown(name)} has {last - first} bytes for {shape} of {dtype}")
+        tensors[name] = StoredSpan(dtype, tuple(shape), 8 + length + first)
+        spans.append((first, last, name))
+    end = 0
+    for first, last, name in sorted(spans):
+        if first != end:
+            raise wrong(
+                f"its header is damaged: {shown(name)} begins at byte {first:,} of the tensors, and those before it "
+                f"end at {end:,}: tensors lie one after another"
+            )
+        end = last
     if size != 8 + length + end:
-        raise wrong(f"it has {size:,} bytes instead of {8 + length + end:,}: cut short")
+        raise wrong(f"it has {size:,} bytes instead of {8 + length + end:,}: cut short, or longer than its tensors")
     return Header(tensors, metadata)
+
+
+def _is_span(value: Any) -> TypeGuard[list[int]]:
+    """True for ``[begin, end]`` of a run of bytes."""
+    return isinstance(value, list) and [type(x) for x in value] == [int, int] and 0 <= value[0] <= value[1] < 1 << 63
 
 
 # -- 4. whole tensors in safetensors files --

@@ -1,9 +1,10 @@
 """`load_checkpoint`: resume from a checkpoint under any plan and on any number of devices.
 
-    manifest, a share of all bytes ── agree ── names, shapes ── agree ── settings, random state, … ── slices
+    folders, manifest, a share of all bytes ── agree ── names, shapes ── agree ── settings, random state, … ── slices
 
-Each rank checks the manifest and its share of the bytes, then names and shapes. It restores settings and random
-state, and reads its slices. Nothing is changed before all ranks have found everything sound.
+Each rank finds the folders that it sees (`seen_folders`), checks the manifest and its share of the bytes, then names
+and shapes. It restores settings and random state, and reads its slices. Nothing is changed before all ranks have found
+everything sound.
 
 `LoadPlan` matches stored tensors with the tensors of a model and its optimizer, checks that they fit, and reads each
 rank's slices. The slices are read at once where the parameters have their final form. A model that is still to be cut
@@ -12,26 +13,24 @@ into slices reads them at the end of its first planning (`AutoParallel._awaited`
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
-from ..json_values import decode, dtype_name, dtype_named
+from ..errors import CheckpointError, shown
+from ..json_files.json_values import dtype_name, dtype_named
 from ..runtime.deferred_init import filled_later
-from ..runtime.distributed.coordination import SingleRank, ranks_of_now
-from .checkpoint_folders import folder_of, steps_in
-from .manifest import MANIFEST, check_files
+from ..runtime.distributed.coordination import ProcessRanks, SingleRank, ranks_of_now
 from .save import several, wait_for_last
+from .seen_folders import SeenCheckpoint, fetch, seen_by_all
 from .state import CheckpointedModel, TensorPlacement, restore_generators, state_names
-from .tensor_reader import HUGGING_FACE, StoredTensors, is_hugging_face
-from .writer import STATE
+from .state_file import STATE, check_generators, check_settings, read_state, value_of
+from .tensor_reader import StoredTensors
 
 __all__ = ["LoadPlan", "Restored", "load_checkpoint"]
 
@@ -145,6 +144,13 @@ class LoadPlan:
             except Exception as raised:  # agreed on below, so that all ranks raise it
                 error = raised
             subject.ranks.agreed(error)
+            if self.stored.served:  # the same on all ranks
+                try:
+                    with self.stored, torch.no_grad():
+                        fetch(self.stored, cast(ProcessRanks, subject.ranks))
+                except Exception as raised:  # agreed on below, so that all ranks raise it
+                    error = raised
+                subject.ranks.agreed(error)
 
         return take
 
@@ -153,7 +159,7 @@ class LoadPlan:
         torch.autograd.graph.increment_version(local)
 
     def _fill_state(self, subject: CheckpointedModel, optimizer: torch.optim.Optimizer) -> None:
-        scalars = self.state["optimizer"]["scalars"]
+        scalars, folder = self.state["optimizer"]["scalars"], self.stored.folder
         names = state_names(subject, optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -168,7 +174,10 @@ class LoadPlan:
                     key: self._state(f"optimizer.{called}.{key}", key, parameter, place, local, group, kept.get(key))
                     for key in self._states.get(called, ())
                 }
-                made |= {key: decode(value) for key, value in scalars.get(there, {}).items()}
+                made |= {
+                    key: value_of(value, f"optimizer.scalars[{there!r}]", folder)
+                    for key, value in scalars.get(there, {}).items()
+                }
                 if made:
                     optimizer.state[parameter] = made
                 else:
@@ -214,7 +223,8 @@ class LoadPlan:
                     stride=parameter.stride(),
                 )
             return made.view(parameter.shape)
-        made = self.stored.read(name).to(local.device)
+        made = torch.empty(shape, dtype=dtype, device=local.device)
+        self.stored.read_into(made, name)
         if isinstance(parameter, DTensor):
             from torch.distributed.tensor import Replicate  # noqa: PLC0415  a second to import
 
@@ -304,7 +314,8 @@ def load_checkpoint(
         model: the `AutoParallel`, or a module.
         optimizer: an optimizer of the kind and groups that were saved; None: its state is not loaded.
         path: the folder of a run, or of one checkpoint; or of a Hugging Face model (``model.safetensors``, or shards
-            with an index), which is loaded into `model` alone, converted to its dtypes.
+            with an index), which is loaded into `model` alone, converted to its dtypes. Ranks may give paths of their
+            own: each reads what it sees, and other ranks send it the rest.
         step: the step to load; None: the highest.
         schedulers, data: see `save_checkpoint`. Data positions that differ between ranks need the number of ranks of
             the save. Random states that differ between ranks need it too; with another number of ranks they stay as
@@ -318,103 +329,28 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: no such checkpoint, with the steps that exist; a damaged or mixed-up file, with its name;
-            another model, with the names and shapes; another optimizer. Raised on every rank alike, before anything
-            is changed.
+            another model, with the names and shapes; another optimizer; ranks that have different checkpoints, with
+            both folders. Raised on every rank alike, before anything is changed.
     """
     ranks = ranks_of_now()
     wait_for_last()
-    folder, error = None, None
-    try:
-        if ranks.rank == 0:
-            folder = _found(path, step, missing_ok)
-    except Exception as raised:  # agreed on below, so that all ranks raise it
-        error = raised
-    folder = ranks.agreed(error, folder)[0]  # rank 0 decides: other ranks look at another moment
-    if folder is None:
+    seen = seen_by_all(path, step, missing_ok, ranks)
+    if seen is None:
         return None
-    stored, loaded = None, None
+    loaded, error = None, None
     try:
-        stored = _sound(folder, ranks)
+        loaded = _Loaded(seen, CheckpointedModel(model, ranks), optimizer, several(schedulers), data, strict)
     except Exception as raised:  # agreed on below, so that all ranks raise it
         error = raised
-    ranks.agreed(error)  # no rank interprets content that another rank has found damaged
-    try:
-        assert stored is not None  # agreed raises where this rank has an error
-        loaded = _Loaded(stored, CheckpointedModel(model, ranks), optimizer, several(schedulers), data, strict)
-    except Exception as raised:  # agreed on below, so that all ranks raise it
-        error = raised
-    ids = ranks.agreed(error, None if loaded is None else loaded.id)
-    if len(set(ids)) > 1:
-        raise CheckpointError(
-            "ranks see different checkpoints in this place",
-            source=str(folder),
-            legal="a path in a file system that all hosts share",
-        )
-    assert loaded is not None
+    ranks.agreed(error)
+    assert loaded is not None  # agreed raises where this rank has an error
     try:
         loaded.restore()
     except Exception as raised:  # from a scheduler or a sampler
         error = raised
     ranks.agreed(error)
     loaded.fill()
-    return Restored(loaded.step, loaded.extra, folder)
-
-
-def _found(path: Any, step: int | None, missing_ok: bool) -> Path | None:
-    """The folder to load; None where `missing_ok` is set and there is no checkpoint.
-
-    Raises:
-        CheckpointError: there is no checkpoint.
-    """
-    if not isinstance(path, (str, os.PathLike)):
-        raise CheckpointError(
-            f"path={path!r}",
-            source="load_checkpoint",
-            legal="load_checkpoint(model, optimizer, path): the folder of a run or of a checkpoint",
-        )
-    path = Path(path)
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
-        raise CheckpointError(f"step={step!r}", source=str(path), legal="a whole number, or None for the highest")
-    if step is None and is_hugging_face(path):
-        return path
-    if step is None and (path / STATE).exists():
-        return path  # a checkpoint; a missing manifest is reported when it is read
-    found = folder_of(path, step)
-    if found is None and not missing_ok:
-        what = "there is no checkpoint in it" if path.is_dir() else "there is no such folder"
-        raise CheckpointError(
-            what if step is None else f"there is no checkpoint of step {step}: {what}",
-            source=str(path),
-            legal=f"a folder with checkpoints, with a {MANIFEST}, or with {' or '.join(HUGGING_FACE)}",
-        )
-    return found
-
-
-def _sound(folder: Path, ranks: SingleRank) -> StoredTensors:
-    """The tensors of a checkpoint, once this rank's share of all bytes is found undamaged.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged.
-    """
-    stored = StoredTensors(folder)
-    manifest = stored.manifest
-    if manifest is None:
-        return stored
-    problems = check_files(folder, manifest, ranks.rank, ranks.world)
-    if (
-        folder.name.startswith("step-")
-        and folder in steps_in(folder.parent).values()
-        and steps_in(folder.parent).get(manifest.step) != folder
-    ):
-        problems.append(f"{MANIFEST}: it is of step {manifest.step}")
-    if problems:
-        more = f", and {len(problems) - 1} more files" if len(problems) > 1 else ""
-        raise CheckpointError(
-            f"the checkpoint is damaged: {problems[0]}{more}",
-            source=str(folder / problems[0].partition(":")[0]),
-            legal=_others(folder),
-        )
-    return stored
+    return Restored(loaded.step, loaded.extra, seen.folder)
 
 
 class _Loaded:
@@ -426,25 +362,24 @@ class _Loaded:
 
     def __init__(
         self,
-        stored: StoredTensors,
+        seen: SeenCheckpoint,
         subject: CheckpointedModel,
         optimizer: torch.optim.Optimizer | None,
         schedulers: Sequence[Any],
         data: Any,
         strict: bool,
     ) -> None:
-        self.stored, self.folder = stored, stored.folder
+        self.stored, self.folder = seen.stored, seen.folder
         self.subject, self.optimizer = subject, optimizer
         self.schedulers, self.data = schedulers, data
         ranks = subject.ranks
-        manifest = stored.manifest
+        manifest = self.stored.manifest
         if manifest is None:
-            self.id, self.step, self.state = "hugging face", None, {}
-            self.extra = None
+            self.step, self.state, self.extra = None, {}, None
         else:
-            self.id, self.step = manifest.id, manifest.step
-            self.state = json.loads((self.folder / STATE).read_bytes())
-            self.extra = decode(self.state["extra"])
+            self.step = manifest.step
+            self.state = read_state(self.folder, manifest, seen.state)
+            self.extra = value_of(self.state["extra"], "extra", self.folder)
         self.filling = LoadPlan(subject, self.stored, strict, self.state)
         self.groups = self._groups() if optimizer is not None else []
         self.scheduled = self._scheduled()
@@ -452,6 +387,12 @@ class _Loaded:
         if data is not None and self.position is None:
             self._wrong("it has no position in the data", "data=None")
         self.random = self._generators(ranks)
+        check_generators(self.random, self.folder)
+        self.modules = {
+            name: value_of(words, f"modules[{name!r}]", self.folder)
+            for name, words in self.state.get("modules", {}).items()
+            if name in subject.extra
+        }
 
     def restore(self) -> None:
         """Restore everything but tensors."""
@@ -464,13 +405,27 @@ class _Loaded:
                 else:
                     group[key] = value
         for scheduler, state in zip(self.schedulers, self.scheduled):
-            scheduler.load_state_dict(state)
+            self._give(scheduler.load_state_dict, state, type(scheduler).__name__)
         if self.position is not None:
-            self.data.load_state_dict(self.position["state"])
-        for name, words in self.state.get("modules", {}).items():
-            if name in subject.extra:
-                subject.extra[name].set_extra_state(decode(words))
+            self._give(self.data.load_state_dict, self.position["state"], type(self.data).__name__)
+        for name, value in self.modules.items():
+            self._give(subject.extra[name].set_extra_state, value, name)
         restore_generators(self.random)
+
+    def _give(self, take: Callable[[Any], Any], state: Any, name: str) -> None:
+        """Give an object of the user its state.
+
+        Raises:
+            CheckpointError: the object does not take it.
+        """
+        try:
+            take(state)
+        except Exception as error:  # of any kind: the object is the user's
+            raise CheckpointError(
+                f"{name} does not take the state that was saved: {type(error).__name__}: {error}",
+                source=str(self.folder / STATE),
+                legal="an object like the one that was saved",
+            ) from error
 
     def fill(self) -> None:
         """Fill the tensors, at once or with the first call of the model."""
@@ -515,9 +470,11 @@ class _Loaded:
                 f"{len(mine)} of {[len(g) for g in mine]}; group {differs} differs in {', '.join(odd)}",
                 "the same groups",
             )
-        return [
-            (group, decode(words["settings"])) for group, words in zip(self.optimizer.param_groups, saved["groups"])
-        ]
+        made = []
+        for number, (group, words) in enumerate(zip(self.optimizer.param_groups, saved["groups"])):
+            settings = value_of(words["settings"], f"optimizer.groups[{number}].settings", self.folder)
+            made.append((group, check_settings(group, settings, number, self.folder)))
+        return made
 
     def _scheduled(self) -> list[Any]:
         """The saved states of the schedulers.
@@ -531,7 +488,7 @@ class _Loaded:
         mine, theirs = [type(s).__name__ for s in self.schedulers], [s["kind"] for s in saved]
         if mine != theirs:
             self._wrong(f"it has the schedulers {theirs}, and {mine} are to be restored", "the same, in the same order")
-        return [decode(s["state"]) for s in saved]
+        return [value_of(s["state"], f"schedulers[{number}].state", self.folder) for number, s in enumerate(saved)]
 
     def _of_rank(self, key: str, ranks: SingleRank) -> Any:
         """The value of `key` that this rank saved; None where no rank saved one.
@@ -548,7 +505,10 @@ class _Loaded:
                 f"the position in the data is each rank's own, of {len(by_rank)} ranks, and there are {ranks.world}",
                 f"{len(by_rank)} ranks, or data=None",
             )
-        return decode(states[by_rank[ranks.rank] if len(states) > 1 else 0])
+        held = value_of(states[by_rank[ranks.rank] if len(states) > 1 else 0], key, self.folder)
+        if not isinstance(held, dict) or "state" not in held:
+            self._wrong(f"its {key} is {shown(held)}", "a checkpoint that is whole")
+        return held
 
     def _generators(self, ranks: SingleRank) -> dict[str, Any]:
         """The random states that this rank continues with."""
@@ -557,11 +517,6 @@ class _Loaded:
             return {}
         states = saved["states"]
         if len(saved["ranks"]) == ranks.world:
-            return decode(states[saved["ranks"][ranks.rank]])
+            return value_of(states[saved["ranks"][ranks.rank]], "random", self.folder)
         alike = {key: value for key, value in states[0].items() if all(s.get(key) == value for s in states)}
-        return decode(alike)
-
-
-def _others(folder: Path) -> str:
-    there = [str(step) for step, path in steps_in(folder.parent).items() if path != folder]
-    return f"another checkpoint of the run: step {', '.join(there)}" if there else "a checkpoint that is whole"
+        return value_of(alike, "random", self.folder)

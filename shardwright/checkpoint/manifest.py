@@ -2,10 +2,10 @@
 
 1. The manifest (`Manifest`, `read`, `write`).
 
-       {"schema": 1, "kind": "integrated", "step": 100, "id": "5f…", "model": "9c…", "plan": null, "world": 4,
-        "digest": {"name": "crc32 of column sums", "block": 4194304, "columns": 509},
+       {"schema": 2, "kind": "integrated", "step": 100, "id": "5f…", "model": "9c…", "plan": null, "world": 4,
+        "digest": {"name": "xxh3_64", "block": 4194304},
         "files": {
-          "model.safetensors": {"bytes": 6400, "digest": "0a1b2c3d"},
+          "model.safetensors": {"bytes": 6400, "digest": "0a1b2c3d4e5f6071"},
         "tensors": {
           "model.w1": {"shape": [8, 8], "dtype": "float32", "layout": {…}, "pieces": [["model.safetensors", 512,
           [0, 0], [8, 8]]]},
@@ -15,18 +15,7 @@
    byte, start of the box in each dim, size in each dim. The pieces of a tensor fill it and do not overlap. A manifest
    has exactly one valid text, so that not even a space can change unnoticed.
 
-2. Digests of files (`digest`, `check_files`, `verify`).
-
-       digest(file)  = d(block 0), d(block 1), …           blocks of 4 MiB
-       d(block)      = crc32(s_0, …, s_508), begun with the block's length
-       s_c           = Σ_r w[509 r + c]  mod 2^64          w: the block as words of 8 bytes, zeros after its end
-
-   Any damage within 4 KiB is found for certain, a flipped bit as well as a run of zeros: each of its words is in a
-   sum of its own, and a CRC-32 differs wherever few bytes differ. A page in the place of another is found, since 509
-   words are no whole number of pages. Other damage goes unnoticed once in 2^32 cases. Forgery is not guarded against.
-   The digest takes a seventh of the time of a CRC-32 of all bytes (22 GB/s against 3.3 on one core, which does 0.4 GB/s
-   of SHA-256), less than reading the bytes does. Blocks let several ranks check one file together: `shares` splits a
-   file of 10 MiB (blocks 0 to 2) between two ranks as block 0, and blocks 1 and 2.
+2. Damage (`check_files`, `verify`), found by the `digests` of the files.
 
 3. The save's id in each data file (`trailer`, `mark_of`): a file of another save is recognised at once.
 
@@ -44,20 +33,19 @@ import math
 import os
 import re
 import secrets
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
-
-from ..errors import CheckpointError
-from ..json_values import dtype_named
+from ..cluster import MOST_DEVICES
+from ..errors import CheckpointError, shown
+from ..json_files.json_reader import MIB, kind_of, read_object, step
+from ..json_files.json_values import dtype_named, is_shape
+from .digests import ALGORITHMS, BLOCK, Algorithm, blocks_of, digest, shares
 
 __all__ = [
-    "ALGORITHM",
-    "BLOCK",
     "ID_KEY",
     "KINDS",
     "MANIFEST",
@@ -67,97 +55,27 @@ __all__ = [
     "Manifest",
     "Piece",
     "TensorEntry",
-    "blocks_of",
     "check_files",
-    "digest",
     "element_size",
+    "is_plain_name",
     "mark_of",
     "model_fingerprint",
     "new_id",
+    "parsed",
     "read",
-    "shares",
     "sync_folder",
     "trailer",
+    "untiled",
     "verify",
     "write",
     "write_file",
 ]
 
 
-# -- digests of files --------------------------------------------------------------------------------------------------
-
-BLOCK = 4 << 20
-_COLUMNS = 509
-_ROW = 8 * _COLUMNS
-
-#: Bytes read and summed at a time: they stay in a core's own cache.
-_PIECE = 128 * _ROW
-
-#: The digest's description in a manifest.
-ALGORITHM: dict[str, Any] = {"name": "crc32 of column sums", "block": BLOCK, "columns": _COLUMNS}
-
-
-def blocks_of(size: int) -> int:
-    """The number of blocks of a file of `size` bytes."""
-    return -(-size // BLOCK)
-
-
-def digest(path: Path, first: int = 0, last: int | None = None) -> str:
-    """The digests of blocks `first` to `last` (exclusive; None: the end), 8 hexadecimal digits each.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    out = []
-    held = np.empty(_PIECE, np.uint8)
-    buffer = held.data
-    with open(path, "rb", buffering=0) as file:
-        number = first
-        while last is None or number < last:
-            size, sums = 0, np.zeros(_COLUMNS, "<u8")
-            while count := _read(file.fileno(), buffer[: min(_PIECE, BLOCK - size)], number * BLOCK + size):
-                end = -(-count // _ROW) * _ROW
-                held[count:end] = 0
-                sums += np.add.reduce(held[:end].view("<u8").reshape(-1, _COLUMNS), axis=0)
-                size += count
-            if not size:
-                break
-            out.append(f"{zlib.crc32(sums.data, size):08x}")
-            number += 1
-    return "".join(out)
-
-
-def _read(handle: int, into: memoryview, at: int) -> int:
-    """Fill `into` with a file's bytes from `at` on; the number of bytes read."""
-    count = 0
-    while count < len(into) and (got := os.preadv(handle, [into[count:]], at + count)):
-        count += got
-    return count
-
-
-def shares(sizes: Mapping[str, int], part: int, parts: int) -> Iterator[tuple[str, int, int]]:
-    """The blocks that share `part` of `parts` has to check, as (file, first, last): a run in the list of all blocks.
-
-    Args:
-        sizes: file -> its size in bytes.
-        part: the number of the share, from 0.
-        parts: the number of shares.
-    """
-    total = sum(map(blocks_of, sizes.values()))
-    begin, end = total * part // parts, total * (part + 1) // parts
-    seen = 0
-    for name, size in sizes.items():
-        count = blocks_of(size)
-        first, last = max(begin - seen, 0), min(end - seen, count)
-        if first < last:
-            yield name, first, last
-        seen += count
-
-
 MANIFEST = "manifest.json"
 
-#: The version of the format. It rises when manifests of the old format can no longer be read with their old meaning.
-SCHEMA = 1
+#: The version of the format that is written. Older ones are read: each has its digest in `digests.ALGORITHMS`.
+SCHEMA = 2
 
 KINDS = ("integrated", "parts")
 
@@ -220,6 +138,8 @@ class Manifest:
         world: the number of ranks that saved it.
         files: all files of the folder but this one, by name.
         tensors: by name: ``model.<name>``, ``loss_fn.<name>``, ``optimizer.<parameter>.<key of its state>``.
+        schema: the version of its format.
+        places: where the ranks' folders are not one, each folder (``host:path``) with the files that it alone has.
     """
 
     kind: str
@@ -230,19 +150,33 @@ class Manifest:
     world: int
     files: Mapping[str, CheckpointFile] = field(default_factory=dict)
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+    schema: int = SCHEMA
+    places: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm of the files' digests."""
+        return ALGORITHMS[self.schema]
+
+    def written_to(self, name: str) -> str:
+        """The folder that a file was written to, as the end of a message; empty where all files were in one folder."""
+        place = next((place for place, names in self.places.items() if name in names), None)
+        return "" if place is None else f": it was written to {place} (copy the folders of all hosts together)"
 
     def text(self) -> str:
         """The text of ``manifest.json``, as `read` takes it."""
         head = {
-            "schema": SCHEMA,
+            "schema": self.schema,
             "kind": self.kind,
             "step": self.step,
             "id": self.id,
             "model": self.model,
             "plan": self.plan,
             "world": self.world,
-            "digest": ALGORITHM,
+            "digest": self.algorithm.words,
         }
+        if self.places:
+            head["places"] = {place: list(names) for place, names in self.places.items()}
         parts = [f" {_json(key)}: {_json(value)}" for key, value in head.items()]
         parts.append(_section("files", {n: {"bytes": f.bytes, "digest": f.digest} for n, f in self.files.items()}))
         parts.append(
@@ -289,64 +223,215 @@ def model_fingerprint(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> st
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
+_LEGAL = "a checkpoint that is whole, such as an earlier one of the run"
+
+#: Bytes of a manifest, at most: that of 1,000 ranks with 3,000 tensors in parts has 200 MB.
+_LARGEST = 1024 * MIB
+
+_HEX = re.compile(r"[0-9a-f]*")
+
 
 def read(folder: str | Path) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or of a newer schema.
+        CheckpointError: there is none; it is damaged, or of a newer schema; a file's name leads out of the folder; the
+            pieces of a tensor do not fill it, overlap, or lie outside of their files.
     """
     path = Path(folder) / MANIFEST
-    try:
-        text = path.read_bytes().decode()
-        words = json.loads(text)
-    except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint has no manifest that can be read: {error.strerror}",
-            source=str(path),
-            legal="a folder that save_checkpoint wrote",
-        ) from None
-    except ValueError:
-        raise _damaged(path, "it is cut short or altered") from None
-    schema = words.get("schema") if isinstance(words, dict) else None
-    if isinstance(schema, int) and not isinstance(schema, bool) and schema > SCHEMA:
+    return parsed(*read_object(path, CheckpointError, "the checkpoint's manifest", _LEGAL, _LARGEST), str(path))
+
+
+def parsed(text: str, words: dict[str, Any], source: str) -> Manifest:
+    """The manifest of a text, and of the object in it.
+
+    Raises:
+        CheckpointError: see `read`; `source` names the file.
+    """
+    schema = words.get("schema")
+    if type(schema) is int and schema > SCHEMA:
         raise CheckpointError(
             f"a checkpoint of schema {schema}: a newer version of Shardwright wrote it",
-            source=str(path),
-            legal=f"schema {SCHEMA}, or that version",
+            source=source,
+            legal=f"schema {' or '.join(map(str, ALGORITHMS))}, or that version",
         )
-    try:
-        if schema != SCHEMA or words["digest"] != ALGORITHM or words["kind"] not in KINDS:
-            raise ValueError
-        made = Manifest(
-            words["kind"],
-            words["step"],
-            words["id"],
-            words["model"],
-            words["plan"],
-            words["world"],
-            {name: CheckpointFile(f["bytes"], f["digest"]) for name, f in words["files"].items()},
-            {
-                name: TensorEntry(
-                    tuple(e["shape"]),
-                    e["dtype"],
-                    e["layout"],
-                    tuple(Piece(p[0], p[1], tuple(p[2]), tuple(p[3])) for p in e["pieces"]),
-                )
-                for name, e in words["tensors"].items()
-            },
-        )
-        if made.text() != text:
-            raise ValueError
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-        raise _damaged(path, "it is not what was written") from None
-    return made
+    body, _, seal = text.rpartition(',\n "seal": "')
+    if seal != f'{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n':
+        raise _damaged(source, "it is not what was written")
+    return _Reading(source).manifest(words)
 
 
-def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"the manifest is damaged: {what}", source=str(path), legal="an earlier checkpoint of the run"
+def _damaged(source: str, what: str) -> CheckpointError:
+    return CheckpointError(f"the manifest is damaged: {what}", source=source, legal=_LEGAL)
+
+
+def is_plain_name(name: Any) -> bool:
+    """True for the name of a file in a folder, which leads to no other folder."""
+    return (
+        isinstance(name, str)
+        and 0 < len(name.encode()) <= 255
+        and name not in (".", "..", MANIFEST)
+        and "/" not in name
+        and name.isprintable()
     )
+
+
+class _Reading:
+    """One pass over the object of a manifest; every fault is raised with its place.
+
+    Args:
+        source: the file, as errors name it.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def _fault(self, place: Sequence[str | int], what: str) -> NoReturn:
+        raise _damaged(self._source, f"{''.join(map(step, place)).removeprefix('.')}: {what}")
+
+    def _whole(self, place: Sequence[str | int], value: Any, low: int = 0, high: int = (1 << 63) - 1) -> int:
+        if type(value) is not int or not low <= value <= high:
+            self._fault(place, f"{shown(value)} is no whole number from {low} to {high:,}")
+        return value
+
+    def _hex(self, place: Sequence[str | int], value: Any, digits: int | None = None) -> str:
+        if not isinstance(value, str) or not _HEX.fullmatch(value) or (digits is not None and len(value) != digits):
+            count = "a number of" if digits is None else digits
+            self._fault(place, f"{shown(value)} is not {count} hexadecimal digits")
+        return value
+
+    def _fields(self, place: Sequence[str | int], value: Any, names: Iterable[str]) -> dict[str, Any]:
+        if not isinstance(value, dict) or set(value) != set(names):
+            self._fault(place, f"{shown(value)} is no object with {', '.join(names)}")
+        return value
+
+    def manifest(self, words: dict[str, Any]) -> Manifest:
+        optional = [name for name in ("places",) if name in words]
+        names = ["schema", "kind", "step", "id", "model", "plan", "world", "digest", "files", "tensors", "seal"]
+        self._fields((), words, names + optional)
+        schema = self._whole(["schema"], words["schema"], 1, SCHEMA)
+        if words["digest"] != ALGORITHMS[schema].words:
+            self._fault(["digest"], f"{shown(words['digest'])} is not that of schema {schema}")
+        if words["kind"] not in KINDS:
+            self._fault(["kind"], f"{shown(words['kind'])} is none of {', '.join(KINDS)}")
+        for section in ("files", "tensors"):
+            if not isinstance(words[section], dict):
+                self._fault([section], f"it is {kind_of(words[section])}, and no object")
+        files = {name: self._file(schema, name, said) for name, said in words["files"].items()}
+        return Manifest(
+            words["kind"],
+            self._whole(["step"], words["step"]),
+            self._hex(["id"], words["id"], 32),
+            self._hex(["model"], words["model"]),
+            None if words["plan"] is None else self._hex(["plan"], words["plan"]),
+            self._whole(["world"], words["world"], 1, MOST_DEVICES),
+            files,
+            {name: self._tensor(files, name, said) for name, said in words["tensors"].items()},
+            schema,
+            self._places(files, words.get("places", {})),
+        )
+
+    def _file(self, schema: int, name: str, said: Any) -> CheckpointFile:
+        place = ["files", name]
+        if not is_plain_name(name):
+            self._fault(place, "it is no name of a file in the checkpoint's folder")
+        self._fields(place, said, ["bytes", "digest"])
+        size = self._whole([*place, "bytes"], said["bytes"])
+        return CheckpointFile(
+            size, self._hex([*place, "digest"], said["digest"], ALGORITHMS[schema].digits * blocks_of(size))
+        )
+
+    def _places(self, files: Mapping[str, CheckpointFile], said: Any) -> dict[str, tuple[str, ...]]:
+        if not isinstance(said, dict):
+            self._fault(["places"], f"it is {kind_of(said)}, and no object")
+        for place, names in said.items():
+            if (
+                not place.isprintable()
+                or not isinstance(names, list)
+                or not all(isinstance(name, str) and name in files for name in names)
+            ):
+                self._fault(["places", place], f"{shown(names)} is no list of files of the checkpoint")
+        return {place: tuple(names) for place, names in said.items()}
+
+    def _tensor(self, files: Mapping[str, CheckpointFile], name: str, said: Any) -> TensorEntry:
+        place = ["tensors", name]
+        if not name.isprintable():
+            self._fault(place, "its name moves the cursor")
+        self._fields(place, said, ["shape", "dtype", "layout", "pieces"])
+        shape, layout = said["shape"], said["layout"]
+        if not is_shape(shape):
+            self._fault([*place, "shape"], f"{shown(shape)} is no shape")
+        try:
+            size = element_size(said["dtype"])
+        except ValueError as error:
+            self._fault([*place, "dtype"], str(error))
+        if layout is not None:
+            self._layout([*place, "layout"], layout)
+        if not isinstance(said["pieces"], list):
+            self._fault([*place, "pieces"], f"it is {kind_of(said['pieces'])}, and no list")
+        pieces = tuple(
+            self._piece([*place, "pieces", number], files, len(shape), size, piece)
+            for number, piece in enumerate(said["pieces"])
+        )
+        wrong = untiled(tuple(shape), tuple((piece.starts, piece.sizes) for piece in pieces))
+        if wrong is not None:
+            self._fault([*place, "pieces"], wrong)
+        return TensorEntry(tuple(shape), said["dtype"], layout, pieces)
+
+    def _layout(self, place: Sequence[str | int], said: Any) -> None:
+        own = isinstance(said, dict) and "own" in said
+        self._fields(place, said, ["devices", "first", "layout", *["own"] * own])
+        self._whole([*place, "devices"], said["devices"], 1, MOST_DEVICES)
+        self._whole([*place, "first"], said["first"], 0, MOST_DEVICES)
+        if not isinstance(said["layout"], (list, dict)) or (own and said["own"] is not True):
+            self._fault(place, f"{shown(said)} is no layout")
+
+    def _piece(
+        self, place: Sequence[str | int], files: Mapping[str, CheckpointFile], dims: int, size: int, said: Any
+    ) -> Piece:
+        if not isinstance(said, list) or len(said) != 4:
+            self._fault(place, f"{shown(said)} is no [file, offset, starts, sizes]")
+        file, offset, starts, sizes = said
+        if not isinstance(file, str) or file not in files:
+            self._fault(place, f"{shown(file)} is no file of the checkpoint")
+        for numbers in (starts, sizes):
+            if not is_shape(numbers) or len(numbers) != dims:
+                self._fault(place, f"{shown(numbers)} is no whole number from 0 for each of {dims} dims")
+        end = self._whole([*place, 1], offset) + math.prod(sizes) * size
+        if end > files[file].bytes:
+            self._fault(place, f"it ends at byte {end:,} of {file}, which has {files[file].bytes:,}")
+        return Piece(file, offset, tuple(starts), tuple(sizes))
+
+
+@lru_cache(maxsize=4096)
+def untiled(shape: tuple[int, ...], boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> str | None:
+    """The fault of boxes that do not fill a tensor exactly once; None where they do.
+
+    Boxes within the tensor, with as many elements together, fill it exactly if no two overlap. Sorted by their start
+    in one dim, a box can overlap only those before it that have not ended there. Cached: parameters and the state of
+    an optimizer are stored in few different ways.
+
+    Args:
+        shape: the shape of the tensor.
+        boxes: start and size in each dim of every box.
+    """
+    for starts, sizes in boxes:
+        if any(a + n > dim for a, n, dim in zip(starts, sizes, shape)):
+            return f"the piece at {list(starts)} of {list(sizes)} is not within {list(shape)}"
+    count = sum(math.prod(sizes) for _, sizes in boxes)
+    if count != math.prod(shape):
+        return f"they have {count:,} elements, the tensor has {math.prod(shape):,}"
+    if len(boxes) < 2 or not count:
+        return None
+    dim = max(range(len(shape)), key=lambda d: len({starts[d] for starts, _ in boxes}))
+    open_ones: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for starts, sizes in sorted((box for box in boxes if math.prod(box[1])), key=lambda box: box[0][dim]):
+        open_ones = [one for one in open_ones if one[0][dim] + one[1][dim] > starts[dim]]
+        for other, lengths in open_ones:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(starts, sizes, other, lengths)):
+                return f"the pieces at {list(other)} of {list(lengths)} and at {list(starts)} of {list(sizes)} overlap"
+        open_ones.append((starts, sizes))
+    return None
 
 
 def write(folder: str | Path, manifest: Manifest) -> None:
@@ -361,48 +446,49 @@ def write(folder: str | Path, manifest: Manifest) -> None:
 # -- looking for damage ------------------------------------------------------------------------------------------------
 
 
-def check_files(folder: str | Path, manifest: Manifest, part: int = 0, parts: int = 1) -> list[str]:
+def check_files(
+    folder: str | Path, manifest: Manifest, part: int = 0, parts: int = 1, paths: Mapping[str, Path] | None = None
+) -> list[str]:
     """The problems of a checkpoint's files, each with the file's name: missing, cut short, of another save, altered.
 
     Args:
         folder: the folder of the checkpoint.
         manifest: its manifest.
         part, parts: of the bytes to be read for the digests, check share `part` of `parts` only.
+        paths: the files to check, where they are not all in the folder; None: all.
     """
-    folder, problems, sound = Path(folder), [], {}
+    problems, sound, digits = [], {}, manifest.algorithm.digits
+    paths = {name: Path(folder) / name for name in manifest.files} if paths is None else paths
     for name, file in manifest.files.items():
-        try:
-            size = (folder / name).stat().st_size
-        except OSError as error:
-            problems.append(f"{name}: {'it is missing' if isinstance(error, FileNotFoundError) else error.strerror}")
+        if name not in paths:
             continue
         try:
-            mark = mark_of(folder / name)
-        except (OSError, ValueError):
+            size = paths[name].stat().st_size
+        except OSError as error:
+            gone = isinstance(error, FileNotFoundError)
+            problems.append(f"{name}: {f'it is missing{manifest.written_to(name)}' if gone else error.strerror}")
+            continue
+        try:
+            mark = mark_of(paths[name])
+        except OSError:
             mark = None
         if mark is not None and mark != manifest.id:
             problems.append(f"{name}: it belongs to another save, {mark}, and not to this one, {manifest.id}")
         elif size != file.bytes:
             problems.append(f"{name}: it has {size:,} bytes instead of {file.bytes:,}")
-        elif len(file.digest) != 8 * blocks_of(size):
-            problems.append(f"{name}: the manifest has no digest of it")
         else:
             sound[name] = size
     for name, first, last in shares(sound, part, parts):
-        want = manifest.files[name].digest[8 * first : 8 * last]
+        want = manifest.files[name].digest[digits * first : digits * last]
         try:
-            got = digest(folder / name, first, last)
+            got = digest(paths[name], first, last, manifest.algorithm)
         except OSError as error:
             problems.append(f"{name}: it cannot be read: {error.strerror}")
             continue
         if got != want:
-            wrong = next(
-                (i for i in range(last - first) if got[8 * i : 8 * i + 8] != want[8 * i : 8 * i + 8]), last - first
-            )
-            at = (first + wrong) * ALGORITHM["block"]
-            problems.append(
-                f"{name}: it was altered within bytes {at:,} to {min(at + ALGORITHM['block'], sound[name]) - 1:,}"
-            )
+            wrong = next(i for i in range(last - first) if got[digits * i :][:digits] != want[digits * i :][:digits])
+            at = (first + wrong) * BLOCK
+            problems.append(f"{name}: it was altered within bytes {at:,} to {min(at + BLOCK, sound[name]) - 1:,}")
     return problems
 
 
@@ -450,6 +536,8 @@ TRAILER = 64
 #: The longest header that the safetensors format allows, in bytes.
 _LONGEST = 100 << 20
 
+_MARK = re.compile(rf'"{ID_KEY}"\s*:\s*"([0-9a-f]+)"'.encode())
+
 
 def trailer(save_id: str, rank: int) -> bytes:
     """The last `TRAILER` bytes of a rank's part."""
@@ -460,14 +548,13 @@ def mark_of(path: Path) -> str | None:
     """The id that a file carries, or None.
 
     Raises:
-        OSError, ValueError: the file cannot be read or parsed.
+        OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         if path.suffix == ".safetensors":
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length <= _LONGEST else {}
-            return header.get("__metadata__", {}).get(ID_KEY) if isinstance(header, dict) else None
-        if path.suffix == ".distcp":
+            found = _MARK.search(file.read(length)) if length <= _LONGEST else None
+        elif path.suffix == ".distcp":
             file.seek(max(0, os.fstat(file.fileno()).st_size - TRAILER))
             found = re.match(rb"shardwright ([0-9a-f]+) ", file.read())
         elif path.suffix == ".json":

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from ..device_modules import current_stream, event, host_memory, is_accelerator, side_stream, within
 from ..errors import CheckpointError
-from ..json_values import encode
+from ..json_files.json_values import encode
 from ..runtime.distributed.coordination import ranks_of_now
 from ..runtime.optimizer_guard import before_next_step, says_when_it_steps
 from ..torch_private import version_of
@@ -345,7 +345,9 @@ def save_checkpoint(
     Args:
         model: the `AutoParallel`, or a module.
         optimizer: the optimizer whose state and settings are saved too.
-        path: the folder of the run's checkpoints, visible to all hosts; created where it does not exist.
+        path: the folder of the run's checkpoints; created where it does not exist. Ranks may see folders of their own
+            (each host has a disk, or relative paths in different folders): whole files lie in that of rank 0, and
+            parts in those of their ranks, each of which has manifest, state and plan besides.
         step: the step of the run, from 0. An existing checkpoint of this step is replaced.
         extra: values of the user: numbers, text, lists, dicts, small tensors. With several processes, rank 0's are
             saved.
@@ -379,7 +381,7 @@ def save_checkpoint(
             job, state = _collected(
                 CheckpointedModel(model, ranks),
                 optimizer,
-                Path(path),
+                Path(os.path.abspath(path)),  # the process may go to another folder while the save is under way
                 step,
                 bool(integrated_save),
                 keep_checkpoint_max,
@@ -473,7 +475,8 @@ def _collected(
     def words(value: Any, what: str) -> Any:
         try:
             return encode(value, what)
-        except TypeError as error:
+        except (TypeError, RecursionError) as error:
+            error = error if isinstance(error, TypeError) else TypeError(f"{what} is nested too deep")
             raise CheckpointError(
                 f"{error}, which cannot be saved",
                 source=str(path),
@@ -513,8 +516,6 @@ def _collected(
         "tensors": described_here(held, written),
         "scalars": words(others, "the optimizer's state"),
     }
-    if whole and ranks.remote(ranks.rank):
-        said["boxes"] = [(w.name, w.starts, tuple(w.tensor.shape), w.tensor.dtype) for w in written]
     if ranks.rank == 0:
         said["id"] = new_id()
         folders.begin(path, step, said["id"])

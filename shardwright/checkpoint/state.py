@@ -28,7 +28,7 @@ from ..capture.annotations import whole_shape
 from ..capture.manual import is_own, stacked
 from ..device_modules import random_states, set_random_states
 from ..errors import CheckpointError
-from ..json_values import dtype_name
+from ..json_files.json_values import dtype_name
 from ..layout import Digit, Layout, group_of
 from ..parallel.auto_parallel import AutoParallel
 from ..partition.uneven import true_slice

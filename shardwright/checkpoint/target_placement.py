@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..json_values import dtype_named
+from ..json_files.json_values import dtype_named
 from ..layout import Layout
 from ..planfile.parameter_file import ParameterStrategies, TensorStorage
 from .formats import written_here

@@ -7,23 +7,24 @@ takes less time than another call.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..device_modules import host_memory
-from ..errors import CheckpointError
-from ..json_values import dtype_named
+from ..errors import CheckpointError, shown
+from ..json_files.json_reader import MIB, kind_of, read_object
+from ..json_files.json_values import dtype_named
 from .formats import header_of
-from .manifest import MANIFEST, Manifest, Piece, TensorEntry, element_size, read
+from .manifest import MANIFEST, Manifest, Piece, TensorEntry, element_size, is_plain_name, read
 
-__all__ = ["HUGGING_FACE", "StoredTensors", "is_hugging_face"]
+__all__ = ["HUGGING_FACE", "StoredTensors", "WantedSlice", "is_hugging_face"]
 
 #: Files of a Hugging Face folder: the whole model, or the index from tensors to shard files.
 HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")
@@ -42,6 +43,22 @@ def is_hugging_face(folder: Path) -> bool:
     )
 
 
+class WantedSlice(NamedTuple):
+    """A slice of a file that this rank does not see.
+
+    Attributes:
+        out: the destination, of the slice's shape.
+        dtype: the stored dtype's name in torch.
+        piece: the piece that the slice is of.
+        starts: the start of the slice in the piece, in each dim.
+    """
+
+    out: Tensor
+    dtype: str
+    piece: Piece
+    starts: list[int]
+
+
 class StoredTensors:
     """The tensors of a checkpoint by name: ``model.<name>``, ``loss_fn.<name>``, ``optimizer.<parameter>.<key>``.
 
@@ -49,8 +66,11 @@ class StoredTensors:
         folder: the folder of a checkpoint, or of a Hugging Face model (`HUGGING_FACE`), which has ``model.<name>``
             alone.
         manifest: the checkpoint's manifest, where the caller has read it.
+        paths: the place of each file; None: all are in the folder.
+        served: file that some rank does not see -> the rank that sends slices of it (`seen_folders.fetch`).
 
     Attributes:
+        wanted: slices of files that are not in `paths`, which other ranks are to send.
         manifest: the manifest; None for a Hugging Face folder.
         entries: the tensors, by name.
         bytes_read: bytes of tensors read so far.
@@ -59,8 +79,16 @@ class StoredTensors:
         CheckpointError: the folder is neither, or its manifest or headers are damaged.
     """
 
-    def __init__(self, folder: str | Path, manifest: Manifest | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        manifest: Manifest | None = None,
+        paths: Mapping[str, Path] | None = None,
+        served: Mapping[str, int] | None = None,
+    ) -> None:
         self.folder = Path(folder)
+        self.paths, self.served = paths, served or {}
+        self.wanted: list[WantedSlice] = []
         self.bytes_read = 0
         self._open: dict[str, int] = {}
         if manifest is None and is_hugging_face(self.folder):
@@ -119,7 +147,11 @@ class StoredTensors:
             high = [min(b, p + n) for b, p, n in zip(stops, piece.starts, piece.sizes)]
             if all(a < b for a, b in zip(low, high)):
                 part = out[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, starts))] if shape else out
-                self._read_piece(part, self.entries[name].dtype, piece, [a - p for a, p in zip(low, piece.starts)])
+                within = [a - p for a, p in zip(low, piece.starts)]
+                if self.paths is not None and piece.file not in self.paths and piece.file in self.served:
+                    self.wanted.append(WantedSlice(part, self.entries[name].dtype, piece, within))
+                else:
+                    self.read_piece(part, self.entries[name].dtype, piece, within)
 
     def close(self) -> None:
         """Close the files."""
@@ -133,12 +165,12 @@ class StoredTensors:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _read_piece(self, out: Tensor, word: str, piece: Piece, starts: list[int]) -> None:
+    def read_piece(self, out: Tensor, word: str, piece: Piece, starts: list[int]) -> None:
         """Read the box of a piece that begins at `starts` and has the shape of `out` into `out`."""
         dtype = dtype_named(word)
         if out.device.type != "cpu" or out.dtype != dtype or not out.is_contiguous():
             made = host_memory(out, dtype)
-            self._read_piece(made, word, piece, starts)
+            self.read_piece(made, word, piece, starts)
             out.copy_(made, non_blocking=made.is_pinned())  # the next piece is read meanwhile
             return
         size, sizes, lengths = element_size(word), piece.sizes, list(out.shape)
@@ -175,7 +207,7 @@ class StoredTensors:
     def _fill(self, name: str, target: Tensor, offset: int) -> None:
         """Fill `target` (bytes) from a file, from `offset` on."""
         handle = self._open.get(name)
-        path = self.folder / name
+        path = (self.paths or {}).get(name, self.folder / name)
         memory, count = target.numpy().data, 0
         try:
             if handle is None:
@@ -190,8 +222,11 @@ class StoredTensors:
                     )
                 count += got
         except OSError as error:
+            where = self.manifest.written_to(name) if self.manifest is not None and handle is None else ""
             raise CheckpointError(
-                f"the file cannot be read: {error.strerror}", source=str(path), legal="a checkpoint that is whole"
+                f"the file cannot be read: {error.strerror}{where}",
+                source=str(path),
+                legal="a checkpoint that is whole",
             ) from None
         self.bytes_read += count
 
@@ -199,26 +234,34 @@ class StoredTensors:
 def _hugging_face(folder: Path) -> dict[str, TensorEntry]:
     """The tensors of a folder in the layout that Hugging Face writes."""
     whole, index = (folder / name for name in HUGGING_FACE)
+    places: dict[str, str] | None = None
+    files = [whole.name]
     if index.exists():
-        try:
-            places = json.loads(index.read_bytes())["weight_map"]
-            files = sorted(set(places.values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        legal = 'an object with a "weight_map" from names of tensors to files beside the index'
+        found = read_object(index, CheckpointError, "the index", legal, 100 * MIB)[1].get("weight_map")
+        if not isinstance(found, dict):
             raise CheckpointError(
-                "the index is damaged", source=str(index), legal='an object with a "weight_map" from names to files'
-            ) from None
-    else:
-        places, files = None, [whole.name]
+                f'its "weight_map" is {kind_of(found)}, and no object', source=str(index), legal=legal
+            )
+        for name, file in found.items():
+            if not is_plain_name(file):
+                raise CheckpointError(
+                    f"{shown(name)} is in {shown(file)}, which is no file beside the index",
+                    source=str(index),
+                    legal=legal,
+                )
+        places, files = found, sorted(set(found.values()))
     out: dict[str, TensorEntry] = {}
     for file in files:
         for name, (dtype, shape, offset) in header_of(folder / file).tensors.items():
             if places is None or places.get(name) == file:
                 out[f"model.{name}"] = TensorEntry(shape, dtype, None, (Piece(file, offset, (0,) * len(shape), shape),))
-    missing = [name for name in places or () if f"model.{name}" not in out]
-    if missing:
+    for name, file in (places or {}).items():
+        if f"model.{name}" in out:
+            continue
         raise CheckpointError(
-            f"{missing[0]!r} is not in it, where {index.name} says so",
-            source=str(folder / places[missing[0]]),
+            f"{shown(name)} is not in it, where {index.name} says so",
+            source=str(folder / file),
             legal="the files of one model",
         )
     return out

@@ -18,7 +18,6 @@ anything is written; the destination gets its final name when all of it is on th
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -42,9 +41,10 @@ from .formats import METADATA, DcpItem, PartFile, WholeFiles, entries_of, write_
 from .load import load_checkpoint
 from .manifest import MANIFEST, TensorEntry, check_files, new_id, sync_folder, write_file
 from .state import Box, CheckpointedModel, generators, restore_generators
+from .state_file import STATE, read_state, state_text
 from .target_placement import boxes_of, one_device, placed, strategy_name
 from .tensor_reader import StoredTensors, is_hugging_face
-from .writer import CONFIG, PLAN, STATE, sealed
+from .writer import CONFIG, PLAN, sealed
 
 __all__ = [
     "Box",
@@ -280,9 +280,7 @@ class _New:
         """Write everything but the tensors, the manifest last, and give the folder its final name."""
         if (self._stored.folder / CONFIG).exists():
             write_file(self.folder / CONFIG, (self._stored.folder / CONFIG).read_bytes())
-        write_file(
-            self.folder / STATE, json.dumps({**self.state, "id": self.id}, ensure_ascii=False, indent=1).encode()
-        )
+        write_file(self.folder / STATE, state_text(self.id, {**self.state, "id": self.id}, str(self.target)))
         self._progress("to the disk", 0, self._total)
         sealed(self.folder, {}, entries, kind, self.state["step"], self.id, plan, world)
         sync_folder(self.folder)
@@ -304,12 +302,7 @@ def _state(stored: StoredTensors) -> dict[str, Any]:
             "random": None,
             "data": None,
         }
-    try:
-        return dict(json.loads((stored.folder / STATE).read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"it cannot be read: {error}", source=str(stored.folder / STATE), legal="a checkpoint that is whole"
-        ) from None
+    return read_state(stored.folder, stored.manifest)
 
 
 @contextlib.contextmanager

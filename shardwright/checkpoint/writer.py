@@ -2,9 +2,14 @@
 
 Every step ends in an agreement: an error on one rank is raised on all, and everything written is removed.
 
-    whole files     headers by rank 0, boxes by all ranks of its host; boxes of other hosts are sent to rank 0
+    whole files     headers by rank 0, boxes by all ranks of its host that see its folder; boxes of other ranks are sent
+                    to rank 0
     parts           one file a rank, then rank 0 writes ``.metadata``
     both            digests, fsync; then rank 0 writes state, plan and manifest, renames the folder, prunes
+
+Ranks that do not see the folder of rank 0 write their parts into a folder of their own path. One rank of each such
+folder leads it: the one that made it. It writes state, plan and manifest as rank 0 has them, and renames its folder
+before rank 0 renames the first one: a checkpoint that is whole under rank 0's path is whole in all folders.
 """
 
 from __future__ import annotations
@@ -13,7 +18,8 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -21,27 +27,29 @@ from typing import Any, cast
 import torch
 
 from ..errors import CheckpointError, ShardwrightError
-from ..json_values import encode
+from ..json_files.json_values import encode
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..runtime.distributed.coordination import ProcessRanks, SingleRank
 from ..sharded_plan import Plan
 from . import checkpoint_folders as folders
 from .box_joining import Joint, joined, joints_of, scattered
-from .formats import DcpItem, PartFile, WholeFiles, WrittenBox, entries_of, write_metadata
+from .digests import digest, shares
+from .formats import DcpItem, PartFile, WholeFiles, WrittenBox, entries_of, part_name, write_metadata
 from .manifest import (
+    MANIFEST,
     CheckpointFile,
     Manifest,
     TensorEntry,
-    digest,
     model_fingerprint,
-    shares,
     write as write_manifest,
     write_file,
 )
+from .seen_folders import place_of
+from .state_file import STATE, state_text
 
-__all__ = ["CONFIG", "PLAN", "STATE", "Described", "SaveJob", "located", "sealed"]
+__all__ = ["CONFIG", "PLAN", "Described", "SaveJob", "located", "sealed"]
 
-STATE, PLAN, CONFIG = "state.json", "plan.json", "config.json"
+PLAN, CONFIG = "plan.json", "config.json"
 
 #: Name -> (shape, dtype, layout) of a tensor.
 Described = Mapping[str, tuple[tuple[int, ...], str, dict | None]]
@@ -69,6 +77,7 @@ def sealed(
     save_id: str,
     plan: str | None,
     world: int,
+    places: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Write the manifest of a folder whose other files are complete.
 
@@ -78,7 +87,7 @@ def sealed(
         folder: the folder of the checkpoint.
         files: the files whose size and digest are known.
         entries: the tensors, by name.
-        kind, step, save_id, plan, world: see `Manifest`.
+        kind, step, save_id, plan, world, places: see `Manifest`.
 
     Raises:
         OSError: the disk is full, …
@@ -88,7 +97,7 @@ def sealed(
         synced(folder, [path.name])
         there[path.name] = CheckpointFile(path.stat().st_size, digest(path))
     model = model_fingerprint((n, e.shape, e.dtype) for n, e in entries.items() if not n.startswith("optimizer."))
-    write_manifest(folder, Manifest(kind, step, save_id, model, plan, world, there, entries))
+    write_manifest(folder, Manifest(kind, step, save_id, model, plan, world, there, entries, places=places or {}))
 
 
 def synced(folder: Path, names: Iterable[str]) -> None:
@@ -151,7 +160,9 @@ class SaveJob:
         state: the rest of the state; rank 0's is written.
         texts: file -> content that rank 0 writes besides.
         tensors: the tensors of all ranks.
-        remote: rank on another host than rank 0 -> the boxes that it sends: name, start, sizes, dtype.
+        remote: rank that does not write into the file of rank 0 -> the boxes that it sends: name, start, sizes, dtype.
+        places: of each rank, where there are several folders, the folder that it writes to: ``host:path``.
+        leads: True where this rank has made a folder that ranks beside it write to.
         id: the id of this save.
         failed: an error of this rank from before it began to write.
     """
@@ -172,6 +183,8 @@ class SaveJob:
     texts: dict[str, bytes]
     tensors: Described = field(default_factory=dict)
     remote: dict[int, list[tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]]] = field(default_factory=dict)
+    places: list[str] = field(default_factory=list)
+    leads: bool = False
     id: str = ""
     failed: Exception | None = None
 
@@ -209,7 +222,6 @@ class SaveJob:
 
         everything = {name: described for other in said for name, described in other["tensors"].items()}
         self.tensors = {name: everything[name] for name in sorted(everything, key=place)}
-        self.remote = {rank: other["boxes"] for rank, other in enumerate(said) if "boxes" in other}
         if self.state["optimizer"] is not None:
             self.state["optimizer"]["scalars"] = {k: v for other in said for k, v in other["scalars"].items()}
 
@@ -220,14 +232,52 @@ class SaveJob:
             CheckpointError: the failure of any rank; raised on all of them.
         """
         try:
+            self._meet()
             self._gather()
             entries, files = self._write_whole() if self.whole else self._write_parts()
             self._each(lambda: self._finish(entries, files) if self.ranks.rank == 0 else None)
+            self._rename()
         except Exception:  # of any kind: raised again
             self.give_up()
             raise
         finally:
             self.written = []
+
+    def _meet(self) -> None:
+        """Find out which ranks see the folder that rank 0 has made.
+
+        The others make folders of their own for parts, and send their boxes of whole files.
+
+        Raises:
+            CheckpointError: a rank sees no folder and cannot make one, with both; raised on all ranks.
+        """
+        rank, boxes = self.ranks.rank, None
+        sees = rank == 0 or self.part.is_dir()
+        if self.whole and (not sees or self.ranks.remote(rank)):
+            boxes = [[w.name, list(w.starts), list(w.tensor.shape), w.tensor.dtype] for w in self.written]
+        said = self.ranks.exchanged([sees, place_of(self.path), boxes])
+        self.remote = {
+            other: [(name, tuple(starts), tuple(sizes), dtype) for name, starts, sizes, dtype in theirs]
+            for other, (_, _, theirs) in enumerate(said)
+            if theirs is not None
+        }
+        if self.whole or all(sees for sees, *_ in said):
+            return
+        self.places = [said[0][1] if sees else place for sees, place, _ in said]
+        reason = None
+        if not sees and self.failed is None:
+            try:
+                self.leads = folders.join(self.path, self.step, self.id)
+            except OSError as error:
+                reason = error.strerror or str(error)
+        for other, why in enumerate(self.ranks.exchanged(reason)):
+            if why is not None:
+                raise CheckpointError(
+                    f"rank {other} does not see the folder that rank 0 saves to, {self.places[0]}, and cannot make its "
+                    f"own, {self.places[other]}: {why}",
+                    source=self.places[other],
+                    legal="a folder that all ranks see, or one for each host that can be written",
+                )
 
     def _gather(self) -> None:
         """Gather the random state and the data position of each rank on rank 0."""
@@ -243,6 +293,7 @@ class SaveJob:
         """Remove everything written so far."""
         if self.ranks.rank == 0:
             self.id = self.said["id"]
+        if self.ranks.rank == 0 or self.leads:
             shutil.rmtree(self.part, ignore_errors=True)
 
     def _each(self, work: Callable[[], Any]) -> list[Any]:
@@ -262,7 +313,7 @@ class SaveJob:
 
     def _write_whole(self) -> tuple[dict[str, TensorEntry], dict[str, CheckpointFile]]:
         ranks, rank = self.ranks, self.ranks.rank
-        near = [r for r in range(ranks.world) if not ranks.remote(r)]
+        near = [r for r in range(ranks.world) if r not in self.remote]
         files = WholeFiles(self.tensors, self.id, self.step, self.aliases)
         joints = [] if ranks.world == 1 or self.remote else self._joints()
         shared = {joint.name for joint in joints if rank in joint.ranks}
@@ -323,7 +374,7 @@ class SaveJob:
             raise failed
 
     def _carry(self, files: WholeFiles) -> None:
-        """Send boxes of other hosts to rank 0, which writes them.
+        """Send boxes of ranks that do not write into the file to rank 0, which writes them.
 
         Two hosts that write into one page of a file may each lose the writes of the other.
         """
@@ -373,24 +424,17 @@ class SaveJob:
             raise self.failed
         if not self.part.is_dir():
             raise CheckpointError(
-                "the folder that rank 0 has made is not there",
+                "the folder of the save is not there any more",
                 source=str(self.part),
-                legal="a path in a file system that all hosts share",
+                legal="a folder that nothing else removes",
             )
 
     def _finish(self, entries: dict[str, TensorEntry], files: dict[str, CheckpointFile]) -> None:
         """Write the remaining files, on rank 0, and give the folder its final name."""
         if self.plan is not None:
             self.plan.save(self.part / PLAN)
-        state = (
-            "{"
-            + ",\n ".join(
-                f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
-                for key, value in {"id": self.id, **self.state}.items()
-            )
-            + "}\n"
-        )
-        for name, text in {**self.texts, STATE: state.encode()}.items():
+        state = state_text(self.id, self.state, str(self.path))
+        for name, text in {**self.texts, STATE: state}.items():
             write_file(self.part / name, text)
         sealed(
             self.part,
@@ -401,9 +445,63 @@ class SaveJob:
             self.id,
             None if self.plan is None else self.plan.fingerprint,
             self.ranks.world,
+            self._folders(),
         )
+
+    def _folders(self) -> dict[str, list[str]]:
+        """Each folder with the parts that it alone has; empty where there is one folder."""
+        out: dict[str, list[str]] = {}
+        for rank, place in enumerate(self.places):
+            out.setdefault(f"{place}/{folders.name_of(self.step)}", []).append(part_name(rank))
+        return out
+
+    def _rename(self) -> None:
+        """Give the folders their final names, that of rank 0 last, and remove old checkpoints."""
+        first = self.ranks.rank == 0
+        if self.places:
+            self._each(self._copy)
+            self._each(lambda: folders.finish(self.part, self.step, self.id) if self.leads else None)
+            if first:
+                _warn_once(self.places)
+        self._each(lambda: self._named() if first else None)
+        if self.places:
+            self._each(lambda: folders.prune(self.path, self.keep, self.step) if self.leads else None)
+
+    def _named(self) -> None:
         folders.finish(self.part, self.step, self.id)
         folders.prune(self.path, self.keep, self.step)
+
+    def _copy(self) -> None:
+        """Write everything but the parts, as rank 0 has written it, into the folder that this rank leads."""
+        mine: dict[str, bytes] | None = None
+        failed: OSError | None = None
+        try:
+            if self.ranks.rank == 0:
+                parts = {part_name(rank) for rank in range(self.ranks.world)}
+                mine = {p.name: p.read_bytes() for p in self.part.iterdir() if p.name not in parts}
+        except OSError as error:  # raised once the other ranks, which wait for the files, have been told
+            failed = error
+        held = self.ranks.from_first(mine)
+        if failed is not None:
+            raise failed
+        if self.leads:
+            for name in sorted(held or (), key=lambda name: name == MANIFEST):
+                write_file(self.part / name, held[name])
+
+
+def _warn_once(places: Sequence[str]) -> None:
+    """Say once that the checkpoints of a run lie in several folders."""
+    if tuple(places) not in _warned:
+        _warned.add(tuple(places))
+        warnings.warn(
+            f"the checkpoints lie in {len(set(places))} folders, each with the parts of its own ranks: "
+            f"{', '.join(dict.fromkeys(places))}. The run goes on from them; to read a checkpoint elsewhere, copy its "
+            "folders together",
+            stacklevel=2,
+        )
+
+
+_warned: set[tuple[str, ...]] = set()
 
 
 def _by_rank(states: list[Any]) -> dict[str, Any] | None:

@@ -35,6 +35,8 @@ def words(stored: StoredTensors) -> dict[str, Any]:
             "world": made.world,
             "files": {name: file.bytes for name, file in made.files.items()},
         }
+        if made.places:
+            head["places"] = {place: list(names) for place, names in made.places.items()}
     return head | {"bytes": sum(t["bytes"] for t in tensors.values()), "tensors": tensors}
 
 
@@ -57,6 +59,8 @@ def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None =
         )
         ids = f"model {said['model']}, plan {said['plan'] or 'none'}, save {said['id']}"
         head += f"\n{ids}\n{len(said['files'])} files, {size_text(sum(said['files'].values()))}"
+        for place, names in said.get("places", {}).items():
+            head += f"\n{len(names)} of them written to {place}"
     console.print(Text(head))
     shown = table("tensor", "shape", "dtype", "cut", "bytes", right=("bytes",))
     states: dict[str, list[int]] = {}

@@ -22,7 +22,7 @@ from transformers.utils.generic import can_return_loss, find_labels
 from ..capture.annotations import CUT
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.save import save_checkpoint
-from ..errors import SettingError
+from ..errors import CheckpointError, SettingError
 from ..parallel.auto_parallel import AutoParallel
 from .accelerate import Accelerator
 
@@ -169,7 +169,17 @@ class TrainerMixin(_Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         load_checkpoint(self.model, _plain(self.optimizer), folder)
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULE, weights_only=True))
+        file = Path(checkpoint) / _SCHEDULE
+        try:
+            state = torch.load(file, weights_only=True)
+        except Exception as error:  # of any kind: torch's reader has many
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise CheckpointError(
+                f"the state of the schedule cannot be read: {reason}",
+                source=str(file),
+                legal="a checkpoint of a Trainer that is whole",
+            ) from error
+        self.lr_scheduler.load_state_dict(state)
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:

@@ -6,6 +6,7 @@
     rendezvous           the meeting of a run's nodes, and of ranks without an agent
     console              logs, the live line, the worker that ended first
     environment          the place of a process in the run, from the variables of its launcher
+    rank_table           the file that assigns ranks to the devices of an Ascend cluster
     device_choice        the device of a process
 
 Only `agent`, `device_choice` and `rendezvous` import torch.

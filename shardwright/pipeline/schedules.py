@@ -32,7 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from ..errors import SettingError
+from ..errors import SettingError, shown
 from ..torch_private import computation, schedule_without_transfers
 
 __all__ = ["SCHEDULES", "Action", "Schedule", "action_of", "check", "forward_only", "read", "schedule"]
@@ -272,7 +272,9 @@ def check_placed(schedule: Schedule, where: Callable[[int, int], str], backward:
             at[action] = group, number
             _in_range(schedule, action, group, where(group, number), backward)
             if first is not None:
-                raise error(f"{action} is there twice, first at {where(*first).removeprefix(f'{file}, ')}", action)
+                raise error(
+                    f"{action} is there twice, first at {where(*first).removeprefix(f'{file}, ')}", action, legal="once"
+                )
     for stage, group in enumerate(schedule.placement):
         for micro in range(schedule.micro_batches):
             forward, whole, inputs, weights = (Action(stage, kind, micro) for kind in "FBIW")
@@ -451,6 +453,9 @@ def _torch_order(name: str, groups: int, chunks: int, micro_batches: int) -> lis
 
 _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 
+#: Bytes of a file, at most.
+LONGEST = 64 << 20
+
 #: Actions of torch's files that are no computations.
 _OTHERS = re.compile(r"UNSHARD|RESHARD|REDUCE_GRAD|SEND_[FB]|RECV_[FB]|OVERLAP_F_B")
 
@@ -467,9 +472,16 @@ def read(path: Path, groups: int, micro_batches: int, chunks: int | None) -> Sch
             actions, or an error of `check`, with its row and cell.
     """
     try:
+        size = path.stat().st_size
+        if size > LONGEST:
+            raise SettingError(
+                f"the schedule has {size:,} bytes, and at most {LONGEST:,} are read",
+                source=str(path),
+                legal="a CSV file with a row for each group of devices",
+            )
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = [row for row in csv.reader(file) if row]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error) as error:  # ValueError: no text, or a path with a null character
         raise SettingError(
             f"the schedule cannot be read: {getattr(error, 'strerror', None) or error}",
             source=str(path),
@@ -524,5 +536,5 @@ def action_of(text: str, source: str) -> Action:
     found = _ACTION.fullmatch(text)
     if found is None:
         why = ": what is sent, gathered or overlapped follows from the computations" if _OTHERS.search(text) else ""
-        raise SettingError(f"{text!r} is no action{why}", source=source, legal=LEGAL)
+        raise SettingError(f"{shown(text)} is no action{why}", source=source, legal=LEGAL)
     return Action(int(found[1]), found[2], int(found[3]))

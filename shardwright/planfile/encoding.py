@@ -2,7 +2,8 @@
 
 1. Graphs (`write_graph`, `read_graph`): operators with their argument trees, values, the nesting of inputs and
    outputs. A graph is complete for planning, not for running: constants keep shape and dtype but lose their values,
-   and plain objects that were given to a user's `torch.autograd.Function` are lost.
+   and plain objects that were given to a user's `torch.autograd.Function` are lost. Reading imports no module and
+   runs no code of the file's writer: operators and classes are those that this process has already.
 
    Values are written once, by name. In an argument tree a leaf without a JSON type is an object with one key:
 
@@ -29,22 +30,26 @@ import math
 import string
 import sys
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
+from enum import Enum
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from ..autocast import Autocast, UnderAutocast, under
 from ..capture.regions import Applied
-from ..errors import LayoutError, PlanError, ShardwrightError, StrategyError
+from ..errors import LayoutError, PlanError, ShardwrightError, StrategyError, shown
 from ..graph import Graph, Master, Op, Pieces, Recompute, Value, values_in
+from ..json_files.json_reader import MIB, parse
 from ..layout import Digit, Digits, Layout, beside, merge
 from ..rules import Assignment, Bound, assignment_of
-from ..torch_private import pytree
+from ..torch_private import OpOverload, pytree
 
 __all__ = [
     "fingerprint",
+    "fingerprint_of",
     "packed",
     "read_assignment",
     "read_digits",
@@ -184,9 +189,17 @@ def write_graph(graph: Graph) -> dict[str, Any]:
 
 def fingerprint(graph: Graph) -> str:
     """A short hash of a graph: its operators, arguments, shapes and dtypes, but not their modules and source lines."""
-    said = write_graph(graph)
-    said["ops"] = [{key: x for key, x in op.items() if key not in ("module", "source")} for op in said["ops"]]
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+    return fingerprint_of(write_graph(graph))
+
+
+def fingerprint_of(said: Mapping[str, Any]) -> str:
+    """The fingerprint of the graph that `said` is, as `write_graph` writes it.
+
+    Raises:
+        KeyError, TypeError, AttributeError: `said` was not written by `write_graph`.
+    """
+    ops = [{key: x for key, x in op.items() if key not in ("module", "source")} for op in said["ops"]]
+    return hashlib.sha256(json.dumps({**said, "ops": ops}, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def packed(said: Any) -> str:
@@ -198,16 +211,83 @@ def packed(said: Any) -> str:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def unpacked(text: str) -> Any:
+#: Bytes of a captured graph, unpacked, at most. An operator takes some 250 bytes.
+LONGEST = 64 * MIB
+
+
+def unpacked(text: str, source: str = "", legal: str = "a file that Plan.save wrote") -> Any:
     """The value that `packed` was given.
 
+    Args:
+        text: the packed line.
+        source: the file, as errors name it.
+        legal: the legal files, for errors.
+
     Raises:
-        ValueError: the text is cut short or damaged.
+        PlanError: the text is cut short or damaged, or has more than `LONGEST` bytes when unpacked.
     """
     try:
-        return json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
-    except zlib.error as error:
-        raise ValueError(str(error)) from None
+        worker = zlib.decompressobj()
+        content = worker.decompress(base64.b64decode(text, validate=True), LONGEST + 1)
+        if len(content) > LONGEST:
+            raise PlanError(
+                f"the captured graph has more than {LONGEST:,} bytes when it is unpacked",
+                source=source,
+                legal=f"{legal}, of a graph of at most {LONGEST // MIB} MiB",
+            )
+        if not worker.eof or worker.unused_data:
+            raise ValueError("it is cut short, or goes on after its end")
+        words = content.decode()
+    except (ValueError, zlib.error) as error:
+        raise PlanError(f"the captured graph cannot be read: {error}", source=source, legal=legal) from None
+    return parse(words, PlanError, "the captured graph", source, legal, lines=False)
+
+
+def _read_spec(text: str | None, source: str) -> Any:
+    """The nesting that `_spec` has written.
+
+    torch's own reader imports the modules of enums and of defaults of dicts. A plan that names a class which is not
+    there yet is refused before.
+
+    Raises:
+        PlanError: a class that is not imported, by name.
+        ValueError, TypeError, ...: the text was not written by `_spec`.
+    """
+    if text is None:
+        return None
+    for kind, module, path in _classes_of(text, source):
+        found = _loaded(module, path)
+        if found is None or (kind is Enum and not issubclass(found, Enum)):
+            raise PlanError(
+                f"the nesting of a value names the {kind.__name__} {shown(path)} of the module {shown(module)}, which "
+                "is not imported here",
+                source=source,
+                legal="import what defines it before the plan is read",
+            )
+    return pytree.treespec_loads(text)
+
+
+def _classes_of(text: str, source: str) -> Iterator[tuple[type, str, str]]:
+    """The classes that a nesting names: `Enum` or `dict`, the module, the name of the class in it."""
+
+    def read(words: str) -> Any:
+        return parse(words, PlanError, "the nesting of a value", source, "a file that Plan.save wrote", lines=False)
+
+    left: list[Any] = [read(text)]
+    while left:
+        words = left.pop()
+        if isinstance(words, list):
+            left += words
+        elif isinstance(words, dict):
+            if "__enum__" in words:
+                module, _, path = str(words.get("fqn")).partition(":")
+                yield Enum, module, path
+            if "default_factory_module" in words:
+                yield dict, str(words["default_factory_module"]), str(words.get("default_factory_name"))
+            context = words.get("context")  # JSON within JSON; of other kinds of nodes the name of a class
+            if isinstance(context, str) and context.lstrip()[:1] in ("[", "{"):
+                left.append(read(context))
+            left += words.values()
 
 
 def _leaf_of(x: Any, values: dict[str, Value]) -> Any:
@@ -228,7 +308,31 @@ def _leaf_of(x: Any, values: dict[str, Value]) -> Any:
         return complex(*(_leaf_of(y, values) for y in held))
     if word == "device":
         return torch.device(held)
-    return getattr(torch, held) if word in _WORDS else UnsavedObject(held)
+    return _named(word, held) if word in _WORDS else UnsavedObject(held)
+
+
+def _named(word: str, name: Any) -> Any:
+    """The value of torch of that name and kind. Names that torch would import at their first use are not looked up.
+
+    Raises:
+        ValueError: torch has no such value.
+    """
+    value = vars(torch).get(name)
+    if not isinstance(value, _WORDS[word]):
+        raise ValueError(f"torch has no {word} {shown(name)}")
+    return value
+
+
+def _loaded(module: str, path: str) -> Any:
+    """A class of a module that this process has imported already; None where it has not, or has no such class.
+
+    Nothing is imported: names are looked up where they are, and a module that would import them at their first use is
+    not asked.
+    """
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = vars(found).get(part) if isinstance(found, (ModuleType, type)) else None
+    return found if isinstance(found, type) else None
 
 
 def _target_of(said: Any, name: str, source: str | None) -> Any:
@@ -244,24 +348,22 @@ def _target_of(said: Any, name: str, source: str | None) -> Any:
         return _applied(said, name, source)
     namespace, _, rest = said.partition(".")
     packet, _, overload = rest.rpartition(".")
-    try:
-        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    except AttributeError:
+    found = getattr(getattr(getattr(torch.ops, namespace, None), packet, None), overload, None)
+    if not isinstance(found, OpOverload):
         raise PlanError(
             f"there is no operator {said} in this process",
             operator=name,
             source=source,
             legal="import what registers it (torch.library.custom_op, sw.rule) before the plan is read",
-        ) from None
+        )
+    return found
 
 
 def _applied(said: dict[str, Any], name: str, source: str | None) -> Applied:
     """A user's function, looked up in the module that defined it; nothing is imported."""
     module, _, path = said["function"].partition(":")
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, torch.autograd.Function)):
+    found = _loaded(module, path)
+    if found is None or not issubclass(found, torch.autograd.Function):
         raise PlanError(
             f"there is no torch.autograd.Function {path} in the module {module}",
             operator=name,
@@ -271,7 +373,7 @@ def _applied(said: dict[str, Any], name: str, source: str | None) -> Applied:
     leaves = [
         torch.empty(0, device="meta") if i in said["places"] else _leaf_of(x, {}) for i, x in enumerate(said["leaves"])
     ]
-    made = Applied(found, leaves, pytree.treespec_loads(said["spec"]) if said["spec"] else None)
+    made = Applied(found, leaves, _read_spec(said["spec"] or None, source or name))
     made.differentiable = tuple(said["differentiable"])
     return made
 
@@ -291,21 +393,44 @@ def recompute_of(said: dict[str, Any] | None) -> Recompute | None:
     return made
 
 
-def read_graph(said: dict[str, Any]) -> Graph:
-    """The graph that `write_graph` wrote, constants as meta tensors.
+def read_graph(said: dict[str, Any], source: str = "", expected: str | None = None) -> Graph:
+    """The graph that `write_graph` wrote, constants as meta tensors. Nothing is imported.
+
+    Args:
+        said: the graph, as it was read.
+        source: the file, as errors name it.
+        expected: the fingerprint that it must have, which is compared before the graph is interpreted; None: none.
 
     Raises:
-        PlanError: an operator that is not registered in this process, by name.
-        KeyError, TypeError, ValueError: `said` was not written by `write_graph`.
+        PlanError: another fingerprint; an operator or class that this process does not have, by name; `said` was not
+            written by `write_graph`.
     """
+    legal = "a file that Plan.save wrote"
+    try:
+        if expected is not None and (found := fingerprint_of(said)) != expected:
+            raise PlanError(
+                f"the captured graph is {found}, the plan is of {shown(expected)}", source=source, legal=legal
+            )
+        return _graph(said, source)
+    except ShardwrightError:
+        raise
+    except Exception as error:  # of any kind: what was captured is interpreted by torch's own functions too
+        raise PlanError(
+            f"the captured graph cannot be read: Plan.save writes no such graph ({type(error).__name__}: {error})",
+            source=source,
+            legal=legal,
+        ) from error
+
+
+def _graph(said: dict[str, Any], source: str) -> Graph:
 
     def value(name: str, shape: list, dtype: str, grad: bool, master: list | None = None) -> Value:
         return Value(
             name,
             tuple(shape),
-            getattr(torch, dtype),
+            _named("dtype", dtype),
             grad,
-            None if master is None else Master(*(getattr(torch, each) for each in master)),
+            None if master is None else Master(*(_named("dtype", each) for each in master)),
         )
 
     values = {name: value(name, *rest) for name, rest in said["values"].items()}
@@ -315,17 +440,17 @@ def read_graph(said: dict[str, Any]) -> Graph:
         kwargs = {key: _leaf_of(x, values) for key, x in op.get("kwargs", {}).items()}
         inputs = tuple(values[n] for n in op["inputs"]) if "inputs" in op else values_in((args, kwargs))
         outputs = tuple(None if n is None else values[n] for n in op["outputs"])
-        source = op.get("source", "")
+        line = op.get("source", "")
         ops.append(
             Op(
                 op["name"],
-                _target_of(op["target"], op["name"], source or None),
+                _target_of(op["target"], op["name"], line or None),
                 args,
                 kwargs,
                 inputs,
                 outputs,
                 op.get("module", ""),
-                source,
+                line,
                 None,
                 op.get("origin"),
                 op.get("number", 0),
@@ -337,9 +462,7 @@ def read_graph(said: dict[str, Any]) -> Graph:
         name: torch.empty(shape, dtype=_leaf_of(dtype, {}), device="meta")
         for name, (shape, dtype) in said["constants"].items()
     }
-    in_spec, out_spec = (
-        None if said[which] is None else pytree.treespec_loads(said[which]) for which in ("in_spec", "out_spec")
-    )
+    in_spec, out_spec = (_read_spec(said[which], source) for which in ("in_spec", "out_spec"))
     return Graph(
         tuple(values[n] for n in said["inputs"]),
         {name: value(*rest) for name, rest in said["parameters"].items()},

@@ -9,11 +9,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
-from ..errors import PlanError
+from ..errors import PlanError, shown
+from ..json_files.json_reader import read_object
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..sharded_plan import Plan, SavedPlan
 from .document_writer import PIPELINE_SCHEMA, SCHEMA, pipeline_written, written
@@ -38,30 +38,17 @@ def read_document(path: str | os.PathLike[str]) -> PlanDocument | PipelineDocume
     """The document of a file.
 
     Raises:
-        PlanError: no such file, not a plan, cut short, of another schema, or with two lines for one operator.
+        PlanError: no such file, not a plan, cut short, beyond the limits of `json_reader`, of another schema, or with
+            two lines for one operator.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise PlanError(
-            f"the plan cannot be read: {reason}", source=str(path), legal="a file that Plan.save wrote"
-        ) from None
-    try:
-        words = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(
-            f"not a plan, or cut short: {error.msg}",
-            source=f"{path}:{error.lineno}",
-            legal="a file that Plan.save wrote",
-        ) from None
-    if not isinstance(words, dict) or "schema" not in words:
+    text, words = read_object(path, PlanError, "the plan", "a file that Plan.save wrote")
+    if "schema" not in words:
         raise PlanError("not a plan: it has no schema", source=str(path), legal="a file that Plan.save wrote")
     schema = PIPELINE_SCHEMA if "pipeline" in words else SCHEMA
-    if words["schema"] != schema or isinstance(words["schema"], bool):
+    if type(words["schema"]) is not int or words["schema"] != schema:
         raise PlanError(
-            f"a plan of schema {words['schema']!r}",
+            f"a plan of schema {shown(words['schema'])}",
             source=str(path),
             legal=f"schema {schema}, or the version of Shardwright that wrote it",
         )

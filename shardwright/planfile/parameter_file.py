@@ -15,7 +15,6 @@ Unlike a plan's document, the file has no strategies of operators and no graph.
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +23,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..errors import LayoutError, PlanError, SettingError, ShardwrightError
+from ..cluster import MOST_DEVICES
+from ..errors import LayoutError, PlanError, SettingError, ShardwrightError, shown
 from ..graph import Graph, Value
+from ..json_files.json_reader import read_object
+from ..json_files.json_values import dtype_name, dtype_named, is_shape
 from ..layout import Layout
 from ..partition.uneven import is_stored_padded, true_slice
 from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
@@ -163,20 +165,22 @@ class ParameterStrategies:
             LayoutError: a layout that does not fit the tensor.
         """
         path = Path(path)
-        text, words = _object(path)
+        text, words = read_object(path, PlanError, "the file of parameters' strategies", _LEGAL)
         if words.get("kind") != KIND:
             if "schema" not in words or "kind" in words:
                 raise PlanError("neither parameters' strategies nor a plan", source=str(path), legal=_LEGAL)
             return cls.of(load_plan(path), path)
-        if words.get("schema") != SCHEMA or isinstance(words["schema"], bool):
+        if type(words.get("schema")) is not int or words["schema"] != SCHEMA:
             raise PlanError(
-                f"parameters' strategies of schema {words.get('schema')!r}",
+                f"parameters' strategies of schema {shown(words.get('schema'))}",
                 source=str(path),
                 legal=f"schema {SCHEMA}, or the version of Shardwright that wrote it",
             )
         devices = words.get("devices")
-        if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
-            raise PlanError(f"devices: {devices!r}", source=str(path), legal="a whole number of at least 1")
+        if type(devices) is not int or not 1 <= devices <= MOST_DEVICES:
+            raise PlanError(
+                f"devices: {shown(devices)}", source=str(path), legal=f"a whole number from 1 to {MOST_DEVICES:,}"
+            )
         made = []
         for name in ("parameters", "buffers"):
             lines = read_lines(path, text, words.get(name, [] if name == "buffers" else None), name)
@@ -358,41 +362,27 @@ def _by_rank(layout: Layout, shape: tuple[int, ...]) -> dict[int, tuple[Box, tup
     }
 
 
-def _object(path: Path) -> tuple[str, dict[str, Any]]:
-    """The text of a file, and the JSON object in it."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise PlanError(f"the strategies cannot be read: {reason}", source=str(path), legal=_LEGAL) from None
-    try:
-        words = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(
-            f"no strategies, or cut short: {error.msg}", source=f"{path}:{error.lineno}", legal=_LEGAL
-        ) from None
-    if not isinstance(words, dict):
-        raise PlanError("neither parameters' strategies nor a plan", source=str(path), legal=_LEGAL)
-    return text, words
-
-
 def _storage(line: DocumentLine, devices: int, uneven: bool) -> TensorStorage:
     """The storage that a line describes.
 
     Raises:
         PlanError, LayoutError: an invalid value, with the line's place.
     """
-    words, who = line.words, f"the parameter {line.name!r}"
-    shape, dtype = words.get("shape"), words.get("dtype")
-    if not isinstance(shape, list) or not all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in shape):
-        raise PlanError(f"shape: {shape!r}", operator=who, source=line.where, legal="[784, 512]")
-    if not isinstance(dtype, str):
-        raise PlanError(f"dtype: {dtype!r}", operator=who, source=line.where, legal='"float32"')
+    words, who = line.words, f"the parameter {shown(line.name)}"
+    shape = words.get("shape")
+    if not is_shape(shape):
+        raise PlanError(f"shape: {shown(shape)}", operator=who, source=line.where, legal="such as [784, 512]")
+    try:
+        dtype = dtype_name(dtype_named(words.get("dtype")))
+    except ValueError:
+        raise PlanError(
+            f"dtype: {shown(words.get('dtype'))}", operator=who, source=line.where, legal='such as "float32"'
+        ) from None
     ranks = words.get("ranks", f"0-{devices - 1}")
-    found = re.fullmatch(r"(\d+)-(\d+)", ranks) if isinstance(ranks, str) else None
+    found = re.fullmatch(r"([0-9]{1,7})-([0-9]{1,7})", ranks) if isinstance(ranks, str) else None
     if not found or not int(found[1]) <= int(found[2]) < devices:
         raise PlanError(
-            f"ranks: {ranks!r}", operator=who, source=line.where, legal=f'"0-{devices - 1}", or some of these'
+            f"ranks: {shown(ranks)}", operator=who, source=line.where, legal=f'"0-{devices - 1}", or some of these'
         )
     first, count = int(found[1]), int(found[2]) - int(found[1]) + 1
     try:

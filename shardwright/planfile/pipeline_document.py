@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster import Cluster
-from ..errors import PlanError, ShardwrightError
+from ..errors import PlanError, ShardwrightError, shown
 from ..graph import Graph
 from ..partition.local_program import InputPlacement
 from ..pipeline.build import planned_stages
@@ -34,10 +34,13 @@ from ..planners.planning_problem import PlanningProblem
 from ..planners.semi_auto import semi_auto
 from ..sharded_plan import Plan
 from .document_writer import whole_graph
-from .encoding import fingerprint, read_graph, unpacked
+from .encoding import read_graph, unpacked
 from .plan_document import PlanDocument, section_places
 
 __all__ = ["PipelineDocument"]
+
+#: Micro-batches of a step, at most. A number beyond it is a mistake, or a file that was tampered with.
+MOST_MICRO_BATCHES = 1 << 16
 
 #: The types of the fields of "pipeline".
 _KINDS = {"stages": int, "scheduler": str, "micro_batches": int, "placement": list, "split": list}
@@ -87,9 +90,11 @@ class PipelineDocument:
         shared: dict[str, Any] = {"mode": words.get("mode"), "optimizer": words.get("optimizer", "adam")}
         documents = []
         for number, said in enumerate(stages):
-            if said.get("stage") != number:
+            if type(said.get("stage")) is not int or said["stage"] != number:
                 raise PlanError(
-                    f"stages[{number}] is stage {said.get('stage')!r}", source=str(path), legal="all stages, in order"
+                    f"stages[{number}] is stage {shown(said.get('stage'))}",
+                    source=str(path),
+                    legal="all stages, in order",
                 )
             part = PlanDocument.of(path, text, shared | said | {"captured": captured[number]}, number)
             if "cluster" not in said:
@@ -129,14 +134,38 @@ class PipelineDocument:
             value = given.get(key) if isinstance(given, dict) else None
             if type(value) is not kind:
                 raise self.wrong(
-                    f"pipeline: {key}={value!r}", ", ".join(f"{name}: {kind.__name__}" for name, kind in _KINDS.items())
+                    f"pipeline: {key}={shown(value)}",
+                    ", ".join(f"{name}: {kind.__name__}" for name, kind in _KINDS.items()),
                 )
+        if not 1 <= given["stages"] <= len(self.stages):
+            raise self.wrong(
+                f"pipeline: stages={shown(given['stages'])}, and the plan has {len(self.stages)} stages",
+                f"1 to {len(self.stages)}: the groups of devices that they are on",
+            )
         if given["micro_batches"] != self.held["micro_batches"]:
             raise self.wrong(
-                f"{given['micro_batches']} micro-batches, and the graph is that of one of {self.held['micro_batches']}",
-                f"{self.held['micro_batches']}, or the model planned anew",
+                f"{shown(given['micro_batches'])} micro-batches, and the graph is that of one of "
+                f"{shown(self.held['micro_batches'])}",
+                f"{shown(self.held['micro_batches'])}, or the model planned anew",
             )
+        if not 1 <= given["micro_batches"] <= MOST_MICRO_BATCHES:
+            raise self.wrong(
+                f"{shown(given['micro_batches'])} micro-batches", f"a whole number from 1 to {MOST_MICRO_BATCHES:,}"
+            )
+        chunks = given.get("chunks")
+        if chunks is not None and (type(chunks) is not int or not 1 <= chunks <= len(self.stages)):
+            raise self.wrong(f"pipeline: chunks={shown(chunks)}", f"a whole number from 1 to {len(self.stages)}")
+        if not all(type(group) is int for group in given["placement"]):
+            raise self.wrong(f"pipeline: placement={shown(given['placement'])}", "the group of devices of each stage")
         return given
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The remarks of the whole pipeline."""
+        given = self.head.words.get("notes", [])
+        if not isinstance(given, list) or not all(isinstance(note, str) for note in given):
+            raise self.head.wrong(f"notes: {shown(given)}", "a list of texts")
+        return tuple(given)
 
     def schedule(self) -> Schedule:
         """The schedule of the pipeline.
@@ -163,7 +192,7 @@ class PipelineDocument:
                 made = schedule(given["scheduler"], groups, count, chunks=given.get("chunks"))
         except (ShardwrightError, TypeError) as error:
             raise self.wrong(
-                getattr(error, "message", f"actions={given.get('actions')!r}"),
+                getattr(error, "message", f"actions={shown(given.get('actions'))}"),
                 getattr(error, "legal", None) or "a row for each group, its actions with commas between them",
             ) from None
         if made.placement != placement:
@@ -212,16 +241,13 @@ class PipelineDocument:
         Raises:
             PlanError: it is damaged.
         """
-        try:
+        held = unpacked(self.head.captured, self.head.where)
+        with self.head.captured_content():
             # Files from before buffers were joined once a step have no "updates".
-            held = {"updates": {}, **unpacked(self.head.captured)}
+            held = {"updates": {}, **held}
             return {
                 key: held[key] for key in ("graph", "joins", "totals", "counts", "micro_batches", "updates", "stages")
             }
-        except (ValueError, KeyError, TypeError) as error:
-            raise self.head.wrong(
-                f"the captured graph cannot be read: {error}", "a file that PipelinePlan.save wrote"
-            ) from None
 
     def graph(self, own: Sequence[Graph]) -> Graph:
         """The graph of one micro-batch, with the recomputation that its lines give.
@@ -232,12 +258,8 @@ class PipelineDocument:
         Raises:
             PlanError: the graph is not the head's.
         """
-        graph = read_graph(whole_graph(self.held["graph"], [stage.held["graph"] for stage in self.stages]))
-        if fingerprint(graph) != self.head.words.get("graph"):
-            raise self.head.wrong(
-                f"the captured graph is {fingerprint(graph)}, the plan is of {self.head.words.get('graph')!r}",
-                "a file that PipelinePlan.save wrote",
-            )
+        said = whole_graph(self.held["graph"], [stage.held["graph"] for stage in self.stages])
+        graph = read_graph(said, self.head.where, str(self.head.words.get("graph")))
         again = {op.name: op.recompute for part in own for op in part.ops if op.recompute is not None}
         return graph.with_ops(
             tuple(op if op.name not in again else replace(op, recompute=again[op.name]) for op in graph.ops)
@@ -251,32 +273,31 @@ class PipelineDocument:
         Raises:
             ShardwrightError: an impossible value, with its place and the legal ones.
         """
-        made, devices, cluster = self.schedule(), self.devices, self.head.cluster
+        made = self.schedule()
         sizes = self.sizes(made)
         own = [stage.graph() for stage in self.stages]
-        try:
-            held, graph = self.held, self.graph(own)
-            counts = None if held["counts"] is None else read_graph(held["counts"])
-            joins = tuple(None if join is None else Join(*join) for join in held["joins"])
-            updates = {name: Join(*join) for name, join in held["updates"].items()}
-            parts = [
-                StageGraph(
-                    part,
-                    tuple(StageInput(*source) for source in ends["sources"]),
-                    tuple(ends["results"]),
-                    tuple(ends["sent"]),
-                )
-                for part, ends in zip(own, held["stages"], strict=True)
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self.head.wrong(
-                f"the captured graph cannot be read: {type(error).__name__}: {error}",
-                "a file that PipelinePlan.save wrote",
-            ) from None
+        with self.head.captured_content():
+            return self._planned(made, sizes, own)
+
+    def _planned(self, made: Schedule, sizes: tuple[int, ...], own: Sequence[Graph]) -> PipelinePlan:
+        devices, cluster = self.devices, self.head.cluster
+        held, graph = self.held, self.graph(own)
+        counts = None if held["counts"] is None else read_graph(held["counts"], self.head.where)
+        joins = tuple(None if join is None else Join(*join) for join in held["joins"])
+        updates = {name: Join(*join) for name, join in held["updates"].items()}
+        parts = [
+            StageGraph(
+                part,
+                tuple(StageInput(*source) for source in ends["sources"]),
+                tuple(ends["results"]),
+                tuple(ends["sent"]),
+            )
+            for part, ends in zip(own, held["stages"], strict=True)
+        ]
         inputs = graph.inputs[: len(graph.inputs) - len(held["totals"])]
         splits = tuple(self.setting["split"])
         if len(splits) != len(inputs) or not all(isinstance(split, bool) for split in splits):
-            raise self.wrong(f"split={list(splits)}", f"true or false for each of the {len(inputs)} inputs")
+            raise self.wrong(f"split={shown(list(splits))}", f"true or false for each of the {len(inputs)} inputs")
         alone = Graph(inputs, {}, {}, {}, (), ())
         fed = {size: self.head.fed(alone, size, self.head.mode) for size in sorted(set(sizes))}
 
@@ -289,16 +310,7 @@ class PipelineDocument:
         stages = planned_stages(parts, inputs, counts, made.placement, sizes, fed, planner)
         micro = MicrobatchPlan(graph, joins, tuple(held["totals"]), counts, updates)
         return PipelinePlan(
-            graph,
-            devices,
-            self.head.mode,
-            stages,
-            made,
-            micro,
-            splits,
-            cluster,
-            self.head.optimizer,
-            tuple(map(str, self.head.words.get("notes", ()))),
+            graph, devices, self.head.mode, stages, made, micro, splits, cluster, self.head.optimizer, self.notes
         )
 
     # -- on a model --

@@ -21,16 +21,17 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..capture.graph_reader import MarkUse
-from ..cluster import Cluster
+from ..cluster import MOST_DEVICES, Cluster
 from ..cost.memory_timeline import optimizer_bytes
-from ..errors import LayoutError, PlanError, ShardwrightError
+from ..errors import LayoutError, PlanError, ShardwrightError, shown
 from ..graph import Graph, Op, types_of
 from ..layout import Layout
 from ..partition.hybrid_parallel import OwnPrograms
@@ -42,16 +43,7 @@ from ..rules import Bound, bound_rule, whole_rule
 from ..rules.user_strategy import output_layouts_of
 from ..sharded_plan import Plan
 from .document_writer import digest, fed_by, head_digest
-from .encoding import (
-    fingerprint,
-    read_assignment,
-    read_digits,
-    read_graph,
-    read_layout,
-    recompute_of,
-    spell_layout,
-    unpacked,
-)
+from .encoding import read_assignment, read_digits, read_graph, read_layout, recompute_of, spell_layout, unpacked
 
 __all__ = ["DocumentHead", "DocumentLine", "PlanDocument", "called", "field_line", "read_lines", "section_places"]
 
@@ -77,8 +69,8 @@ class DocumentHead:
     def devices(self) -> int:
         """The number of devices of the plan."""
         devices = self.words.get("devices")
-        if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
-            raise self.wrong(f"devices: {devices!r}", "a whole number of at least 1")
+        if type(devices) is not int or not 1 <= devices <= MOST_DEVICES:
+            raise self.wrong(f"devices: {shown(devices)}", f"a whole number from 1 to {MOST_DEVICES:,}")
         return devices
 
     @property
@@ -89,8 +81,8 @@ class DocumentHead:
     @property
     def mode(self) -> str:
         """The parallel mode of the plan."""
-        if self.words.get("mode") not in modes():
-            raise self.wrong(f"mode: {self.words.get('mode')!r}", ", ".join(modes()))
+        if self.words.get("mode") not in [*modes()]:
+            raise self.wrong(f"mode: {shown(self.words.get('mode'))}", ", ".join(modes()))
         return self.words["mode"]
 
     @property
@@ -107,16 +99,16 @@ class DocumentHead:
             return None
         known = {f.name for f in fields(OptimizerParallel)}
         if not isinstance(given, dict) or set(given) - known:
-            raise self.wrong(f"hsdp: {given!r}", f"an object with {', '.join(sorted(known))}")
+            raise self.wrong(f"hsdp: {shown(given)}", f"an object with {', '.join(sorted(known))}")
         for name in ("whole", "kept"):
             if not isinstance(given.get(name, []), list) or not all(isinstance(x, str) for x in given.get(name, [])):
-                raise self.wrong(f"hsdp: {name}: {given[name]!r}", "a list of names of parameters")
+                raise self.wrong(f"hsdp: {name}: {shown(given[name])}", "a list of names of parameters")
         try:
             settings: dict[str, Any] = {k: frozenset(v) if isinstance(v, list) else v for k, v in given.items()}
             return OptimizerParallel(**settings)
         except (TypeError, ShardwrightError) as error:
             raise self.wrong(
-                getattr(error, "message", f"hsdp: {given!r}"),
+                getattr(error, "message", f"hsdp: {shown(given)}"),
                 getattr(error, "legal", None) or "the settings of AutoParallel.hsdp",
             ) from None
 
@@ -125,7 +117,7 @@ class DocumentHead:
         """The parameters and the loss of programs that are each rank's own (hybrid_parallel); None in other modes."""
         given = self.words.get("own")
         if (given is None) != (self.mode != "hybrid_parallel"):
-            raise self.wrong(f"own: {given!r} in {self.mode}", "it goes with hybrid_parallel")
+            raise self.wrong(f"own: {shown(given)} in {self.mode}", "it goes with hybrid_parallel")
         if given is None:
             return None
         if (
@@ -133,7 +125,7 @@ class DocumentHead:
             or not isinstance(given.get("parameters"), list)
             or not all(isinstance(name, str) for name in given["parameters"])
         ):
-            raise self.wrong(f"own: {given!r}", '{"parameters": [], "loss": true}')
+            raise self.wrong(f"own: {shown(given)}", '{"parameters": [], "loss": true}')
         return OwnPrograms(frozenset(given["parameters"]), given.get("loss") is True)
 
     @property
@@ -154,7 +146,7 @@ class DocumentHead:
             return None
         if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
             raise self.wrong(
-                f"memory: {given!r}", "bytes that a device may hold, a number above 0, or no such field", "memory"
+                f"memory: {shown(given)}", "bytes that a device may hold, a number above 0, or no such field", "memory"
             )
         return float(given)
 
@@ -272,7 +264,7 @@ class DocumentLine:
             return replace(op, recompute=recompute_of(self.words.get("recompute")))
         except TypeError:
             raise PlanError(
-                f"recompute: {self.words['recompute']!r}",
+                f"recompute: {shown(self.words['recompute'])}",
                 operator=called(op),
                 source=self.where,
                 legal='{"call": 0}: operators of one number are computed again together',
@@ -322,7 +314,8 @@ def read_lines(path: Path, text: str, given: Any, section: str, number: int = -1
     places: dict[str, list[int]] = {}
     for number, line in enumerate(text.split("\n")[begin:], begin + 1):
         for found in re.findall(r'"name":\s*("(?:[^"\\]|\\.)*")', line):
-            places.setdefault(json.loads(found), []).append(number)
+            with suppress(ValueError):  # within a text
+                places.setdefault(json.loads(found), []).append(number)
     out: dict[str, DocumentLine] = {}
     for number, words in enumerate(given):
         name = words.get("name") if isinstance(words, dict) else None
@@ -331,7 +324,7 @@ def read_lines(path: Path, text: str, given: Any, section: str, number: int = -1
         found = places.get(name, [begin + 1])
         where = f"{path}:{found[min(name in out, len(found) - 1)]}"
         if name in out:
-            raise PlanError(f"a second line for {name!r}", source=where, legal="one")
+            raise PlanError(f"a second line for {shown(name)}", source=where, legal="one")
         out[name] = DocumentLine(name, words, where)
     return out
 
@@ -378,20 +371,45 @@ class PlanDocument(DocumentHead):
     @cached_property
     def held(self) -> dict[str, Any]:
         """The content of the captured line: graph, search report, and the digests of the other lines when written."""
-        try:
-            held = unpacked(self.captured)
-            said = held["said"]
+        held = unpacked(self.captured, self.where)
+        with self.captured_content():
+            said, found = held["said"], held["found"]
+            if found is not None:
+                told = {key: value for key, value in found.items() if key != "seconds"}
+                SearchResult(**told)
+                numbers = [
+                    found["cost"],
+                    found["seconds"],
+                    *(x for x in (told["bound"], told["limit"]) if x is not None),
+                ]
+                if not all(type(x) in (int, float) for x in numbers) or not isinstance(told["notes"], list):
+                    raise TypeError(f"found: {shown(found)}")
             return {
-                "graph": held["graph"],
-                "found": held["found"],
+                "graph": dict(held["graph"]),
+                "found": found,
                 "said": {
                     "head": said["head"],
                     "operators": dict(said["operators"]),
                     "parameters": dict(said["parameters"]),
                 },
             }
-        except (ValueError, KeyError, TypeError) as error:
-            raise self.wrong(f"the captured graph cannot be read: {error}", "a file that Plan.save wrote") from None
+
+    @contextmanager
+    def captured_content(self) -> Iterator[None]:
+        """Around code that interprets what a captured line holds: its errors become errors of the plan.
+
+        Raises:
+            PlanError: the code raised an error that is none of the package's.
+        """
+        try:
+            yield
+        except ShardwrightError:
+            raise
+        except Exception as error:  # of any kind: what was captured goes through torch's own functions too
+            raise self.wrong(
+                f"the captured graph cannot be read: Plan.save writes no such graph ({type(error).__name__}: {error})",
+                "a file that Plan.save wrote",
+            ) from error
 
     def graph(self) -> Graph:
         """The captured graph, with the recomputation that its lines give.
@@ -399,19 +417,10 @@ class PlanDocument(DocumentHead):
         Raises:
             PlanError: the graph is damaged, is not the head's, or has an operator that is not registered here.
         """
-        try:
-            graph = read_graph(self.held["graph"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self.wrong(
-                f"the captured graph cannot be read: {type(error).__name__}: {error}", "a file that Plan.save wrote"
-            ) from None
-        if fingerprint(graph) != self.words.get("graph"):
-            raise self.wrong(
-                f"the captured graph is {fingerprint(graph)}, the plan is of {self.words.get('graph')!r}",
-                "a file that Plan.save wrote",
-            )
-        self.matched(graph, complete=True)
-        return graph.with_ops(tuple(self.operators[op.name].recomputed(op) for op in graph.ops))
+        graph = read_graph(self.held["graph"], self.where, str(self.words.get("graph")))
+        with self.captured_content():
+            self.matched(graph, complete=True)
+            return graph.with_ops(tuple(self.operators[op.name].recomputed(op) for op in graph.ops))
 
     def matched(self, graph: Graph, complete: bool) -> None:
         """Check that every line names an operator or parameter of `graph`.
@@ -431,7 +440,7 @@ class PlanDocument(DocumentHead):
                 raise PlanError(
                     f"{what} has no operator {name!r}: a plan for another model?",
                     source=line.where,
-                    legal=", ".join(near or [*names][:8]),
+                    legal=", ".join(near or [*names][:8]) or "no such line",
                 )
         for name, line in self.parameters.items():
             if name not in graph.parameters and name not in graph.buffers:
@@ -458,8 +467,12 @@ class PlanDocument(DocumentHead):
         Raises:
             ShardwrightError: an impossible line, with its place and the legal values.
         """
-        graph, devices, mode, hsdp = graph or self.graph(), self.devices, self.mode, self.hsdp
-        own = self.own
+        graph = graph or self.graph()
+        with self.captured_content():
+            return self._planned(graph, fed)
+
+    def _planned(self, graph: Graph, fed: InputPlacement | None) -> Plan:
+        devices, mode, hsdp, own = self.devices, self.mode, self.hsdp, self.own
         fed = fed or self.fed(graph, devices, mode)
         decisions = {}
         for op in graph.ops:
@@ -544,7 +557,7 @@ class PlanDocument(DocumentHead):
                     operator=f"the parameter {name!r}",
                     source=line.where,
                     strategy=said,
-                    legal=error.legal,
+                    legal=error.legal or f"cuts, one for each dim of {tuple(values[name].shape)}",
                 ) from None
         return out or None
 
@@ -589,8 +602,8 @@ class PlanDocument(DocumentHead):
         A marked operator has another name than the same one without its mark.
         """
         try:
-            captured = read_graph(self.held["graph"])
-        except (PlanError, ValueError, KeyError, TypeError, AttributeError):
+            captured = read_graph(self.held["graph"], self.where)
+        except PlanError:
             return self  # the lines still apply by name
         if _alike(captured) != _alike(graph):
             return self

@@ -42,6 +42,17 @@ def test_a_background_save_has_the_values_of_the_call(
     assert {key: tensor.data_ptr() for key, tensor in copies._copies.items()} == places, "into the same memory"
 
 
+def test_a_relative_path_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained()
+    gate, write = threading.Event(), writing.SaveJob.write
+    monkeypatch.setattr(writing.SaveJob, "write", lambda job: (gate.wait(30), write(job))[1])
+    monkeypatch.chdir(tmp_path)
+    held = sw.save_checkpoint(model, optimizer, "run", step=1, asynchronous=True)
+    monkeypatch.chdir("/")
+    gate.set()
+    assert held.wait() == tmp_path / "run" / "step-00000001" and manifest.verify(held.path) == []
+
+
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """An event for which a save's thread waits before it copies the optimizer's state."""
@@ -232,18 +243,19 @@ def test_what_goes_wrong_in_the_background_is_told_once(tmp_path: Path, monkeypa
 @pytest.mark.long
 def test_the_end_of_the_interpreter_waits_for_it(tmp_path: Path) -> None:
     script = (
-        "import sys, time, torch, shardwright as sw\n"
+        "import sys, threading, time, torch, shardwright as sw\n"
         "from shardwright.checkpoint import writer\n"
-        "write = writer.SaveJob.write\n"
-        "writer.SaveJob.write = lambda job: (time.sleep(0.5), write(job))\n"
+        "write, began = writer.SaveJob.write, threading.Event()\n"
+        "writer.SaveJob.write = lambda job: (began.set(), time.sleep(0.5), write(job))\n"
         "sw.save_checkpoint(torch.nn.Linear(2, 2), path=sys.argv[1], step=1, asynchronous=True)\n"
+        "began.wait()\n"
         "writer.SaveJob.write = None\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE
     )
     assert not done.returncode and manifest.verify(sw.latest_checkpoint(tmp_path)) == []
-    failed = script.replace("(time.sleep(0.5), write(job))", "1 / 0").replace("writer.SaveJob.write = None\n", "")
+    failed = script.replace("time.sleep(0.5)", "1 / 0").replace("writer.SaveJob.write = None\n", "")
     done = subprocess.run(
         [sys.executable, "-c", failed, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE
     )

@@ -379,7 +379,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
                 path = copy / "step-00000002" / file
                 path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
             dist.barrier()
-            assert refused(file, lambda: sw.load_checkpoint(model, optimizer, copy)).source.endswith(file)
+            assert file in refused(file, lambda: sw.load_checkpoint(model, optimizer, copy)).source
             dist.barrier()
         assert all(torch.equal(p.to_local(), before[n]) for n, p in model.named_parameters())
 

@@ -18,11 +18,14 @@ from paths import BENCHMARKS
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint.manifest import MANIFEST, SCHEMA, verify
+from shardwright.checkpoint.manifest import MANIFEST, verify
 from shardwright.errors import CheckpointError
 
 sys.path.append(str(BENCHMARKS))
 from damage import KINDS, Subjects, damage
+
+#: The files of the tests have no room for blocks; `test_digests` exchanges them.
+SMALL = [kind for kind in KINDS if kind != "blocks exchanged"]
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +33,9 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
     return Subjects(tmp_path_factory.mktemp("damage"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SMALL)
 def test_all_kinds(subjects: Subjects, kind: str) -> None:
+    assert subjects.kinds == tuple(SMALL)
     sw.init(devices=4)
     for seed in range(10):
         assert subjects.unnoticed(kind, random.Random(f"{kind} {seed}")) is None
@@ -82,8 +86,8 @@ def test_what_is_said(subjects: Subjects, copies: list[Path]) -> None:
         refused(subjects, copy, "and 1 more files\n")
         file.write_bytes(whole)
         (copy / MANIFEST).unlink()
-        refused(subjects, copy, f"{MANIFEST}: the checkpoint has no manifest that can be read: No such file")
-        with pytest.raises(CheckpointError, match="has no manifest"):
+        refused(subjects, copy, f"{MANIFEST}: the checkpoint's manifest cannot be read: No such file")
+        with pytest.raises(CheckpointError, match="manifest cannot be read"):
             sw.load_checkpoint(subjects.model, path=copy)  # which has the weights in a file as Hugging Face names it
 
 
@@ -91,21 +95,22 @@ def test_manifests(subjects: Subjects, copies: list[Path]) -> None:
     path = copies[0] / MANIFEST
     text = path.read_text()
     for other, what in (
-        (text.replace('"schema": 1', f'"schema": {SCHEMA + 1}'), f"schema {SCHEMA + 1}: a newer version.*\n.*schema 1"),
+        (text.replace('"schema": 2', '"schema": 3'), "schema 3: a newer version.*\n.*schema 1 or 2, or that version"),
         (text[:-10], "cut short"),
         (text.replace('"step": 1', '"step": 2'), "damaged: it is not what was written"),
         (text.replace('"step": 1,', '"step":  1,'), "not what was written"),
         (text + " ", "not what was written"),
-        ("[]", "damaged"),
+        (text.replace('"step": 1,', '"step": 1, "step": 1,'), 'at step: "step" stands twice in one object: 1 and 1'),
+        ("[]", "the checkpoint's manifest is a list, and no object"),
         ("{}", "damaged"),
         (json.dumps({"schema": True}), "damaged"),
-        ("\x00", "damaged"),
+        ("\x00", "the checkpoint's manifest is no JSON"),
     ):
         assert other != text
         path.write_text(other)
         refused(subjects, copies[0], what)
     path.write_bytes(b"\xff\xfe")
-    refused(subjects, copies[0], "cut short or altered")
+    refused(subjects, copies[0], "it is not text")
 
 
 def test_another_checkpoint_is_offered(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from small_networks import D, draw
 from torch import nn
 
 import shardwright as sw
-from shardwright import json_values as words
 from shardwright.checkpoint import (
     box_joining as joining,
     callback,
@@ -30,10 +29,10 @@ from shardwright.checkpoint import (
     save as saving,
     writer as writing,
 )
-from shardwright.checkpoint.manifest import BLOCK, digest, shares
 from shardwright.checkpoint.tensor_reader import StoredTensors
 from shardwright.errors import CheckpointError, SettingError
-from shardwright.json_values import decode, encode
+from shardwright.json_files import json_values as words
+from shardwright.json_files.json_values import decode, encode
 
 # -- what it holds -----------------------------------------------------------------------------------------------------
 
@@ -381,28 +380,6 @@ def test_which_boxes_are_joined() -> None:
     assert "columns" not in {j.name for j in joining.joints_of(tensors, said, 2**16)}, (
         "rows of which a part is not there"
     )
-
-
-@hypothesis.given(st.dictionaries(st.sampled_from("abcd"), st.integers(0, 5 * BLOCK)), st.integers(1, 7))
-def test_shares_cover_every_block_once(sizes: dict[str, int], parts: int) -> None:
-    seen = [
-        (name, block)
-        for part in range(parts)
-        for name, first, last in shares(sizes, part, parts)
-        for block in range(first, last)
-    ]
-    assert seen == [(name, block) for name, size in sizes.items() for block in range(-(-size // BLOCK))]
-
-
-def test_digests_of_blocks(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(os.urandom(BLOCK + 5))
-    whole = digest(path)
-    assert len(whole) == 16 and digest(path, 0, 1) + digest(path, 1) == whole
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 128
-    path.write_bytes(data)
-    assert digest(path)[:8] == whole[:8] and digest(path)[8:] != whole[8:]
 
 
 @st.composite

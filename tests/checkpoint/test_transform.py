@@ -336,7 +336,7 @@ def test_a_checkpoint_without_its_manifest_is_none_and_no_model_either(
     (copy / "manifest.json").unlink()
     assert command("verify", copy) == 1 and f"{copy}/manifest.json: " in capsys.readouterr().out
     assert command("transform", "--to", 1, copy, tmp_path / "new") == 1 and not (tmp_path / "new").exists()
-    assert f"{copy}/manifest.json: the checkpoint has no manifest" in capsys.readouterr().err
+    assert f"{copy}/manifest.json: the checkpoint's manifest cannot be read" in capsys.readouterr().err
     with pytest.raises(CheckpointError):
         sw.load_distributed_checkpoint(Net(), copy)
     (tmp_path / "face").mkdir()
@@ -415,7 +415,7 @@ def test_what_cannot_be(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     refused(1, "there is no checkpoint of step 9", "merge", "--step", 9, run, new)
     refused(1, "there is no folder", "merge", "--step", 3, run, new / "in" / "nothing")
     refused(1, "whole already", "merge", "--step", 2, run, new)
-    refused(1, "the strategies cannot be read: No such file", "transform", "--to", "8", run, new)
+    refused(1, "the file of parameters' strategies cannot be read: No such file", "transform", "--to", "8", run, new)
     refused(1, "cut short", "transform", "--to", tmp_path / "file", run, new)
     refused(2, "required: --to", "transform", run, new)
     refused(2, "no such module", "transform", "--to", 1, "--import", "nowhere", run, new)

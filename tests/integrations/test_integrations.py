@@ -9,6 +9,7 @@ import os
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +43,9 @@ from integration_runs import (
     settings,
     token_batches,
 )
+
+import shardwright as sw
+from shardwright.integrations import hugging_face
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.long]
 
@@ -131,6 +135,19 @@ def test_the_trainers_checkpoints_load_again(ours: list[dict[str, Any]], folder:
         for what in ("net.generate", "model.transformer"):
             assert "is called by itself" in result[what] and "with model.whole()" in result[what]
             assert "integration_runs.py:" in result[what]
+
+
+def test_a_schedule_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    sw.save_checkpoint(net, optimizer, tmp_path / "shardwright", step=1)
+    trainer = SimpleNamespace(model=net, optimizer=optimizer, lr_scheduler=None)
+    for content in (b"", b"no archive", b"\x80\x04garbage"):
+        (tmp_path / "scheduler.pt").write_bytes(content)
+        with pytest.raises(
+            sw.CheckpointError, match=r"scheduler.pt: the state of the schedule cannot be read: \w+Error"
+        ):
+            hugging_face.TrainerMixin._load_optimizer_and_scheduler(trainer, str(tmp_path))
 
 
 def test_the_trainer_feeds_parts_of_batches(ours: list[dict[str, Any]], folder: str) -> None:

@@ -25,7 +25,8 @@ from test_run import free_port
 from torch import nn
 
 import shardwright as sw
-from shardwright.launch.environment import RankTable, find
+from shardwright.launch.environment import find
+from shardwright.launch.rank_table import RankTable
 
 
 def table(*servers: str, devices: int = 8) -> dict[str, Any]:
@@ -226,9 +227,9 @@ def test_ranks_of_servers_may_not_alternate(written) -> None:
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("{", "line 1, column 2: not JSON"),
-        ("[1]", "the table: it is a list"),
-        ('{"version": "1.0", "version": "1.0"}', "version: twice in one object"),
+        ("{", ":1: the rank table is no JSON, or cut short"),
+        ("[1]", "the rank table is a list, and no object"),
+        ('{"version": "1.0",\n"version": "1.0"}', ':2: the rank table is refused, at version: "version" stands twice'),
     ],
 )
 def test_what_is_no_table(text, says, written) -> None:
@@ -238,7 +239,9 @@ def test_what_is_no_table(text, says, written) -> None:
 
 def test_a_file_that_cannot_be_read(tmp_path) -> None:
     for path, reason in ((tmp_path / "none.json", "No such file"), (tmp_path, "Is a directory")):
-        with pytest.raises(sw.SettingError, match=f"RANK_TABLE_FILE=.* cannot be read: {reason}"):
+        with pytest.raises(
+            sw.SettingError, match=f"{path}: the rank table cannot be read: {reason}(.|\n)*RANK_TABLE_FILE"
+        ):
             find({"RANK_TABLE_FILE": str(path), "RANK_ID": "0"})
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(sw.SettingError, match="it is not text"):

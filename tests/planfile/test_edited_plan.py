@@ -19,7 +19,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.planfile.document_writer import written
-from shardwright.planfile.encoding import packed
+from shardwright.planfile.encoding import fingerprint_of, packed
 
 # -- edited by hand ----------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ def recaptured(change: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, 
     def apply(words: dict[str, Any]) -> None:
         held = json.loads(zlib.decompress(base64.b64decode(words["captured"])))
         change(held["graph"])
-        words["captured"] = packed(held)
+        words.update(captured=packed(held), graph=fingerprint_of(held["graph"]))
 
     return apply
 
@@ -262,7 +262,7 @@ def test_no_document_at_all(tmp_path: Path) -> None:
     with pytest.raises(sw.PlanError, match="it is not text"):
         sw.Plan.load(tmp_path / "bytes")
     (tmp_path / "list").write_text("[1, 2]")
-    with pytest.raises(sw.PlanError, match="not a plan"):
+    with pytest.raises(sw.PlanError, match="the plan is a list, and no object"):
         sw.Plan.load(tmp_path / "list")
 
 

@@ -73,7 +73,7 @@ def test_what_it_says_of_itself(wheel: zipfile.ZipFile) -> None:
     assert read.name == "shardwright" and str(read.requires_python) == ">=3.10"
     assert {f"Programming Language :: Python :: {v}" for v in PYTHONS} | {"Typing :: Typed"} <= set(read.classifiers)
     needed = {r.name: r for r in read.requires_dist if r.marker is None}
-    assert set(needed) == {"torch", "numpy", "highspy", "rich"}
+    assert set(needed) == {"torch", "numpy", "highspy", "rich", "xxhash"}
     for version, inside in (("2.8.0", False), ("2.9.0", True), ("2.13.0", True), ("2.15.0", True), ("3.0", False)):
         assert needed["torch"].specifier.contains(version) is inside
     # A registry takes no others.

@@ -135,9 +135,9 @@ class ProcessRanks(SingleRank):
     def remote(self, rank: int) -> bool:
         return self._hosts[rank] != self._hosts[0]
 
-    def send(self, tensor: Tensor) -> None:
-        """Send bytes in host memory to rank 0."""
-        self._talked(dist.send, tensor, dst=0, group=self.group)
+    def send(self, tensor: Tensor, rank: int = 0) -> None:
+        """Send bytes in host memory to `rank`."""
+        self._talked(dist.send, tensor, dst=rank, group=self.group)
 
     def receive(self, tensor: Tensor, rank: int) -> None:
         """Fill host memory with the bytes that `rank` sends."""

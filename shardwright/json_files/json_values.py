@@ -17,14 +17,19 @@ import base64
 import collections
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 
-__all__ = ["decode", "dtype_name", "dtype_named", "encode"]
+from ..errors import shown
+
+__all__ = ["decode", "dtype_name", "dtype_named", "encode", "is_shape"]
 
 _LEAVES = (bool, int, str, type(None))
+
+#: Kinds of numpy's dtypes that arrays may have: truth values, numbers.
+_KINDS = "biufc"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -32,16 +37,28 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_named(word: str) -> torch.dtype:
+def dtype_named(word: Any) -> torch.dtype:
     """The dtype of a name.
 
     Raises:
         ValueError: there is no such dtype.
     """
-    dtype = getattr(torch, word, None)
+    dtype = (
+        vars(torch).get(word) if isinstance(word, str) else None
+    )  # getattr would import what torch imports at the first use
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no dtype {word!r}")
+        raise ValueError(f"no dtype {shown(word)}")
     return dtype
+
+
+def is_shape(value: Any) -> TypeGuard[list[int]]:
+    """True for a list of sizes that a tensor may have: at most 64, with fewer than 2^63 elements in all."""
+    return (
+        isinstance(value, list)
+        and len(value) <= 64
+        and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
+        and math.prod(max(size, 1) for size in value) < 1 << 63
+    )
 
 
 def encode(value: Any, where: str = "") -> Any:
@@ -88,7 +105,7 @@ def encode(value: Any, where: str = "") -> Any:
         held = value.detach().cpu().contiguous()
         data = held.reshape(-1).view(torch.uint8).numpy().tobytes() if held.numel() else b""
         return {"tensor": _base64(data), "dtype": dtype_name(held.dtype), "shape": list(held.shape)}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+    if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS:
         return {"array": _base64(value.tobytes()), "dtype": value.dtype.str, "shape": list(value.shape)}
     raise TypeError(f"{where or 'the value'} is a {type(value).__name__}")
 
@@ -100,26 +117,43 @@ def decode(words: Any) -> Any:
         words: the JSON.
 
     Raises:
-        ValueError, KeyError, TypeError: `encode` did not write this.
+        ValueError: `encode` did not write this.
     """
+    try:
+        return _decoded(words)
+    except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def _decoded(words: Any) -> Any:
     if isinstance(words, list):
-        return [decode(w) for w in words]
+        return [_decoded(w) for w in words]
     if not isinstance(words, dict):
         return words
     if "tensor" in words:
-        flat = (
-            torch.frombuffer(bytearray(_bytes(words["tensor"])), dtype=dtype_named(words["dtype"]))
-            if words["tensor"]
-            else torch.empty(0, dtype=dtype_named(words["dtype"]), device="cpu")
-        )
+        data, dtype = _sized(words, words["tensor"], dtype_named(words["dtype"]).itemsize), dtype_named(words["dtype"])
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
         return flat.reshape(words["shape"])
     if "array" in words:
-        return np.frombuffer(_bytes(words["array"]), dtype=words["dtype"]).reshape(words["shape"]).copy()
+        kind = np.dtype(words["dtype"])
+        if kind.kind not in _KINDS or not isinstance(words["dtype"], str):
+            raise ValueError(f"an array of {shown(words['dtype'])}")
+        return np.frombuffer(_sized(words, words["array"], kind.itemsize), dtype=kind).reshape(words["shape"]).copy()
     if len(words) == 1:
         key, held = next(iter(words.items()))
         if key in _READERS:
             return _READERS[key](held)
-    return {key: decode(held) for key, held in words.items()}
+    return {key: _decoded(held) for key, held in words.items()}
+
+
+def _sized(words: dict[str, Any], text: Any, size: int) -> bytearray:
+    """The bytes of a tensor or an array with elements of `size` bytes."""
+    data, shape = bytearray(_bytes(text)), words["shape"]
+    if set(words) - {"tensor", "array"} != {"dtype", "shape"} or not is_shape(shape):
+        raise ValueError(f"no tensor of the shape {shown(shape)}")
+    if len(data) != math.prod(shape) * size:
+        raise ValueError(f"a tensor of the shape {shape} with {len(data)} bytes")
+    return data
 
 
 def _base64(data: bytes) -> str:
@@ -131,17 +165,28 @@ def _bytes(text: str) -> bytes:
 
 
 def _pairs(held: list[Any]) -> dict[Any, Any]:
-    return {decode(k): decode(v) for k, v in held}
+    return {_decoded(k): _decoded(v) for k, v in held}
+
+
+def _count(held: list[Any]) -> collections.Counter[Any]:
+    made = _pairs(held)
+    if not all(isinstance(count, (int, float)) for count in made.values()):
+        raise ValueError("a counter of what are no numbers")
+    return collections.Counter(made)
+
+
+def _float(held: str) -> float:
+    return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[held]
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "tuple": lambda held: tuple(map(decode, held)),
+    "tuple": lambda held: tuple(map(_decoded, held)),
     "dict": _pairs,
-    "set": lambda held: set(map(decode, held)),
-    "counter": lambda held: collections.Counter(_pairs(held)),
-    "float": float,
+    "set": lambda held: set(map(_decoded, held)),
+    "counter": _count,
+    "float": _float,
     "bytes": _bytes,
-    "complex": lambda held: complex(*map(decode, held)),
+    "complex": lambda held: complex(*map(_decoded, held)),
     "dtype": dtype_named,
     "device": torch.device,
 }

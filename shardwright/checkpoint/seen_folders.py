@@ -1,0 +1,308 @@
+"""The folders of one checkpoint that ranks see, where they share no file system or give paths of their own.
+
+A save in parts writes the parts of a rank into the folder that the rank's own path names, and manifest, state and plan
+into each of these folders alike. A rank then reads
+
+    its own folder      the checkpoint of the same step under its own path
+    those of others     folders that other ranks have named, where this rank sees them under the same name
+    other ranks         slices of files that it does not see at all, which the lowest rank that sees them sends
+
+Example: ranks 0, 1 of host a and 2, 3 of host b save to ``/scratch/run``, which each host has for itself. Host a has
+the files of ranks 0 and 1. When rank 2 loads under another plan and needs rows that rank 0 has written, rank 0 sends
+them. Folders that are copied together are one checkpoint: manifests are the same in all of them.
+
+Folders with the same content are told from one folder that several hosts share by the inode and the time of change of
+the manifest: ranks that see the same folders share the check of their bytes, others check what they see.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..json_files.json_reader import parse
+from ..json_files.json_values import dtype_named
+from ..runtime.distributed.coordination import ProcessRanks, SingleRank
+from .checkpoint_folders import folder_of, steps_in
+from .manifest import MANIFEST, Manifest, Piece, check_files, model_fingerprint, parsed
+from .state_file import STATE
+from .tensor_reader import HUGGING_FACE, StoredTensors, is_hugging_face
+
+__all__ = ["SeenCheckpoint", "fetch", "place_of", "seen_by_all"]
+
+_STEP = re.compile(r"\.?step-(\d{8,})(?:\.[0-9a-f]+\.old)?")
+_ID = re.compile(rb'"id": "([0-9a-f]+)"')
+
+
+@dataclass(frozen=True)
+class SeenCheckpoint:
+    """A checkpoint that all ranks have found undamaged.
+
+    Attributes:
+        stored: its tensors, as this rank reads them.
+        folder: the folder of this rank; where it has none, that of another rank.
+        state: the text of ``state.json``, where this rank does not see the file; otherwise None.
+    """
+
+    stored: StoredTensors
+    folder: Path
+    state: str | None
+
+
+def place_of(path: str | os.PathLike[str]) -> str:
+    """A folder as ranks of other hosts know it: ``host:/absolute/path``."""
+    return f"{socket.gethostname()}:{os.path.abspath(path)}"
+
+
+def seen_by_all(path: Any, step: int | None, missing_ok: bool, ranks: SingleRank) -> SeenCheckpoint | None:
+    """The checkpoint to load. All ranks call it together.
+
+    Rank 0 decides which one, or the first rank that has one: other ranks look at another moment.
+
+    Args:
+        path: this rank's folder of a run, of a checkpoint, or of a Hugging Face model.
+        step: the step; None: the highest.
+        missing_ok: return None where no rank has a checkpoint.
+        ranks: the ranks that load together.
+
+    Raises:
+        CheckpointError: no rank has a checkpoint; ranks have different ones; a file that no rank has; damage. Raised on
+            all ranks alike.
+    """
+    mine, failed = None, None
+    try:
+        mine = _found(path, step)
+    except Exception as raised:  # raised below, unless another rank has a checkpoint
+        failed = raised
+    found = ranks.exchanged(None if mine is None else [os.path.abspath(mine), _step_of(mine)])
+    first = next((rank for rank, other in enumerate(found) if other is not None), None)
+    if first is None:
+        ranks.agreed(failed or (None if missing_ok else _nothing(Path(path), step)))
+        return None
+    stored: StoredTensors | None = None
+    error: Exception | None = None
+    visible: list[Path] = []
+    try:
+        visible = _visible(path, mine, found, found[first][1])
+        stored = StoredTensors(visible[0]) if visible else None
+    except Exception as raised:  # agreed on below, so that all ranks raise it
+        error = raised
+    seen = ranks.agreed(error, None if stored is None else [_identity(stored), place_of(stored.folder)])
+    _check_same(seen, first, found[first][0])
+    if stored is not None and stored.manifest is None:
+        return SeenCheckpoint(stored, stored.folder, None)  # a Hugging Face folder, which each rank has
+    manifest = None if stored is None else stored.manifest
+    if any(other is None for other in seen):
+        text = ranks.exchanged(manifest.text() if manifest is not None and ranks.rank == first else None)[first]
+        if manifest is None:
+            manifest = parsed(text, parse(text, CheckpointError, "the manifest", seen[first][1], ""), seen[first][1])
+    assert manifest is not None
+    return _together(Path(found[first][0]) if stored is None else stored.folder, visible, manifest, ranks)
+
+
+def _found(path: Any, step: int | None) -> Path | None:
+    """The folder to load; None where there is no checkpoint.
+
+    Raises:
+        CheckpointError: no path, no step, or a run that does not have this step.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise CheckpointError(
+            f"path={path!r}",
+            source="load_checkpoint",
+            legal="load_checkpoint(model, optimizer, path): the folder of a run or of a checkpoint",
+        )
+    path = Path(path)
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+        raise CheckpointError(f"step={step!r}", source=str(path), legal="a whole number, or None for the highest")
+    if step is None and is_hugging_face(path):
+        return path
+    if step is None and (path / STATE).exists():
+        return path  # a checkpoint; a missing manifest is reported when it is read
+    return folder_of(path, step)
+
+
+def _nothing(path: Path, step: int | None) -> CheckpointError:
+    """The error of a path without a checkpoint."""
+    what = "there is no checkpoint in it" if path.is_dir() else "there is no such folder"
+    return CheckpointError(
+        what if step is None else f"there is no checkpoint of step {step}: {what}",
+        source=str(path),
+        legal=f"a folder with checkpoints, with a {MANIFEST}, or with {' or '.join(HUGGING_FACE)}",
+    )
+
+
+def _step_of(folder: Path) -> int | None:
+    """The step that the name of a checkpoint's folder says."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def _visible(path: Any, mine: Path | None, found: Iterable[list[Any] | None], step: int | None) -> list[Path]:
+    """The folders of the checkpoint that this rank sees: its own first, then those that other ranks have named."""
+    own = mine if mine is not None and _step_of(mine) == step else None
+    if own is None and step is not None and isinstance(path, (str, os.PathLike)):
+        own = steps_in(Path(path)).get(step)
+    named = dict.fromkeys(Path(other[0]) for other in found if other is not None and other[1] == step)
+    if own is not None:
+        named.pop(Path(os.path.abspath(own)), None)
+    return [*([] if own is None else [own]), *filter(_holds_one, named)]
+
+
+def _holds_one(folder: Path) -> bool:
+    try:
+        return (folder / MANIFEST).exists() or is_hugging_face(folder)
+    except OSError:  # a folder of this name that may not be read
+        return False
+
+
+def _identity(stored: StoredTensors) -> str:
+    """A text that tells one checkpoint from another."""
+    if stored.manifest is not None:
+        return stored.manifest.id
+    return "Hugging Face " + model_fingerprint((n, e.shape, e.dtype) for n, e in stored.entries.items())
+
+
+def _check_same(seen: list[list[str] | None], first: int, folder: str) -> None:
+    """Check that all ranks that see a checkpoint see the same one, and that all see one that cannot be sent.
+
+    Raises:
+        CheckpointError: with both folders.
+    """
+    deciding = seen[first]
+    assert deciding is not None
+    legal = "paths of one checkpoint on every rank, or the folders copied together"
+    for rank, other in enumerate(seen):
+        if other is not None and other[0] != deciding[0]:
+            raise CheckpointError(
+                f"ranks have different checkpoints: rank {first} has {deciding[0]} in {deciding[1]}, rank {rank} has "
+                f"{other[0]} in {other[1]}",
+                source=folder,
+                legal=legal,
+            )
+        if other is None and deciding[0].startswith("Hugging Face"):
+            raise CheckpointError(
+                f"rank {rank} does not see the model that rank {first} has in {deciding[1]}", source=folder, legal=legal
+            )
+
+
+def _together(folder: Path, visible: list[Path], manifest: Manifest, ranks: SingleRank) -> SeenCheckpoint:
+    """The checkpoint, once its files are found on some rank each, and undamaged."""
+    paths = _paths(visible, manifest)
+    said = ranks.exchanged([_view(visible), [name for name in manifest.files if name not in paths]])
+    lacking = [set(names) for _, names in said]
+    served = {
+        name: next(rank for rank, names in enumerate(lacking) if name not in names)
+        for name in dict.fromkeys(name for _, names in said for name in names)
+        if not all(name in names for names in lacking)
+    }
+    alike = [rank for rank, (view, _) in enumerate(said) if view == said[ranks.rank][0]]
+    error, state = None, None
+    try:
+        problems = _missing(manifest, set.intersection(*lacking))
+        problems += check_files(folder, manifest, alike.index(ranks.rank), len(alike), paths)
+        problems += _misnamed(folder, manifest)
+        if problems:
+            name = problems[0].partition(":")[0]
+            more = f", and {len(problems) - 1} more files" if len(problems) > 1 else ""
+            raise CheckpointError(
+                f"the checkpoint is damaged: {problems[0]}{more}",
+                source=str(paths.get(name, folder / name)),
+                legal=_others(folder),
+            )
+        if STATE in served and ranks.rank == served[STATE]:
+            state = paths[STATE].read_text(encoding="utf-8")
+    except Exception as raised:  # agreed on below, so that all ranks raise it
+        error = raised
+    states = ranks.agreed(error, state)  # no rank interprets content that another rank has found damaged
+    state = states[served[STATE]] if STATE in served and STATE not in paths else None
+    return SeenCheckpoint(StoredTensors(folder, manifest, paths, served), folder, state)
+
+
+def _paths(visible: Iterable[Path], manifest: Manifest) -> dict[str, Path]:
+    """The place of each file of the checkpoint that this rank sees."""
+    out: dict[str, Path] = {}
+    for folder in visible:
+        try:
+            with open(folder / MANIFEST, "rb") as file:
+                found = _ID.search(file.read(4096))
+            names = os.listdir(folder)
+        except OSError:
+            continue
+        if found and found[1].decode() == manifest.id:  # otherwise another save's, of which its own rank tells
+            out = {name: folder / name for name in names if name in manifest.files} | out
+    return out
+
+
+def _view(visible: Iterable[Path]) -> list[list[int]]:
+    """The folders that this rank sees, told from others of the same content on other hosts."""
+    held = []
+    for folder in visible:
+        try:
+            stat = os.stat(folder / MANIFEST)
+        except OSError:
+            continue
+        held.append([stat.st_ino, stat.st_ctime_ns, stat.st_size])
+    return sorted(held)
+
+
+def _missing(manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """The problems of files that no rank sees."""
+    return [f"{name}: it is missing{manifest.written_to(name)}" for name in manifest.files if name in set(names)]
+
+
+def _misnamed(folder: Path, manifest: Manifest) -> list[str]:
+    there = steps_in(folder.parent) if folder.name.startswith("step-") else {}
+    if folder in there.values() and there.get(manifest.step) != folder:
+        return [f"{MANIFEST}: it is of step {manifest.step}"]
+    return []
+
+
+def _others(folder: Path) -> str:
+    there = [str(step) for step, path in steps_in(folder.parent).items() if path != folder]
+    return f"another checkpoint of the run: step {', '.join(there)}" if there else "a checkpoint that is whole"
+
+
+def fetch(stored: StoredTensors, ranks: ProcessRanks) -> None:
+    """Fill the slices that this rank has asked for of files that it does not see. All ranks call it together.
+
+    Args:
+        stored: the tensors; its `wanted` slices are filled.
+        ranks: the ranks that load together.
+
+    Raises:
+        CheckpointError: a file cannot be read here for another rank.
+    """
+    said = ranks.exchanged(
+        [
+            [w.piece.file, w.piece.offset, list(w.piece.sizes), w.dtype, w.starts, list(w.out.shape)]
+            for w in stored.wanted
+        ]
+    )
+    mine, failed = iter(stored.wanted), None
+    for rank, wanted in enumerate(said):
+        for file, offset, sizes, dtype, starts, lengths in wanted:
+            server = stored.served[file]
+            if ranks.rank not in (rank, server):
+                continue
+            box = torch.empty(lengths, dtype=dtype_named(dtype), device="cpu")
+            if ranks.rank == rank:
+                ranks.receive(box.reshape(-1).view(torch.uint8), server)
+                next(mine).out.copy_(box)
+                continue
+            try:
+                stored.read_piece(box, dtype, Piece(file, offset, (), tuple(sizes)), starts)
+            except CheckpointError as error:  # raised at the end: the other rank waits for the bytes
+                failed = failed or error
+            ranks.send(box.reshape(-1).view(torch.uint8), rank)
+    stored.wanted.clear()
+    if failed is not None:
+        raise failed
