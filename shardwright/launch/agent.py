@@ -24,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -113,6 +114,8 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
+        workers = worker_processes(self)
+        workers.close = partial(self._end_workers, workers.close)  # the engine calls it from several places
         self._progress.started(
             {worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers}, self._nodes.attempt
         )
@@ -121,8 +124,6 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if any(handler.proc.poll() for handler in worker_processes(self).subprocess_handlers.values()):
-            self._shutdown()  # ends the other workers before the engine does, within `_grace` seconds
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.HEALTHY:
             self.elsewhere = self._nodes.heard()
@@ -134,11 +135,17 @@ class Agent(LocalElasticAgent):
                 return RunResult(state=WorkerState.FAILED)
         return result
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _end_workers(
+        self,
+        close: Callable[[signal.Signals, int], None],
+        death_sig: signal.Signals = signal.SIGTERM,
+        timeout: int = 30,
+    ) -> None:
+        """End the workers that still run, within `_grace` seconds. The failure that is the reason for it is recorded
+        first: it would not be the first failure otherwise."""
         try:
-            if worker_processes(self) is not None:
-                worker_processes(self).close(death_sig, self._grace)
-            super()._shutdown(death_sig)  # ends the engine's own helpers; no worker is left to wait for
+            self._watch.settle()
+            close(death_sig, self._grace)
         except SignalException:  # a second Ctrl-C: end without a grace period
             self._watch.kill()
             raise

@@ -5,7 +5,8 @@
 2. `Watch`: the time and the cause of each worker's end. Torchrun's engine checks its workers ten times a second. When
    one worker dies, its peers often die of it within milliseconds, so one check finds several dead and cannot tell the
    first. Here one sleeping thread a worker is woken by the kernel the moment the worker ends; the order of these
-   moments tells the cause from its consequences.
+   moments tells the cause from its consequences. No worker is sent a signal before the exits so far are recorded
+   (`Watch.settle`): a thread that is woken late would otherwise record the cause after the consequence.
 
 3. `Progress`: the lines on the terminal while workers run. On a terminal one live line stays below the rest;
    elsewhere each change of state is one plain line. The workers' own output goes to their logs and never to the
@@ -133,7 +134,7 @@ class Watch:
 
     def __init__(self, on_exit: Callable[[WorkerExit], None]) -> None:
         self._on_exit = on_exit
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._exits: list[WorkerExit] = []
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._threads: list[threading.Thread] = []
@@ -157,6 +158,20 @@ class Watch:
         with self._lock:
             self._exits.append(exit)
             self._on_exit(exit)
+            self._lock.notify_all()
+
+    def settle(self, patience: float = 5.0) -> None:
+        """Wait until the exit of every worker that has ended by now is recorded.
+
+        To be called before a worker is sent a signal. Otherwise the exit that the signal causes may be recorded before
+        the exit that is the reason for the signal: two threads are woken, in no certain order.
+
+        Args:
+            patience: seconds to wait.
+        """
+        ended = {rank for rank, process in self._workers.items() if process.poll() is not None}
+        with self._lock:
+            self._lock.wait_for(lambda: ended <= {exit.rank for exit in self._exits}, patience)
 
     def kill(self) -> None:
         """Kill all workers that still run, with their children."""

@@ -14,12 +14,15 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from paths import SCRIPTS
 from ranks import PATIENCE
 
 from shardwright.cli.main import main
+from shardwright.launch import console
+from shardwright.launch.agent import Agent
 from shardwright.launch.console import Watch, WorkerExit, last_lines
 
 WORKER = str(SCRIPTS / "worker.py")
@@ -218,6 +221,22 @@ def test_the_first_failure_is_told_from_those_it_causes():
         watch.follow(rank, subprocess.Popen(["sh", "-c", f"sleep {seconds}; exit {3 + rank}"]))
     watch.follow(2, subprocess.Popen(["true"]))
     time.sleep(0.9)
+    watch.end()
+    assert watch.first_failure == WorkerExit(rank=1, code=4, cause="exit code 4")
+
+
+def test_the_exits_that_the_launcher_causes_are_recorded_last(monkeypatch):
+    """Worker 1 fails, and its thread of the watch is woken late; worker 0 ends of the signal that follows."""
+    waited = console._wait
+    monkeypatch.setattr(console, "_wait", lambda process: (waited(process), time.sleep(0.5 * (process is failed)))[0])
+    sleeper, failed = subprocess.Popen(["sleep", "600"]), subprocess.Popen(["sh", "-c", "exit 4"])
+    watch = Watch(lambda exit: None)
+    for rank, process in enumerate((sleeper, failed)):
+        watch.follow(rank, process)
+    failed.wait()
+    stub = SimpleNamespace(_watch=watch, _grace=10)
+    Agent._end_workers(stub, lambda number, grace: sleeper.send_signal(number))
+    sleeper.wait()
     watch.end()
     assert watch.first_failure == WorkerExit(rank=1, code=4, cause="exit code 4")
 
