@@ -5,6 +5,7 @@
     agent                torchrun's engine at work on one node
     rendezvous           the meeting of a run's nodes, and of ranks without an agent
     console              logs, the live line, the worker that ended first
+    guardian             the end of the workers where the launcher is killed
     environment          the place of a process in the run, from the variables of its launcher
     device_choice        the device of a process
 

@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,7 +22,7 @@ from ranks import PATIENCE
 from shardwright.cli.main import main
 from shardwright.launch import console
 from shardwright.launch.agent import Agent
-from shardwright.launch.console import Watch, WorkerExit, last_lines
+from shardwright.launch.console import Watch, WorkerExit, last_lines, spelt
 
 WORKER = str(SCRIPTS / "worker.py")
 
@@ -252,15 +251,20 @@ def test_sigterm_of_the_launcher_ends_the_workers(tmp_path):
     assert not any(alive(pid) for pid in ended.pids)
 
 
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="there is no setpriv (util-linux) on this machine")
-def test_workers_do_not_outlive_a_launcher_that_is_killed(tmp_path):
-    launcher = start(tmp_path, "--worker_num=2", WORKER, "sleep")
-    launcher.wait_for("to the output stream", rank=0)
-    launcher.wait_for("to the output stream", rank=1)
+@pytest.mark.parametrize(
+    "script", [(str(SCRIPTS / "save_at_the_end.py"),), (WORKER, "stubborn")], ids=["saves", "deaf"]
+)
+def test_workers_do_not_outlive_a_launcher_that_is_killed(script, tmp_path):
+    """A stopped worker goes on for its end, too; one that is deaf to SIGTERM is killed after the grace period."""
+    launcher = start(tmp_path, "--worker_num=2", f"--grace_period={1 if 'stubborn' in script else 600}", *script)
+    for rank in range(2):
+        launcher.wait_for("to the output stream" if "stubborn" in script else "ready", rank)
+    pids = [int(pid) for pid in re.search(r"\(pids ([\d, ]+)\)", launcher.process.stdout.readline())[1].split(", ")]
+    os.kill(pids[1], signal.SIGSTOP)
     launcher.process.kill()
-    pids = launcher.end().pids
-    assert len(pids) == 2
+    launcher.end()
     wait_until(lambda: not any(alive(pid) for pid in pids), "the workers to end")
+    assert [(tmp_path / f"saved_{rank}").exists() for rank in range(2)] == ["stubborn" not in script] * 2
 
 
 def test_a_second_ctrl_c_does_not_wait_for_stubborn_workers(tmp_path):
@@ -384,6 +388,35 @@ def test_the_version_is_printed(capsys):
         main(["--version"])
     assert exit.value.code == 0
     assert re.fullmatch(r"shardwright \d\S*\n", capsys.readouterr().out)
+
+
+def test_control_characters_of_a_log_are_shown_and_not_obeyed(tmp_path):
+    log = tmp_path / "worker_0.log"
+    log.write_text("\x1b[2J\x1b]0;title\x07a\tb\n\x9b31m\u202egnp.exe\n done\x08\x08\n ü✓\n")
+    assert last_lines(str(log)) == [
+        r"\x1b[2J\x1b]0;title\x07a" + "\tb", r"\x9b31m\u202egnp.exe", r" done\x08\x08", " ü✓"
+    ]  # fmt: skip
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(map(spelt, map(chr, range(256)))).replace("\n", ""))
+
+
+def test_a_full_disk_is_named_beside_the_last_lines(tmp_path, small_disk):
+    """The worker dies of a log that takes no more, in which it cannot say so; a second run is refused at its start."""
+    script = tmp_path / "fills.py"
+    script.write_text("while True:\n    print('x' * 1000)\n")
+    logs = small_disk(256 << 10)
+    ended = run(tmp_path, "--worker_num=1", f"--log_dir={logs}", script)
+    assert ended.code == 1, ended.out
+    assert f"{logs} takes no more bytes (No space left on device): lines may be missing from the logs" in ended.out
+    (logs / "scheduler.log").write_bytes(b"")  # a run begins a new one
+    again = run(tmp_path, "--worker_num=1", f"--log_dir={logs}", script)
+    assert again.code == 2 and f"--log_dir={logs} cannot be written to: No space left on device" in again.out
+
+
+def test_a_log_that_cannot_be_opened_is_named(tmp_path):
+    (tmp_path / "log_output" / "worker_0.log").mkdir(parents=True)
+    ended = run(tmp_path, "--worker_num=1", WORKER, "say")
+    assert ended.code == 1
+    assert ended.out == "shardwright run: error: log_output/worker_0.log cannot be written: Is a directory\n"
 
 
 def test_last_lines_are_what_a_terminal_would_show(tmp_path):
