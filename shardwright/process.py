@@ -19,6 +19,7 @@ import contextlib
 import os
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from torch import Tensor
 from .device_modules import is_recording_graph
 from .errors import SettingError
 from .launch.device_choice import asked_device, check_shared, device_of_group, device_of_rank
-from .launch.environment import RankInRun, find, leading_to
+from .launch.environment import RankInRun, find, is_msrun_scheduler, leading_to, remark
 
 __all__ = ["RandomStream", "Runtime", "current", "init", "of_micro_batch", "playing", "rank", "stream", "world_size"]
 
@@ -83,9 +84,10 @@ def init(
 ) -> Runtime:
     """Find out the runtime of this process. May be called again.
 
-    Under a launcher (torchrun, ``shardwright run``, mpirun, Slurm's srun, a rank table) it joins the process group of
-    the processes that were started; `launch.environment` says which variables are read, and which take precedence.
-    Otherwise all devices are in this process, and no launcher is needed.
+    Under a launcher (torchrun, ``shardwright run``, mpirun, Slurm's srun, msrun, a rank table) it joins the process
+    group of the processes that were started; `launch.environment` says which variables are read, and which take
+    precedence. Otherwise all devices are in this process, and no launcher is needed. The scheduler that msrun starts
+    beside the workers ends here, with exit code 0.
 
     Args:
         devices: the number of devices in this process, without a launcher. None: as many as the marks of the model
@@ -105,8 +107,16 @@ def init(
     Raises:
         SettingError: a number of devices below 1, in the argument or in the environment; variables of launchers, or a
             rank table, that are faulty or contradict one another; ranks that do not join; a device that is not there;
-            more processes on a host than accelerators; two processes on one accelerator.
+            more processes on a host than accelerators; two processes on one accelerator; a worker of a launcher that is
+            not read.
     """
+    if is_msrun_scheduler(os.environ) and not (dist.is_available() and dist.is_initialized()):
+        print(
+            "MS_ROLE=MS_SCHED: this process is msrun's scheduler, which has nothing to do here, and ends; the "
+            f"{os.environ['MS_WORKER_NUM']} workers meet at rank 0",
+            file=sys.stderr,
+        )
+        raise SystemExit(0)
     asked_for = asked_device(device)
     if devices is not None and (not isinstance(devices, int) or isinstance(devices, bool) or devices < 1):
         raise SettingError(f"init(devices={devices!r})", legal="a whole number of at least 1")
@@ -133,6 +143,9 @@ def init(
         )
         runtime = Runtime(True, dist.get_world_size(), dist.get_rank(), mine, wait.total_seconds(), watched)
     else:
+        warning = remark(os.environ)
+        if warning is not None:
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
         asked = os.environ.get("SHARDWRIGHT_DEVICES")
         if asked and not (asked.isdecimal() and int(asked)):
             raise SettingError(f"SHARDWRIGHT_DEVICES={asked}", legal="a whole number of at least 1")

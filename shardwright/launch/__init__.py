@@ -7,6 +7,7 @@
     console              logs, the live line, the worker that ended first
     guardian             the end of the workers where the launcher is killed
     environment          the place of a process in the run, from the variables of its launcher
+    rank_table           rank tables of Ascend clusters
     device_choice        the device of a process
 
 Only `agent`, `device_choice` and `rendezvous` import torch.

@@ -5,8 +5,12 @@ The launcher that started the process last has precedence. The order:
 1. torchrun and ``shardwright run`` (``TORCHELASTIC_RUN_ID`` is set). An outer launcher of these, such as ``srun`` or
    mpirun with one process a host, has other ranks, which are ignored.
 2. ``RANK`` and ``WORLD_SIZE`` set by hand, a rank table (``RANK_TABLE_FILE``, ``RANK_ID``, ``DEVICE_ID``), Open MPI,
-   another MPI over PMI, Slurm. Where several are set they have to agree: a leftover cannot be told from a valid one.
-3. None: all devices are in this process.
+   another MPI over PMI, Slurm, msrun. Where several are set they have to agree: a leftover cannot be told from a valid
+   one.
+3. None: all devices are in this process. Variables of a launcher that is not read here are an error where they make
+   this process one of several (`unread`), and a warning where they may do so (`remark`): eight processes that each play
+   all devices would train eight times, into one folder. ``SHARDWRIGHT_DEVICES`` (``shardwright run --devices=8``) says
+   that this process is alone, whatever else is set.
 
 Rank 0 listens at ``MASTER_ADDR:MASTER_PORT``. Where they are not set, the address is that of the rank table's first
 server or of Slurm's first host, and 127.0.0.1 where the run has one host only. The port is 29500; under Open MPI and
@@ -22,6 +26,9 @@ Claims (`Claim`): the variables of each launcher.
     Slurm         SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID,
                   SLURM_STEP_TASKS_PER_NODE or SLURM_TASKS_PER_NODE, SLURM_STEP_NODELIST or SLURM_NODELIST or
                   SLURM_JOB_NODELIST
+    msrun         MS_ROLE, MS_WORKER_NUM, MS_NODE_ID, MS_SCHED_HOST, MS_SCHED_PORT; also set by hand, as for MindSpore's
+                  dynamic cluster. MS_ROLE is MS_WORKER, or MS_SCHED for one more process, which has no rank
+                  (`is_msrun_scheduler`)
     ============  ====================================================================================================
 
 One process is no claim: under ``srun -n 1`` or ``mpirun -n 1`` a program is on its own.
@@ -38,39 +45,36 @@ Network interface (`leading_to`): Gloo listens at the address of the host's own 
 loopback address that ranks of other hosts cannot reach. The interface that leads to rank 0's host also leads to the
 other hosts of the run.
 
-Rank tables (`RankTable`): the JSON file, version 1.0, in which a cluster of Ascend devices assigns ranks to devices.
-Ranks count from 0 without a gap. All ranks of one server come before those of the next, in the order of the servers'
-ids as text (``"10.0.0.10"`` comes before ``"10.0.0.9"``). Within a server ranks may be on devices in any order.
+Rank tables are read by `rank_table.RankTable`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import itertools
-import json
 import re
 import socket
 import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
 from ..errors import SettingError
+from .rank_table import RankTable
 
 __all__ = [
     "LOOPBACK",
     "Claim",
     "RankInRun",
-    "RankTable",
-    "TableDevice",
     "expand",
     "find",
+    "is_msrun_scheduler",
     "leading_to",
     "number",
+    "remark",
     "scheduled",
     "torchrun",
+    "unread",
 ]
 
 
@@ -147,6 +151,7 @@ class Claim:
         local_size: the number of processes on this host.
         master: an address of rank 0's host.
         job: a text that the processes of one run share, and that no other run on these hosts has.
+        port: the port at which rank 0 listens, where the launcher has one.
     """
 
     launcher: str
@@ -157,6 +162,7 @@ class Claim:
     local_size: int | None = None
     master: str | None = None
     job: str | None = None
+    port: int | None = None
 
     def __post_init__(self) -> None:
         for rank, size, (rank_name, size_name) in (
@@ -308,6 +314,136 @@ def _tasks_here(environ: Environment, hosts: int, size: int) -> int | None:
     return size // hosts if hosts and size % hosts == 0 else None
 
 
+_SCHEDULER, _WORKER = "MS_SCHED", "MS_WORKER"
+
+
+def _msrun(environ: Environment) -> Claim | None:
+    """The claim of msrun, or of the same variables set by hand; None where this process is none of its workers.
+
+    Without ``--node_rank`` msrun leaves the ranks of several nodes to MindSpore's own scheduler, which does not run.
+    """
+    role, names = environ.get("MS_ROLE", ""), ("MS_NODE_ID", "MS_WORKER_NUM")
+    if not role or role == _SCHEDULER:
+        return None
+    if role != _WORKER:
+        raise SettingError(f"MS_ROLE={role}", legal=f"{_WORKER} or {_SCHEDULER}, as msrun sets it, or no MS_ROLE")
+    rank, size = (number(environ, name) for name in names)
+    if size == 1:
+        return None
+    if size is None or rank is None:
+        raise SettingError(
+            f"msrun: MS_ROLE={role} is set, {names[1] if size is None else names[0]} is not",
+            legal="MS_WORKER_NUM, and MS_NODE_ID from 0: both are set by msrun, on several nodes with --node_rank; or "
+            "no MS_ROLE",
+        )
+    host = environ.get("MS_SCHED_HOST") or LOOPBACK
+    alone = _is_loopback(host)
+    local = rank if alone else number(environ, "DEVICE_ID")
+    return Claim(
+        "msrun", rank, size, names, local, size if alone else None, host, port=number(environ, "MS_SCHED_PORT")
+    )
+
+
+def is_msrun_scheduler(environ: Environment) -> bool:
+    """True for the process that msrun starts beside the workers, as the meeting point of MindSpore's own processes.
+
+    It runs the script like the workers, and has no rank. msrun waits for its end.
+    """
+    return (
+        environ.get("MS_ROLE") == _SCHEDULER
+        and bool(environ.get("MS_WORKER_NUM"))
+        and "TORCHELASTIC_RUN_ID" not in environ
+        and "SHARDWRIGHT_DEVICES" not in environ
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    """True for a loopback address, and for the name localhost. Other names are not looked up."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+# -- launchers that are not read ---------------------------------------------------------------------------------------
+
+#: Launcher, its variable of the rank, its variable of the number of processes ("": none). Slurm and msrun are read
+#: above; these rows are for workers that have lost the variable of the number.
+_UNREAD = (
+    ("PMIx", "PMIX_RANK", ""),
+    ("HPE PALS", "PALS_RANKID", ""),
+    ("Cray ALPS", "ALPS_APP_PE", ""),
+    ("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    ("IBM jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("Horovod", "HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("PaddlePaddle", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"),
+    ("DMLC", "DMLC_WORKER_ID", "DMLC_NUM_WORKER"),
+    ("JAX", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
+    ("Slurm", "SLURM_PROCID", ""),
+    ("a launcher", "LOCAL_RANK", ""),
+)
+
+#: The number of processes, by launchers that are read.
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "MS_WORKER_NUM")
+
+_HOW_TO_BE_ALONE = "`shardwright run --devices=8 train.py`, or SHARDWRIGHT_DEVICES=8, where it is to play all devices"
+
+
+def _seen(environ: Environment) -> list[tuple[str, str, int, str, int | None]]:
+    """Variables that give this process a rank: launcher, name and value of the rank, name and value of the number of
+    processes. Pairs ``X_RANK`` and ``X_SIZE`` of unknown launchers come last, without a launcher's name."""
+    known = [row for row in _UNREAD if environ.get(row[1], "").isdecimal()]
+    names = {rank for _, rank, _ in known} | {"RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK"}
+    rows = [
+        *known,
+        *(("", name, f"{name[:-4]}SIZE") for name in sorted(environ) if name.endswith("_RANK") and name not in names),
+    ]
+    found = []
+    for launcher, rank_name, size_name in rows:
+        rank, size = environ.get(rank_name, ""), environ.get(size_name, "") if size_name else ""
+        if rank.isdecimal() and (launcher or size.isdecimal()):
+            found.append((launcher, rank_name, int(rank), size_name, int(size) if size.isdecimal() else None))
+    return found
+
+
+def unread(environ: Environment) -> SettingError | None:
+    """The error where a launcher that is not read here has made this process one of several; None where none has."""
+    for launcher, rank_name, rank, size_name, size in _seen(environ):
+        if launcher and (size > 1 if size is not None else rank > 0):
+            told = f"{rank_name}={rank}" + (f" of {size_name}={size}" if size is not None else "")
+            return SettingError(
+                f"{told} is set, as {launcher} sets it for one of several processes, and nothing that is read here "
+                "says how many there are and where rank 0 is",
+                legal="RANK, WORLD_SIZE and MASTER_ADDR set from the launcher's variables before sw.init(); no "
+                f"{rank_name} where it is left over; {_HOW_TO_BE_ALONE}",
+            )
+    return None
+
+
+def remark(environ: Environment) -> str | None:
+    """A warning for a process that plays all devices, where variables may mean that it is one of several; None where
+    there are none."""
+    if "SHARDWRIGHT_DEVICES" in environ or any(environ.get(name) == "1" for name in _SIZES):
+        return None
+    told = [
+        f"{rank_name}={rank}" + (f" and {size_name}={size}" if size is not None else "")
+        for launcher, rank_name, rank, size_name, size in _seen(environ)
+        if rank_name not in ("LOCAL_RANK", "SLURM_PROCID")  # 0 in notebooks, and in Slurm's batch scripts
+        and (size is None or rank < size > 1)
+    ]
+    workers = environ.get("MS_WORKER_NUM", "")
+    if workers.isdecimal() and int(workers) > 1 and not environ.get("MS_ROLE"):
+        told.append(f"MS_WORKER_NUM={workers} without MS_ROLE")
+    if not told:
+        return None
+    return (
+        f"{', '.join(told)}: the environment may mean that this process is one of several, but no launcher that "
+        "Shardwright reads has set it, and this process plays all devices alone. If it is one of several, set RANK, "
+        f"WORLD_SIZE and MASTER_ADDR; if not, unset the variable, or use {_HOW_TO_BE_ALONE}"
+    )
+
+
 def _first_set(environ: Environment, *names: str) -> str | None:
     return next((name for name in names if environ.get(name)), None)
 
@@ -350,201 +486,7 @@ def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
     return found
 
 
-# -- rank tables -------------------------------------------------------------------------------------------------------
-
-VERSION = "1.0"
-READY = "completed"  # any other ``status``, such as "initializing", means a table that is not yet whole
-
-
-@dataclass(frozen=True)
-class TableDevice:
-    """One entry of a rank table.
-
-    Args:
-        rank: the rank.
-        server: the id of its server, usually the server's address.
-        device: the index of the device on its server.
-        ip: the address of that device's own network.
-    """
-
-    rank: int
-    server: str
-    device: int
-    ip: str
-
-
-@dataclass(frozen=True)
-class RankTable:
-    """A rank table without faults.
-
-    Args:
-        path: the file.
-        devices: its entries, by rank.
-        digest: a hash of the file's text, so that ranks can check that they were given the same one.
-    """
-
-    path: str
-    devices: tuple[TableDevice, ...]
-    digest: str
-
-    @classmethod
-    def read(cls, path: str) -> RankTable:
-        """Read and check a table.
-
-        Raises:
-            SettingError: the entry at fault, and the legal values there.
-        """
-        try:
-            with open(path, encoding="utf-8") as file:
-                text = file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise SettingError(
-                f"RANK_TABLE_FILE={path} cannot be read: {reason}", legal="the path of a rank table in JSON"
-            ) from None
-        return cls(path, _Reading(path).devices(text), hashlib.sha256(text.encode()).hexdigest()[:16])
-
-    @property
-    def servers(self) -> tuple[str, ...]:
-        """The ids of the servers, in the order of their ranks."""
-        return tuple(dict.fromkeys(device.server for device in self.devices))
-
-    def beside(self, rank: int) -> tuple[TableDevice, ...]:
-        """The entries of the server of this rank, by rank."""
-        return tuple(device for device in self.devices if device.server == self.devices[rank].server)
-
-
-class _Reading:
-    """One pass over the text of a table; every fault is raised with its entry."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def devices(self, text: str) -> tuple[TableDevice, ...]:
-        try:
-            table = json.loads(text, object_pairs_hook=self._object)
-        except json.JSONDecodeError as error:
-            self._fault(f"line {error.lineno}, column {error.colno}", f"not JSON: {error.msg}", "JSON")
-        if not isinstance(table, dict):
-            self._fault("the table", f"{_kind(table)}", "an object with version, server_count, server_list and status")
-        version = self._field(table, "the table", "version", "1.0")
-        if version != VERSION:
-            self._fault("version", f"unknown version {json.dumps(version)}", f'"{VERSION}"')
-        status = self._field(table, "the table", "status", READY)
-        if status != READY:
-            self._fault("status", f"{json.dumps(status)}: the table is not whole", f'"{READY}"')
-        servers = self._list(table, "the table", "server_list")
-        count = self._number(table, "the table", "server_count", str(len(servers)))
-        if count != len(servers):
-            self._fault("server_count", f"{count}, but server_list has {len(servers)}", f'"{len(servers)}"')
-
-        found: dict[int, tuple[TableDevice, str]] = {}  # by rank: the device, and its place in the file
-        ids: dict[str, str] = {}
-        for index, server in enumerate(servers):
-            self._server(server, f"server_list[{index}]", ids, found)
-        for rank in range(len(found)):
-            if rank not in found:
-                highest, where = max(found), found[max(found)][1]
-                self._fault(
-                    where,
-                    f"rank_id {highest}, but no device has rank_id {rank}",
-                    f"each of 0 to {len(found) - 1} once, for {len(found)} devices",
-                )
-        devices = [found[rank] for rank in range(len(found))]
-        for (before, _), (device, where) in zip(devices, devices[1:]):
-            if device.server < before.server:
-                self._fault(
-                    where,
-                    f"rank_id {device.rank} comes after rank {before.rank} of server {before.server}, "
-                    f"whose id is the greater text",
-                    f"ranks in the order of the server ids, compared as text: {', '.join(sorted(ids))}",
-                )
-        return tuple(device for device, _ in devices)
-
-    def _server(self, server: Any, where: str, ids: dict[str, str], found: dict[int, tuple[TableDevice, str]]) -> None:
-        if not isinstance(server, dict):
-            self._fault(where, _kind(server), "an object with server_id and device")
-        name = self._text(server, where, "server_id", "the server's address, such as 10.0.0.1")
-        where = f"{where} (server {name})"
-        if name in ids:
-            self._fault(
-                where, f"server_id {name} is that of {ids[name]} too", "one entry a server, each with its own id"
-            )
-        ids[name] = where.split(" ")[0]
-        indices: dict[int, str] = {}
-        addresses: dict[str, str] = {}
-        for index, entry in enumerate(self._list(server, where, "device")):
-            here = f"{where}, device[{index}]"
-            if not isinstance(entry, dict):
-                self._fault(here, _kind(entry), "an object with device_id, device_ip and rank_id")
-            device = TableDevice(
-                rank=self._number(entry, here, "rank_id", "0"),
-                server=name,
-                device=self._number(entry, here, "device_id", "0"),
-                ip=self._text(entry, here, "device_ip", "the address of the device's network"),
-            )
-            if device.device in indices:
-                self._fault(
-                    here,
-                    f"device_id {device.device} is that of {indices[device.device]} too",
-                    "each device of a server once",
-                )
-            if device.ip in addresses:
-                self._fault(
-                    here,
-                    f"device_ip {device.ip} is that of {addresses[device.ip]} too",
-                    "an address of its own for each device of a server",
-                )
-            if device.rank in found:
-                self._fault(
-                    here, f"rank_id {device.rank} is that of {found[device.rank][1]} too", "each rank once, from 0"
-                )
-            indices[device.device] = addresses[device.ip] = f"device[{index}]"
-            found[device.rank] = (device, here)
-
-    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        known: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in known:
-                self._fault(
-                    name, f"twice in one object: {json.dumps(known[name])} and {json.dumps(value)}", "each field once"
-                )
-            known[name] = value
-        return known
-
-    def _field(self, entry: dict[str, Any], where: str, name: str, example: str) -> Any:
-        if name not in entry:
-            self._fault(where, f"{name} is missing", f'"{name}": "{example}"')
-        return entry[name]
-
-    def _list(self, entry: dict[str, Any], where: str, name: str) -> list[Any]:
-        value = self._field(entry, where, name, "[...]")
-        if not isinstance(value, list) or not value:
-            self._fault(f"{where}, {name}", "it is empty" if value == [] else _kind(value), "a list with at least one")
-        return value
-
-    def _text(self, entry: dict[str, Any], where: str, name: str, legal: str) -> str:
-        value = self._field(entry, where, name, "...")
-        if not isinstance(value, str) or not value:
-            self._fault(f"{where}, {name}", "it is empty" if value == "" else _kind(value), legal)
-        return value
-
-    def _number(self, entry: dict[str, Any], where: str, name: str, example: str) -> int:
-        value = self._field(entry, where, name, example)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return value
-        if isinstance(value, str) and value.isascii() and value.isdecimal():
-            return int(value)
-        self._fault(f"{where}, {name}", f"{json.dumps(value)} is not a whole number from 0", f'such as "{example}"')
-
-    def _fault(self, where: str, message: str, legal: str) -> NoReturn:
-        raise SettingError(f"{where}: {message}", source=self._path, legal=legal)
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
-    return f"it is {kinds.get(type(value), 'a number')}"
-
+# -- the place in the run ----------------------------------------------------------------------------------------------
 
 PORT = 29500  # torch's own default
 JOB_PORTS = range(20000, 32768)  # below those that Linux hands out to connections
@@ -598,13 +540,14 @@ def find(environ: Mapping[str, str]) -> RankInRun | None:
     scheduler = None if agent else scheduled(environ)
     path = environ.get("RANK_TABLE_FILE")
     table = RankTable.read(path) if path else None
-    claims = [claim for claim in (torch, _ascend(environ, table), scheduler) if claim is not None]
+    msrun = None if agent or "SHARDWRIGHT_DEVICES" in environ else _msrun(environ)
+    claims = [claim for claim in (torch, _ascend(environ, table), scheduler, msrun) if claim is not None]
     whole = next((claim for claim in claims if claim.whole), None)
     if whole is None:
-        if (
-            claims and "SHARDWRIGHT_DEVICES" not in environ
-        ):  # --devices: all in this process, other variables are ignored
-            raise _incomplete(claims[0], environ)
+        if "SHARDWRIGHT_DEVICES" not in environ:  # --devices: all in this process, other variables are ignored
+            error = _incomplete(claims[0], environ) if claims else unread(environ)
+            if error is not None:
+                raise error
         return None
     for claim in claims:
         _agree(whole, claim)
@@ -691,10 +634,12 @@ def _place(
             "is not, and nothing else says where rank 0 is",
             legal="MASTER_ADDR, the address of rank 0's host (mpirun -x MASTER_ADDR=10.0.0.1)",
         )
-    port = number(environ, "MASTER_PORT")
-    if port is not None and not 0 < port < 65536:
-        raise SettingError(f"MASTER_PORT={port}", legal="a port from 1 to 65535")
+    port, port_name = number(environ, "MASTER_PORT"), "MASTER_PORT"
     job = next((claim.job for claim in claims if claim.job), None) if table is None else None
+    if port is None:
+        port, port_name = next((claim.port for claim in claims if claim.port is not None), None), "MS_SCHED_PORT"
+    if port is not None and not 0 < port < 65536:
+        raise SettingError(f"{port_name}={port}", legal="a port from 1 to 65535")
     if port is None:
         port = PORT if job is None else JOB_PORTS[zlib.crc32(job.encode()) % len(JOB_PORTS)]
     return RankInRun(whole.launcher, rank, size, device, devices, address, port, agent, table)

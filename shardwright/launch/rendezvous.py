@@ -446,7 +446,10 @@ class _Meeting:
                 missing = self._ask(lambda: [rank for rank in range(place.size) if not news.check([f"rank/{rank}"])])
                 names = ", ".join(place.whereabouts(rank) for rank in missing[:NAMED_RANKS])
                 more = f" and {len(missing) - NAMED_RANKS} more" if len(missing) > NAMED_RANKS else ""
-                raise self._fault(f"{names}{more} did not come to {self._where} within {self._seconds:g} s")
+                raise self._fault(
+                    f"{names}{more} of the {place.size} ranks that {place.launcher} counts did not come to "
+                    f"{self._where} within {self._seconds:g} s"
+                )
 
     def _told(self, news: Store) -> bool:
         """True where all ranks have come; waits for a moment. Another rank's error is raised here too."""
@@ -479,5 +482,6 @@ class _Meeting:
         return SettingError(
             message,
             legal=legal
-            or "all ranks started, and MASTER_ADDR and MASTER_PORT an address of rank 0's host that the others reach",
+            or "all ranks started, and MASTER_ADDR and MASTER_PORT an address of rank 0's host that the others reach; "
+            f"no variables of {self._place.launcher} where this process is to be alone",
         )

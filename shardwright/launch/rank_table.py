@@ -1,0 +1,211 @@
+"""Rank tables: the JSON file, version 1.0, in which a cluster of Ascend devices assigns ranks to devices.
+
+Ranks count from 0 without a gap. All ranks of one server come before those of the next, in the order of the servers'
+ids as text (``"10.0.0.10"`` comes before ``"10.0.0.9"``). Within a server ranks may be on devices in any order.
+
+A fault is an error with the entry at fault and the legal values there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ..errors import SettingError
+
+__all__ = ["RankTable", "TableDevice"]
+
+VERSION = "1.0"
+READY = "completed"  # any other ``status``, such as "initializing", means a table that is not yet whole
+
+
+@dataclass(frozen=True)
+class TableDevice:
+    """One entry of a rank table.
+
+    Args:
+        rank: the rank.
+        server: the id of its server, usually the server's address.
+        device: the index of the device on its server.
+        ip: the address of that device's own network.
+    """
+
+    rank: int
+    server: str
+    device: int
+    ip: str
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """A rank table without faults.
+
+    Args:
+        path: the file.
+        devices: its entries, by rank.
+        digest: a hash of the file's text, so that ranks can check that they were given the same one.
+    """
+
+    path: str
+    devices: tuple[TableDevice, ...]
+    digest: str
+
+    @classmethod
+    def read(cls, path: str) -> RankTable:
+        """Read and check a table.
+
+        Raises:
+            SettingError: the entry at fault, and the legal values there.
+        """
+        try:
+            with open(path, encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise SettingError(
+                f"RANK_TABLE_FILE={path} cannot be read: {reason}", legal="the path of a rank table in JSON"
+            ) from None
+        return cls(path, _Reading(path).devices(text), hashlib.sha256(text.encode()).hexdigest()[:16])
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The ids of the servers, in the order of their ranks."""
+        return tuple(dict.fromkeys(device.server for device in self.devices))
+
+    def beside(self, rank: int) -> tuple[TableDevice, ...]:
+        """The entries of the server of this rank, by rank."""
+        return tuple(device for device in self.devices if device.server == self.devices[rank].server)
+
+
+class _Reading:
+    """One pass over the text of a table; every fault is raised with its entry."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def devices(self, text: str) -> tuple[TableDevice, ...]:
+        try:
+            table = json.loads(text, object_pairs_hook=self._object)
+        except json.JSONDecodeError as error:
+            self._fault(f"line {error.lineno}, column {error.colno}", f"not JSON: {error.msg}", "JSON")
+        if not isinstance(table, dict):
+            self._fault("the table", f"{_kind(table)}", "an object with version, server_count, server_list and status")
+        version = self._field(table, "the table", "version", "1.0")
+        if version != VERSION:
+            self._fault("version", f"unknown version {json.dumps(version)}", f'"{VERSION}"')
+        status = self._field(table, "the table", "status", READY)
+        if status != READY:
+            self._fault("status", f"{json.dumps(status)}: the table is not whole", f'"{READY}"')
+        servers = self._list(table, "the table", "server_list")
+        count = self._number(table, "the table", "server_count", str(len(servers)))
+        if count != len(servers):
+            self._fault("server_count", f"{count}, but server_list has {len(servers)}", f'"{len(servers)}"')
+
+        found: dict[int, tuple[TableDevice, str]] = {}  # by rank: the device, and its place in the file
+        ids: dict[str, str] = {}
+        for index, server in enumerate(servers):
+            self._server(server, f"server_list[{index}]", ids, found)
+        for rank in range(len(found)):
+            if rank not in found:
+                highest, where = max(found), found[max(found)][1]
+                self._fault(
+                    where,
+                    f"rank_id {highest}, but no device has rank_id {rank}",
+                    f"each of 0 to {len(found) - 1} once, for {len(found)} devices",
+                )
+        devices = [found[rank] for rank in range(len(found))]
+        for (before, _), (device, where) in zip(devices, devices[1:]):
+            if device.server < before.server:
+                self._fault(
+                    where,
+                    f"rank_id {device.rank} comes after rank {before.rank} of server {before.server}, "
+                    f"whose id is the greater text",
+                    f"ranks in the order of the server ids, compared as text: {', '.join(sorted(ids))}",
+                )
+        return tuple(device for device, _ in devices)
+
+    def _server(self, server: Any, where: str, ids: dict[str, str], found: dict[int, tuple[TableDevice, str]]) -> None:
+        if not isinstance(server, dict):
+            self._fault(where, _kind(server), "an object with server_id and device")
+        name = self._text(server, where, "server_id", "the server's address, such as 10.0.0.1")
+        where = f"{where} (server {name})"
+        if name in ids:
+            self._fault(
+                where, f"server_id {name} is that of {ids[name]} too", "one entry a server, each with its own id"
+            )
+        ids[name] = where.split(" ")[0]
+        indices: dict[int, str] = {}
+        addresses: dict[str, str] = {}
+        for index, entry in enumerate(self._list(server, where, "device")):
+            here = f"{where}, device[{index}]"
+            if not isinstance(entry, dict):
+                self._fault(here, _kind(entry), "an object with device_id, device_ip and rank_id")
+            device = TableDevice(
+                rank=self._number(entry, here, "rank_id", "0"),
+                server=name,
+                device=self._number(entry, here, "device_id", "0"),
+                ip=self._text(entry, here, "device_ip", "the address of the device's network"),
+            )
+            if device.device in indices:
+                self._fault(
+                    here,
+                    f"device_id {device.device} is that of {indices[device.device]} too",
+                    "each device of a server once",
+                )
+            if device.ip in addresses:
+                self._fault(
+                    here,
+                    f"device_ip {device.ip} is that of {addresses[device.ip]} too",
+                    "an address of its own for each device of a server",
+                )
+            if device.rank in found:
+                self._fault(
+                    here, f"rank_id {device.rank} is that of {found[device.rank][1]} too", "each rank once, from 0"
+                )
+            indices[device.device] = addresses[device.ip] = f"device[{index}]"
+            found[device.rank] = (device, here)
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        known: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in known:
+                self._fault(
+                    name, f"twice in one object: {json.dumps(known[name])} and {json.dumps(value)}", "each field once"
+                )
+            known[name] = value
+        return known
+
+    def _field(self, entry: dict[str, Any], where: str, name: str, example: str) -> Any:
+        if name not in entry:
+            self._fault(where, f"{name} is missing", f'"{name}": "{example}"')
+        return entry[name]
+
+    def _list(self, entry: dict[str, Any], where: str, name: str) -> list[Any]:
+        value = self._field(entry, where, name, "[...]")
+        if not isinstance(value, list) or not value:
+            self._fault(f"{where}, {name}", "it is empty" if value == [] else _kind(value), "a list with at least one")
+        return value
+
+    def _text(self, entry: dict[str, Any], where: str, name: str, legal: str) -> str:
+        value = self._field(entry, where, name, "...")
+        if not isinstance(value, str) or not value:
+            self._fault(f"{where}, {name}", "it is empty" if value == "" else _kind(value), legal)
+        return value
+
+    def _number(self, entry: dict[str, Any], where: str, name: str, example: str) -> int:
+        value = self._field(entry, where, name, example)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return value
+        if isinstance(value, str) and value.isascii() and value.isdecimal():
+            return int(value)
+        self._fault(f"{where}, {name}", f"{json.dumps(value)} is not a whole number from 0", f'such as "{example}"')
+
+    def _fault(self, where: str, message: str, legal: str) -> NoReturn:
+        raise SettingError(f"{where}: {message}", source=self._path, legal=legal)
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
+    return f"it is {kinds.get(type(value), 'a number')}"
