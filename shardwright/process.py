@@ -33,7 +33,7 @@ from torch import Tensor
 from .device_modules import is_recording_graph
 from .errors import SettingError
 from .launch.device_choice import asked_device, check_shared, device_of_group, device_of_rank
-from .launch.environment import RankInRun, find, is_msrun_scheduler, leading_to, remark
+from .launch.environment import RankInRun, find, is_msrun_scheduler, leading_to, remark, token_of
 
 __all__ = ["RandomStream", "Runtime", "current", "init", "of_micro_batch", "playing", "rank", "stream", "world_size"]
 
@@ -171,13 +171,16 @@ def _join(place: RankInRun, device: torch.device, backend: str, timeout: timedel
         interface = leading_to(place.master_addr, place.master_port)
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface  # Gloo takes an interface in no other way
+    from .launch.rendezvous import admitted, meet  # noqa: PLC0415  needed only under a launcher
+
+    token = token_of(os.environ)
     if place.agent:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        store = admitted(store, token, place.rank == 0, f"the run at {place.master_addr}:{place.master_port}")
         store.set_timeout(collectives)
     else:
-        from .launch.rendezvous import meet  # noqa: PLC0415  needed only without torchrun's agent
-
-        store = meet(place, timeout.total_seconds())
+        store = meet(place, timeout.total_seconds(), token)
     check_shared(device, place, dist.PrefixStore("shardwright devices", store), timeout)
     dist.init_process_group(
         backend,

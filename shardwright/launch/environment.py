@@ -42,8 +42,10 @@ Slurm's host lists (`expand`): ``node[01-03,07],gpu[1-2]-[0-1],login`` is writte
 Example: ``n[01-02]-[0-1]`` is n01-0, n01-1, n02-0, n02-1.
 
 Network interface (`leading_to`): Gloo listens at the address of the host's own name, which on many machines is a
-loopback address that ranks of other hosts cannot reach. The interface that leads to rank 0's host also leads to the
-other hosts of the run.
+loopback address that ranks of other hosts cannot reach, and on others an address that other hosts reach though the
+run is on one host. The interface that leads to rank 0's host also leads to the other hosts of the run.
+
+Token (`token_of`): a secret of the run. Nodes and ranks that do not know it are not taken (`rendezvous.admitted`).
 
 Rank tables are read by `rank_table.RankTable`.
 """
@@ -64,18 +66,43 @@ from .rank_table import RankTable
 
 __all__ = [
     "LOOPBACK",
+    "TOKEN",
     "Claim",
     "RankInRun",
     "expand",
     "find",
+    "is_loopback",
     "is_msrun_scheduler",
     "leading_to",
     "number",
     "remark",
     "scheduled",
+    "token_of",
     "torchrun",
     "unread",
 ]
+
+
+# -- the run's token ---------------------------------------------------------------------------------------------------
+
+TOKEN = "SHARDWRIGHT_RUN_TOKEN"
+
+_SHORTEST = 16  # characters of a token: 64 bits where they are hexadecimal digits
+
+
+def token_of(environ: Mapping[str, str]) -> str:
+    """The run's token; "" where there is none.
+
+    Raises:
+        SettingError: a token that could be guessed.
+    """
+    token = environ.get(TOKEN, "")
+    if token and len(token) < _SHORTEST:
+        raise SettingError(
+            f"{TOKEN} has {len(token)} characters",
+            legal=f"{_SHORTEST} random ones or more, the same for all processes: {TOKEN}=$(openssl rand -hex 16)",
+        )
+    return token
 
 
 # -- Slurm's host lists ------------------------------------------------------------------------------------------------
@@ -337,7 +364,7 @@ def _msrun(environ: Environment) -> Claim | None:
             "no MS_ROLE",
         )
     host = environ.get("MS_SCHED_HOST") or LOOPBACK
-    alone = _is_loopback(host)
+    alone = is_loopback(host)
     local = rank if alone else number(environ, "DEVICE_ID")
     return Claim(
         "msrun", rank, size, names, local, size if alone else None, host, port=number(environ, "MS_SCHED_PORT")
@@ -357,7 +384,7 @@ def is_msrun_scheduler(environ: Environment) -> bool:
     )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """True for a loopback address, and for the name localhost. Other names are not looked up."""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -454,7 +481,11 @@ SIOCGIFADDR = 0x8915  # Linux, netdevice(7): the IPv4 address of an interface
 
 
 def leading_to(address: str, port: int) -> str | None:
-    """The name of the interface through which this host reaches an address; None for the loopback, or if unknown."""
+    """The name of the interface through which this host reaches an address; None if it is unknown.
+
+    The loopback interface is named for a loopback address, and for "localhost". Another name that stands for a
+    loopback address here may stand for another address on other hosts: None.
+    """
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -462,7 +493,7 @@ def leading_to(address: str, port: int) -> str | None:
             own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
     except (OSError, ValueError):
         return None
-    if own.is_loopback:
+    if own.is_loopback and not is_loopback(address):
         return None
     return next((name for _, name in socket.if_nameindex() if own in _addresses(name)), None)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from ..errors import SettingError, ShardwrightError
 from .console import Progress, coordinator_log, last_lines, refusal, spelt
+from .environment import TOKEN, token_of
 from .guardian import Guardian
 from .run_settings import RunSettings, check_port, check_script
 
@@ -96,12 +97,12 @@ def run(arguments: argparse.Namespace) -> int:
                 raise SettingError(f"--devices runs the script in this one process; --{given[0]} is for workers")
             check_script(arguments.script)
         else:
-            settings = RunSettings.of(arguments)
+            settings = RunSettings.of(arguments, token_of(os.environ))
             if settings.node_rank == 0:
-                check_port(settings.master_port)
+                check_port(settings.master_addr, settings.master_port, settings.nodes > 1)
             _make_directory(settings.log_dir)
     except SettingError as error:
-        arguments.parser.error(error.message)
+        arguments.parser.error(error.message if error.legal is None else f"{error.message}; legal: {error.legal}")
     if arguments.devices is not None:
         return run_here(arguments.devices, arguments.script, arguments.script_args)
     assert settings is not None
@@ -140,6 +141,8 @@ def run_workers(settings: RunSettings) -> int:
     """Run the workers of this node to their end and return the run's exit code."""
     stop_signals = [stop for stop in STOP_SIGNALS if signal.getsignal(stop) is not signal.SIG_IGN]  # nohup ignores some
     before = {stop: signal.signal(stop, _stop) for stop in stop_signals}
+    token = os.environ.get(TOKEN)
+    os.environ[TOKEN] = settings.token  # workers inherit it
     if settings.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     else:
@@ -164,6 +167,9 @@ def run_workers(settings: RunSettings) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        del os.environ[TOKEN]
+        if token is not None:
+            os.environ[TOKEN] = token
 
     if outcome.failure is not None:
         log = settings.worker_log(outcome.failure.rank, outcome.attempt)

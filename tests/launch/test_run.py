@@ -135,6 +135,8 @@ def test_every_worker_has_its_log_its_rank_and_its_arguments(tmp_path):
         assert facts["pid"] == ended.pids[rank]
         assert facts["argv"] == [WORKER, "say", *arguments]
         assert facts["path"] == str(SCRIPTS)
+        token = facts["env"].pop("SHARDWRIGHT_RUN_TOKEN")
+        assert len(token) == 32 and token == ended.facts(0)["env"]["SHARDWRIGHT_RUN_TOKEN"] and token not in ended.out
         port = facts["env"].pop("MASTER_PORT")
         assert int(port) > 0 and port == ended.facts(0)["env"]["MASTER_PORT"]
         assert facts["env"] == {
@@ -359,6 +361,10 @@ def test_devices_runs_the_script_in_the_launcher_itself(tmp_path):
         (["--worker_num=4", "--local_worker_num=2", WORKER], "make 2 nodes: each needs the --master_addr"),
         (["--worker_num=2", "--node_rank=1", WORKER], "--node_rank=1 does not exist"),
         (["--worker_num=2", f"--log_dir={WORKER}", WORKER], "is a file"),
+        (
+            ["--worker_num=2", "--local_worker_num=1", "--master_addr=no.such.invalid", "--master_port=9", WORKER],
+            "the address no.such.invalid is not known here",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_two(arguments, message, capsys, tmp_path, monkeypatch):
@@ -381,6 +387,15 @@ def test_a_busy_port_is_named(join, address, capsys, tmp_path, monkeypatch):
             main(["run", "--worker_num=2", f"--master_port={port}", f"--join={join}", WORKER, "say"])
     assert exit.value.code == 2
     assert f"port {port} (--master_port) is in use by another process" in capsys.readouterr().err
+
+
+def test_a_token_that_could_be_guessed_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDWRIGHT_RUN_TOKEN", "secret")
+    with pytest.raises(SystemExit):
+        main(["run", "--worker_num=2", WORKER, "say"])
+    error = capsys.readouterr().err
+    assert "SHARDWRIGHT_RUN_TOKEN has 6 characters; legal: 16 random ones or more" in error and "secret" not in error
 
 
 def test_the_version_is_printed(capsys):
