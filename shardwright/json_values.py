@@ -8,13 +8,14 @@ A value that JSON has no word for is an object with one key:
 
 Example: ``(1, float("inf"))`` is ``{"tuple": [1, {"float": "inf"}]}``.
 
-Nothing is unpickled: reading a checkpoint runs no code of its writer.
+Nothing is unpickled: reading a checkpoint, or a message of another rank (`dumps`, `loads`), runs no code of its writer.
 """
 
 from __future__ import annotations
 
 import base64
 import collections
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["decode", "dtype_name", "dtype_named", "encode"]
+__all__ = ["decode", "dtype_name", "dtype_named", "dumps", "encode", "loads"]
 
-_LEAVES = (bool, int, str, type(None))
+_LEAVES = frozenset((bool, int, str, type(None)))
+_PLAIN = _LEAVES | {float}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -54,32 +56,48 @@ def encode(value: Any, where: str = "") -> Any:
     Raises:
         TypeError: a part of the value has no form in JSON; the error names the path to it.
     """
+    try:
+        return _encoded(value)
+    except _NoForm as error:
+        path = where + "".join(f"[{key!r}]" for key in reversed(error.keys))
+        raise TypeError(f"{path or 'the value'} is a {error.kind}") from None
+
+
+class _NoForm(Exception):
+    """A value that has no form in JSON: the name of its class, and the keys that lead to it, the last one first."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.keys: list[Any] = []
+
+
+def _encoded(value: Any) -> Any:
     if type(value) in _LEAVES:
         return value
+    if isinstance(value, (tuple, list)):
+        plain = _LEAVES.issuperset(map(type, value))
+        held = list(value) if plain else [v if type(v) in _LEAVES else _inside(v, i) for i, v in enumerate(value)]
+        return held if type(value) is list else {"tuple": held}
     if isinstance(value, (np.integer, np.floating, np.bool_)):
-        return encode(value.item(), where)
+        return _encoded(value.item())
     if type(value) is float:
         return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, collections.Counter):
-        return {"counter": [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]}
+        return {"counter": [[_encoded(k), _inside(v, k)] for k, v in value.items()]}
     if isinstance(value, dict):
         if (
             all(isinstance(k, str) for k in value)
             and not (len(value) == 1 and next(iter(value)) in _READERS)
             and not {"tensor", "array"} & set(value)
         ):
-            return {k: encode(v, f"{where}[{k!r}]") for k, v in value.items()}
-        return {"dict": [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]}
-    if type(value) is list:
-        return [encode(v, f"{where}[{i}]") for i, v in enumerate(value)]
-    if isinstance(value, (tuple, list)):
-        return {"tuple": [encode(v, f"{where}[{i}]") for i, v in enumerate(value)]}
+            return {k: _inside(v, k) for k, v in value.items()}
+        return {"dict": [[_encoded(k), _inside(v, k)] for k, v in value.items()]}
     if isinstance(value, (set, frozenset)):
-        return {"set": [encode(v, where) for v in sorted(value, key=repr)]}
+        return {"set": [_encoded(v) for v in sorted(value, key=repr)]}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": _base64(bytes(value))}
     if isinstance(value, complex):
-        return {"complex": [encode(value.real), encode(value.imag)]}
+        return {"complex": [_encoded(value.real), _encoded(value.imag)]}
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}
     if isinstance(value, torch.device):
@@ -90,7 +108,16 @@ def encode(value: Any, where: str = "") -> Any:
         return {"tensor": _base64(data), "dtype": dtype_name(held.dtype), "shape": list(held.shape)}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return {"array": _base64(value.tobytes()), "dtype": value.dtype.str, "shape": list(value.shape)}
-    raise TypeError(f"{where or 'the value'} is a {type(value).__name__}")
+    raise _NoForm(type(value).__name__)
+
+
+def _inside(value: Any, key: Any) -> Any:
+    """The form of a value that a container has under `key`."""
+    try:
+        return _encoded(value)
+    except _NoForm as error:
+        error.keys.append(key)
+        raise
 
 
 def decode(words: Any) -> Any:
@@ -103,7 +130,7 @@ def decode(words: Any) -> Any:
         ValueError, KeyError, TypeError: `encode` did not write this.
     """
     if isinstance(words, list):
-        return [decode(w) for w in words]
+        return words if _PLAIN.issuperset(map(type, words)) else [decode(w) for w in words]
     if not isinstance(words, dict):
         return words
     if "tensor" in words:
@@ -122,6 +149,24 @@ def decode(words: Any) -> Any:
     return {key: decode(held) for key, held in words.items()}
 
 
+def dumps(value: Any) -> bytes:
+    """A value as the text of a message.
+
+    Raises:
+        TypeError: as `encode`.
+    """
+    return json.dumps(encode(value), separators=(",", ":")).encode()
+
+
+def loads(text: bytes) -> Any:
+    """The value of a message that `dumps` wrote.
+
+    Raises:
+        ValueError, KeyError, TypeError: `dumps` did not write this.
+    """
+    return decode(json.loads(text))
+
+
 def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
@@ -135,7 +180,7 @@ def _pairs(held: list[Any]) -> dict[Any, Any]:
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "tuple": lambda held: tuple(map(decode, held)),
+    "tuple": lambda held: tuple(decode(held)),
     "dict": _pairs,
     "set": lambda held: set(map(decode, held)),
     "counter": lambda held: collections.Counter(_pairs(held)),

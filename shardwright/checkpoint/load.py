@@ -323,15 +323,17 @@ def load_checkpoint(
     """
     ranks = ranks_of_now()
     wait_for_last()
-    folder, error = None, None
+    found, error = None, None
     try:
         if ranks.rank == 0:
-            folder = _found(path, step, missing_ok)
+            found = _found(path, step, missing_ok)
     except Exception as raised:  # agreed on below, so that all ranks raise it
         error = raised
-    folder = ranks.agreed(error, folder)[0]  # rank 0 decides: other ranks look at another moment
-    if folder is None:
+    # Rank 0 decides: other ranks look at another moment.
+    name = ranks.agreed(error, None if found is None else str(found))[0]
+    if name is None:
         return None
+    folder = Path(name)
     stored, loaded = None, None
     try:
         stored = _sound(folder, ranks)

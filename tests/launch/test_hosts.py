@@ -259,7 +259,7 @@ def test_a_run_of_one_host_listens_on_the_loopback_alone():
 
 
 def test_an_address_that_is_not_this_hosts_is_listened_for_on_all():
-    """That of a router in front, and a name that is a loopback address here and another one elsewhere."""
+    """The address of a router in front; a name that is a loopback address here, and another one elsewhere."""
     everywhere = ("::", "0.0.0.0")
     for address, several, expected in (
         ("192.0.2.1", True, everywhere),  # of a net for documentation: nobody's

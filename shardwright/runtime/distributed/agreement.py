@@ -35,23 +35,37 @@ A repeated call costs 0.4 µs; a meeting of four Gloo processes 0.4 ms (measured
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ...errors import RuntimeMismatchError, ShardwrightError
+from ...errors import RuntimeMismatchError
 from ...graph import Graph
 from ...partition.local_program import Decisions, PortableDecisions, graph_digest
-from .watchdog import Peers, Seen, WaitPoint, peers, position, spelled, waiting
+from .coordination import error_of, error_words, exchanged, from_first
+from .watch.positions import Seen, WaitPoint, position, spelled, waiting
+from .watch.watchdog import Peers, peers
 
 __all__ = ["Agreement", "Steps", "begin_planning", "counted"]
 
 #: Shape and dtype of each input of the whole batch.
 Fed = list[tuple[tuple[int, ...], str]]
+
+
+class Handed(Protocol):
+    """A result that one rank hands to others: it has a form that `json_values` takes."""
+
+    def words(self) -> dict[str, Any]:
+        """The result's form."""
+        ...
+
+    @classmethod
+    def read(cls, words: dict[str, Any]) -> Any:
+        """The result of the form."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +77,7 @@ class _Said:
         fed: shape and dtype of each input of the whole batch.
         failed: the error of its planning, in words; None where it has not failed.
         program: the fingerprint of its plan, or before a search of its graph.
-        settings: other settings that must be equal.
+        settings: other settings that must be equal, as `_spelt`.
         started: a fingerprint of the values of each parameter.
         seed: the program's seed, the number of calls that have drawn before, and the setting `random`.
     """
@@ -72,7 +86,7 @@ class _Said:
     fed: Fed
     failed: str | None
     program: str | None = None
-    settings: Any = None
+    settings: str = ""
     started: dict[str, Any] = field(default_factory=dict)
     seed: tuple[int, int, str] | None = None
 
@@ -96,7 +110,7 @@ class Agreement:
 
         Args:
             graph: the captured graph.
-            settings: all that decides besides the graph; values that can be pickled and compared.
+            settings: all that decides besides the graph.
             find: searches; called on rank 0 alone.
             take: turns the portable decisions into those of another rank.
 
@@ -110,36 +124,37 @@ class Agreement:
             found.append(find())
             return PortableDecisions.of(found[0])
 
-        given = self.first(graph, settings, handed)
+        given = self.first(PortableDecisions, graph, settings, handed)
         return found[0] if found else take(given)
 
-    def first(self, graph: Graph, settings: Any, find: Callable[[], Any]) -> Any:
-        """The result of `find` on rank 0, unchanged, on every rank.
+    def first(self, kind: type[Handed], graph: Graph, settings: Any, find: Callable[[], Handed]) -> Any:
+        """The result of `find` on rank 0, on every rank.
 
         Args:
+            kind: the class of the result.
             graph: the captured graph.
-            settings: all that decides besides the graph; values that can be pickled and compared.
-            find: called on rank 0 alone; its result can be pickled.
+            settings: all that decides besides the graph.
+            find: called on rank 0 alone.
 
         Raises:
             RuntimeMismatchError, Exception: as `search`.
         """
         self._known = True
-        everyone = _exchanged(_Said(self.mode, self.fed, None, graph_digest(graph), settings))
+        everyone = _exchanged(_Said(self.mode, self.fed, None, graph_digest(graph), _spelt(settings)))
         _alike(everyone, "program", "have captured another model than rank 0", "marks and inputs")
         _alike(everyone, "settings", "search with other settings than rank 0", "marks and settings")
         if dist.get_rank():
-            found = _from_first(None)
-            if isinstance(found, Exception):
-                raise found
+            said = from_first(None)
+            if "error" in said:
+                raise error_of(said["error"])
             self._known = False
-            return found
+            return kind.read(said["found"])
         try:
             found = find()
         except Exception as error:
-            _from_first(_portable(error))
+            from_first({"error": error_words(error)})
             raise
-        _from_first(found)
+        from_first({"found": found.words()})
         self._known = False
         return found
 
@@ -164,7 +179,7 @@ class Agreement:
         Raises:
             RuntimeMismatchError: on every rank alike, with the ranks that differ and the difference.
         """
-        everyone = _exchanged(_Said(self.mode, self.fed, None, plan.fingerprint, settings, started, seed))
+        everyone = _exchanged(_Said(self.mode, self.fed, None, plan.fingerprint, _spelt(settings), started, seed))
         first = everyone[0]
         _alike(everyone, "program", "have planned another program than rank 0", "marks and settings")
         settled = _others(everyone, "settings")
@@ -196,8 +211,7 @@ def _exchanged(mine: _Said) -> list[_Said]:
     Raises:
         RuntimeMismatchError: ranks have different modes or inputs, or some but not all ranks have failed.
     """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = [_Said(**said) for said in exchanged(vars(mine))]
     first = everyone[0]
     modes = _others(everyone, "mode")
     if modes:
@@ -232,29 +246,22 @@ def _alike(everyone: list[_Said], name: str, message: str, of: str) -> None:
         raise RuntimeMismatchError(f"ranks {other} {message}", legal=f"the same model, {of} on every rank")
 
 
-def _from_first(mine: PortableDecisions | Exception | None) -> Any:
-    """The object that rank 0 passes, on every rank."""
-    held = [mine]
-    dist.broadcast_object_list(held, src=0)
-    return held[0]
-
-
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _portable(error: Exception) -> Exception:
-    """An error that can be pickled: itself, a copy, or a RuntimeError with its words."""
-    if isinstance(error, ShardwrightError):
-        strategy = error.strategy if error.strategy is None or isinstance(error.strategy, str) else repr(error.strategy)
-        return type(error)(
-            error.message, operator=error.operator, source=error.source, strategy=strategy, legal=error.legal
-        )
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # errors of other libraries may hold anything
-        return RuntimeError(_words(error))
-    return error
+def _spelt(value: Any) -> str:
+    """A value in words that are the same on every rank that has an equal value: sets and dicts in order."""
+    if is_dataclass(value) and not isinstance(value, type):
+        inside = ", ".join(f"{f.name}={_spelt(getattr(value, f.name))}" for f in fields(value))
+        return f"{type(value).__name__}({inside})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{_spelt(key)}: {_spelt(held)}" for key, held in value.items())) + "}"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(_spelt, value))) + "}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(map(_spelt, value)) + ")"
+    return repr(value)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -26,8 +26,9 @@ from small_networks import D, draw, labels
 from torch import nn
 
 import shardwright as sw
-from shardwright.runtime.distributed.device_events import PassedPlaces
-from shardwright.runtime.distributed.watchdog import Seen, WaitPoint, not_moving, peers, position, spelled, waiting
+from shardwright.runtime.distributed.watch.device_events import PassedPlaces
+from shardwright.runtime.distributed.watch.positions import Seen, WaitPoint, not_moving, position, spelled, waiting
+from shardwright.runtime.distributed.watch.watchdog import peers
 
 WORLD = 4
 PATIENCE = 4.0  # seconds that a rank waits for another, once it has become impatient
@@ -196,7 +197,7 @@ def nobody_watches(rank: int) -> None:
     sw.init(watch=False)
     model = sw.AutoParallel(network(), nn.CrossEntropyLoss()).dataset_strategy("full_batch")
     model(draw(16, 8), labels(16)).backward()
-    from shardwright.runtime.distributed import watchdog as peers
+    from shardwright.runtime.distributed.watch import watchdog as peers
 
     assert peers.peers() is None and not peers._made
     dist.barrier()
@@ -346,8 +347,6 @@ def is_killed_in_a_collective(rank: int) -> None:
     """Rank 2 dies while it is in the middle of a sum: from a thread, so that its main thread is inside."""
     import threading
 
-    from shardwright.runtime.distributed.watchdog import position
-
     model = Trained()
     model.steps(2)
 
@@ -394,7 +393,7 @@ def test_when_a_rank_is_killed_the_others_end(name: str, ended) -> None:
 
 
 def told_to_end(rank: int, whom: int, signals: int = 1) -> None:
-    from shardwright.runtime.distributed.watchdog import Ending
+    from shardwright.runtime.distributed.watch.ending import Ending
 
     model, ending = Trained(), Ending()
     for step in range(100_000):
@@ -420,7 +419,7 @@ def rank_3_is_told_to_end(rank: int) -> None:
 @scenario
 def all_are_told_to_end_without_collectives(rank: int) -> None:
     """Nothing holds the ranks together, of which each is at another step when the signal comes."""
-    from shardwright.runtime.distributed.watchdog import Ending
+    from shardwright.runtime.distributed.watch.ending import Ending
 
     model = Trained()
     model.steps(1)
@@ -447,7 +446,7 @@ def test_a_signal_ends_all_ranks_after_the_same_step(name: str, ended) -> None:
 
 
 def test_in_one_process_the_step_of_the_signal_is_the_last() -> None:
-    from shardwright.runtime.distributed.watchdog import Ending
+    from shardwright.runtime.distributed.watch.ending import Ending
 
     before = signal.getsignal(signal.SIGTERM)
     ending = Ending()

@@ -1,0 +1,278 @@
+"""The watchdog: messages beside the collectives, the rank that others wait for, and a common end of all ranks.
+
+The messages go through the store of the process group, from a thread.
+
+    a look        every second: has an alarm been raised since? One request of 8 bytes a rank, nothing else
+    an alarm      raised by a rank with a message or a question: every rank then stores its position, and reads the
+                  news
+    the news      a verdict (the run ends, and the reason), or a request to end (`ending.Ending`)
+
+A rank that waits at a wait point for longer than its patience raises the alarm, reads the positions of all others,
+and explains them with `positions.not_moving`. This is the verdict: every rank writes it to its standard error and ends
+with exit code 1, because a collective that is under way cannot be cancelled. A rank that waits at a meeting
+(`agreement.Steps`) raises it as an error.
+
+On an accelerator collectives run behind the host's back: a host that is at no wait point is where its device is, at the
+oldest collective that has not ended (`device_events`).
+
+A step itself sends nothing. A store that does not answer any more ends the looking, not the run: the process that had
+the store has ended, and the process group notices this by itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ....errors import ShardwrightError, StuckError
+from ....json_values import dumps, loads
+from ....process import current
+from ....torch_private import default_store, group_timeout
+from ..coordination import error_of, error_words
+from .device_events import PassedPlaces
+from .positions import Seen, WaitPoint, not_moving, position, users_line
+
+__all__ = ["Peers", "peers"]
+
+#: Seconds between two looks.
+LOOK_EVERY = 1.0
+#: The number of looks to wait for the positions of other ranks.
+ANSWERS = 4
+#: The fraction of torch's timeout of a collective after which this rank asks for the reason.
+SHARE = 0.8
+
+#: The peers of the default process group, with its store: at most one.
+_made: list[tuple[Any, Peers]] = []
+
+
+def peers() -> Peers | None:
+    """The `Peers` of this process. None where there are none: one process, a process group without a store that threads
+    can share (MPI), or ``init(watch=False)``."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or not current().watch:
+        return None
+    store = default_store()
+    if store is None:
+        return None
+    if not _made or _made[0][0] is not store:
+        for _, old in _made:
+            old.stop()
+        try:
+            store.clone()
+        except (AttributeError, RuntimeError, NotImplementedError):
+            return None
+        _made[:] = [(store, Peers(store, dist.get_rank(), dist.get_world_size(), _patience()))]
+    return _made[0][1]
+
+
+def _patience() -> float:
+    """Seconds that a rank waits at a wait point before it looks for the missing rank."""
+    asked = current().timeout
+    own = group_timeout(current().device)
+    return asked if own is None else min(asked, SHARE * own.total_seconds())
+
+
+class Peers:
+    """This rank's connection to the other ranks.
+
+    Args:
+        store: of the process group.
+        rank: of this process.
+        world: the number of ranks.
+        patience: seconds at one wait point after which this rank looks for the missing rank.
+
+    Attributes:
+        verdict: the reason why the run ends, once a rank has found one.
+        looks: called with the store at every look, by the watching thread.
+        listeners: likewise, whenever an alarm was raised.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int, patience: float) -> None:
+        self.rank, self.world, self.patience = rank, world, patience
+        self.look = min(LOOK_EVERY, patience / 4)
+        self.verdict: ShardwrightError | None = None
+        self.looks: list[Callable[[Any], None]] = []
+        self.listeners: list[Callable[[Any], None]] = []
+        # One connection a thread: a request that waits occupies its connection.
+        self.store = dist.PrefixStore("shardwright/watch", store.clone())
+        self._thread_store = dist.PrefixStore("shardwright/watch", store.clone())
+        for own in (self.store, self._thread_store):
+            own.set_timeout(timedelta(seconds=max(30.0, patience)))
+        position.passed = PassedPlaces.on(current().device)
+        self._group = dist.group.WORLD
+        self._heard = 0.0
+        self._alarm = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="shardwright peers")
+        self._thread.start()
+        # A daemon thread inside of C++ while the interpreter shuts down would crash the process.
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Stop looking."""
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(2 * LOOK_EVERY)
+
+    def raise_alarm(self, store: Any = None) -> int:
+        """Let all ranks look; return the number of the alarm."""
+        return (store or self.store).add("alarm", 1)
+
+    def everyone(self, store: Any = None) -> dict[int, Seen]:
+        """The present positions of all ranks, by rank, without ranks that do not answer within some looks."""
+        store = store or self.store
+        alarm, deadline = self.raise_alarm(store), time.monotonic() + ANSWERS * self.look + 1
+        seen: dict[int, Seen] = {}
+        if store is self._thread_store:
+            self._answer(alarm)
+        while len(seen) < self.world and time.monotonic() < deadline:
+            for rank in range(self.world):
+                if rank not in seen and store.check([f"at/{rank}"]):
+                    at = json.loads(store.get(f"at/{rank}"))
+                    if at.pop("alarm") >= alarm:
+                        seen[rank] = Seen.of(at)
+            if store is self._thread_store:
+                self._answer(store.add("alarm", 0))
+            time.sleep(self.look / 4)
+        return seen
+
+    def decide(self, error: ShardwrightError, store: Any = None) -> ShardwrightError:
+        """End the run on all ranks with an error; return the error that ends it, which is another rank's where that was
+        first."""
+        store = store or self.store
+        said = store.compare_set("verdict", "", dumps(error_words(error)).decode())
+        self.verdict = _verdict(said)
+        self.raise_alarm(store)
+        return self.verdict
+
+    def wait(
+        self, key: str, judge: Callable[[Mapping[int, Seen]], ShardwrightError | None] = lambda seen: None
+    ) -> None:
+        """Wait until some rank has set `key`. Called by the main thread, at a wait point with a key.
+
+        Args:
+            key: in the store.
+            judge: positions of all ranks -> the error, or None; called now and then.
+
+        Raises:
+            ShardwrightError: the error of `judge`; StuckError after the patience of a rank; or the error that has
+                ended the run elsewhere.
+        """
+        began, pause = time.monotonic(), self.look
+        while not self._came(key, pause):
+            if self.verdict is None:
+                seen = self.everyone()
+                if self.store.check([key]):
+                    return
+                error = judge(seen)
+                if error is None and time.monotonic() - began > self.patience and self.rank in seen:
+                    error = StuckError(not_moving(seen, self.world, self.rank))
+                if error is not None:
+                    self.decide(error)
+            if self.verdict is not None:
+                self._linger(self.store)
+                raise self.verdict
+            pause = min(2 * pause, max(self.look, self.patience / 8))
+
+    def _linger(self, store: Any) -> None:
+        """Wait until all ranks have heard the verdict, for some looks at most: once a rank ends, collectives break, and
+        with rank 0 the store may go."""
+        deadline = time.monotonic() + (ANSWERS + (self.rank == 0)) * self.look + 1
+        try:
+            heard = store.add("heard", 1)
+            while heard < self.world and time.monotonic() < deadline:
+                time.sleep(self.look / 4)
+                heard = store.add("heard", 0)
+        except RuntimeError:
+            pass  # the store is gone
+
+    def _came(self, key: str, seconds: float) -> bool:
+        """True where a key is set within `seconds`; False at once where there is a verdict."""
+        deadline, pause = time.monotonic() + seconds, 1e-4
+        while not self.store.check([key]):  # the store's own wait would write to standard error at each timeout
+            if self.verdict is not None or time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, max(0.02, 1e-5 * self.world))  # at most 100,000 requests a second of all ranks
+        return True
+
+    # -- the watching thread --
+
+    def _run(self) -> None:
+        self._heard = time.monotonic()
+        moved = None
+        try:
+            while not self._stopped.wait(self.look) and dist.group.WORLD is self._group:
+                if position.now != moved:
+                    moved, self._heard = position.now, time.monotonic()
+                for look in list(self.looks):
+                    look(self._thread_store)
+                alarm = self._thread_store.add("alarm", 0)
+                if alarm != self._alarm:
+                    self._answer(alarm)
+                    self._news()
+                waited = time.monotonic() - self._heard
+                if waited > self.patience and (place := self._place()[1]) is not None and not place.key:
+                    self._judge(waited)
+        except RuntimeError:
+            pass  # the store is gone
+
+    def _answer(self, alarm: int) -> None:
+        """Store the position of this rank."""
+        if alarm == self._alarm:
+            return
+        self._alarm = alarm
+        call, place, since = self._place()
+        what, ranks, key = (place.what, place.ranks, place.key) if place else ("", (), "")
+        at = Seen(call, position.program, what, ranks, key, time.monotonic() - since, users_line())
+        self._thread_store.set(f"at/{self.rank}", json.dumps({"alarm": alarm} | at.words()))
+
+    def _place(self) -> tuple[int, WaitPoint | None, float]:
+        """The call and wait point of the host, or of the device where the host is at none; and since when."""
+        _moves, call, place = position.now
+        behind = position.passed.oldest() if place is None and position.passed is not None else None
+        return (call, place, self._heard) if behind is None else (behind.call, behind.place, behind.since)
+
+    def _news(self) -> None:
+        for listener in list(self.listeners):
+            listener(self._thread_store)
+        if self._thread_store.check(["verdict"]):
+            self._end(_verdict(self._thread_store.get("verdict")))
+
+    def _judge(self, waited: float) -> None:
+        """Find the verdict, after this rank has waited too long."""
+        # One rank judges. The others do so if that rank has not answered for long: it may be stopped itself.
+        if self._thread_store.add("judges", 1) > 1 and waited < self.patience + 15 * self.look:
+            return
+        before = position.now
+        seen = self.everyone(self._thread_store)
+        if position.now == before and self.rank in seen and seen[self.rank].place:
+            self.decide(StuckError(not_moving(seen, self.world, self.rank)), self._thread_store)
+            self._news()
+        else:
+            self._thread_store.set("judges", "0")
+
+    def _end(self, verdict: ShardwrightError) -> None:
+        """End this process with a verdict that some rank has found."""
+        self.verdict = verdict
+        place = position.place
+        if place is not None and place.key:
+            return  # the main thread raises the error itself
+        sys.stdout.flush()
+        kind = type(verdict)
+        print(f"{kind.__module__}.{kind.__name__}: {verdict}", file=sys.stderr, flush=True)
+        self._linger(self._thread_store)
+        os._exit(1)
+
+
+def _verdict(text: bytes) -> ShardwrightError:
+    error = error_of(loads(text))
+    return error if isinstance(error, ShardwrightError) else StuckError(str(error))
