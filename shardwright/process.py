@@ -33,14 +33,16 @@ from torch import Tensor
 from .device_modules import is_recording_graph
 from .errors import SettingError
 from .launch.device_choice import asked_device, check_shared, device_of_group, device_of_rank
-from .launch.environment import RankInRun, find, is_msrun_scheduler, leading_to, remark, token_of
+from .launch.environment import RankInRun, find, is_loopback, is_msrun_scheduler, leading_to, remark, token_of
+from .launch.lifelines import Lifelines
 
 __all__ = ["RandomStream", "Runtime", "current", "init", "of_micro_batch", "playing", "rank", "stream", "world_size"]
 
 #: A collective fails after this long without an answer from a peer. torch's own default is 30 minutes.
 DEFAULT_TIMEOUT = timedelta(minutes=5)
-#: torch itself gives up a collective after this multiple of the timeout: ranks find out the missing one before.
-TORCH_WAITS = 1.5
+#: torch itself gives up a collective after this multiple of the timeout, and no sooner than this much after it: ranks
+#: find out the missing one before. To find it takes 13 s at most on an idle machine, and longer on a busy one.
+TORCH_WAITS, TORCH_WAITS_LONGER = 1.5, timedelta(seconds=30)
 #: Seconds that the end of a process leaves the interpreter to threads of the process group, which need microseconds.
 LEAVING = 0.02
 
@@ -68,10 +70,17 @@ class Runtime:
     chosen: bool = False
 
 
+def torch_timeout(seconds: float) -> timedelta:
+    """The timeout of a collective where ranks watch one another, and wait `seconds` for one another."""
+    wait = timedelta(seconds=seconds)
+    return max(wait * TORCH_WAITS, wait + TORCH_WAITS_LONGER)
+
+
 _current: list[Runtime] = []
 
-#: The default process group, where `init` has joined it. A reference that keeps the group alive would keep its threads.
-_joined: list[Callable[[], Any]] = []
+#: The default process group and its lifelines, where `init` has joined it. A reference that keeps the group alive would
+#: keep its threads.
+_joined: list[tuple[Callable[[], Any], Lifelines | None]] = []
 
 
 def init(
@@ -139,7 +148,8 @@ def init(
             mine,
             backend or {"cuda": "nccl", "npu": "hccl"}.get(mine.type, "gloo"),
             wait,
-            wait * TORCH_WAITS if watched else wait,
+            torch_timeout(wait.total_seconds()) if watched else wait,
+            watched,
         )
         runtime = Runtime(True, dist.get_world_size(), dist.get_rank(), mine, wait.total_seconds(), watched)
     else:
@@ -165,8 +175,14 @@ def _place_in_group() -> RankInRun | None:
     return place if place is not None and (place.rank, place.size) == (dist.get_rank(), dist.get_world_size()) else None
 
 
-def _join(place: RankInRun, device: torch.device, backend: str, timeout: timedelta, collectives: timedelta) -> None:
-    """Join the process group. All ranks have `timeout` to join; its collectives have the timeout `collectives`."""
+def _join(
+    place: RankInRun, device: torch.device, backend: str, timeout: timedelta, collectives: timedelta, watched: bool
+) -> None:
+    """Join the process group. All ranks have `timeout` to join; its collectives have the timeout `collectives`.
+
+    Args:
+        watched: True: each rank's end is noticed from now on.
+    """
     if "GLOO_SOCKET_IFNAME" not in os.environ:  # checkpoints have a Gloo group beside another backend's
         interface = leading_to(place.master_addr, place.master_port)
         if interface is not None:
@@ -181,7 +197,11 @@ def _join(place: RankInRun, device: torch.device, backend: str, timeout: timedel
         store.set_timeout(collectives)
     else:
         store = meet(place, timeout.total_seconds(), token)
+    several = not is_loopback(place.master_addr)
+    lines = Lifelines(store, place.rank, place.size, place.master_addr, several) if watched else None
     check_shared(device, place, dist.PrefixStore("shardwright devices", store), timeout)
+    if lines is not None:
+        lines.look()
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("default_pg", store),
@@ -189,7 +209,17 @@ def _join(place: RankInRun, device: torch.device, backend: str, timeout: timedel
         world_size=place.size,
         timeout=collectives,
     )
-    _joined[:] = [weakref.ref(dist.group.WORLD)]
+    _joined[:] = [(weakref.ref(dist.group.WORLD), lines)]
+
+
+def _is_joined() -> bool:
+    """True where the default process group is the one that `init` has joined."""
+    return bool(_joined) and dist.is_initialized() and dist.group.WORLD is _joined[0][0]()
+
+
+def lifelines() -> Lifelines | None:
+    """The lifelines of the default process group, where `init` has joined it; else None."""
+    return _joined[0][1] if _is_joined() else None
 
 
 @atexit.register
@@ -205,8 +235,7 @@ def _leave() -> None:
     if not dist.is_available() or not (_joined or dist.is_initialized()):
         return
     time.sleep(LEAVING)
-    ours = _joined and dist.is_initialized() and dist.group.WORLD is _joined[0]()
-    if ours and getattr(sys, "last_value", None) is None and dist.get_backend() not in ("gloo", "mpi"):
+    if _is_joined() and getattr(sys, "last_value", None) is None and dist.get_backend() not in ("gloo", "mpi"):
         dist.destroy_process_group()
 
 

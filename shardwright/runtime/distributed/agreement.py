@@ -26,9 +26,11 @@ the positions of the others (`watchdog.Peers`). A rank that has begun call n, or
 and never will: this is the error, on every rank.
 
 A program is identified by the number of its planning, which all ranks did together and alike. Calls of one program
-are distinguished by whether a gradient is recorded, and by whether a backward came before: a rank that ran no
-backward waits at its next call, and not in the middle of the others' backward. A program without any collective, as
-an evaluation in data_parallel, is not counted: ranks may make different numbers of such calls.
+are distinguished by whether a gradient is recorded, and by the number of such calls since the last backward (`MOST` at
+most): a rank that makes a second forward waits at its call, and not in the middle of the others' backward. The others
+wait in that backward for this rank, which is at the start of its next call and never comes: this is an error, too, as
+soon as the positions are known. A program without any collective, as an evaluation in data_parallel, is not counted:
+ranks may make different numbers of such calls.
 
 A repeated call costs 0.4 µs; a meeting of four Gloo processes 0.4 ms (measured: benchmarks/README.md).
 """
@@ -46,7 +48,7 @@ from ...errors import RuntimeMismatchError
 from ...graph import Graph
 from ...partition.local_program import Decisions, PortableDecisions, graph_digest
 from .coordination import error_of, error_words, exchanged, from_first
-from .watch.positions import Seen, WaitPoint, position, spelled, waiting
+from .watch.positions import Seen, WaitPoint, explaining, position, spelled, waiting
 from .watch.watchdog import Peers, peers
 
 __all__ = ["Agreement", "Steps", "begin_planning", "counted"]
@@ -144,7 +146,8 @@ class Agreement:
         _alike(everyone, "program", "have captured another model than rank 0", "marks and inputs")
         _alike(everyone, "settings", "search with other settings than rank 0", "marks and settings")
         if dist.get_rank():
-            said = from_first(None)
+            with explaining():
+                said = from_first(None)
             if "error" in said:
                 raise error_of(said["error"])
             self._known = False
@@ -211,7 +214,8 @@ def _exchanged(mine: _Said) -> list[_Said]:
     Raises:
         RuntimeMismatchError: ranks have different modes or inputs, or some but not all ranks have failed.
     """
-    everyone = [_Said(**said) for said in exchanged(vars(mine))]
+    with explaining():
+        everyone = [_Said(**said) for said in exchanged(vars(mine))]
     first = everyone[0]
     modes = _others(everyone, "mode")
     if modes:
@@ -270,10 +274,14 @@ def _same(a: Any, b: Any) -> bool:
 
 # -- calls
 
-#: A call: the number of its program, whether a gradient is recorded, whether a backward came before.
-Runs = tuple[int, bool, bool]
+#: A call: the number of its program, whether a gradient is recorded, the number of calls with a gradient since the last
+#: backward.
+Runs = tuple[int, bool, int]
 
-_PLANNING: Runs = (0, False, False)
+_PLANNING: Runs = (0, False, 0)
+
+#: Calls since the last backward that are told apart. A loop of more forwards, without a backward, meets no more.
+MOST = 4
 
 
 class Steps:
@@ -287,6 +295,7 @@ class Steps:
         self.ranks = ranks
         self._made = 0  # programs planned so far
         self._runs: Runs | None = None  # of the latest call
+        self._forwards = 0  # calls with a gradient since the last backward
         self._fresh = False  # the program was planned in this call
         self._meetings = 0
         self._last = ""
@@ -298,17 +307,16 @@ class Steps:
     def made(self) -> int:
         """The number of the program that all ranks have just planned."""
         self._made += 1
-        self._runs, self._fresh = (self._made, torch.is_grad_enabled(), False), True
+        self._runs, self._fresh = (self._made, torch.is_grad_enabled(), 0), True
         return self._made
 
-    def begin(self, number: int, what: str, talks: bool, looks_back: bool) -> None:
+    def begin(self, number: int, what: str, talks: bool) -> None:
         """Begin a call of a program; meet the other ranks where the program is not that of the latest call.
 
         Args:
             number: of the program.
             what: the program in words.
             talks: True where the program has collectives even if no gradient is recorded.
-            looks_back: True where a backward brings all ranks to wait points of a backward.
 
         Raises:
             RuntimeMismatchError: other ranks run something else in this call.
@@ -316,14 +324,20 @@ class Steps:
         """
         grad = torch.is_grad_enabled()
         if self._fresh and self._runs is not None and self._runs[0] == number:
-            self._fresh, position.program, position.back = False, what, False
+            self._fresh, position.program, self._forwards = False, what, 0
         elif grad or talks:
-            runs = (number, grad, looks_back and position.back)
-            position.back = False
+            if position.back:
+                self._forwards = 0
+            runs = (number, grad, min(self._forwards, MOST) if grad else 0)
             if self._runs == runs:
                 position.call += 1
             else:
-                self._turn(runs, what if grad else f"{what}, without gradients")
+                count = f", call {self._forwards + 1} since the last backward" if self._forwards else ""
+                self._turn(runs, f"{what}{count}" if grad else f"{what}, without gradients")
+        else:
+            return
+        position.back = False
+        self._forwards += grad
 
     def _turn(self, runs: Runs, what: str) -> None:
         """Change to another program than that of the latest call."""
@@ -331,19 +345,38 @@ class Steps:
         position.program = what
         self._runs, self._fresh = runs, False
         self._meetings += 1
-        self._meet(f"{self._meetings}/{position.call}/{runs[0]}{'g' * runs[1]}{'b' * runs[2]}", what)
+        self._meet(f"{self._meetings}/{position.call}/{runs[0]}{'g' * runs[1]}{runs[2]}", what)
 
     def _meet(self, key: str, what: str) -> None:
         ranks = self.ranks
         with waiting(WaitPoint(f"the start of {what}", key=key)):
             if ranks.store.add(f"meet/{key}", 1) < ranks.world:
-                ranks.wait(f"met/{key}", lambda seen: _mismatch(seen, ranks.rank))
+                ranks.wait(f"met/{key}", lambda seen: _mismatch(seen, ranks.rank) or self._missed(seen))
             else:
                 ranks.store.set(f"met/{key}", "1")
                 if self._last:  # all ranks have left it
                     for kind in ("meet", "met"):
                         ranks.store.delete_key(f"{kind}/{self._last}")
         self._last = key
+
+    def _missed(self, seen: Mapping[int, Seen]) -> RuntimeMismatchError | None:
+        """The error where others wait for this rank in the backward of its last call, which it has not made: it is at
+        the start of another call."""
+        rank, mine = self.ranks.rank, seen.get(self.ranks.rank)
+        if mine is None or position.back or not self._forwards:
+            return None
+        late = {
+            r: at
+            for r, at in seen.items()
+            if at.back and at.call == mine.call - 1 and rank in (at.ranks or range(self.ranks.world))
+        }
+        if not late:
+            return None
+        return RuntimeMismatchError(
+            f"call {mine.call} of rank {rank} is {position.program}, without a backward of call {mine.call - 1}, in "
+            f"which {spelled(late)} {'wait' if len(late) > 1 else 'waits'} for it at {next(iter(late.values())).place}",
+            legal="on every rank as many calls of the model before each backward",
+        )
 
 
 def _mismatch(seen: Mapping[int, Seen], rank: int) -> RuntimeMismatchError | None:
@@ -407,7 +440,7 @@ def counted(plan: Any) -> Callable[[], None] | None:
         or plan.own is not None
         or any(getattr(i, "forward", None) is not None and i.forward.collectives for i in plan.program.instructions)
     )
-    return lambda: steps.begin(number, what, talks, not stages)
+    return lambda: steps.begin(number, what, talks)
 
 
 def _call_text(plan: Any) -> str:

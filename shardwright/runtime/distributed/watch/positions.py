@@ -14,11 +14,12 @@ Following the waits of any rank leads to culprits, or round a circle.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
@@ -28,7 +29,18 @@ import torch
 from ....errors import PACKAGE_FOLDER
 from .device_events import PassedPlaces
 
-__all__ = ["RankPosition", "Seen", "WaitPoint", "not_moving", "noted", "position", "spelled", "users_line", "waiting"]
+__all__ = [
+    "RankPosition",
+    "Seen",
+    "WaitPoint",
+    "explaining",
+    "not_moving",
+    "noted",
+    "position",
+    "spelled",
+    "users_line",
+    "waiting",
+]
 
 
 # -- position
@@ -62,9 +74,11 @@ class RankPosition:
         program: the program of the latest call, in words.
         back: True where the rank has come to a wait point of a backward since the latest call began.
         passed: the wait points that the host has left and the device may not have; None without an accelerator.
+        explain: the error of a failed collective -> the reason, or None where there is no better one; None: nobody
+            knows more.
     """
 
-    __slots__ = ("back", "call", "moves", "passed", "place", "program")
+    __slots__ = ("back", "call", "explain", "moves", "passed", "place", "program")
 
     def __init__(self) -> None:
         self.place: WaitPoint | None = None
@@ -72,6 +86,7 @@ class RankPosition:
         self.back = False
         self.program = ""
         self.passed: PassedPlaces | None = None
+        self.explain: Callable[[Exception], Exception | None] | None = None
 
     @property
     def now(self) -> tuple[int, int, WaitPoint | None]:
@@ -96,10 +111,33 @@ class waiting:
         position.moves += 1
         position.back |= self.place.back
 
-    def __exit__(self, *_: object) -> None:
-        position.place = None
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        try:
+            if isinstance(error, RuntimeError):
+                explained(error)
+        finally:
+            position.place = None
         if position.passed is not None and not self.place.key:
             position.passed.note(self.place, position.call)
+
+
+def explained(error: RuntimeError) -> None:
+    """Raise the reason for which a collective has failed, where the watch of the ranks knows one: torch's own error
+    says that a connection is closed, and not whose process has ended."""
+    reason = None if position.explain is None else position.explain(error)
+    if reason is not None:
+        raise reason from error
+
+
+@contextlib.contextmanager
+def explaining() -> Iterator[None]:
+    """While active, the failure of a message between ranks is `explained`. Unlike a wait point, the messages may take
+    as long as a search takes."""
+    try:
+        yield
+    except RuntimeError as error:
+        explained(error)
+        raise
 
 
 def noted(steps: Sequence[Callable[[Any], Any]], place: WaitPoint) -> tuple[Callable[[Any], Any], ...]:
@@ -115,6 +153,9 @@ def noted(steps: Sequence[Callable[[Any], Any]], place: WaitPoint) -> tuple[Call
             for step in steps:
                 x = step(x)
             return x
+        except RuntimeError as error:
+            explained(error)
+            raise
         finally:
             position.place = None
             if position.passed is not None:
@@ -157,6 +198,7 @@ class Seen:
         place: the wait point, in words; "": none.
         ranks: the ranks that take part in it; empty: all.
         key: of a meeting, the same for all that come to it; "": not a meeting.
+        back: True where the wait point is part of a backward.
         seconds: since the rank last moved.
         line: of the user's program: ``train.py:57 in main``.
     """
@@ -166,6 +208,7 @@ class Seen:
     place: str
     ranks: tuple[int, ...]
     key: str
+    back: bool
     seconds: float
     line: str
 

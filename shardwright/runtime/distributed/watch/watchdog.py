@@ -15,13 +15,18 @@ with exit code 1, because a collective that is under way cannot be cancelled. A 
 On an accelerator collectives run behind the host's back: a host that is at no wait point is where its device is, at the
 oldest collective that has not ended (`device_events`).
 
+A rank whose process has ended (`launch.lifelines`) is a verdict, too: at once where it is waited for, and after
+`GRACE` seconds where the others compute. A collective that fails in between, because a connection is closed, waits for
+the verdict (`explain`).
+
 A step itself sends nothing. A store that does not answer any more ends the looking, not the run: the process that had
-the store has ended, and the process group notices this by itself.
+the store has ended, and the process group notices this by itself, if the lifeline to rank 0 does not.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import sys
@@ -35,7 +40,9 @@ import torch.distributed as dist
 
 from ....errors import ShardwrightError, StuckError
 from ....json_values import dumps, loads
-from ....process import current
+from ....launch.environment import LOOPBACK, is_loopback
+from ....launch.lifelines import Lifelines
+from ....process import current, lifelines
 from ....torch_private import default_store, group_timeout
 from ..coordination import error_of, error_words
 from .device_events import PassedPlaces
@@ -47,8 +54,15 @@ __all__ = ["Peers", "peers"]
 LOOK_EVERY = 1.0
 #: The number of looks to wait for the positions of other ranks.
 ANSWERS = 4
-#: The fraction of torch's timeout of a collective after which this rank asks for the reason.
-SHARE = 0.8
+#: Of torch's timeout of a collective, the part that is left to find the reason: at least this fraction, and so many
+#: seconds, but no more than the second fraction.
+LEFT, LEFT_SECONDS, LEFT_AT_MOST = 0.2, 15.0, 0.4
+#: The number of looks that it takes, at most, from a rank's patience to the end of all ranks.
+LOOKS = 13
+#: Seconds between two looks for the address of rank 0's lifelines.
+CONNECT_EVERY = 0.1
+#: Seconds after which the end of a rank is a verdict where no rank waits for it.
+GRACE = 4.0
 
 #: The peers of the default process group, with its store: at most one.
 _made: list[tuple[Any, Peers]] = []
@@ -69,15 +83,18 @@ def peers() -> Peers | None:
             store.clone()
         except (AttributeError, RuntimeError, NotImplementedError):
             return None
-        _made[:] = [(store, Peers(store, dist.get_rank(), dist.get_world_size(), _patience()))]
+        _made[:] = [(store, Peers(store, dist.get_rank(), dist.get_world_size(), *_patience()))]
     return _made[0][1]
 
 
-def _patience() -> float:
-    """Seconds that a rank waits at a wait point before it looks for the missing rank."""
-    asked = current().timeout
-    own = group_timeout(current().device)
-    return asked if own is None else min(asked, SHARE * own.total_seconds())
+def _patience() -> tuple[float, float]:
+    """Seconds that a rank waits at a wait point before it looks for the missing rank, and seconds between two looks."""
+    asked, own = current().timeout, group_timeout(current().device)
+    if own is None:
+        return asked, min(LOOK_EVERY, asked / 4)
+    torchs = own.total_seconds()
+    patience = min(asked, torchs - max(LEFT * torchs, min(LEFT_SECONDS, LEFT_AT_MOST * torchs)))
+    return patience, min(LOOK_EVERY, patience / 4, (torchs - patience) / LOOKS)
 
 
 class Peers:
@@ -88,6 +105,7 @@ class Peers:
         rank: of this process.
         world: the number of ranks.
         patience: seconds at one wait point after which this rank looks for the missing rank.
+        look: seconds between two looks.
 
     Attributes:
         verdict: the reason why the run ends, once a rank has found one.
@@ -95,9 +113,8 @@ class Peers:
         listeners: likewise, whenever an alarm was raised.
     """
 
-    def __init__(self, store: Any, rank: int, world: int, patience: float) -> None:
-        self.rank, self.world, self.patience = rank, world, patience
-        self.look = min(LOOK_EVERY, patience / 4)
+    def __init__(self, store: Any, rank: int, world: int, patience: float, look: float) -> None:
+        self.rank, self.world, self.patience, self.look = rank, world, patience, look
         self.verdict: ShardwrightError | None = None
         self.looks: list[Callable[[Any], None]] = []
         self.listeners: list[Callable[[Any], None]] = []
@@ -110,7 +127,10 @@ class Peers:
         self._group = dist.group.WORLD
         self._heard = 0.0
         self._alarm = 0
-        self._stopped = threading.Event()
+        self._lines = lifelines() or _lines_of(self._thread_store, rank, world)
+        self._gone: dict[int, float] = {}  # rank whose process has ended -> when this was seen
+        self._stopped, self._hurry = threading.Event(), threading.Event()
+        position.explain = self.explain
         self._thread = threading.Thread(target=self._run, daemon=True, name="shardwright peers")
         self._thread.start()
         # A daemon thread inside of C++ while the interpreter shuts down would crash the process.
@@ -119,6 +139,7 @@ class Peers:
     def stop(self) -> None:
         """Stop looking."""
         self._stopped.set()
+        self._hurry.set()
         if self._thread is not threading.current_thread():
             self._thread.join(2 * LOOK_EVERY)
 
@@ -129,7 +150,7 @@ class Peers:
     def everyone(self, store: Any = None) -> dict[int, Seen]:
         """The present positions of all ranks, by rank, without ranks that do not answer within some looks."""
         store = store or self.store
-        alarm, deadline = self.raise_alarm(store), time.monotonic() + ANSWERS * self.look + 1
+        alarm, deadline = self.raise_alarm(store), time.monotonic() + (ANSWERS + 1) * self.look
         seen: dict[int, Seen] = {}
         if store is self._thread_store:
             self._answer(alarm)
@@ -185,12 +206,14 @@ class Peers:
     def _linger(self, store: Any) -> None:
         """Wait until all ranks have heard the verdict, for some looks at most: once a rank ends, collectives break, and
         with rank 0 the store may go."""
-        deadline = time.monotonic() + (ANSWERS + (self.rank == 0)) * self.look + 1
+        deadline = time.monotonic() + (ANSWERS + 1 + (self.rank == 0)) * self.look
         try:
             heard = store.add("heard", 1)
             while heard < self.world and time.monotonic() < deadline:
                 time.sleep(self.look / 4)
                 heard = store.add("heard", 0)
+            if self.rank == 0:  # the store may be in this process: the others are to see the count before it goes
+                time.sleep(self.look / 2)
         except RuntimeError:
             pass  # the store is gone
 
@@ -210,11 +233,13 @@ class Peers:
         self._heard = time.monotonic()
         moved = None
         try:
-            while not self._stopped.wait(self.look) and dist.group.WORLD is self._group:
+            while self._pause() and self.verdict is None and dist.group.WORLD is self._group:
                 if position.now != moved:
                     moved, self._heard = position.now, time.monotonic()
                 for look in list(self.looks):
                     look(self._thread_store)
+                self._lines.look()
+                self._bury()
                 alarm = self._thread_store.add("alarm", 0)
                 if alarm != self._alarm:
                     self._answer(alarm)
@@ -222,8 +247,56 @@ class Peers:
                 waited = time.monotonic() - self._heard
                 if waited > self.patience and (place := self._place()[1]) is not None and not place.key:
                     self._judge(waited)
-        except RuntimeError:
-            pass  # the store is gone
+        except RuntimeError:  # the store is gone, and the process of rank 0 with it, if that had it
+            self._store_is_gone()
+        if not self._stopped.is_set():  # another process group has taken the place of this one
+            self._lines.goodbye()
+
+    def _pause(self) -> bool:
+        """Wait until the next look; False where there is none."""
+        self._hurry.wait(self.look if self._lines.connected else min(self.look, CONNECT_EVERY))
+        if not self._stopped.is_set():
+            self._hurry.clear()
+        return not self._stopped.is_set()
+
+    def _bury(self) -> None:
+        """Find the verdict where a rank's process has ended."""
+        now, place = time.monotonic(), self._place()[1]
+        for rank in list(self._lines.ended):
+            since = self._gone.setdefault(rank, now)
+            waits = place is not None and (not place.ranks or rank in place.ranks) and now - since >= self.look
+            if waits or now - since > GRACE or self._thread_store.check(["faults"]):
+                self.decide(StuckError(f"rank {rank} {self._lines.ended[rank]}"), self._thread_store)
+                self._news()
+                return
+
+    def _store_is_gone(self) -> None:
+        """End this process where the process of rank 0 has ended, which had the store."""
+        deadline = time.monotonic() + ANSWERS * self.look
+        while not self._stopped.wait(self.look / 4) and time.monotonic() < deadline:
+            with contextlib.suppress(RuntimeError):
+                self._lines.look()
+            if 0 in self._lines.ended:
+                self._end(StuckError(f"rank 0 {self._lines.ended[0]}"), told=False)
+                return
+
+    def explain(self, error: Exception) -> Exception | None:
+        """The verdict that explains a collective that has failed on the main thread; None where there is none.
+
+        A process that has ended closes its connections: the collectives of the others fail before its lifeline is
+        read.
+        """
+        if threading.current_thread() is self._thread or self._stopped.is_set() or not self._thread.is_alive():
+            return self.verdict
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self.store.add("faults", 1)
+        deadline = time.monotonic() + 3 * self.look
+        while self.verdict is None and self._thread.is_alive() and time.monotonic() < deadline:
+            self._hurry.set()
+            time.sleep(self.look / 20)
+        if self.verdict is not None and not (position.place is not None and position.place.key):
+            self._thread.join(LOOKS * self.look)  # it ends this process
+        return self.verdict
 
     def _answer(self, alarm: int) -> None:
         """Store the position of this rank."""
@@ -231,8 +304,9 @@ class Peers:
             return
         self._alarm = alarm
         call, place, since = self._place()
-        what, ranks, key = (place.what, place.ranks, place.key) if place else ("", (), "")
-        at = Seen(call, position.program, what, ranks, key, time.monotonic() - since, users_line())
+        place = place or WaitPoint("")
+        waited = time.monotonic() - since
+        at = Seen(call, position.program, place.what, place.ranks, place.key, place.back, waited, users_line())
         self._thread_store.set(f"at/{self.rank}", json.dumps({"alarm": alarm} | at.words()))
 
     def _place(self) -> tuple[int, WaitPoint | None, float]:
@@ -260,17 +334,32 @@ class Peers:
         else:
             self._thread_store.set("judges", "0")
 
-    def _end(self, verdict: ShardwrightError) -> None:
-        """End this process with a verdict that some rank has found."""
+    def _end(self, verdict: ShardwrightError, told: bool = True) -> None:
+        """End this process with a verdict that some rank has found.
+
+        Args:
+            told: False where the store is gone, and no rank can tell others that it has heard the verdict.
+        """
         self.verdict = verdict
         place = position.place
         if place is not None and place.key:
             return  # the main thread raises the error itself
+        if told:
+            self._linger(self._thread_store)
+        # Last of all: what torch has to say about closed connections comes before it.
         sys.stdout.flush()
         kind = type(verdict)
         print(f"{kind.__module__}.{kind.__name__}: {verdict}", file=sys.stderr, flush=True)
-        self._linger(self._thread_store)
         os._exit(1)
+
+
+def _lines_of(store: Any, rank: int, world: int) -> Lifelines:
+    """Lifelines of ranks whose process group the user has made, to the host that has its store."""
+    held = default_store()
+    while hasattr(held, "underlying_store"):
+        held = held.underlying_store
+    address = getattr(held, "host", LOOPBACK)
+    return Lifelines(store, rank, world, address, not is_loopback(address))
 
 
 def _verdict(text: bytes) -> ShardwrightError:
