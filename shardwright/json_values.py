@@ -15,15 +15,20 @@ from __future__ import annotations
 
 import base64
 import collections
+import contextlib
 import json
 import math
+import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["decode", "dtype_name", "dtype_named", "dumps", "encode", "loads"]
+from .errors import ShardwrightError
+
+__all__ = ["decode", "dtype_name", "dtype_named", "dumps", "encode", "loads", "write_text"]
 
 _LEAVES = frozenset((bool, int, str, type(None)))
 _PLAIN = _LEAVES | {float}
@@ -165,6 +170,43 @@ def loads(text: bytes) -> Any:
         ValueError, KeyError, TypeError: `dumps` did not write this.
     """
     return decode(json.loads(text))
+
+
+def write_text(path: str | os.PathLike[str], text: str, kind: type[ShardwrightError], what: str) -> None:
+    """Write a file whole or not at all: a file that was there stays as it was where the disk is full.
+
+    Args:
+        path: the file.
+        text: its content.
+        kind: the class of the error.
+        what: the content in words, for the error: "the plan".
+
+    Raises:
+        ShardwrightError: of class `kind`: the file cannot be written, with the reason.
+    """
+    file = os.path.realpath(path)  # the file itself stays, not a link to it
+    part = os.path.join(os.path.dirname(file), f".{os.path.basename(file)}.{os.getpid()}.part")
+    try:
+        if os.path.exists(file) and not os.path.isfile(file):
+            part = file  # a device, such as /dev/stdout
+        with open(part, "w", encoding="utf-8") as written:
+            written.write(text)
+            written.flush()
+            if part != file:
+                os.fsync(written.fileno())
+                if os.path.exists(file):
+                    shutil.copymode(file, part)
+        if part != file:
+            os.replace(part, file)
+    except OSError as error:
+        if part != file:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+        raise kind(
+            f"{what} cannot be written: {error.strerror or error}",
+            source=os.fspath(path),
+            legal="a file in a folder that can be written, and room on its disk",
+        ) from None
 
 
 def _base64(data: bytes) -> str:

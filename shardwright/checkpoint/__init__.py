@@ -15,6 +15,7 @@ A checkpoint is written under a name that begins with a dot and gets its own nam
     box_joining             short runs of a file put together into long ones
     manifest                the manifest, digests
     checkpoint_folders      the folders of a run's checkpoints: names, unfinished ones, old ones
+    folder_lock             one run at a time saves into a folder
     load, tensor_reader     loading, and reading any slice of a stored tensor
     target_placement        placement of the tensors under the strategies of another run
     transform               a checkpoint for other devices, or whole files, made in one process

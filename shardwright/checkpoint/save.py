@@ -517,7 +517,7 @@ def _collected(
         said["boxes"] = [(w.name, w.starts, tuple(w.tensor.shape), w.tensor.dtype) for w in written]
     if ranks.rank == 0:
         said["id"] = new_id()
-        folders.begin(path, step, said["id"])
+        folders.begin(path, step, said["id"], subject.net if subject.wrapper is None else subject.wrapper)
     job = SaveJob(
         ranks,
         path,

@@ -89,10 +89,7 @@ def _measure(runtime: Runtime, arguments: argparse.Namespace) -> int:
     cluster = measure(runtime, arguments.name, arguments.rounds)
 
     def write() -> None:
-        try:
-            cluster.save(arguments.output)
-        except OSError as error:
-            raise SettingError(f"--output={arguments.output} cannot be written: {error.strerror}") from None
+        cluster.save(arguments.output)
         print(_summary(cluster, arguments.output), flush=True)
 
     _by_rank_0(runtime, write)

@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 
 from ..errors import LayoutError, PlanError, SettingError, ShardwrightError
 from ..graph import Graph, Value
+from ..json_values import write_text
 from ..layout import Layout
 from ..partition.uneven import is_stored_padded, true_slice
 from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
@@ -190,9 +191,9 @@ class ParameterStrategies:
         """Write the file: the same text for the same layouts.
 
         Raises:
-            OSError: it cannot be written.
+            PlanError: it cannot be written.
         """
-        Path(path).write_text(self.text(), encoding="utf-8")
+        write_text(path, self.text(), PlanError, "the parameters' strategies")
 
     def text(self) -> str:
         """The text of the file."""

@@ -135,7 +135,7 @@ def test_strangers_are_turned_away(three) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_holds_no_line(three) -> None:
-    """It would keep the line open after its rank was killed."""
+    """The line would stay open after the rank was killed."""
     ready, told = os.pipe()
     child = os.fork()
     if child == 0:
