@@ -302,7 +302,8 @@ def kill_runs(way: Way, count: int, chance: random.Random, found: Kills, folder:
             chance.shuffle(victims)
             os.kill(victims[0], signal.SIGKILL)
             how = chance.random() if len(victims) > 1 else 1.0
-            if how < 0.3:
+            # Before its first step a process may still wait for the others to join, as long as it is told to.
+            if how < 0.3 and any(word == "loss" for word, _, _ in Journal.read(journal)[before:]):
                 found.alone += 1
                 others = wait(victims[1:], NOTICED)
                 if len(others) < len(victims) - 1:

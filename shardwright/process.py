@@ -33,8 +33,9 @@ from torch import Tensor
 from .device_modules import is_recording_graph
 from .errors import SettingError
 from .launch.device_choice import asked_device, check_shared, device_of_group, device_of_rank
-from .launch.environment import RankInRun, find, is_loopback, is_msrun_scheduler, leading_to, remark, token_of
+from .launch.environment import LOOPBACK, RankInRun, find, is_loopback, is_msrun_scheduler, leading_to, remark, token_of
 from .launch.lifelines import Lifelines
+from .torch_private import default_store
 
 __all__ = ["RandomStream", "Runtime", "current", "init", "of_micro_batch", "playing", "rank", "stream", "world_size"]
 
@@ -78,9 +79,10 @@ def torch_timeout(seconds: float) -> timedelta:
 
 _current: list[Runtime] = []
 
-#: The default process group and its lifelines, where `init` has joined it. A reference that keeps the group alive would
-#: keep its threads.
-_joined: list[tuple[Callable[[], Any], Lifelines | None]] = []
+#: The default process group, where `init` has joined it. A reference that keeps the group alive would keep its threads.
+_joined: list[Callable[[], Any]] = []
+#: The default process group, and the lifelines of its ranks: at most one.
+_watched: list[tuple[Callable[[], Any], Lifelines]] = []
 
 
 def init(
@@ -149,7 +151,6 @@ def init(
             backend or {"cuda": "nccl", "npu": "hccl"}.get(mine.type, "gloo"),
             wait,
             torch_timeout(wait.total_seconds()) if watched else wait,
-            watched,
         )
         runtime = Runtime(True, dist.get_world_size(), dist.get_rank(), mine, wait.total_seconds(), watched)
     else:
@@ -162,6 +163,8 @@ def init(
         here = asked_for or torch.get_default_device()
         runtime = Runtime(False, int(asked) if asked else devices, 0, here, chosen=asked_for is not None)
     _current[:] = [runtime]
+    if runtime.processes and watched and dist.get_world_size() > 1:
+        lifelines()
     return runtime
 
 
@@ -175,14 +178,8 @@ def _place_in_group() -> RankInRun | None:
     return place if place is not None and (place.rank, place.size) == (dist.get_rank(), dist.get_world_size()) else None
 
 
-def _join(
-    place: RankInRun, device: torch.device, backend: str, timeout: timedelta, collectives: timedelta, watched: bool
-) -> None:
-    """Join the process group. All ranks have `timeout` to join; its collectives have the timeout `collectives`.
-
-    Args:
-        watched: True: each rank's end is noticed from now on.
-    """
+def _join(place: RankInRun, device: torch.device, backend: str, timeout: timedelta, collectives: timedelta) -> None:
+    """Join the process group. All ranks have `timeout` to join; its collectives have the timeout `collectives`."""
     if "GLOO_SOCKET_IFNAME" not in os.environ:  # checkpoints have a Gloo group beside another backend's
         interface = leading_to(place.master_addr, place.master_port)
         if interface is not None:
@@ -197,11 +194,7 @@ def _join(
         store.set_timeout(collectives)
     else:
         store = meet(place, timeout.total_seconds(), token)
-    several = not is_loopback(place.master_addr)
-    lines = Lifelines(store, place.rank, place.size, place.master_addr, several) if watched else None
     check_shared(device, place, dist.PrefixStore("shardwright devices", store), timeout)
-    if lines is not None:
-        lines.look()
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("default_pg", store),
@@ -209,17 +202,34 @@ def _join(
         world_size=place.size,
         timeout=collectives,
     )
-    _joined[:] = [(weakref.ref(dist.group.WORLD), lines)]
+    _joined[:] = [weakref.ref(dist.group.WORLD)]
 
 
-def _is_joined() -> bool:
-    """True where the default process group is the one that `init` has joined."""
-    return bool(_joined) and dist.is_initialized() and dist.group.WORLD is _joined[0][0]()
+#: Looks for rank 0's lifelines in `init`, and the seconds of the pause between two: other ranks may be there first.
+_LOOKS, _PAUSE = 20, 0.02
 
 
 def lifelines() -> Lifelines | None:
-    """The lifelines of the default process group, where `init` has joined it; else None."""
-    return _joined[0][1] if _is_joined() else None
+    """The lifelines of the ranks of the default process group, made by the first call. None where its store has no
+    address at which other ranks could look for rank 0."""
+    if _watched and _watched[0][0]() is dist.group.WORLD:
+        return _watched[0][1]
+    store = default_store()
+    try:
+        own = dist.PrefixStore("shardwright/lifelines", store.clone())  # a connection for the thread that looks
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    address = getattr(store, "host", LOOPBACK)
+    lines = Lifelines(own, dist.get_rank(), dist.get_world_size(), address, not is_loopback(address))
+    _watched[:] = [(weakref.ref(dist.group.WORLD), lines)]
+    for _ in range(_LOOKS):
+        lines.look()
+        if lines.connected:
+            break
+        time.sleep(_PAUSE)
+    return lines
 
 
 @atexit.register
@@ -235,7 +245,8 @@ def _leave() -> None:
     if not dist.is_available() or not (_joined or dist.is_initialized()):
         return
     time.sleep(LEAVING)
-    if _is_joined() and getattr(sys, "last_value", None) is None and dist.get_backend() not in ("gloo", "mpi"):
+    ours = _joined and dist.is_initialized() and dist.group.WORLD is _joined[0]()
+    if ours and getattr(sys, "last_value", None) is None and dist.get_backend() not in ("gloo", "mpi"):
         dist.destroy_process_group()
 
 

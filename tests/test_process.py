@@ -12,10 +12,10 @@ from shardwright import process
 
 
 def test_a_thread_that_needs_the_interpreter_has_it_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a thread of Gloo, which frees the tensors of a collective that has returned."""
+    """Like a thread of Gloo, which frees the tensors of a collective that has returned."""
     freed: list[bool] = []
     thread = threading.Thread(target=lambda: (time.sleep(0.01), freed.append(True)))
-    monkeypatch.setattr(process, "_joined", [(lambda: None, None)])
+    monkeypatch.setattr(process, "_joined", [lambda: None])
     monkeypatch.setattr(process, "LEAVING", 0.5)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(60)  # the thread does not get the interpreter by itself

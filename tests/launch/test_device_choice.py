@@ -151,7 +151,7 @@ def test_the_group_is_destroyed_at_the_end(
 ) -> None:
     """The group that `init` has joined, on a library, where no error ends the process."""
     calls: list[int] = []
-    monkeypatch.setattr(process, "_joined", [(lambda: dist.group.WORLD, None)] if joined else [])
+    monkeypatch.setattr(process, "_joined", [lambda: dist.group.WORLD] if joined else [])
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(1))

@@ -40,7 +40,6 @@ import torch.distributed as dist
 
 from ....errors import ShardwrightError, StuckError
 from ....json_values import dumps, loads
-from ....launch.environment import LOOPBACK, is_loopback
 from ....launch.lifelines import Lifelines
 from ....process import current, lifelines
 from ....torch_private import default_store, group_timeout
@@ -127,7 +126,7 @@ class Peers:
         self._group = dist.group.WORLD
         self._heard = 0.0
         self._alarm = 0
-        self._lines = lifelines() or _lines_of(self._thread_store, rank, world)
+        self._lines = lifelines()
         self._gone: dict[int, float] = {}  # rank whose process has ended -> when this was seen
         self._stopped, self._hurry = threading.Event(), threading.Event()
         position.explain = self.explain
@@ -238,8 +237,8 @@ class Peers:
                     moved, self._heard = position.now, time.monotonic()
                 for look in list(self.looks):
                     look(self._thread_store)
-                self._lines.look()
-                self._bury()
+                if self._lines is not None:
+                    self._bury(self._lines)
                 alarm = self._thread_store.add("alarm", 0)
                 if alarm != self._alarm:
                     self._answer(alarm)
@@ -249,35 +248,37 @@ class Peers:
                     self._judge(waited)
         except RuntimeError:  # the store is gone, and the process of rank 0 with it, if that had it
             self._store_is_gone()
-        if not self._stopped.is_set():  # another process group has taken the place of this one
+        if self._lines is not None and not self._stopped.is_set():  # another process group has taken this one's place
             self._lines.goodbye()
 
     def _pause(self) -> bool:
         """Wait until the next look; False where there is none."""
-        self._hurry.wait(self.look if self._lines.connected else min(self.look, CONNECT_EVERY))
+        connected = self._lines is None or self._lines.connected
+        self._hurry.wait(self.look if connected else min(self.look, CONNECT_EVERY))
         if not self._stopped.is_set():
             self._hurry.clear()
         return not self._stopped.is_set()
 
-    def _bury(self) -> None:
+    def _bury(self, lines: Lifelines) -> None:
         """Find the verdict where a rank's process has ended."""
+        lines.look()
         now, place = time.monotonic(), self._place()[1]
-        for rank in list(self._lines.ended):
+        for rank in list(lines.ended):
             since = self._gone.setdefault(rank, now)
             waits = place is not None and (not place.ranks or rank in place.ranks) and now - since >= self.look
             if waits or now - since > GRACE or self._thread_store.check(["faults"]):
-                self.decide(StuckError(f"rank {rank} {self._lines.ended[rank]}"), self._thread_store)
+                self.decide(StuckError(f"rank {rank} {lines.ended[rank]}"), self._thread_store)
                 self._news()
                 return
 
     def _store_is_gone(self) -> None:
         """End this process where the process of rank 0 has ended, which had the store."""
-        deadline = time.monotonic() + ANSWERS * self.look
-        while not self._stopped.wait(self.look / 4) and time.monotonic() < deadline:
+        deadline, lines = time.monotonic() + ANSWERS * self.look, self._lines
+        while lines is not None and not self._stopped.wait(self.look / 4) and time.monotonic() < deadline:
             with contextlib.suppress(RuntimeError):
-                self._lines.look()
-            if 0 in self._lines.ended:
-                self._end(StuckError(f"rank 0 {self._lines.ended[0]}"), told=False)
+                lines.look()
+            if 0 in lines.ended:
+                self._end(StuckError(f"rank 0 {lines.ended[0]}"), told=False)
                 return
 
     def explain(self, error: Exception) -> Exception | None:
@@ -351,15 +352,6 @@ class Peers:
         kind = type(verdict)
         print(f"{kind.__module__}.{kind.__name__}: {verdict}", file=sys.stderr, flush=True)
         os._exit(1)
-
-
-def _lines_of(store: Any, rank: int, world: int) -> Lifelines:
-    """Lifelines of ranks whose process group the user has made, to the host that has its store."""
-    held = default_store()
-    while hasattr(held, "underlying_store"):
-        held = held.underlying_store
-    address = getattr(held, "host", LOOPBACK)
-    return Lifelines(store, rank, world, address, not is_loopback(address))
 
 
 def _verdict(text: bytes) -> ShardwrightError:
