@@ -44,6 +44,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from ..errors import SettingError, ShardwrightError
+from .console import logger
 from .environment import TOKEN, RankInRun, is_loopback
 from .run_settings import RunSettings, bound, check_port
 
@@ -101,7 +102,13 @@ def listening(address: str, port: int, several: bool, seconds: float) -> TCPStor
         held = bound(address, port, several)
     except OSError as error:
         raise RuntimeError(error.strerror) from error
-    port = held.getsockname()[1]
+    listens, port = held.getsockname()[:2]
+    if listens in ("::", "0.0.0.0") and address not in ("::", "0.0.0.0"):
+        logger.warning(
+            "%s is no address of this host that others reach: the rendezvous listens on all addresses, port %d",
+            address,
+            port,
+        )
     return TCPStore(
         address,
         port,

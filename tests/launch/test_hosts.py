@@ -26,7 +26,7 @@ from torch.distributed import HashStore, TCPStore
 import shardwright.launch.rendezvous as rendezvous
 from shardwright import SettingError
 from shardwright.launch.environment import RankInRun, leading_to
-from shardwright.launch.rendezvous import LaunchError, NodeFailure, Nodes, admitted, meet
+from shardwright.launch.rendezvous import LaunchError, NodeFailure, Nodes, admitted, listening, meet
 from shardwright.launch.run_settings import RunSettings, bound
 
 PORT = 29400  # a host of its own has all ports to itself
@@ -258,7 +258,7 @@ def test_a_run_of_one_host_listens_on_the_loopback_alone():
     del held
 
 
-def test_an_address_that_is_not_this_hosts_is_listened_for_on_all():
+def test_an_address_that_is_not_this_hosts_is_listened_for_on_all(caplog, monkeypatch):
     """The address of a router in front; a name that is a loopback address here, and another one elsewhere."""
     everywhere = ("::", "0.0.0.0")
     for address, several, expected in (
@@ -269,6 +269,11 @@ def test_an_address_that_is_not_this_hosts_is_listened_for_on_all():
     ):
         with bound(address, 0, several) as held:
             assert expected is None or held.getsockname()[0] in expected
+    monkeypatch.setattr(rendezvous, "TCPStore", lambda *place, master_listen_fd, **how: os.close(master_listen_fd))
+    listening("127.0.0.1", 0, True, 5)
+    assert caplog.text == ""
+    listening("192.0.2.1", 0, True, 5)
+    assert "192.0.2.1 is no address of this host that others reach: the rendezvous listens on all addr" in caplog.text
     names = {"node1": [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.1.1", 0))]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "getaddrinfo", lambda name, *rest, **kwargs: names[name])

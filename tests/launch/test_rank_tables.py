@@ -401,6 +401,7 @@ def test_workers_of_msrun_train_as_one_device_and_its_scheduler_ends(tmp_path) -
     for r in range(2):
         facts = json.loads((tmp_path / f"rank_{r}.json").read_text())
         assert (facts["rank"], facts["size"], facts["processes"]) == (r, 2, True)
+        assert facts["interface"].startswith("lo"), "Gloo listens on the loopback alone, too"
         assert facts["losses"] == pytest.approx(losses, abs=1e-12)
 
 

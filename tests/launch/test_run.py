@@ -290,11 +290,13 @@ def test_a_second_ctrl_c_does_not_wait_for_stubborn_workers(tmp_path):
 @pytest.mark.long
 def test_nodes_meet_and_a_failure_on_one_ends_the_other(tmp_path):
     common = ["--worker_num=2", "--local_worker_num=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    nodes = [start(tmp_path, *common, f"--node_rank={node}", WORKER, "fail", 1, "exit") for node in range(2)]
+    token = {"SHARDWRIGHT_RUN_TOKEN": "a token of the user's"}
+    nodes = [start(tmp_path, *common, f"--node_rank={n}", WORKER, "fail", 1, "exit", **token) for n in range(2)]
     here, there = nodes[0].end(), nodes[1].end()
     assert (here.code, there.code) == (7, 7), here.out + there.out
     assert "the run failed on node 1: worker 1 failed (exit code 7)" in here.out
     assert "worker 1 failed (exit code 7), last lines of log_output/worker_1.log:" in there.out
+    assert here.facts(1)["env"].items() >= token.items() and "can join" not in here.out
     assert [here.facts(rank)["env"]["LOCAL_RANK"] for rank in range(2)] == ["0", "0"]
     assert here.facts(0)["env"]["MASTER_PORT"] == here.facts(1)["env"]["MASTER_PORT"] == common[-1].split("=")[1]
     assert here.files == ["scheduler.log", "scheduler_1.log", "worker_0.log", "worker_1.log"]
