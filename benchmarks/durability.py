@@ -1,17 +1,20 @@
 """A search for losses of checkpoints: runs that are killed at random moments, and files that are damaged.
 
-    python benchmarks/durability.py                 200 kills, 1,000 damages: some minutes
+    python benchmarks/durability.py                 200 kills, 1,000 damages: half an hour
+    python benchmarks/durability.py --worlds 2 4    runs of two and of four processes alone
     python benchmarks/durability.py --quick         a few of each
     python benchmarks/durability.py --json OUT      the figures as a document
 
 A run trains a small network with dropout, AdamW and a schedule, on data whose position is saved, and saves every other
 step; whoever runs it is killed by SIGKILL at a random moment, while it starts, loads, trains or saves, and is started
-again, until the run is at its end. It is one process that plays four devices, or two Gloo processes of which one or
-both are killed; checkpoints are whole or in parts, saved at once or in the background. After each kill:
+again, until the run is at its end. It is one process that plays four devices, or two or four Gloo processes, of which
+one is killed, and the others at the same time, a moment later, or not at all: these have to end by themselves.
+Checkpoints are whole or in parts, saved at once or in the background. After each kill:
 
     lost        a checkpoint whose save had returned is not there any more, though it is among those to be kept, or it
                 is damaged; or any folder under its final name is not whole
     wrong       a loss of a resumed run is not, to the bit, that of the run that nobody killed
+    unnoticed   the other processes have not ended within half a minute after one was killed
 
 Damages are those of `damage`: bits are flipped, files cut, replaced by those of another step or another model, removed,
     in
@@ -47,12 +50,15 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint.checkpoint_folders import steps_in
+from shardwright.checkpoint.folder_lock import LOCK
 from shardwright.checkpoint.manifest import verify
 from shardwright.process import _current
 
 STEPS = 40
 KEPT = 3
 EVERY = 2
+#: Seconds in which the others have to end after one process was killed: 10 on an idle machine.
+NOTICED = 30.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,9 @@ class Way:
 
 
 ALONE = [Way(whole, background, 1) for whole in (True, False) for background in (True, False)]
-TOGETHER = [Way(whole, background, 2) for whole in (True, False) for background in (True, False)]
+TOGETHER = [
+    Way(whole, background, world) for world in (2, 4) for whole in (True, False) for background in (True, False)
+]
 
 
 class Data:
@@ -248,6 +256,8 @@ class Kills:
     saving: int = 0
     lost: int = 0
     wrong: int = 0
+    unnoticed: int = 0
+    alone: int = 0  # kills of one process alone, whose end the others had to notice
     failed: int = 0
     problems: tuple[str, ...] = ()
 
@@ -291,10 +301,18 @@ def kill_runs(way: Way, count: int, chance: random.Random, found: Kills, folder:
             victims = [p for p in pids if p not in ended]
             chance.shuffle(victims)
             os.kill(victims[0], signal.SIGKILL)
-            if len(victims) > 1 and chance.random() < 0.5:
+            how = chance.random() if len(victims) > 1 else 1.0
+            # Before its first step a process may still wait for the others to join, as long as it is told to.
+            if how < 0.3 and any(word == "loss" for word, _, _ in Journal.read(journal)[before:]):
+                found.alone += 1
+                others = wait(victims[1:], NOTICED)
+                if len(others) < len(victims) - 1:
+                    found.problem("unnoticed", f"{way}: {len(victims) - 1 - len(others)} processes went on")
+                ended |= others
+            elif how < 0.6:
                 ended |= wait(victims[1:], 0.3)  # the others hear of it as they do
             kill(pids, ended)
-            found.saving += any(name.startswith(".") for name in _names(checkpoints))
+            found.saving += any(name.startswith(".") and name != LOCK for name in _names(checkpoints))
         else:
             ended |= wait(pids[1:], 30)
             kill(pids, ended)
@@ -364,6 +382,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few of each")
     parser.add_argument("--kills", type=int, help="how many (default 200; quick: 4)")
+    parser.add_argument(
+        "--worlds", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4], help="processes of a run"
+    )
     parser.add_argument("--damages", type=int, help="how many (default 1000; quick: 27)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="where to write the figures")
@@ -381,14 +402,18 @@ def main() -> None:
         warm = Training(4, False)
         warm.step()  # what a first step loads is loaded before processes are forked
         if kills:
-            ways = [*ALONE, *TOGETHER] if kills > 50 else [ALONE[0], TOGETHER[3]]
+            ways = [way for way in (*ALONE, *TOGETHER) if way.processes in arguments.worlds]
+            if kills <= 50:
+                ways = [way for way in ways if way in (ALONE[0], TOGETHER[3], TOGETHER[-1])]
+                ways = ways if len(arguments.worlds) < 3 else ways[:2]
             for i, way in enumerate(ways):
                 share = kills * (i + 1) // len(ways) - kills * i // len(ways)
                 if share:
                     kill_runs(way, share, chance, found, folder / f"way_{i}")
                     print(
                         f"{found.kills} of {kills} kills ({way}): {found.resumed} resumptions, {found.saving} while "
-                        f"saving, {found.lost} lost, {found.wrong} wrong, {found.failed} failed",
+                        f"saving, {found.alone} of one process alone, {found.lost} lost, {found.wrong} wrong, "
+                        f"{found.unnoticed} unnoticed, {found.failed} failed",
                         flush=True,
                     )
             figures["kills"] = vars(found)
@@ -403,7 +428,7 @@ def main() -> None:
         print(problem)
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
-    bad = found.lost + found.wrong + found.failed + figures.get("damages", {}).get("unnoticed", 0)
+    bad = found.lost + found.wrong + found.unnoticed + found.failed + figures.get("damages", {}).get("unnoticed", 0)
     sys.exit(1 if bad else 0)
 
 

@@ -24,11 +24,11 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from .errors import SettingError, shown
 from .json_files.json_reader import MIB, read_object
+from .json_files.json_values import write_text
 from .layout import Digit
 
 __all__ = ["MOST_DEVICES", "PRESETS", "Cluster", "Level", "format_bytes", "memory_of", "parse_bytes", "preset"]
@@ -294,8 +294,12 @@ class Cluster:
         return {"schema": SCHEMA, **asdict(self), "levels": [asdict(level) for level in self.levels]}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the cluster as JSON, for `Cluster.of`."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        """Write the cluster as JSON, for `Cluster.of`.
+
+        Raises:
+            SettingError: it cannot be written.
+        """
+        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n", SettingError, "the cluster")
 
 
 def _check_name(value: Any, where: str, field: str) -> None:

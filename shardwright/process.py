@@ -19,6 +19,7 @@ import contextlib
 import os
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,14 +33,17 @@ from torch import Tensor
 from .device_modules import is_recording_graph
 from .errors import SettingError
 from .launch.device_choice import asked_device, check_shared, device_of_group, device_of_rank
-from .launch.environment import RankInRun, find, leading_to
+from .launch.environment import LOOPBACK, RankInRun, find, is_loopback, is_msrun_scheduler, leading_to, remark, token_of
+from .launch.lifelines import Lifelines
+from .torch_private import default_store
 
 __all__ = ["RandomStream", "Runtime", "current", "init", "of_micro_batch", "playing", "rank", "stream", "world_size"]
 
 #: A collective fails after this long without an answer from a peer. torch's own default is 30 minutes.
 DEFAULT_TIMEOUT = timedelta(minutes=5)
-#: torch itself gives up a collective after this multiple of the timeout: ranks find out the missing one before.
-TORCH_WAITS = 1.5
+#: torch itself gives up a collective after this multiple of the timeout, and no sooner than this much after it: ranks
+#: find out the missing one before. To find it takes 13 s at most on an idle machine, and longer on a busy one.
+TORCH_WAITS, TORCH_WAITS_LONGER = 1.5, timedelta(seconds=30)
 #: Seconds that the end of a process leaves the interpreter to threads of the process group, which need microseconds.
 LEAVING = 0.02
 
@@ -54,7 +58,7 @@ class Runtime:
         rank: the rank of this process; 0 in the local runtime.
         device: the device on which this process computes.
         timeout: seconds that a rank waits for another.
-        watch: True where ranks watch one another (`runtime.distributed.watchdog`).
+        watch: True where ranks watch one another (`runtime.distributed.watch`).
         chosen: True in the local runtime where the user has named the device; else it is that of each model.
     """
 
@@ -67,10 +71,18 @@ class Runtime:
     chosen: bool = False
 
 
+def torch_timeout(seconds: float) -> timedelta:
+    """The timeout of a collective where ranks watch one another, and wait `seconds` for one another."""
+    wait = timedelta(seconds=seconds)
+    return max(wait * TORCH_WAITS, wait + TORCH_WAITS_LONGER)
+
+
 _current: list[Runtime] = []
 
 #: The default process group, where `init` has joined it. A reference that keeps the group alive would keep its threads.
 _joined: list[Callable[[], Any]] = []
+#: The default process group, and the lifelines of its ranks: at most one.
+_watched: list[tuple[Callable[[], Any], Lifelines]] = []
 
 
 def init(
@@ -83,9 +95,10 @@ def init(
 ) -> Runtime:
     """Find out the runtime of this process. May be called again.
 
-    Under a launcher (torchrun, ``shardwright run``, mpirun, Slurm's srun, a rank table) it joins the process group of
-    the processes that were started; `launch.environment` says which variables are read, and which take precedence.
-    Otherwise all devices are in this process, and no launcher is needed.
+    Under a launcher (torchrun, ``shardwright run``, mpirun, Slurm's srun, msrun, a rank table) it joins the process
+    group of the processes that were started; `launch.environment` says which variables are read, and which take
+    precedence. Otherwise all devices are in this process, and no launcher is needed. The scheduler that msrun starts
+    beside the workers ends here, with exit code 0.
 
     Args:
         devices: the number of devices in this process, without a launcher. None: as many as the marks of the model
@@ -105,8 +118,16 @@ def init(
     Raises:
         SettingError: a number of devices below 1, in the argument or in the environment; variables of launchers, or a
             rank table, that are faulty or contradict one another; ranks that do not join; a device that is not there;
-            more processes on a host than accelerators; two processes on one accelerator.
+            more processes on a host than accelerators; two processes on one accelerator; a worker of a launcher that is
+            not read.
     """
+    if is_msrun_scheduler(os.environ) and not (dist.is_available() and dist.is_initialized()):
+        print(
+            "MS_ROLE=MS_SCHED: this process is msrun's scheduler, which has nothing to do here, and ends; the "
+            f"{os.environ['MS_WORKER_NUM']} workers meet at rank 0",
+            file=sys.stderr,
+        )
+        raise SystemExit(0)
     asked_for = asked_device(device)
     if devices is not None and (not isinstance(devices, int) or isinstance(devices, bool) or devices < 1):
         raise SettingError(f"init(devices={devices!r})", legal="a whole number of at least 1")
@@ -129,16 +150,21 @@ def init(
             mine,
             backend or {"cuda": "nccl", "npu": "hccl"}.get(mine.type, "gloo"),
             wait,
-            wait * TORCH_WAITS if watched else wait,
+            torch_timeout(wait.total_seconds()) if watched else wait,
         )
         runtime = Runtime(True, dist.get_world_size(), dist.get_rank(), mine, wait.total_seconds(), watched)
     else:
+        warning = remark(os.environ)
+        if warning is not None:
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
         asked = os.environ.get("SHARDWRIGHT_DEVICES")
         if asked and not (asked.isdecimal() and int(asked)):
             raise SettingError(f"SHARDWRIGHT_DEVICES={asked}", legal="a whole number of at least 1")
         here = asked_for or torch.get_default_device()
         runtime = Runtime(False, int(asked) if asked else devices, 0, here, chosen=asked_for is not None)
     _current[:] = [runtime]
+    if runtime.processes and watched and dist.get_world_size() > 1:
+        lifelines()
     return runtime
 
 
@@ -158,13 +184,16 @@ def _join(place: RankInRun, device: torch.device, backend: str, timeout: timedel
         interface = leading_to(place.master_addr, place.master_port)
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface  # Gloo takes an interface in no other way
+    from .launch.rendezvous import admitted, meet  # noqa: PLC0415  needed only under a launcher
+
+    token = token_of(os.environ)
     if place.agent:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        store = admitted(store, token, place.rank == 0, f"the run at {place.master_addr}:{place.master_port}")
         store.set_timeout(collectives)
     else:
-        from .launch.rendezvous import meet  # noqa: PLC0415  needed only without torchrun's agent
-
-        store = meet(place, timeout.total_seconds())
+        store = meet(place, timeout.total_seconds(), token)
     check_shared(device, place, dist.PrefixStore("shardwright devices", store), timeout)
     dist.init_process_group(
         backend,
@@ -174,6 +203,33 @@ def _join(place: RankInRun, device: torch.device, backend: str, timeout: timedel
         timeout=collectives,
     )
     _joined[:] = [weakref.ref(dist.group.WORLD)]
+
+
+#: Looks for rank 0's lifelines in `init`, and the seconds of the pause between two: other ranks may be there first.
+_LOOKS, _PAUSE = 20, 0.02
+
+
+def lifelines() -> Lifelines | None:
+    """The lifelines of the ranks of the default process group, made by the first call. None where its store has no
+    address at which other ranks could look for rank 0."""
+    if _watched and _watched[0][0]() is dist.group.WORLD:
+        return _watched[0][1]
+    store = default_store()
+    try:
+        own = dist.PrefixStore("shardwright/lifelines", store.clone())  # a connection for the thread that looks
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    address = getattr(store, "host", LOOPBACK)
+    lines = Lifelines(own, dist.get_rank(), dist.get_world_size(), address, not is_loopback(address))
+    _watched[:] = [(weakref.ref(dist.group.WORLD), lines)]
+    for _ in range(_LOOKS):
+        lines.look()
+        if lines.connected:
+            break
+        time.sleep(_PAUSE)
+    return lines
 
 
 @atexit.register

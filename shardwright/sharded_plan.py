@@ -59,6 +59,9 @@ class SavedPlan:
     def save(self, path: str | Path) -> None:
         """Write the plan as a JSON file: one line for each operator and parameter, and the captured graph.
 
+        Raises:
+            PlanError: the file cannot be written. One that was there stays as it was.
+
         Example:
             >>> plan.save("plan.json")  # doctest: +SKIP
         """

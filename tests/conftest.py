@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -55,6 +56,29 @@ def no_runtime_of_another_test():
     runtime = sys.modules.get("shardwright.process")
     if runtime is not None:
         runtime._current.clear()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """``small_disk(nbytes)``: a folder on a file system of its own that has room for so many bytes."""
+    mounted = []
+
+    def made(nbytes: int) -> Path:
+        folder = tmp_path / f"small_disk_{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        except FileNotFoundError:
+            pytest.skip("no disk can be made full here: there is no command mount")
+        if done.returncode:
+            pytest.skip(f"no disk can be made full here: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield made
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], capture_output=True, timeout=30)
 
 
 #: Files whose tests take longest together, the longest first: handed out at the end, one of them would keep one process

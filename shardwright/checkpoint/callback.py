@@ -20,7 +20,7 @@ from torch import nn
 
 from ..errors import SettingError
 from ..runtime.distributed.coordination import SingleRank, ranks_of_now
-from ..runtime.distributed.watchdog import Ending
+from ..runtime.distributed.watch.ending import Ending
 from .save import BackgroundSave, save_checkpoint
 
 __all__ = ["CheckpointCallback", "CheckpointConfig"]

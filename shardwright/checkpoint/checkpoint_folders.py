@@ -3,6 +3,7 @@
     PATH/step-00000100                  a checkpoint; a folder of this name is always whole
     PATH/.step-00000100.5f3a.part       a checkpoint being written or removed, or left by a dead process
     PATH/.step-00000100.5f3a.old        a checkpoint about to be replaced by another one of the same step
+    PATH/.lock                          the run that saves here (`folder_lock`)
 
 A save writes its files into a ``.part``, syncs each of them to the disk, and renames the folder last. A checkpoint to
 be removed becomes a ``.part`` first. An ``.old`` without its step means that a save died between two renames: the
@@ -16,8 +17,10 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointError
+from .folder_lock import hold
 from .manifest import MANIFEST, sync_folder
 
 __all__ = ["begin", "clean", "finish", "folder_of", "join", "latest_checkpoint", "name_of", "prune", "steps_in"]
@@ -113,13 +116,15 @@ def clean(path: Path, save_id: str = "") -> None:
             shutil.rmtree(path / name, ignore_errors=True)
 
 
-def begin(path: Path, step: int, save_id: str) -> Path:
-    """Make a new folder to write a checkpoint into, and return it.
+def begin(path: Path, step: int, save_id: str, model: Any) -> Path:
+    """Make a new folder to write a checkpoint of a model into, and return it.
 
     Raises:
+        CheckpointError: another run saves into the folder.
         OSError: it cannot be made.
     """
     path.mkdir(parents=True, exist_ok=True)
+    hold(path, model)
     clean(path)
     made = path / f".{name_of(step)}.{save_id}.part"
     made.mkdir()

@@ -40,6 +40,8 @@ second by rank 1.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -49,7 +51,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -448,7 +450,7 @@ class PartFile:
 
     def __init__(self, folder: Path, rank: int, save_id: str) -> None:
         self.name, self._rank, self._id = part_name(rank), rank, save_id
-        self._file = open(folder / self.name, "wb+")  # noqa: SIM115  closed by `close` or `abandon`
+        self._file = _Recorded(folder / self.name)
         self._end = 0
         self.items: list[DcpItem] = []
 
@@ -485,14 +487,45 @@ class PartFile:
         return self.items
 
     def abandon(self) -> None:
-        """Close the file without a trailer."""
-        self._file.close()
+        """Close the file without a trailer. The error of a full disk has been raised before."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
-def _save(tensor: Tensor, file: BinaryIO) -> None:
+class _Recorded(io.FileIO):
+    """A file that is written without a buffer and keeps the error of a write: torch.save raises another one in its
+    place, which does not say that the disk is full.
+
+    Args:
+        path: the file; it is made.
+
+    Attributes:
+        error: of a write; None: none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "wb+")
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        written = len(left)
+        try:
+            while left:
+                left = left[super().write(left) or 0 :]
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        return written
+
+
+def _save(tensor: Tensor, file: _Recorded) -> None:
     """Save as torch.save does, and hold no reference to the tensor afterwards.
 
     The class of torch 2.9's pickler holds the tensor until garbage is collected.
+
+    Raises:
+        OSError: the disk is full, …
     """
     made: list[Any] = []
 
@@ -500,7 +533,12 @@ def _save(tensor: Tensor, file: BinaryIO) -> None:
         def __init_subclass__(cls) -> None:
             made.append(cls)
 
-    torch.save(tensor, file, pickle_module=SimpleNamespace(__name__="pickle", Pickler=Pickler))
+    try:
+        torch.save(tensor, file, pickle_module=SimpleNamespace(__name__="pickle", Pickler=Pickler))
+    except RuntimeError:
+        if file.error is not None:
+            raise file.error from None
+        raise
     for kind in made:
         if "persistent_id" in vars(kind):
             del kind.persistent_id

@@ -518,7 +518,7 @@ def _collected(
     }
     if ranks.rank == 0:
         said["id"] = new_id()
-        folders.begin(path, step, said["id"])
+        folders.begin(path, step, said["id"], subject.net if subject.wrapper is None else subject.wrapper)
     job = SaveJob(
         ranks,
         path,

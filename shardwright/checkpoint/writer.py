@@ -39,6 +39,7 @@ from .manifest import (
     MANIFEST,
     CheckpointFile,
     Manifest,
+    Piece,
     TensorEntry,
     model_fingerprint,
     write as write_manifest,
@@ -398,26 +399,34 @@ class SaveJob:
     # -- one file a rank --
 
     def _write_parts(self) -> tuple[dict[str, TensorEntry], dict[str, CheckpointFile]]:
-        def write() -> tuple[str, list[DcpItem], CheckpointFile]:
+        items: list[DcpItem] = []
+        files: dict[str, CheckpointFile] = {}
+
+        def write() -> None:
             self._look()
             part = PartFile(self.part, self.ranks.rank, self.id)
             try:
                 for name, starts, tensor in self.written:
                     part.add(name, starts, tensor.cpu())
-                items = part.close()
+                items.extend(part.close())
             finally:
                 part.abandon()
             with _Synced(self.part, [part.name]):
-                return (
-                    part.name,
-                    items,
-                    CheckpointFile((self.part / part.name).stat().st_size, digest(self.part / part.name)),
-                )
+                path = self.part / part.name
+                files[part.name] = CheckpointFile(path.stat().st_size, digest(path))
 
-        said = self._each(write)
-        items = [item for _, mine, _ in said for item in mine]
+        self._each(write)
+        # In lists: a large model has ten thousand boxes a rank, and rank 0 reads those of all ranks.
+        boxes = [[i.name, *i.piece[:2], list(i.piece.starts), list(i.piece.sizes), i.offset, i.length] for i in items]
+        said = self.ranks.gathered({"files": files, "boxes": boxes})
+        items = [
+            DcpItem(name, Piece(file, first, tuple(starts), tuple(sizes)), *at)
+            for theirs in said
+            for name, file, first, starts, sizes, *at in theirs["boxes"]
+        ]
         self._each(lambda: write_metadata(self.part, self.tensors, items, self.id) if self.ranks.rank == 0 else None)
-        return entries_of(self.tensors, items), {name: file for name, _, file in said}
+        files = {name: CheckpointFile(*file) for theirs in said for name, file in theirs["files"].items()}
+        return entries_of(self.tensors, items), files
 
     def _look(self) -> None:
         if self.failed is not None:

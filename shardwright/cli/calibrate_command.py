@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import PACKAGE_FOLDER, SettingError, ShardwrightError
 
@@ -89,10 +89,7 @@ def _measure(runtime: Runtime, arguments: argparse.Namespace) -> int:
     cluster = measure(runtime, arguments.name, arguments.rounds)
 
     def write() -> None:
-        try:
-            cluster.save(arguments.output)
-        except OSError as error:
-            raise SettingError(f"--output={arguments.output} cannot be written: {error.strerror}") from None
+        cluster.save(arguments.output)
         print(_summary(cluster, arguments.output), flush=True)
 
     _by_rank_0(runtime, write)
@@ -105,17 +102,17 @@ def _by_rank_0(runtime: Runtime, act: Callable[[], None]) -> None:
     Raises:
         SettingError: on every rank, where rank 0 raises it.
     """
-    import torch.distributed as dist  # noqa: PLC0415  torch takes seconds to import
+    from ..runtime.distributed.coordination import error_of, error_words, from_first  # noqa: PLC0415  imports torch
 
-    failed: list[SettingError | None] = [None]
+    failed: dict[str, Any] | None = None
     if runtime.rank == 0:
         try:
             act()
         except SettingError as error:
-            failed = [error]
-    dist.broadcast_object_list(failed)
-    if failed[0] is not None:
-        raise failed[0]
+            failed = error_words(error)
+    failed = from_first(failed)
+    if failed is not None:
+        raise error_of(failed)
 
 
 def _start(arguments: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import ShardwrightError
+from ..errors import SettingError, ShardwrightError
 from .script import Nothing, arguments_of, first_call, import_modules, positive, without_weights
 
 if TYPE_CHECKING:
@@ -391,6 +391,7 @@ def add_simulate_parser(subparsers: argparse._SubParsersAction[argparse.Argument
 def simulate(arguments: argparse.Namespace) -> int:
     """Simulate a step of a plan, and return the exit code."""
     from ..cluster import Cluster  # noqa: PLC0415  needed only by some of the commands
+    from ..json_files.json_values import write_text  # noqa: PLC0415  imports torch
     from ..pipeline.pipeline_plan import moments, timeline_of  # noqa: PLC0415  imports torch
     from ..report.timeline import picture, simulated, trace  # noqa: PLC0415  imports torch
     from ..sharded_plan import Plan  # noqa: PLC0415  imports torch
@@ -413,9 +414,10 @@ def simulate(arguments: argparse.Namespace) -> int:
             if sum(map(len, within.values())) * made.micro_batches > OPERATORS:
                 within = {}
                 print("the trace is without operators, which would be too many")
-            Path(arguments.trace).write_text(json.dumps(trace(simulation, names, operators=within)), encoding="utf-8")
+            text = json.dumps(trace(simulation, names, operators=within))
+            write_text(arguments.trace, text, SettingError, "the trace")
         if arguments.picture is not None:
-            Path(arguments.picture).write_text(picture(simulation, names), encoding="utf-8")
+            write_text(arguments.picture, picture(simulation, names), SettingError, "the picture")
     except Nothing as error:
         arguments.parser.error(str(error))
     except (ShardwrightError, OSError) as error:

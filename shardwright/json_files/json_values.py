@@ -8,25 +8,30 @@ A value that JSON has no word for is an object with one key:
 
 Example: ``(1, float("inf"))`` is ``{"tuple": [1, {"float": "inf"}]}``.
 
-Nothing is unpickled: reading a checkpoint runs no code of its writer.
+Nothing is unpickled: reading a checkpoint, or a message of another rank (`dumps`, `loads`), runs no code of its writer.
 """
 
 from __future__ import annotations
 
 import base64
 import collections
+import contextlib
+import json
 import math
+import os
+import shutil
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 
-from ..errors import shown
+from ..errors import ShardwrightError, shown
 
-__all__ = ["decode", "dtype_name", "dtype_named", "encode", "is_shape"]
+__all__ = ["decode", "dtype_name", "dtype_named", "dumps", "encode", "is_shape", "loads", "write_text"]
 
-_LEAVES = (bool, int, str, type(None))
+_LEAVES = frozenset((bool, int, str, type(None)))
+_PLAIN = _LEAVES | {float}
 
 #: Kinds of numpy's dtypes that arrays may have: truth values, numbers.
 _KINDS = "biufc"
@@ -71,32 +76,48 @@ def encode(value: Any, where: str = "") -> Any:
     Raises:
         TypeError: a part of the value has no form in JSON; the error names the path to it.
     """
+    try:
+        return _encoded(value)
+    except _NoForm as error:
+        path = where + "".join(f"[{key!r}]" for key in reversed(error.keys))
+        raise TypeError(f"{path or 'the value'} is a {error.kind}") from None
+
+
+class _NoForm(Exception):
+    """A value that has no form in JSON: the name of its class, and the keys that lead to it, the last one first."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.keys: list[Any] = []
+
+
+def _encoded(value: Any) -> Any:
     if type(value) in _LEAVES:
         return value
+    if isinstance(value, (tuple, list)):
+        plain = _LEAVES.issuperset(map(type, value))
+        held = list(value) if plain else [v if type(v) in _LEAVES else _inside(v, i) for i, v in enumerate(value)]
+        return held if type(value) is list else {"tuple": held}
     if isinstance(value, (np.integer, np.floating, np.bool_)):
-        return encode(value.item(), where)
+        return _encoded(value.item())
     if type(value) is float:
         return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, collections.Counter):
-        return {"counter": [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]}
+        return {"counter": [[_encoded(k), _inside(v, k)] for k, v in value.items()]}
     if isinstance(value, dict):
         if (
             all(isinstance(k, str) for k in value)
             and not (len(value) == 1 and next(iter(value)) in _READERS)
             and not {"tensor", "array"} & set(value)
         ):
-            return {k: encode(v, f"{where}[{k!r}]") for k, v in value.items()}
-        return {"dict": [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]}
-    if type(value) is list:
-        return [encode(v, f"{where}[{i}]") for i, v in enumerate(value)]
-    if isinstance(value, (tuple, list)):
-        return {"tuple": [encode(v, f"{where}[{i}]") for i, v in enumerate(value)]}
+            return {k: _inside(v, k) for k, v in value.items()}
+        return {"dict": [[_encoded(k), _inside(v, k)] for k, v in value.items()]}
     if isinstance(value, (set, frozenset)):
-        return {"set": [encode(v, where) for v in sorted(value, key=repr)]}
+        return {"set": [_encoded(v) for v in sorted(value, key=repr)]}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": _base64(bytes(value))}
     if isinstance(value, complex):
-        return {"complex": [encode(value.real), encode(value.imag)]}
+        return {"complex": [_encoded(value.real), _encoded(value.imag)]}
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}
     if isinstance(value, torch.device):
@@ -107,7 +128,16 @@ def encode(value: Any, where: str = "") -> Any:
         return {"tensor": _base64(data), "dtype": dtype_name(held.dtype), "shape": list(held.shape)}
     if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS:
         return {"array": _base64(value.tobytes()), "dtype": value.dtype.str, "shape": list(value.shape)}
-    raise TypeError(f"{where or 'the value'} is a {type(value).__name__}")
+    raise _NoForm(type(value).__name__)
+
+
+def _inside(value: Any, key: Any) -> Any:
+    """The form of a value that a container has under `key`."""
+    try:
+        return _encoded(value)
+    except _NoForm as error:
+        error.keys.append(key)
+        raise
 
 
 def decode(words: Any) -> Any:
@@ -127,7 +157,7 @@ def decode(words: Any) -> Any:
 
 def _decoded(words: Any) -> Any:
     if isinstance(words, list):
-        return [_decoded(w) for w in words]
+        return words if _PLAIN.issuperset(map(type, words)) else [_decoded(w) for w in words]
     if not isinstance(words, dict):
         return words
     if "tensor" in words:
@@ -156,6 +186,61 @@ def _sized(words: dict[str, Any], text: Any, size: int) -> bytearray:
     return data
 
 
+def dumps(value: Any) -> bytes:
+    """A value as the text of a message.
+
+    Raises:
+        TypeError: as `encode`.
+    """
+    return json.dumps(encode(value), separators=(",", ":")).encode()
+
+
+def loads(text: bytes) -> Any:
+    """The value of a message that `dumps` wrote.
+
+    Raises:
+        ValueError: `dumps` did not write this.
+    """
+    return decode(json.loads(text))
+
+
+def write_text(path: str | os.PathLike[str], text: str, kind: type[ShardwrightError], what: str) -> None:
+    """Write a file whole or not at all: a file that was there stays as it was where the disk is full.
+
+    Args:
+        path: the file.
+        text: its content.
+        kind: the class of the error.
+        what: the content in words, for the error: "the plan".
+
+    Raises:
+        ShardwrightError: of class `kind`: the file cannot be written, with the reason.
+    """
+    file = os.path.realpath(path)  # the file itself stays, not a link to it
+    part = os.path.join(os.path.dirname(file), f".{os.path.basename(file)}.{os.getpid()}.part")
+    try:
+        if os.path.exists(file) and not os.path.isfile(file):
+            part = file  # a device, such as /dev/stdout
+        with open(part, "w", encoding="utf-8") as written:
+            written.write(text)
+            written.flush()
+            if part != file:
+                os.fsync(written.fileno())
+                if os.path.exists(file):
+                    shutil.copymode(file, part)
+        if part != file:
+            os.replace(part, file)
+    except OSError as error:
+        if part != file:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+        raise kind(
+            f"{what} cannot be written: {error.strerror or error}",
+            source=os.fspath(path),
+            legal="a file in a folder that can be written, and room on its disk",
+        ) from None
+
+
 def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
@@ -180,7 +265,7 @@ def _float(held: str) -> float:
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "tuple": lambda held: tuple(map(_decoded, held)),
+    "tuple": lambda held: tuple(_decoded(held)),
     "dict": _pairs,
     "set": lambda held: set(map(_decoded, held)),
     "counter": _count,

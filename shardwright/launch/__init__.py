@@ -4,7 +4,9 @@
     run_settings         the settings of a run
     agent                torchrun's engine at work on one node
     rendezvous           the meeting of a run's nodes, and of ranks without an agent
+    lifelines            the end of a rank's process, noticed by rank 0
     console              logs, the live line, the worker that ended first
+    guardian             the end of the workers where the launcher is killed
     environment          the place of a process in the run, from the variables of its launcher
     rank_table           the file that assigns ranks to the devices of an Ascend cluster
     device_choice        the device of a process

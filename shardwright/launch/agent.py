@@ -9,7 +9,7 @@ hides it, so the agent is built here, as `elastic_launch` builds it, with five a
    engine gives 30 s however it is set;
 3. nodes tell each other of failures, and the last barrier cannot outlast one;
 4. after a failure the workers of all nodes start again, if restarts are left: with a new agent, watch and logs;
-5. a worker is told to end when the launcher is killed.
+5. workers end where the launcher is killed: a `Guardian` knows those that run.
 
 The overridden methods are those that ``SimpleElasticAgent`` leaves to its subclasses, and its loop and last barrier.
 """
@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -32,6 +31,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 
 from ..torch_private import worker_processes
 from .console import Progress, Watch, WorkerExit, logger, remove_restarts
+from .guardian import Guardian
 from .rendezvous import NodeFailure, Nodes
 from .run_settings import RunSettings
 
@@ -113,6 +113,8 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
+        workers = worker_processes(self)
+        workers.close = partial(self._end_workers, workers.close)  # the engine calls it from several places
         self._progress.started(
             {worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers}, self._nodes.attempt
         )
@@ -121,8 +123,6 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if any(handler.proc.poll() for handler in worker_processes(self).subprocess_handlers.values()):
-            self._shutdown()  # ends the other workers before the engine does, within `_grace` seconds
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.HEALTHY:
             self.elsewhere = self._nodes.heard()
@@ -134,11 +134,17 @@ class Agent(LocalElasticAgent):
                 return RunResult(state=WorkerState.FAILED)
         return result
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _end_workers(
+        self,
+        close: Callable[[signal.Signals, int], None],
+        death_sig: signal.Signals = signal.SIGTERM,
+        timeout: int = 30,
+    ) -> None:
+        """End the workers that still run, within `_grace` seconds. The failure that is the reason for it is recorded
+        first: it would not be the first failure otherwise."""
         try:
-            if worker_processes(self) is not None:
-                worker_processes(self).close(death_sig, self._grace)
-            super()._shutdown(death_sig)  # ends the engine's own helpers; no worker is left to wait for
+            self._watch.settle()
+            close(death_sig, self._grace)
         except SignalException:  # a second Ctrl-C: end without a grace period
             self._watch.kill()
             raise
@@ -147,7 +153,9 @@ class Agent(LocalElasticAgent):
         self.elsewhere = self._nodes.leave(finished=True)
 
 
-def launch(settings: RunSettings, progress: Progress, stop_signals: Sequence[signal.Signals]) -> RunOutcome:
+def launch(
+    settings: RunSettings, progress: Progress, guardian: Guardian, stop_signals: Sequence[signal.Signals]
+) -> RunOutcome:
     """Run the workers of this node until all have finished, or one has failed and no restart is left.
 
     No worker is left when it returns or raises.
@@ -155,6 +163,7 @@ def launch(settings: RunSettings, progress: Progress, stop_signals: Sequence[sig
     Args:
         settings: the run.
         progress: told of every change.
+        guardian: told of the workers that run.
         stop_signals: the signals that end the run and its workers.
 
     Returns:
@@ -177,7 +186,7 @@ def launch(settings: RunSettings, progress: Progress, stop_signals: Sequence[sig
             signal.signal(stop, lambda number, frame: came.append(signal.Signals(number)))
 
     while True:
-        outcome = _attempt(settings, nodes, progress, note)
+        outcome = _attempt(settings, nodes, progress, guardian, note)
         if came and outcome.by_a_worker:
             outcome = RunOutcome(signal=came[0], attempt=nodes.attempt)
         if not outcome.by_a_worker or nodes.attempt == settings.max_restarts:
@@ -199,7 +208,9 @@ def launch(settings: RunSettings, progress: Progress, stop_signals: Sequence[sig
     return outcome
 
 
-def _attempt(settings: RunSettings, nodes: Nodes, progress: Progress, note: Callable[[], None]) -> RunOutcome:
+def _attempt(
+    settings: RunSettings, nodes: Nodes, progress: Progress, guardian: Guardian, note: Callable[[], None]
+) -> RunOutcome:
     """Start the workers of this node once, and wait for their end.
 
     Args:
@@ -210,7 +221,7 @@ def _attempt(settings: RunSettings, nodes: Nodes, progress: Progress, note: Call
         logger.info("worker %d ended: %s", exit.rank, exit.cause)
         progress.exited(exit)
 
-    watch = Watch(exited)
+    watch = Watch(exited, guardian.told)
     # The engine tells the workers `max_restarts` less the restarts left (0): the number of this attempt.
     spec = WorkerSpec(
         role="default_role",
@@ -243,29 +254,6 @@ def _command(settings: RunSettings) -> tuple[str, ...]:
     The shell is there for ``2>&1`` alone: one file, one position in it, lines in the order they were written. It is
     replaced by Python at once, so process ids and signals are the worker's own.
     """
-    command = (
-        "-c",
-        'exec "$@" 2>&1',
-        "sh",
-        *_ends_with_its_parent(),
-        sys.executable,
-        "-u",
-        settings.script,
-        *settings.script_args,
-    )
+    command = ("-c", 'exec "$@" 2>&1', "sh", sys.executable, "-u", settings.script, *settings.script_args)
     # The engine replaces ${local_rank} and the like in arguments; a script's arguments are its own.
     return tuple(part.replace("$", "$$") for part in command)
-
-
-def _ends_with_its_parent() -> tuple[str, ...]:
-    """The command prefix with which a worker gets SIGTERM when the launcher is killed without notice.
-
-    The tool is util-linux's ``setpriv``. Empty where it is missing: the workers then continue until they fail
-    themselves.
-    """
-    tool = shutil.which("setpriv")
-    if tool is None:
-        return ()
-    prefix = (tool, "--pdeathsig", "TERM")
-    tried = subprocess.run([*prefix, "true"], stdin=subprocess.DEVNULL, capture_output=True)
-    return prefix if tried.returncode == 0 else ()

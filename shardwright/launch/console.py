@@ -1,11 +1,13 @@
 """The console of a run on one node: its logs, the order in which workers end, and the lines on the terminal.
 
 1. Logs: `coordinator_log` sends the launcher's own output to a file, `last_lines` reads the end of a worker's log.
+   Its control characters are spelt (`spelt`): a terminal that shows the lines obeys none of them.
 
 2. `Watch`: the time and the cause of each worker's end. Torchrun's engine checks its workers ten times a second. When
    one worker dies, its peers often die of it within milliseconds, so one check finds several dead and cannot tell the
    first. Here one sleeping thread a worker is woken by the kernel the moment the worker ends; the order of these
-   moments tells the cause from its consequences.
+   moments tells the cause from its consequences. No worker is sent a signal before the exits so far are recorded
+   (`Watch.settle`): a thread that is woken late would otherwise record the cause after the consequence.
 
 3. `Progress`: the lines on the terminal while workers run. On a terminal one live line stays below the rest;
    elsewhere each change of state is one plain line. The workers' own output goes to their logs and never to the
@@ -21,6 +23,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,12 +33,25 @@ from typing import Any, TextIO
 
 from .run_settings import RunSettings
 
-__all__ = ["Progress", "Watch", "WorkerExit", "coordinator_log", "last_lines", "logger", "remove_restarts"]
+__all__ = [
+    "Progress",
+    "Watch",
+    "WorkerExit",
+    "coordinator_log",
+    "last_lines",
+    "logger",
+    "refusal",
+    "remove_restarts",
+    "spelt",
+]
 
 logger = logging.getLogger("shardwright.launch")
 
 # Bytes read from the end of a log: enough for twenty long lines.
 TAIL_BYTES = 64 * 1024
+
+# Bytes that are written to a folder to see that it takes them: more than is left in the last block of any file.
+_PROBE = 64 * 1024
 
 
 @contextlib.contextmanager
@@ -68,10 +84,33 @@ def coordinator_log(path: str) -> Iterator[None]:
         os.close(descriptor)
 
 
+#: Characters that move the cursor, colour or clear a terminal, or reverse the order of what follows: C0 and C1 but the
+#: tab, and Unicode's line separators and marks of direction.
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def spelt(text: str) -> str:
+    """The text with each control character written out: ``\\x1b[31m`` for an escape sequence that turns it red."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def refusal(folder: str) -> str | None:
+    """The reason why a folder takes no more bytes, such as "No space left on device"; None where it does."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(_PROBE))
+            probe.flush()
+            os.fsync(probe.fileno())  # where blocks are allocated late, and a server has the quota
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
 def last_lines(path: str, count: int = 20) -> list[str]:
     """The last lines of a text file; empty where the file is empty or missing.
 
-    A line that was overwritten by carriage returns, as progress bars are, is returned in its last state.
+    A line that was overwritten by carriage returns, as progress bars are, is returned in its last state. Control
+    characters are `spelt`.
     """
     try:
         with open(path, "rb") as file:
@@ -81,7 +120,7 @@ def last_lines(path: str, count: int = 20) -> list[str]:
     except OSError:
         return []
     lines = text.rstrip().split("\n") if text.strip() else []
-    return [line.rstrip("\r").rpartition("\r")[2] for line in lines[-count:]]
+    return [spelt(line.rstrip("\r").rpartition("\r")[2]) for line in lines[-count:]]
 
 
 def remove_restarts(settings: RunSettings) -> None:
@@ -129,11 +168,14 @@ class Watch:
 
     Args:
         on_exit: called at each exit, from a thread of the watch, one call at a time.
+        on_change: called with the process ids of the workers that run, at each start and exit, one call at a time.
     """
 
-    def __init__(self, on_exit: Callable[[WorkerExit], None]) -> None:
-        self._on_exit = on_exit
-        self._lock = threading.Lock()
+    def __init__(
+        self, on_exit: Callable[[WorkerExit], None], on_change: Callable[[list[int]], None] = lambda pids: None
+    ) -> None:
+        self._on_exit, self._on_change = on_exit, on_change
+        self._lock = threading.Condition()
         self._exits: list[WorkerExit] = []
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._threads: list[threading.Thread] = []
@@ -147,7 +189,9 @@ class Watch:
 
     def follow(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """Follow one worker. The engine, not the watch, reaps it."""
-        self._workers[rank] = process
+        with self._lock:
+            self._workers[rank] = process
+            self._changed()
         thread = threading.Thread(target=self._follow, args=(rank, process), daemon=True, name=f"watch worker {rank}")
         self._threads.append(thread)
         thread.start()
@@ -156,7 +200,26 @@ class Watch:
         exit = WorkerExit.of(rank, _wait(process))
         with self._lock:
             self._exits.append(exit)
+            self._changed()
             self._on_exit(exit)
+            self._lock.notify_all()
+
+    def _changed(self) -> None:
+        ended = {exit.rank for exit in self._exits}
+        self._on_change([process.pid for rank, process in self._workers.items() if rank not in ended])
+
+    def settle(self, patience: float = 5.0) -> None:
+        """Wait until the exit of every worker that has ended by now is recorded.
+
+        To be called before a worker is sent a signal. Otherwise the exit that the signal causes may be recorded before
+        the exit that is the reason for the signal: two threads are woken, in no certain order.
+
+        Args:
+            patience: seconds to wait.
+        """
+        ended = {rank for rank, process in self._workers.items() if process.poll() is not None}
+        with self._lock:
+            self._lock.wait_for(lambda: ended <= {exit.rank for exit in self._exits}, patience)
 
     def kill(self) -> None:
         """Kill all workers that still run, with their children."""
@@ -274,6 +337,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Write one line. A terminal that has gone away does not end a training run."""
+        line = spelt(line)
         with self._lock:
             try:
                 if self._console is not None:

@@ -4,9 +4,13 @@ The launcher that started the process last has precedence. The order:
 
 1. torchrun and ``shardwright run`` (``TORCHELASTIC_RUN_ID`` is set). An outer launcher of these, such as ``srun`` or
    mpirun with one process a host, has other ranks, which are ignored.
-2. ``RANK`` and ``WORLD_SIZE`` set by hand, a `rank_table` (``RANK_TABLE_FILE``, ``RANK_ID``, ``DEVICE_ID``), Open MPI,
-   another MPI over PMI, Slurm. Where several are set they have to agree: a leftover cannot be told from a valid one.
-3. None: all devices are in this process.
+2. ``RANK`` and ``WORLD_SIZE`` set by hand, a rank table (``RANK_TABLE_FILE``, ``RANK_ID``, ``DEVICE_ID``), Open MPI,
+   another MPI over PMI, Slurm, msrun. Where several are set they have to agree: a leftover cannot be told from a valid
+   one.
+3. None: all devices are in this process. Variables of a launcher that is not read here are an error where they make
+   this process one of several (`unread`), and a warning where they may do so (`remark`): eight processes that each play
+   all devices would train eight times, into one folder. ``SHARDWRIGHT_DEVICES`` (``shardwright run --devices=8``) says
+   that this process is alone, whatever else is set.
 
 Rank 0 listens at ``MASTER_ADDR:MASTER_PORT``. Where they are not set, the address is that of the rank table's first
 server or of Slurm's first host, and 127.0.0.1 where the run has one host only. The port is 29500; under Open MPI and
@@ -22,6 +26,9 @@ Claims (`Claim`): the variables of each launcher.
     Slurm         SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID,
                   SLURM_STEP_TASKS_PER_NODE or SLURM_TASKS_PER_NODE, SLURM_STEP_NODELIST or SLURM_NODELIST or
                   SLURM_JOB_NODELIST
+    msrun         MS_ROLE, MS_WORKER_NUM, MS_NODE_ID, MS_SCHED_HOST, MS_SCHED_PORT; also set by hand, as for MindSpore's
+                  dynamic cluster. MS_ROLE is MS_WORKER, or MS_SCHED for one more process, which has no rank
+                  (`is_msrun_scheduler`)
     ============  ====================================================================================================
 
 One process is no claim: under ``srun -n 1`` or ``mpirun -n 1`` a program is on its own.
@@ -35,8 +42,12 @@ Slurm's host lists (`expand`): ``node[01-03,07],gpu[1-2]-[0-1],login`` is writte
 Example: ``n[01-02]-[0-1]`` is n01-0, n01-1, n02-0, n02-1.
 
 Network interface (`leading_to`): Gloo listens at the address of the host's own name, which on many machines is a
-loopback address that ranks of other hosts cannot reach. The interface that leads to rank 0's host also leads to the
-other hosts of the run.
+loopback address that ranks of other hosts cannot reach, and on others an address that other hosts reach though the
+run is on one host. The interface that leads to rank 0's host also leads to the other hosts of the run.
+
+Token (`token_of`): a secret of the run. Nodes and ranks that do not know it are not taken (`rendezvous.admitted`).
+
+Rank tables are read by `rank_table.RankTable`.
 """
 
 from __future__ import annotations
@@ -54,7 +65,45 @@ from dataclasses import dataclass
 from ..errors import SettingError
 from .rank_table import MOST, RankTable, cut, whole_number
 
-__all__ = ["LOOPBACK", "Claim", "RankInRun", "expand", "find", "leading_to", "number", "scheduled", "torchrun"]
+__all__ = [
+    "LOOPBACK",
+    "TOKEN",
+    "Claim",
+    "RankInRun",
+    "expand",
+    "find",
+    "is_loopback",
+    "is_msrun_scheduler",
+    "leading_to",
+    "number",
+    "remark",
+    "scheduled",
+    "token_of",
+    "torchrun",
+    "unread",
+]
+
+
+# -- the run's token ---------------------------------------------------------------------------------------------------
+
+TOKEN = "SHARDWRIGHT_RUN_TOKEN"
+
+_SHORTEST = 16  # characters of a token: 64 bits where they are hexadecimal digits
+
+
+def token_of(environ: Mapping[str, str]) -> str:
+    """The run's token; "" where there is none.
+
+    Raises:
+        SettingError: a token that could be guessed.
+    """
+    token = environ.get(TOKEN, "")
+    if token and len(token) < _SHORTEST:
+        raise SettingError(
+            f"{TOKEN} has {len(token)} characters",
+            legal=f"{_SHORTEST} random ones or more, the same for all processes: {TOKEN}=$(openssl rand -hex 16)",
+        )
+    return token
 
 
 # -- Slurm's host lists ------------------------------------------------------------------------------------------------
@@ -143,6 +192,7 @@ class Claim:
         local_size: the number of processes on this host.
         master: an address of rank 0's host.
         job: a text that the processes of one run share, and that no other run on these hosts has.
+        port: the port at which rank 0 listens, where the launcher has one.
     """
 
     launcher: str
@@ -153,6 +203,7 @@ class Claim:
     local_size: int | None = None
     master: str | None = None
     job: str | None = None
+    port: int | None = None
 
     def __post_init__(self) -> None:
         for rank, size, (rank_name, size_name) in (
@@ -308,6 +359,136 @@ def _tasks_here(environ: Environment, hosts: int, size: int) -> int | None:
     return size // hosts if hosts and size % hosts == 0 else None
 
 
+_SCHEDULER, _WORKER = "MS_SCHED", "MS_WORKER"
+
+
+def _msrun(environ: Environment) -> Claim | None:
+    """The claim of msrun, or of the same variables set by hand; None where this process is none of its workers.
+
+    Without ``--node_rank`` msrun leaves the ranks of several nodes to MindSpore's own scheduler, which does not run.
+    """
+    role, names = environ.get("MS_ROLE", ""), ("MS_NODE_ID", "MS_WORKER_NUM")
+    if not role or role == _SCHEDULER:
+        return None
+    if role != _WORKER:
+        raise SettingError(f"MS_ROLE={role}", legal=f"{_WORKER} or {_SCHEDULER}, as msrun sets it, or no MS_ROLE")
+    rank, size = (number(environ, name) for name in names)
+    if size == 1:
+        return None
+    if size is None or rank is None:
+        raise SettingError(
+            f"msrun: MS_ROLE={role} is set, {names[1] if size is None else names[0]} is not",
+            legal="MS_WORKER_NUM, and MS_NODE_ID from 0: both are set by msrun, on several nodes with --node_rank; or "
+            "no MS_ROLE",
+        )
+    host = environ.get("MS_SCHED_HOST") or LOOPBACK
+    alone = is_loopback(host)
+    local = rank if alone else number(environ, "DEVICE_ID")
+    return Claim(
+        "msrun", rank, size, names, local, size if alone else None, host, port=number(environ, "MS_SCHED_PORT")
+    )
+
+
+def is_msrun_scheduler(environ: Environment) -> bool:
+    """True for the process that msrun starts beside the workers, as the meeting point of MindSpore's own processes.
+
+    It runs the script like the workers, and has no rank. msrun waits for its end.
+    """
+    return (
+        environ.get("MS_ROLE") == _SCHEDULER
+        and bool(environ.get("MS_WORKER_NUM"))
+        and "TORCHELASTIC_RUN_ID" not in environ
+        and "SHARDWRIGHT_DEVICES" not in environ
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """True for a loopback address, and for the name localhost. Other names are not looked up."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+# -- launchers that are not read ---------------------------------------------------------------------------------------
+
+#: Launcher, its variable of the rank, its variable of the number of processes ("": none). Slurm and msrun are read
+#: above; these rows are for workers that have lost the variable of the number.
+_UNREAD = (
+    ("PMIx", "PMIX_RANK", ""),
+    ("HPE PALS", "PALS_RANKID", ""),
+    ("Cray ALPS", "ALPS_APP_PE", ""),
+    ("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    ("IBM jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("Horovod", "HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("PaddlePaddle", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"),
+    ("DMLC", "DMLC_WORKER_ID", "DMLC_NUM_WORKER"),
+    ("JAX", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
+    ("Slurm", "SLURM_PROCID", ""),
+    ("a launcher", "LOCAL_RANK", ""),
+)
+
+#: The number of processes, by launchers that are read.
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "MS_WORKER_NUM")
+
+_HOW_TO_BE_ALONE = "`shardwright run --devices=8 train.py`, or SHARDWRIGHT_DEVICES=8, where it is to play all devices"
+
+
+def _seen(environ: Environment) -> list[tuple[str, str, int, str, int | None]]:
+    """Variables that give this process a rank: launcher, name and value of the rank, name and value of the number of
+    processes. Pairs ``X_RANK`` and ``X_SIZE`` of unknown launchers come last, without a launcher's name."""
+    known = [row for row in _UNREAD if environ.get(row[1], "").isdecimal()]
+    names = {rank for _, rank, _ in known} | {"RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK"}
+    rows = [
+        *known,
+        *(("", name, f"{name[:-4]}SIZE") for name in sorted(environ) if name.endswith("_RANK") and name not in names),
+    ]
+    found = []
+    for launcher, rank_name, size_name in rows:
+        rank, size = environ.get(rank_name, ""), environ.get(size_name, "") if size_name else ""
+        if rank.isdecimal() and (launcher or size.isdecimal()):
+            found.append((launcher, rank_name, int(rank), size_name, int(size) if size.isdecimal() else None))
+    return found
+
+
+def unread(environ: Environment) -> SettingError | None:
+    """The error where a launcher that is not read here has made this process one of several; None where none has."""
+    for launcher, rank_name, rank, size_name, size in _seen(environ):
+        if launcher and (size > 1 if size is not None else rank > 0):
+            told = f"{rank_name}={rank}" + (f" of {size_name}={size}" if size is not None else "")
+            return SettingError(
+                f"{told} is set, as {launcher} sets it for one of several processes, and nothing that is read here "
+                "says how many there are and where rank 0 is",
+                legal="RANK, WORLD_SIZE and MASTER_ADDR set from the launcher's variables before sw.init(); no "
+                f"{rank_name} where it is left over; {_HOW_TO_BE_ALONE}",
+            )
+    return None
+
+
+def remark(environ: Environment) -> str | None:
+    """A warning for a process that plays all devices, where variables may mean that it is one of several; None where
+    there are none."""
+    if "SHARDWRIGHT_DEVICES" in environ or any(environ.get(name) == "1" for name in _SIZES):
+        return None
+    told = [
+        f"{rank_name}={rank}" + (f" and {size_name}={size}" if size is not None else "")
+        for launcher, rank_name, rank, size_name, size in _seen(environ)
+        if rank_name not in ("LOCAL_RANK", "SLURM_PROCID")  # 0 in notebooks, and in Slurm's batch scripts
+        and (size is None or rank < size > 1)
+    ]
+    workers = environ.get("MS_WORKER_NUM", "")
+    if workers.isdecimal() and int(workers) > 1 and not environ.get("MS_ROLE"):
+        told.append(f"MS_WORKER_NUM={workers} without MS_ROLE")
+    if not told:
+        return None
+    return (
+        f"{', '.join(told)}: the environment may mean that this process is one of several, but no launcher that "
+        "Shardwright reads has set it, and this process plays all devices alone. If it is one of several, set RANK, "
+        f"WORLD_SIZE and MASTER_ADDR; if not, unset the variable, or use {_HOW_TO_BE_ALONE}"
+    )
+
+
 def _first_set(environ: Environment, *names: str) -> str | None:
     return next((name for name in names if environ.get(name)), None)
 
@@ -318,7 +499,11 @@ SIOCGIFADDR = 0x8915  # Linux, netdevice(7): the IPv4 address of an interface
 
 
 def leading_to(address: str, port: int) -> str | None:
-    """The name of the interface through which this host reaches an address; None for the loopback, or if unknown."""
+    """The name of the interface through which this host reaches an address; None if it is unknown.
+
+    The loopback interface is named for a loopback address, and for "localhost". Another name that stands for a
+    loopback address here may stand for another address on other hosts: None.
+    """
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -326,7 +511,7 @@ def leading_to(address: str, port: int) -> str | None:
             own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
     except (OSError, ValueError):
         return None
-    if own.is_loopback:
+    if own.is_loopback and not is_loopback(address):
         return None
     return next((name for _, name in socket.if_nameindex() if own in _addresses(name)), None)
 
@@ -349,6 +534,8 @@ def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
         pass
     return found
 
+
+# -- the place in the run ----------------------------------------------------------------------------------------------
 
 PORT = 29500  # torch's own default
 JOB_PORTS = range(20000, 32768)  # below those that Linux hands out to connections
@@ -402,13 +589,14 @@ def find(environ: Mapping[str, str]) -> RankInRun | None:
     scheduler = None if agent else scheduled(environ)
     path = environ.get("RANK_TABLE_FILE")
     table = RankTable.read(path) if path else None
-    claims = [claim for claim in (torch, _ascend(environ, table), scheduler) if claim is not None]
+    msrun = None if agent or "SHARDWRIGHT_DEVICES" in environ else _msrun(environ)
+    claims = [claim for claim in (torch, _ascend(environ, table), scheduler, msrun) if claim is not None]
     whole = next((claim for claim in claims if claim.whole), None)
     if whole is None:
-        if (
-            claims and "SHARDWRIGHT_DEVICES" not in environ
-        ):  # --devices: all in this process, other variables are ignored
-            raise _incomplete(claims[0], environ)
+        if "SHARDWRIGHT_DEVICES" not in environ:  # --devices: all in this process, other variables are ignored
+            error = _incomplete(claims[0], environ) if claims else unread(environ)
+            if error is not None:
+                raise error
         return None
     for claim in claims:
         _agree(whole, claim)
@@ -495,10 +683,12 @@ def _place(
             "is not, and nothing else says where rank 0 is",
             legal="MASTER_ADDR, the address of rank 0's host (mpirun -x MASTER_ADDR=10.0.0.1)",
         )
-    port = number(environ, "MASTER_PORT")
-    if port is not None and not 0 < port < 65536:
-        raise SettingError(f"MASTER_PORT={port}", legal="a port from 1 to 65535")
+    port, port_name = number(environ, "MASTER_PORT"), "MASTER_PORT"
     job = next((claim.job for claim in claims if claim.job), None) if table is None else None
+    if port is None:
+        port, port_name = next((claim.port for claim in claims if claim.port is not None), None), "MS_SCHED_PORT"
+    if port is not None and not 0 < port < 65536:
+        raise SettingError(f"{port_name}={port}", legal="a port from 1 to 65535")
     if port is None:
         port = PORT if job is None else JOB_PORTS[zlib.crc32(job.encode()) % len(JOB_PORTS)]
     return RankInRun(whole.launcher, rank, size, device, devices, address, port, agent, table)

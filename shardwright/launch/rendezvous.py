@@ -1,8 +1,8 @@
 """Rendezvous: the meeting of a run's nodes, their news of failures, and the meeting of ranks without an agent.
 
 1. Nodes (`Nodes`). Node 0 listens on ``master_addr:master_port`` and holds a key-value store; the others connect to
-   it; the node ranks are given, not discovered. The protocol is torchrun's static rendezvous, with five differences
-   that keep it from hanging:
+   it; the node ranks are given, not discovered. The protocol is torchrun's static rendezvous, with seven differences
+   that keep it from hanging, and strangers out:
 
    a. Waiting is done here, by a look at the store every fifth of a second, and not inside the store: Ctrl-C works,
       and a timeout names the missing nodes. The first node to give up tells the others.
@@ -13,18 +13,23 @@
    e. Each node increments a counter in the store while its workers run. Node 0 checks that the counters still grow: a
       host that lost its power or its network sends no news.
 
+   f. Node 0 listens at ``master_addr`` alone (`listening`), which is 127.0.0.1 for one node.
+   g. Nodes that do not know the run's token are not taken (`admitted`). A launcher of one node makes the token; on
+      several nodes the user sets it.
+
    The store stays for the workers: their ``MASTER_ADDR`` and ``MASTER_PORT`` lead to it, as under torchrun. Restarted
    workers get a new store, on any free port of node 0: the old one holds keys of the dead workers.
 
 2. Ranks that no agent brings together (`meet`): under a rank table, MPI, Slurm, or started by hand. Rank 0 listens
    and holds torch's key-value store. Each rank registers there, and the last one writes that all have come. A rank
-   that waits in vain can therefore name the missing ranks, and ranks of two runs, or with two rank tables, are told
-   apart before anything is sent between them.
+   that waits in vain can therefore name the missing ranks, and ranks of two runs, with two rank tables or two tokens,
+   are told apart before anything is sent between them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import queue
 import socket
@@ -39,10 +44,11 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from ..errors import SettingError, ShardwrightError
-from .environment import RankInRun
-from .run_settings import RunSettings, check_port
+from .console import logger
+from .environment import TOKEN, RankInRun, is_loopback
+from .run_settings import RunSettings, bound, check_port
 
-__all__ = ["LaunchError", "NodeFailure", "Nodes", "meet"]
+__all__ = ["LaunchError", "NodeFailure", "Nodes", "admitted", "meet"]
 
 LOOK = 0.2  # seconds between two looks at the store, while there is nothing else to do
 LISTEN = 1.0  # seconds between two looks while workers run
@@ -79,6 +85,81 @@ class NodeFailure:
     kind: str = "lost"
 
 
+# -- who may come ------------------------------------------------------------------------------------------------------
+
+
+def listening(address: str, port: int, several: bool, seconds: float) -> TCPStore:
+    """A store that listens at one address of this host.
+
+    Args:
+        address, port, several: as in `run_settings.bound`.
+        seconds: the longest wait of a request.
+
+    Raises:
+        RuntimeError: it cannot be opened.
+    """
+    try:
+        held = bound(address, port, several)
+    except OSError as error:
+        raise RuntimeError(error.strerror) from error
+    listens, port = held.getsockname()[:2]
+    if listens in ("::", "0.0.0.0") and address not in ("::", "0.0.0.0"):
+        logger.warning(
+            "%s is no address of this host that others reach: the rendezvous listens on all addresses, port %d",
+            address,
+            port,
+        )
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=seconds),
+        master_listen_fd=held.detach(),
+    )
+
+
+_PROOF = "shardwright/proof"
+
+
+def admitted(store: Store, token: str, first: bool, where: str) -> Store:
+    """The part of a store that those find who know the run's token.
+
+    All keys have a prefix made of the token. A process that knows another token, or none, is told so here: it would
+    otherwise meet nobody, and wait.
+
+    Args:
+        store: that of the run. torch's server itself asks nobody for a password.
+        token: that of this process; "": none.
+        first: True for the process that opens the store to others.
+        where: the run and the address, for errors.
+
+    Raises:
+        SettingError: the token of the run is another one.
+    """
+    proof = _made_of(token, "proof")
+    if first:
+        store.set(_PROOF, proof)
+    try:
+        theirs = store.get(_PROOF).decode(errors="replace")
+    except RuntimeError as error:
+        raise SettingError(f"the first process of {where} did not come: {str(error).splitlines()[0]}") from None
+    if not hmac.compare_digest(theirs.encode(), proof.encode()):
+        has = "this process has no token" if not token else "this process has another token"
+        raise SettingError(
+            "this process has a token, and the run has none"
+            if theirs == _made_of("", "proof")
+            else f"{where} takes those alone who know its token, and {has}",
+            legal=f"another address and port for each run; {TOKEN} the same in the environment of all its processes",
+        )
+    return PrefixStore(_made_of(token, "keys"), store)
+
+
+def _made_of(token: str, purpose: str) -> str:
+    """A text that only those can make who know the token."""
+    return hmac.new(token.encode(), f"shardwright {purpose}".encode(), "sha256").hexdigest()[:32] if token else "open"
+
+
 class Nodes(RendezvousHandler):
     """The rendezvous of one run, seen from one node, in the form that torchrun's engine takes.
 
@@ -98,6 +179,7 @@ class Nodes(RendezvousHandler):
         self._deadline = time.monotonic() + settings.cluster_time_out
         self.attempt = 0
         self._server: TCPStore | None = None
+        self._open: Store | None = None  # the part of the server for those who know the run's token
         self._workers: TCPStore | None = None
         self._news: Store | None = None
 
@@ -111,16 +193,18 @@ class Nodes(RendezvousHandler):
         settings, attempt = self._settings, self.attempt
         if self._server is None:
             self._server = self._connect()
-        self._news = PrefixStore(f"shardwright/{attempt}", self._server)
+            self._open = self._admitted(self._server)
+        assert self._open is not None
+        self._news = PrefixStore(f"shardwright/{attempt}", self._open)
         self._counts, self._deadline = {}, time.monotonic() + settings.cluster_time_out
         if attempt and settings.node_rank == 0:
-            self._workers = TCPStore(settings.master_addr, 0, is_master=True, wait_for_workers=False)
+            self._workers = self._listening(0)
             self._news.set("port", str(self._workers.port))
         if settings.nodes > 1:
             self._meet(self._news)
         port = int(self._news.get("port")) if attempt else self._server.port
         return RendezvousInfo(
-            PrefixStore(f"torchelastic/{attempt}", self._server),
+            PrefixStore(f"torchelastic/{attempt}", self._open),
             settings.node_rank,
             settings.nodes,
             RendezvousStoreInfo(settings.master_addr, port),
@@ -130,16 +214,19 @@ class Nodes(RendezvousHandler):
         settings, where = self._settings, f"{self._settings.master_addr}:{self._settings.master_port}"
         host = settings.node_rank == 0
         if host:
-            check_port(settings.master_port)
+            check_port(settings.master_addr, settings.master_port, settings.nodes > 1)
         else:
             self._await_port()
         try:
-            store = TCPStore(
-                settings.master_addr,
-                settings.master_port,
-                is_master=host,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=min(30, settings.cluster_time_out)),
+            store = (
+                self._listening(settings.master_port)
+                if host
+                else TCPStore(
+                    settings.master_addr,
+                    settings.master_port,
+                    is_master=False,
+                    timeout=timedelta(seconds=min(30, settings.cluster_time_out)),
+                )
             )
         except RuntimeError as error:
             raise LaunchError(
@@ -147,6 +234,20 @@ class Nodes(RendezvousHandler):
             ) from error
         store.set_timeout(timedelta(seconds=settings.cluster_time_out))
         return store
+
+    def _admitted(self, server: TCPStore) -> Store:
+        settings = self._settings
+        where = f"{settings.master_addr}:{server.port}"
+        if settings.node_rank == 0 and not settings.token:
+            self._say(f"no {TOKEN} is set: whoever reaches {where} can join this run")
+        try:
+            return admitted(server, settings.token, settings.node_rank == 0, f"the run at {where}")
+        except SettingError as error:
+            raise LaunchError(f"node {settings.node_rank}: {error.message}") from None
+
+    def _listening(self, port: int) -> TCPStore:
+        settings = self._settings
+        return listening(settings.master_addr, port, settings.nodes > 1, min(30, settings.cluster_time_out))
 
     def _await_port(self) -> None:
         """Wait until node 0 listens: the nodes are started by hand or by a scheduler, in any order."""
@@ -358,12 +459,13 @@ LEAVE_RANKS = 2.0  # seconds that rank 0 keeps the store after an error, so that
 NAMED_RANKS = 8  # missing ranks that an error names at most
 
 
-def meet(place: RankInRun, seconds: float) -> Store:
+def meet(place: RankInRun, seconds: float, token: str) -> Store:
     """Wait for all ranks.
 
     Args:
         place: the place of this process in the run.
         seconds: the longest wait.
+        token: the run's; "": none.
 
     Returns:
         The store that the ranks share, for a process group.
@@ -371,41 +473,39 @@ def meet(place: RankInRun, seconds: float) -> Store:
     Raises:
         SettingError: ranks do not come, come twice, or have other settings; an address that cannot be used.
     """
-    return _Meeting(place, seconds).store()
+    return _Meeting(place, seconds, token).store()
 
 
 class _Meeting:
-    def __init__(self, place: RankInRun, seconds: float) -> None:
-        self._place = place
+    def __init__(self, place: RankInRun, seconds: float, token: str) -> None:
+        self._place, self._token = place, token
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
         self._where = f"{place.master_addr}:{place.master_port}"
 
     def store(self) -> Store:
         server = self._connect()
-        news = PrefixStore("shardwright", server)
+        store = admitted(server, self._token, self._place.rank == 0, f"the ranks at {self._where}")
+        news = PrefixStore("shardwright", store)
         try:
             self._meet(news)
         except SettingError as error:
             self._part(news, error)
             raise
         server.set_timeout(timedelta(seconds=self._seconds))
-        return PrefixStore("group", server)
+        return PrefixStore("group", store)
 
     def _connect(self) -> TCPStore:
         place = self._place
+        several, wait = not is_loopback(place.master_addr), max(1.0, min(30.0, self._seconds))
         if place.rank == 0:
-            check_port(place.master_port, "MASTER_PORT", "set another")  # torch's own message has ten lines
+            check_port(place.master_addr, place.master_port, several, "MASTER_PORT", "set another")
         else:
             self._await_rank_0()
         try:
-            return TCPStore(
-                place.master_addr,
-                place.master_port,
-                is_master=place.rank == 0,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=max(1.0, min(30.0, self._seconds))),
-            )
+            if place.rank == 0:
+                return listening(place.master_addr, place.master_port, several, wait)
+            return TCPStore(place.master_addr, place.master_port, is_master=False, timeout=timedelta(seconds=wait))
         except RuntimeError as error:
             raise self._fault(
                 f"rank {place.rank} cannot {'open' if place.rank == 0 else 'reach'} the store at "
@@ -446,7 +546,10 @@ class _Meeting:
                 missing = self._ask(lambda: [rank for rank in range(place.size) if not news.check([f"rank/{rank}"])])
                 names = ", ".join(place.whereabouts(rank) for rank in missing[:NAMED_RANKS])
                 more = f" and {len(missing) - NAMED_RANKS} more" if len(missing) > NAMED_RANKS else ""
-                raise self._fault(f"{names}{more} did not come to {self._where} within {self._seconds:g} s")
+                raise self._fault(
+                    f"{names}{more} of the {place.size} ranks that {place.launcher} counts did not come to "
+                    f"{self._where} within {self._seconds:g} s"
+                )
 
     def _told(self, news: Store) -> bool:
         """True where all ranks have come; waits for a moment. Another rank's error is raised here too."""
@@ -479,5 +582,6 @@ class _Meeting:
         return SettingError(
             message,
             legal=legal
-            or "all ranks started, and MASTER_ADDR and MASTER_PORT an address of rank 0's host that the others reach",
+            or "all ranks started, and MASTER_ADDR and MASTER_PORT an address of rank 0's host that the others reach; "
+            f"no variables of {self._place.launcher} where this process is to be alone",
         )

@@ -19,7 +19,9 @@ from types import FrameType
 from typing import Any
 
 from ..errors import SettingError, ShardwrightError
-from .console import Progress, coordinator_log, last_lines
+from .console import Progress, coordinator_log, last_lines, refusal, spelt
+from .environment import TOKEN, token_of
+from .guardian import Guardian
 from .run_settings import RunSettings, check_port, check_script
 
 __all__ = ["add_run_parser", "run"]
@@ -95,12 +97,12 @@ def run(arguments: argparse.Namespace) -> int:
                 raise SettingError(f"--devices runs the script in this one process; --{given[0]} is for workers")
             check_script(arguments.script)
         else:
-            settings = RunSettings.of(arguments)
+            settings = RunSettings.of(arguments, token_of(os.environ))
             if settings.node_rank == 0:
-                check_port(settings.master_port)
+                check_port(settings.master_addr, settings.master_port, settings.nodes > 1)
             _make_directory(settings.log_dir)
     except SettingError as error:
-        arguments.parser.error(error.message)
+        arguments.parser.error(error.message if error.legal is None else f"{error.message}; legal: {error.legal}")
     if arguments.devices is not None:
         return run_here(arguments.devices, arguments.script, arguments.script_args)
     assert settings is not None
@@ -139,41 +141,54 @@ def run_workers(settings: RunSettings) -> int:
     """Run the workers of this node to their end and return the run's exit code."""
     stop_signals = [stop for stop in STOP_SIGNALS if signal.getsignal(stop) is not signal.SIG_IGN]  # nohup ignores some
     before = {stop: signal.signal(stop, _stop) for stop in stop_signals}
+    token = os.environ.get(TOKEN)
+    os.environ[TOKEN] = settings.token  # workers inherit it
     if settings.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     else:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     progress = Progress(settings, sys.stdout)
     try:
-        with coordinator_log(settings.scheduler_log), progress:
+        with Guardian(settings.grace_period) as guardian, coordinator_log(settings.scheduler_log), progress:
             from .agent import launch  # noqa: PLC0415  torch takes seconds to import
 
-            outcome = launch(settings, progress, stop_signals)
+            outcome = launch(settings, progress, guardian, stop_signals)
     except _Stopped as stop:
         print(f"ended by {stop.signal.name} before any worker was started", file=sys.stderr)
         return 128 + stop.signal
     except ShardwrightError as error:
         print(f"shardwright run: error: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, SettingError) else 1
+    except OSError as error:  # a log that cannot be opened; anything else is a fault of the launcher, with a traceback
+        if os.path.dirname(str(error.filename)) != settings.log_dir:
+            raise
+        print(f"shardwright run: error: {error.filename} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        del os.environ[TOKEN]
+        if token is not None:
+            os.environ[TOKEN] = token
 
     if outcome.failure is not None:
         log = settings.worker_log(outcome.failure.rank, outcome.attempt)
         lines = last_lines(log) or ["(nothing was written)"]
+        folder = settings.attempt_dir(outcome.attempt)
+        full = refusal(folder)
         print(
             f"worker {outcome.failure.rank} failed ({outcome.failure.cause}), last lines of {log}:",
             *lines,
-            f"all logs are in {settings.attempt_dir(outcome.attempt)}",
+            *([f"{folder} takes no more bytes ({full}): lines may be missing from the logs"] if full else []),
+            f"all logs are in {folder}",
             sep="\n",
             file=sys.stderr,
         )
         return outcome.failure.code
     if outcome.elsewhere is not None:
         print(
-            f"the run failed on node {outcome.elsewhere.node}: {outcome.elsewhere.text}; logs of this node are in "
-            f"{settings.log_dir}",
+            f"the run failed on node {outcome.elsewhere.node}: {spelt(outcome.elsewhere.text)}; logs of this node are "
+            f"in {settings.log_dir}",
             file=sys.stderr,
         )
         return outcome.elsewhere.code
@@ -205,8 +220,9 @@ def _make_directory(path: str) -> None:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
         raise SettingError(f"--log_dir={path} cannot be made: {error.strerror}") from None
-    if not os.access(path, os.W_OK):
-        raise SettingError(f"--log_dir={path} cannot be written to")
+    reason = refusal(path)
+    if reason is not None:
+        raise SettingError(f"--log_dir={path} cannot be written to: {reason}")
 
 
 def _count(text: str) -> int:

@@ -6,14 +6,18 @@ Example: ``--worker_num=8 --local_worker_num=4 --node_rank=1`` is the second of 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
+import secrets
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import SettingError
+from .environment import is_loopback
 
-__all__ = ["RunSettings", "check_port"]
+__all__ = ["RunSettings", "bound", "check_port"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class RunSettings:
         threads: ``OMP_NUM_THREADS`` of each worker; None leaves it as it is set, or 1 where it is not.
         max_restarts: the number of times that all workers are restarted after one has failed.
         grace_period: seconds that workers have to save and end after a signal that ends the run.
+        token: the secret of the run, which its nodes and workers know; "": none.
     """
 
     script: str
@@ -47,10 +52,14 @@ class RunSettings:
     threads: int | None
     max_restarts: int = 0
     grace_period: int = 30
+    token: str = ""
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace) -> RunSettings:
+    def of(cls, arguments: argparse.Namespace, token: str = "") -> RunSettings:
         """The settings of parsed arguments; an argument that was not given is None.
+
+        Args:
+            token: the secret that the user has set for the run. Without it a run on one node makes its own.
 
         Raises:
             SettingError: the script does not exist, or numbers of workers and nodes contradict one another.
@@ -91,6 +100,7 @@ class RunSettings:
             threads=arguments.threads,
             max_restarts=arguments.max_restarts or 0,
             grace_period=30 if arguments.grace_period is None else arguments.grace_period,
+            token=token or (secrets.token_hex(16) if nodes == 1 else ""),
         )
 
     @property
@@ -141,29 +151,77 @@ def check_script(path: str) -> None:
         raise SettingError(f"script {path} is {'not a file' if os.path.exists(path) else 'not found'}")
 
 
+def bound(address: str, port: int, several: bool) -> socket.socket:
+    """A socket that is bound to the port at one address of this host, and listens nowhere else.
+
+    Where other hosts are to come, the name of this host may stand for a loopback address here (``127.0.1.1`` in
+    ``/etc/hosts``), and an address may be that of a router in front of this host. The socket is then bound to all
+    addresses.
+
+    Args:
+        address: the address or name at which others look for this host.
+        port: the port; 0: any free one.
+        several: True where others are on other hosts.
+
+    Raises:
+        OSError: the port is in use, or is not for this user.
+    """
+    places = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    for family, _, _, _, target in places:
+        if several and not is_loopback(address) and is_loopback(str(target[0])):
+            continue
+        with contextlib.suppress(_NotHere):
+            return _bound(family, target)
+    try:
+        return _bound(socket.AF_INET6, ("::", port))  # and IPv4
+    except _NotHere:  # this machine has no IPv6
+        return _bound(socket.AF_INET, ("0.0.0.0", port))
+
+
+class _NotHere(Exception):
+    """An address that this host does not have."""
+
+
+def _bound(family: int, target: tuple[Any, ...]) -> socket.socket:
+    try:
+        made = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:
+        raise _NotHere from None
+    try:
+        # A port whose last connections are in TIME_WAIT counts as free.
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if target[0] == "::":
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        made.bind(target)
+    except OSError as error:
+        made.close()
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise _NotHere from None
+        raise
+    return made
+
+
 def check_port(
-    port: int, name: str = "--master_port", other: str = "choose another, or 0, for any free one, on a single node"
+    address: str,
+    port: int,
+    several: bool,
+    name: str = "--master_port",
+    other: str = "choose another, or 0, for any free one, on a single node",
 ) -> None:
     """Raise a SettingError if this machine cannot listen on the port. Port 0 always passes.
 
-    Both address families are tried: the rendezvous listens on IPv6 and IPv4 together where the machine has both.
-
     Args:
-        port: the port.
-        name: the option or variable that sets it, for errors.
+        address, port, several: as in `bound`.
+        name: the option or variable that sets the port, for errors.
         other: the advice of the error where it is in use.
     """
-    for family in (socket.AF_INET, socket.AF_INET6):
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                # As the rendezvous does: a port whose last connections are in TIME_WAIT counts as free.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind(("", port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise SettingError(f"port {port} ({name}) is in use by another process; {other}") from None
-            if error.errno == errno.EACCES:
-                raise SettingError(f"port {port} ({name}) is not for this user; those from 1024 are") from None
-            # Any other error: this machine does not have the address family.
+    try:
+        bound(address, port, several).close()
+    except socket.gaierror as error:
+        raise SettingError(f"the address {address} is not known here: {error.strerror}") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise SettingError(f"port {port} ({name}) is in use by another process; {other}") from None
+        if error.errno == errno.EACCES:
+            raise SettingError(f"port {port} ({name}) is not for this user; those from 1024 are") from None
+        raise SettingError(f"port {port} ({name}) cannot be listened on: {error.strerror}") from None

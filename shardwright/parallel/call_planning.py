@@ -25,7 +25,7 @@ from ..graph import Graph
 from ..ops import for_ranks
 from ..partition.hybrid_parallel import OwnPrograms, local_inputs
 from ..pipeline.microbatch import is_split, micro_calls
-from ..pipeline.pipeline_plan import PipelinePlan
+from ..pipeline.pipeline_plan import PipelinePlan, PipelineSearchResult
 from ..pipeline.stage_search import AutomaticStages
 from ..planners.implied_inputs import global_inputs, implied_devices
 from ..planning import make_pipeline, make_plan
@@ -149,7 +149,7 @@ class CallPlanning(SettingMethods):
                     whole_kwargs,
                     captured,
                     None if before is None else before.plan,
-                    None if ranks is None else ranks.first,
+                    None if ranks is None else partial(ranks.first, PipelineSearchResult),
                     fed_apart=parts and dataset != "full_batch",
                 )
             )

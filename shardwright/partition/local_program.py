@@ -29,7 +29,7 @@ import torch
 
 from ..errors import MissingRuleError, SettingError, ShardwrightError
 from ..graph import Graph, Op, Recompute, Value, changed, leaves, types_of
-from ..layout import Digits, Layout, digits_size
+from ..layout import Digit, Digits, Layout, digits_size
 from ..mixed_precision import narrowed_to
 from ..redistribution import Redistribution
 from ..rules import Assignment, Bound, Rule, bound_rule, find_rule, whole_rule
@@ -545,7 +545,7 @@ class _Operator:
 
 @dataclass(frozen=True)
 class PortableDecisions:
-    """A `Decisions` without its graph; can be pickled.
+    """A `Decisions` without its graph. One rank sends `words` to the others, which `read` them.
 
     Attributes:
         operators: by name, in program order.
@@ -568,6 +568,44 @@ class PortableDecisions:
             decided.carries,
             decided.found,
             decided.hsdp,
+        )
+
+    def words(self) -> dict[str, Any]:
+        """The same as values that `json_values` takes."""
+
+        def words(operator: _Operator) -> dict[str, Any]:
+            out = None if operator.out is None else [_layout_words(layout) for layout in operator.out]
+            recompute = None if operator.recompute is None else vars(operator.recompute)
+            digits = [_digit_words(digits) for digits in operator.digits]
+            partial = None if operator.open is None else _digit_words(operator.open)
+            return {**vars(operator), "digits": digits, "out": out, "open": partial, "recompute": recompute}
+
+        return {
+            "operators": {name: words(operator) for name, operator in self.operators.items()},
+            "carries": self.carries,
+            "found": None if self.found is None else vars(self.found),
+            "hsdp": None if self.hsdp is None else vars(self.hsdp),
+        }
+
+    @classmethod
+    def read(cls, words: dict[str, Any]) -> PortableDecisions:
+        """The portable decisions of `words`."""
+
+        def operator(said: dict[str, Any]) -> _Operator:
+            out = None if said["out"] is None else tuple(_layout(layout) for layout in said["out"])
+            recompute = None if said["recompute"] is None else Recompute(**said["recompute"])
+            digits = tuple(_digits(digits) for digits in said["digits"])
+            partial = None if said["open"] is None else _digits(said["open"])
+            return _Operator(**{**said, "digits": digits, "out": out, "open": partial, "recompute": recompute})
+
+        hsdp = None if words["hsdp"] is None else dict(words["hsdp"])
+        if hsdp is not None:
+            hsdp |= {name: frozenset(hsdp[name]) for name in ("whole", "kept")}
+        return cls(
+            {name: operator(said) for name, said in words["operators"].items()},
+            words["carries"],
+            None if words["found"] is None else SearchResult(**words["found"]),
+            None if hsdp is None else OptimizerParallel(**hsdp),
         )
 
     def onto(self, graph: Graph, devices: int, *, on_missing_rule: str = "error", uneven: bool = False) -> Decisions:
@@ -595,6 +633,28 @@ class PortableDecisions:
                 said.via,
             )
         return Decisions(decisions, self.carries, self.found, self.hsdp)
+
+
+def _digit_words(digits: Digits) -> list[list[int]]:
+    return [[digit.size, digit.stride] for digit in digits]
+
+
+def _digits(words: list[list[int]]) -> Digits:
+    return tuple(Digit(size, stride) for size, stride in words)
+
+
+def _layout_words(layout: Layout) -> dict[str, Any]:
+    return {
+        "devices": layout.devices,
+        "dims": [_digit_words(digits) for digits in layout.dims or ()],
+        "partial": _digit_words(layout.partial),
+        "reduction": layout.reduction,
+    }
+
+
+def _layout(words: dict[str, Any]) -> Layout:
+    dims, partial = map(_digits, words["dims"]), _digits(words["partial"])
+    return Layout.of(words["devices"], dims, partial, words["reduction"])
 
 
 def graph_digest(graph: Graph) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..errors import PlanError, shown
 from ..json_files.json_reader import read_object
+from ..json_files.json_values import write_text
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..sharded_plan import Plan, SavedPlan
 from .document_writer import PIPELINE_SCHEMA, SCHEMA, pipeline_written, written
@@ -24,9 +25,13 @@ __all__ = ["as_document", "load_plan", "read_document", "save_plan"]
 
 
 def save_plan(plan: Plan | PipelinePlan, path: str | Path) -> None:
-    """Write a plan as a file. See `Plan.save`."""
+    """Write a plan as a file. See `Plan.save`.
+
+    Raises:
+        PlanError: it cannot be written.
+    """
     text = pipeline_written(plan) if isinstance(plan, PipelinePlan) else written(plan)
-    Path(path).write_text(text, encoding="utf-8")
+    write_text(path, text, PlanError, "the plan")
 
 
 def load_plan(path: str | Path) -> Plan | PipelinePlan:

@@ -27,7 +27,7 @@ from ..cluster import MOST_DEVICES
 from ..errors import LayoutError, PlanError, SettingError, ShardwrightError, shown
 from ..graph import Graph, Value
 from ..json_files.json_reader import read_object
-from ..json_files.json_values import dtype_name, dtype_named, is_shape
+from ..json_files.json_values import dtype_name, dtype_named, is_shape, write_text
 from ..layout import Layout
 from ..partition.uneven import is_stored_padded, true_slice
 from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
@@ -194,9 +194,9 @@ class ParameterStrategies:
         """Write the file: the same text for the same layouts.
 
         Raises:
-            OSError: it cannot be written.
+            PlanError: it cannot be written.
         """
-        Path(path).write_text(self.text(), encoding="utf-8")
+        write_text(path, self.text(), PlanError, "the parameters' strategies")
 
     def text(self) -> str:
         """The text of the file."""

@@ -28,7 +28,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..errors import PlanError
 from ..graph import Value
+from ..json_files.json_values import write_text
 from ..layout import Layout, group_of
 from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, made_by, read_by
 from ..partition.rematerialization import RecomputedInstruction, Regather
@@ -64,7 +66,7 @@ def write_dumps(plan: Plan | PipelinePlan, directory: str | Path, ranks: Iterabl
         ranks: the ranks to write; other ranks take no time.
 
     Raises:
-        PlanError: a rank outside the plan's devices.
+        PlanError: a rank outside the plan's devices; a file that cannot be written.
     """
     for rank in ranks:
         folder = Path(directory) / f"rank_{rank}"
@@ -73,9 +75,14 @@ def write_dumps(plan: Plan | PipelinePlan, directory: str | Path, ranks: Iterabl
             if isinstance(plan, Plan)
             else staged_texts(plan, rank)
         )
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PlanError(
+                f"the dump cannot be written: {error.strerror}", source=str(folder), legal="a folder that can be made"
+            ) from None
         for name, text in texts.items():
-            (folder / name).write_bytes(text.encode())
+            write_text(folder / name, text, PlanError, "the dump")
 
 
 def begin_text(plan: Plan, rank: int) -> str:

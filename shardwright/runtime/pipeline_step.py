@@ -40,6 +40,7 @@ from ..sharded_plan import Plan
 from ..torch_private import demand, is_view
 from .call_boundary import kept_apart, put_back
 from .deferred_init import materialize
+from .distributed.watch.positions import position
 from .freed import freed
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lower import Lowered, lower
@@ -488,6 +489,7 @@ class _Given(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        position.back = True
         return None, None, *ctx.step.taken(gradient)
 
 

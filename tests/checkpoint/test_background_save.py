@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import KINDS, steps, train, trained
+from checkpoint_runs import KINDS, steps, train, trained, unlocked
 from fake_streams import on_fake_streams
 from ranks import PATIENCE
 from torch import nn
@@ -109,7 +109,7 @@ def test_state_that_something_else_changes_before_it_is_copied_is_an_error(
     gate.set()
     with pytest.raises(CheckpointError, match=r"optimizer\.layers\.1\.weight\.momentum_buffer: it was changed while"):
         held.wait()
-    assert os.listdir(tmp_path) == []
+    assert unlocked(tmp_path) == set()
     sw.save_checkpoint(model, optimizer, tmp_path, step=1, asynchronous=True).wait()
     assert steps(tmp_path) == [1]
 
@@ -218,7 +218,7 @@ def test_what_cannot_be_copied_is_an_error_of_the_call(tmp_path: Path, monkeypat
     monkeypatch.setattr(saving, "HostCopies", full)
     with pytest.raises(CheckpointError, match="cannot be written: MemoryError: no room for copies"):
         sw.save_checkpoint(nn.Linear(2, 2), path=tmp_path, step=1, asynchronous=True)
-    assert os.listdir(tmp_path) == []
+    assert unlocked(tmp_path) == set()
 
 
 def test_what_goes_wrong_in_the_background_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_what_goes_wrong_in_the_background_is_told_once(tmp_path: Path, monkeypa
         with pytest.raises(CheckpointError, match="No space left"):
             sw.save_checkpoint(net, path=tmp_path, step=3)
     sw.save_checkpoint(net, path=tmp_path, step=4)
-    assert os.listdir(tmp_path) == ["step-00000004"]
+    assert unlocked(tmp_path) == {"step-00000004"}
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_runs import CROSS_ENTROPY, PLANS, Net, adamw, alike, batch, marked, sgd, train
+from checkpoint_runs import CROSS_ENTROPY, PLANS, Net, adamw, alike, batch, marked, sgd, train, unlocked
 from ranks import run_ranks, run_scenarios
 from small_networks import D, draw
 from torch import Tensor, nn
@@ -246,7 +246,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
 
     def one_rank_cannot_write(rank: int, world: int) -> None:
         path, model = of("rows and columns")[0], known("rows and columns")
-        before = {p.name for p in path.iterdir()}
+        before = unlocked(path)
         optimizer = sgd(model)
         dist.barrier()  # nobody looks while another saves
 
@@ -274,7 +274,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         )
         writing.encode = words
         dist.barrier()
-        assert {p.name for p in path.iterdir()} == before, "no new checkpoint, and nothing left of it"
+        assert unlocked(path) == before, "no new checkpoint, and nothing left of it"
         dist.barrier()
         refused(
             "rank 1 saves with step=4, rank 0 with 3",
@@ -285,7 +285,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             "object, which cannot be saved (on rank 3)",
             lambda: sw.save_checkpoint(model, optimizer, path, step=3, data=state),
         )
-        assert rank or {p.name for p in path.iterdir()} == before
+        assert rank or unlocked(path) == before
 
     def rows_of_several_ranks(rank: int, world: int) -> None:
         model, written, patch = known("rows and columns"), [], pytest.MonkeyPatch()
@@ -330,7 +330,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
                 patch.setattr(joining, "_write", lambda *args: 1 / 0)
             refused("ZeroDivisionError: division by zero", lambda: sw.save_checkpoint(model, optimizer, path, step=3))
             patch.undo()
-            assert rank or os.listdir(path) == ["step-00000002"]  # rank 0 removes what there is, and is done with it
+            assert rank or unlocked(path) == {"step-00000002"}  # rank 0 removes what there is, and is done with it
             sw.save_checkpoint(model, optimizer, path, step=4)
         finally:
             patch.undo()

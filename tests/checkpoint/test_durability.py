@@ -27,4 +27,4 @@ def test_nothing_is_lost_by_kills_or_damage(tmp_path) -> None:
     kills, damages = figures["kills"], figures["damages"]
     assert kills["kills"] == 4 and kills["runs"] >= 2
     assert damages["damages"] == 27 and len(damages["by_kind"]) == 24
-    assert (kills["lost"], kills["wrong"], kills["failed"], damages["unnoticed"]) == (0, 0, 0, 0)
+    assert all(kills[kind] == 0 for kind in ("lost", "wrong", "unnoticed", "failed")) and damages["unnoticed"] == 0

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from checkpoint_runs import KINDS, Net, steps, trained
+from checkpoint_runs import KINDS, Net, steps, trained, unlocked
 from small_networks import D, draw
 from torch import nn
 
@@ -111,7 +111,7 @@ def test_what_the_format_does_not_know(tmp_path: Path) -> None:
     net.register_buffer("wide", torch.zeros(2, dtype=torch.complex128))
     with pytest.raises(CheckpointError, match="complex128.*\n.*integrated_save=False"):
         sw.save_checkpoint(net, path=tmp_path, step=0)
-    assert os.listdir(tmp_path) == []
+    assert unlocked(tmp_path) == set()
     path = sw.save_checkpoint(net, path=tmp_path, step=0, integrated_save=False).wait()
     assert torch.equal(StoredTensors(path).read("model.wide"), net.wide)
 
@@ -154,9 +154,9 @@ def test_a_killed_save_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     done = where[1] == "prune"
     assert sw.latest_checkpoint(tmp_path).name == f"step-0000000{2 if done else 1}"
     assert manifest.verify(sw.latest_checkpoint(tmp_path)) == []
-    assert len(os.listdir(tmp_path)) == 2, "what it left"
+    assert len(unlocked(tmp_path)) == 2, "what it left"
     sw.save_checkpoint(model, optimizer, tmp_path, step=3)
-    assert set(os.listdir(tmp_path)) == {"step-00000001", "step-00000003"} | ({"step-00000002"} if done else set())
+    assert unlocked(tmp_path) == {"step-00000001", "step-00000003"} | ({"step-00000002"} if done else set())
 
 
 @pytest.mark.parametrize("dies_at", [1, 2])
@@ -177,10 +177,10 @@ def test_a_step_is_replaced_without_a_moment_in_which_it_could_be_lost(
     assert manifest.verify(sw.latest_checkpoint(tmp_path)) == []
     assert sw.load_checkpoint(model, optimizer, tmp_path, step=1).extra == "first"
     sw.save_checkpoint(model, optimizer, tmp_path, step=0, extra="third")
-    assert set(os.listdir(tmp_path)) == {"step-00000000", "step-00000001"}
+    assert unlocked(tmp_path) == {"step-00000000", "step-00000001"}
     sw.save_checkpoint(model, optimizer, tmp_path, step=1, extra="second")
     assert sw.load_checkpoint(model, optimizer, tmp_path).extra == "second"
-    assert set(os.listdir(tmp_path)) == {"step-00000000", "step-00000001"}
+    assert unlocked(tmp_path) == {"step-00000000", "step-00000001"}
 
 
 def test_the_oldest_go_once_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_bad_input(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(CheckpointError, match=what):
             call()
-    assert os.listdir(tmp_path) == ["file"], "nothing is left of any of them"
+    assert unlocked(tmp_path) == {"file"}, "nothing is left of any of them"
     assert sw.latest_checkpoint(tmp_path / "nowhere") is None
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import shardwright as sw
-from shardwright.launch.environment import JOB_PORTS, PORT, RankInRun, expand, find
+from shardwright.launch.environment import JOB_PORTS, PORT, RankInRun, expand, find, is_msrun_scheduler, remark
 
 OMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -37,6 +37,14 @@ TORCHRUN = {
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29400",
     "TORCHELASTIC_RUN_ID": "none",
+}
+MSRUN = {
+    "MS_ROLE": "MS_WORKER",
+    "MS_WORKER_NUM": "16",
+    "MS_NODE_ID": "9",
+    "MS_SCHED_HOST": "10.0.0.1",
+    "MS_SCHED_PORT": "8118",
+    "RANK_ID": "9",
 }
 
 
@@ -93,6 +101,20 @@ def job_port(place: RankInRun) -> bool:
             PORT,
         ),
         ({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "7"}, "Slurm", 5, 7, 1, 2, "gpu08", None),  # srun --mpi=pmi2
+        (MSRUN, "msrun", 9, 16, 0, 1, "10.0.0.1", 8118),
+        ({**MSRUN, "DEVICE_ID": "1"}, "msrun", 9, 16, 1, 2, "10.0.0.1", 8118),
+        ({**MSRUN, "MS_SCHED_HOST": "127.0.0.1"}, "msrun", 9, 16, 9, 16, "127.0.0.1", 8118),
+        (
+            {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4", "MS_NODE_ID": "3", "MASTER_PORT": "7000"},
+            "msrun",
+            3,
+            4,
+            3,
+            4,
+            "127.0.0.1",
+            7000,
+        ),
+        ({**MSRUN, **TORCHRUN, "MS_NODE_ID": "3"} | {"RANK_ID": "9"}, "torchrun", 9, 16, 1, 8, "10.0.0.1", 29400),
         # One launcher inside another: the inner one knows.
         ({**OMPI, **SRUN}, "Open MPI", 3, 4, 3, 4, "127.0.0.1", None),
         ({**SRUN, **HYDRA}, "PMI", 3, 4, 3, 4, "127.0.0.1", PORT),
@@ -146,10 +168,57 @@ def test_who_is_believed(environ, launcher, rank, size, device, devices, master,
         {"RANK_TABLE_FILE": "", "RANK_ID": ""},
         {"RANK_ID": "3", "SHARDWRIGHT_DEVICES": "8"},
         {"DEVICE_ID": "3"},
+        {**MSRUN, "RANK_ID": "", "MS_WORKER_NUM": "1", "MS_NODE_ID": "0"},
+        {**MSRUN, "SHARDWRIGHT_DEVICES": "8"},
+        {"PMIX_RANK": "3", "SHARDWRIGHT_DEVICES": "8"},
+        {"PMIX_RANK": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"},  # srun --mpi=pmix -n 1 --pty bash
+        {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "LOCAL_RANK": "0", "PAGE_RANK": "high", "LORA_RANK": "8"},
     ],
 )
 def test_a_process_of_its_own(environ) -> None:
-    assert find(environ) is None
+    assert find(environ) is None and remark(environ) is None
+
+
+@pytest.mark.parametrize(
+    "environ, says",
+    [
+        ({"PMIX_RANK": "3"}, "PMIX_RANK=3 is set, as PMIx sets it"),
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "8"}, "HOROVOD_RANK=0 of HOROVOD_SIZE=8 is set, as Horovod"),
+        ({"PADDLE_TRAINER_ID": "1", "PADDLE_TRAINERS_NUM": "2"}, "PADDLE_TRAINER_ID=1 of PADDLE_TRAINERS_NUM=2"),
+        ({"SLURM_PROCID": "3"}, "SLURM_PROCID=3 is set, as Slurm"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is set"),
+    ],
+)
+def test_a_worker_of_a_launcher_that_is_not_read_does_not_play_all_devices(environ, says) -> None:
+    with pytest.raises(sw.SettingError) as raised:
+        find(environ)
+    assert says in raised.value.message and all(
+        part in raised.value.legal for part in ("WORLD_SIZE", "MASTER_ADDR", "left over", "SHARDWRIGHT_DEVICES=8")
+    )
+
+
+@pytest.mark.parametrize(
+    "environ, says",
+    [
+        ({"PMIX_RANK": "0"}, "PMIX_RANK=0: the environment may mean"),
+        ({"NEW_MPI_WORLD_RANK": "3", "NEW_MPI_WORLD_SIZE": "8"}, "NEW_MPI_WORLD_RANK=3 and NEW_MPI_WORLD_SIZE=8"),
+        ({"MS_WORKER_NUM": "8", "MS_SCHED_HOST": "10.0.0.1"}, "MS_WORKER_NUM=8 without MS_ROLE"),
+    ],
+)
+def test_variables_that_may_mean_several_processes_are_a_warning(environ, says, monkeypatch) -> None:
+    assert find(environ) is None and says in remark(environ)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(RuntimeWarning, match=says.partition(":")[0]):
+        assert not sw.init(devices=8).processes
+
+
+def test_the_scheduler_of_msrun_has_no_rank() -> None:
+    scheduler = {**MSRUN, "MS_ROLE": "MS_SCHED", "RANK_ID": ""}
+    assert is_msrun_scheduler(scheduler) and find(scheduler) is None
+    assert not is_msrun_scheduler(MSRUN) and not is_msrun_scheduler({"MS_ROLE": "MS_SCHED"})
+    assert not is_msrun_scheduler({**scheduler, "SHARDWRIGHT_DEVICES": "8"})
+    assert not is_msrun_scheduler({**scheduler, **TORCHRUN})
 
 
 def test_runs_on_one_host_do_not_meet() -> None:
@@ -186,6 +255,16 @@ CONTRADICTIONS = [
     ({**SRUN, "SLURM_STEP_NODELIST": "gpu[08-10"}, "SLURM_STEP_NODELIST=gpu[08-10 cannot be read from its character 4"),
     ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(y3)"}, "SLURM_STEP_TASKS_PER_NODE=2(y3) cannot be read at '2(y3)'"),
     ({"RANK_ID": "3"}, "RANK_ID=3 is set, RANK_TABLE_FILE is not"),
+    ({**MSRUN, "MS_NODE_ID": ""}, "msrun: MS_ROLE=MS_WORKER is set, MS_NODE_ID is not"),
+    ({"MS_ROLE": "MS_WORKER", "MS_NODE_ID": "0"}, "msrun: MS_ROLE=MS_WORKER is set, MS_WORKER_NUM is not"),
+    ({**MSRUN, "MS_ROLE": "MS_PSERVER"}, "MS_ROLE=MS_PSERVER"),
+    ({**MSRUN, "MS_NODE_ID": "16"}, "msrun: MS_NODE_ID=16 is outside MS_WORKER_NUM=16"),
+    ({**MSRUN, "MS_NODE_ID": "worker_3"}, "MS_NODE_ID=worker_3"),
+    ({**MSRUN, "MS_SCHED_PORT": "70000"}, "MS_SCHED_PORT=70000"),
+    (
+        {**MSRUN, "RANK_ID": "", "RANK": "3", "WORLD_SIZE": "16"},
+        "RANK=3 (torchrun) and MS_NODE_ID=9 (msrun) contradict",
+    ),
 ]
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,11 +21,13 @@ import pytest
 from launch_scripts import train
 from paths import SCRIPTS
 from test_run import Launcher, alive, free_port, wait_until
+from torch.distributed import HashStore, TCPStore
 
 import shardwright.launch.rendezvous as rendezvous
-from shardwright.launch.environment import leading_to
-from shardwright.launch.rendezvous import LaunchError, NodeFailure, Nodes
-from shardwright.launch.run_settings import RunSettings
+from shardwright import SettingError
+from shardwright.launch.environment import RankInRun, leading_to
+from shardwright.launch.rendezvous import LaunchError, NodeFailure, Nodes, admitted, listening, meet
+from shardwright.launch.run_settings import RunSettings, bound
 
 PORT = 29400  # a host of its own has all ports to itself
 
@@ -145,6 +148,7 @@ def test_two_hosts_finish_together(hosts, tmp_path):
         assert ended.code == 0 and "all 4 workers finished" in ended.out, ended.out
         for rank in (2 * n, 2 * n + 1):
             assert ended.facts(rank)["env"] == {
+                "SHARDWRIGHT_RUN_TOKEN": "",
                 "RANK": str(rank),
                 "WORLD_SIZE": "4",
                 "LOCAL_RANK": str(rank % 2),
@@ -232,8 +236,103 @@ def test_a_node_that_is_no_longer_heard_of_ends_the_run(monkeypatch):
     assert three[2].heard(now=True) == lost  # should it live after all: its run is over
 
 
+# Who may come.
+
+
+def listened(port: int) -> set[str]:
+    """The addresses at which this host listens on a port, as the kernel writes them."""
+    lines = [line.split() for file in ("tcp", "tcp6") for line in Path("/proc/net", file).read_text().splitlines()[1:]]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and int(line[1].split(":")[1], 16) == port}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's list of sockets is Linux's")
+def test_a_run_of_one_host_listens_on_the_loopback_alone():
+    [node] = nodes(1)
+    port = node.next_rendezvous().bootstrap_store_info.master_port
+    assert listened(port) == {"0100007F"}
+    node.attempt = 1
+    again = node.next_rendezvous().bootstrap_store_info.master_port
+    assert again != port and listened(again) == {"0100007F"}
+    held = meet(RankInRun("torchrun", 0, 1, 0, 1, "127.0.0.1", other := free_port()), 5, "")
+    assert listened(other) == {"0100007F"}
+    del held
+
+
+def test_an_address_that_is_not_this_hosts_is_listened_for_on_all(caplog, monkeypatch):
+    """The address of a router in front; a name that is a loopback address here, and another one elsewhere."""
+    everywhere = ("::", "0.0.0.0")
+    for address, several, expected in (
+        ("192.0.2.1", True, everywhere),  # of a net for documentation: nobody's
+        ("127.0.0.1", True, ("127.0.0.1",)),
+        ("localhost", True, ("127.0.0.1", "::1")),
+        (socket.gethostname(), False, None),
+    ):
+        with bound(address, 0, several) as held:
+            assert expected is None or held.getsockname()[0] in expected
+    monkeypatch.setattr(rendezvous, "TCPStore", lambda *place, master_listen_fd, **how: os.close(master_listen_fd))
+    listening("127.0.0.1", 0, True, 5)
+    assert caplog.text == ""
+    listening("192.0.2.1", 0, True, 5)
+    assert "192.0.2.1 is no address of this host that others reach: the rendezvous listens on all addr" in caplog.text
+    names = {"node1": [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.1.1", 0))]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", lambda name, *rest, **kwargs: names[name])
+        with bound("node1", 0, True) as held:
+            assert held.getsockname()[0] in everywhere
+        with bound("node1", 0, False) as held:
+            assert held.getsockname()[0] == "127.0.1.1"
+
+
+TOKENS = ("a" * 16, "b" * 16, "")
+
+
+@pytest.mark.parametrize("theirs", TOKENS)
+@pytest.mark.parametrize("ours", TOKENS)
+def test_those_who_know_the_token_are_taken_and_nobody_else(ours, theirs):
+    store = HashStore()
+    admitted(store, theirs, True, "the run").set("key", "value")
+    if ours == theirs:
+        assert admitted(store, ours, False, "the run").get("key") == b"value"
+        return
+    with pytest.raises(SettingError) as error:
+        admitted(store, ours, False, "the run")
+    assert "SHARDWRIGHT_RUN_TOKEN the same" in error.value.legal
+    assert error.value.message == (
+        "this process has a token, and the run has none"
+        if not theirs
+        else f"the run takes those alone who know its token, and this process has {'another' if ours else 'no'} token"
+    )
+    assert not any(token and token in repr(error.value) for token in TOKENS)
+
+
+def test_a_node_without_the_token_is_told_so_and_the_others_meet():
+    port = free_port()
+    said: list[str] = []
+    three = [
+        Nodes(RunSettings("", (), 2, 1, "127.0.0.1", port, node, "", 60, None, token=token), said.append)
+        for node, token in ((0, TOKENS[0]), (1, TOKENS[0]), (1, ""))
+    ]
+    infos = at_once([node.next_rendezvous for node in three])
+    assert [getattr(info, "world_size", None) for info in infos] == [2, 2, None]
+    assert infos[2].message == (
+        f"node 1: the run at 127.0.0.1:{port} takes those alone who know its token, and this process has no token"
+    )
+    stranger = TCPStore("127.0.0.1", port, is_master=False)
+    assert not stranger.check(["shardwright/0/nodes"]) and stranger.get("shardwright/proof") not in (b"", TOKENS[0])
+    assert not any("can join" in line for line in said)
+    at_once([nodes(1)[0].next_rendezvous])
+
+
+def test_a_run_of_several_nodes_without_a_token_says_so():
+    said: list[str] = []
+    node = Nodes(RunSettings("", (), 2, 1, "127.0.0.1", free_port(), 0, "", 1, None), said.append)
+    at_once([node.next_rendezvous])
+    assert any("no SHARDWRIGHT_RUN_TOKEN is set: whoever reaches 127.0.0.1:" in line for line in said)
+
+
 def test_the_interface_that_leads_to_an_address():
-    assert leading_to("127.0.0.1", 1) is None and leading_to("localhost", 1) is None
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    assert [leading_to("127.0.0.1", 1)] == [leading_to("localhost", 1)] == loopback[:1]
     assert leading_to("no.such.host.invalid", 1) is None
 
 

@@ -344,20 +344,23 @@ def test_variables_that_do_not_fit_the_table(environ, says, legal, written) -> N
 
 
 def rank(environ: dict[str, str], folder: str, timeout: float, answers: Any) -> None:
-    """A rank in a process of its own: its identity, then three steps; or the error."""
+    """A rank in a process of its own: its identity, then three steps; or the error, or the code with which it ends."""
+    name = environ.get("RANK_ID") or environ.get("MS_NODE_ID") or environ["MS_ROLE"]
     gc.freeze()  # what is inherited is not walked, or its pages would be copied
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(variable, None)
     os.environ.update(environ)
     try:
         sw.init(timeout=timeout)
         train.main(folder, False)
-        answers.put((environ["RANK_ID"], None))
+        answers.put((name, None))
     except sw.SettingError as error:
-        answers.put((environ["RANK_ID"], error.message))
+        answers.put((name, error.message))
+    except SystemExit as end:
+        answers.put((name, f"exit {end.code}"))
 
 
-def run_table(environs: list[dict[str, str]], folder: Path, *timeouts: float) -> dict[str, str | None]:
+def run_environments(environs: list[dict[str, str]], folder: Path, *timeouts: float) -> dict[str, str | None]:
     """Each rank's error by rank; forked, so that no rank imports torch anew. Its patience is 60 s if it has none."""
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
@@ -377,12 +380,38 @@ def run_table(environs: list[dict[str, str]], folder: Path, *timeouts: float) ->
             process.kill()
 
 
+def step_once(devices: int) -> None:
+    """One step here, so that the ranks inherit what it loads."""
+    sw.init(devices=devices)
+    net = train.network(devices)
+    train.train(net, sw.AutoParallel(net, nn.CrossEntropyLoss()).dataset_strategy("full_batch"), 0)
+
+
+def test_workers_of_msrun_train_as_one_device_and_its_scheduler_ends(tmp_path) -> None:
+    """msrun starts the script in one process more than there are workers, and waits for all of them."""
+    step_once(2)
+    common = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(free_port())}
+    ends = run_environments(
+        [
+            common | {"MS_ROLE": "MS_SCHED"},
+            *(common | {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)} for rank in range(2)),
+        ],
+        tmp_path,
+    )
+    assert ends == {"MS_SCHED": "exit 0", "0": None, "1": None}
+    losses, _ = train.on_one_device()
+    for r in range(2):
+        facts = json.loads((tmp_path / f"rank_{r}.json").read_text())
+        assert (facts["rank"], facts["size"], facts["processes"]) == (r, 2, True)
+        assert facts["interface"].startswith("lo"), "Gloo listens on the loopback alone, too"
+        assert facts["losses"] == pytest.approx(losses, abs=1e-12)
+
+
 def test_two_servers_of_a_rank_table_train_as_one_device(written, tmp_path) -> None:
     """Both servers are this host, under two of its addresses."""
-    sw.init(devices=4)  # one step here, so that the ranks inherit what it loads
-    train.train(net := train.network(4), sw.AutoParallel(net, nn.CrossEntropyLoss()).dataset_strategy("full_batch"), 0)
+    step_once(4)
     path, port = written(table("127.0.0.1", "127.0.0.2", devices=2)), free_port()
-    errors = run_table(
+    errors = run_environments(
         [
             {"RANK_TABLE_FILE": path, "RANK_ID": str(r), "DEVICE_ID": str(r % 2), "MASTER_PORT": str(port)}
             for r in range(4)
@@ -400,12 +429,15 @@ def test_two_servers_of_a_rank_table_train_as_one_device(written, tmp_path) -> N
 
 def test_ranks_that_do_not_come_are_named_to_those_that_did(written, tmp_path) -> None:
     path, port = written(table("127.0.0.1", "127.0.0.2", devices=2)), str(free_port())
-    errors = run_table([{"RANK_TABLE_FILE": path, "RANK_ID": r, "MASTER_PORT": port} for r in "02"], tmp_path, 3, 60)
+    errors = run_environments(
+        [{"RANK_TABLE_FILE": path, "RANK_ID": r, "MASTER_PORT": port} for r in "02"], tmp_path, 3, 60
+    )
     missing = (
-        f"rank 1 (server 127.0.0.1, device 1), rank 3 (server 127.0.0.2, device 1) did not come to 127.0.0.1:{port}"
+        f"rank 1 (server 127.0.0.1, device 1), rank 3 (server 127.0.0.2, device 1) of the 4 ranks that rank table "
+        f"counts did not come to 127.0.0.1:{port}"
     )
     assert all(error.startswith(missing) for error in errors.values()), errors  # rank 2's from rank 0
-    [error] = run_table([{"RANK_TABLE_FILE": path, "RANK_ID": "3", "MASTER_PORT": port}], tmp_path, 1).values()
+    [error] = run_environments([{"RANK_TABLE_FILE": path, "RANK_ID": "3", "MASTER_PORT": port}], tmp_path, 1).values()
     assert error.startswith(f"rank 0 (server 127.0.0.1, device 0) did not answer at 127.0.0.1:{port} within 1 s")
 
 
@@ -413,7 +445,7 @@ def test_ranks_with_different_tables_or_the_same_rank_do_not_start(written, tmp_
     path, port = written(table("127.0.0.1", devices=3)), str(free_port())
     other = tmp_path / "other.json"
     other.write_text(json.dumps(table("127.0.0.2", devices=3)))
-    errors = run_table(
+    errors = run_environments(
         [
             {"RANK_TABLE_FILE": path, "RANK_ID": "0", "MASTER_PORT": port},
             {"RANK_TABLE_FILE": str(other), "RANK_ID": "1", "MASTER_PORT": port},
@@ -422,14 +454,14 @@ def test_ranks_with_different_tables_or_the_same_rank_do_not_start(written, tmp_
     )
     assert all("was told of 3 ranks of rank table" in error for error in errors.values()), errors
     port = str(free_port())
-    errors = run_table([{"RANK_TABLE_FILE": path, "RANK_ID": r, "MASTER_PORT": port} for r in "011"], tmp_path)
+    errors = run_environments([{"RANK_TABLE_FILE": path, "RANK_ID": r, "MASTER_PORT": port} for r in "011"], tmp_path)
     assert all("two processes that are rank 1 have come" in error for error in errors.values()), errors
 
 
 def test_a_port_in_use_is_named(written, tmp_path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        errors = run_table(
+        errors = run_environments(
             [{"RANK_TABLE_FILE": written(table("s", devices=2)), "RANK_ID": "0", "MASTER_PORT": port}], tmp_path, 5
         )
     assert errors == {"0": f"port {port} (MASTER_PORT) is in use by another process; set another"}

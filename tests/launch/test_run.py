@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,13 +13,16 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from paths import SCRIPTS
 from ranks import PATIENCE
 
 from shardwright.cli.main import main
-from shardwright.launch.console import Watch, WorkerExit, last_lines
+from shardwright.launch import console
+from shardwright.launch.agent import Agent
+from shardwright.launch.console import Watch, WorkerExit, last_lines, spelt
 
 WORKER = str(SCRIPTS / "worker.py")
 
@@ -133,6 +135,8 @@ def test_every_worker_has_its_log_its_rank_and_its_arguments(tmp_path):
         assert facts["pid"] == ended.pids[rank]
         assert facts["argv"] == [WORKER, "say", *arguments]
         assert facts["path"] == str(SCRIPTS)
+        token = facts["env"].pop("SHARDWRIGHT_RUN_TOKEN")
+        assert len(token) == 32 and token == ended.facts(0)["env"]["SHARDWRIGHT_RUN_TOKEN"] and token not in ended.out
         port = facts["env"].pop("MASTER_PORT")
         assert int(port) > 0 and port == ended.facts(0)["env"]["MASTER_PORT"]
         assert facts["env"] == {
@@ -222,6 +226,22 @@ def test_the_first_failure_is_told_from_those_it_causes():
     assert watch.first_failure == WorkerExit(rank=1, code=4, cause="exit code 4")
 
 
+def test_the_exits_that_the_launcher_causes_are_recorded_last(monkeypatch):
+    """Worker 1 fails, and its thread of the watch is woken late; worker 0 ends of the signal that follows."""
+    waited = console._wait
+    monkeypatch.setattr(console, "_wait", lambda process: (waited(process), time.sleep(0.5 * (process is failed)))[0])
+    sleeper, failed = subprocess.Popen(["sleep", "600"]), subprocess.Popen(["sh", "-c", "exit 4"])
+    watch = Watch(lambda exit: None)
+    for rank, process in enumerate((sleeper, failed)):
+        watch.follow(rank, process)
+    failed.wait()
+    stub = SimpleNamespace(_watch=watch, _grace=10)
+    Agent._end_workers(stub, lambda number, grace: sleeper.send_signal(number))
+    sleeper.wait()
+    watch.end()
+    assert watch.first_failure == WorkerExit(rank=1, code=4, cause="exit code 4")
+
+
 def test_sigterm_of_the_launcher_ends_the_workers(tmp_path):
     launcher = start(tmp_path, "--worker_num=2", WORKER, "sleep")
     launcher.wait_for("to the output stream", rank=0)
@@ -233,15 +253,20 @@ def test_sigterm_of_the_launcher_ends_the_workers(tmp_path):
     assert not any(alive(pid) for pid in ended.pids)
 
 
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="there is no setpriv (util-linux) on this machine")
-def test_workers_do_not_outlive_a_launcher_that_is_killed(tmp_path):
-    launcher = start(tmp_path, "--worker_num=2", WORKER, "sleep")
-    launcher.wait_for("to the output stream", rank=0)
-    launcher.wait_for("to the output stream", rank=1)
+@pytest.mark.parametrize(
+    "script", [(str(SCRIPTS / "save_at_the_end.py"),), (WORKER, "stubborn")], ids=["saves", "deaf"]
+)
+def test_workers_do_not_outlive_a_launcher_that_is_killed(script, tmp_path):
+    """A stopped worker goes on for its end, too; one that is deaf to SIGTERM is killed after the grace period."""
+    launcher = start(tmp_path, "--worker_num=2", f"--grace_period={1 if 'stubborn' in script else 600}", *script)
+    for rank in range(2):
+        launcher.wait_for("to the output stream" if "stubborn" in script else "ready", rank)
+    pids = [int(pid) for pid in re.search(r"\(pids ([\d, ]+)\)", launcher.process.stdout.readline())[1].split(", ")]
+    os.kill(pids[1], signal.SIGSTOP)
     launcher.process.kill()
-    pids = launcher.end().pids
-    assert len(pids) == 2
+    launcher.end()
     wait_until(lambda: not any(alive(pid) for pid in pids), "the workers to end")
+    assert [(tmp_path / f"saved_{rank}").exists() for rank in range(2)] == ["stubborn" not in script] * 2
 
 
 def test_a_second_ctrl_c_does_not_wait_for_stubborn_workers(tmp_path):
@@ -265,11 +290,13 @@ def test_a_second_ctrl_c_does_not_wait_for_stubborn_workers(tmp_path):
 @pytest.mark.long
 def test_nodes_meet_and_a_failure_on_one_ends_the_other(tmp_path):
     common = ["--worker_num=2", "--local_worker_num=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    nodes = [start(tmp_path, *common, f"--node_rank={node}", WORKER, "fail", 1, "exit") for node in range(2)]
+    token = {"SHARDWRIGHT_RUN_TOKEN": "a token of the user's"}
+    nodes = [start(tmp_path, *common, f"--node_rank={n}", WORKER, "fail", 1, "exit", **token) for n in range(2)]
     here, there = nodes[0].end(), nodes[1].end()
     assert (here.code, there.code) == (7, 7), here.out + there.out
     assert "the run failed on node 1: worker 1 failed (exit code 7)" in here.out
     assert "worker 1 failed (exit code 7), last lines of log_output/worker_1.log:" in there.out
+    assert here.facts(1)["env"].items() >= token.items() and "can join" not in here.out
     assert [here.facts(rank)["env"]["LOCAL_RANK"] for rank in range(2)] == ["0", "0"]
     assert here.facts(0)["env"]["MASTER_PORT"] == here.facts(1)["env"]["MASTER_PORT"] == common[-1].split("=")[1]
     assert here.files == ["scheduler.log", "scheduler_1.log", "worker_0.log", "worker_1.log"]
@@ -336,6 +363,10 @@ def test_devices_runs_the_script_in_the_launcher_itself(tmp_path):
         (["--worker_num=4", "--local_worker_num=2", WORKER], "make 2 nodes: each needs the --master_addr"),
         (["--worker_num=2", "--node_rank=1", WORKER], "--node_rank=1 does not exist"),
         (["--worker_num=2", f"--log_dir={WORKER}", WORKER], "is a file"),
+        (
+            ["--worker_num=2", "--local_worker_num=1", "--master_addr=no.such.invalid", "--master_port=9", WORKER],
+            "the address no.such.invalid is not known here",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_two(arguments, message, capsys, tmp_path, monkeypatch):
@@ -360,11 +391,49 @@ def test_a_busy_port_is_named(join, address, capsys, tmp_path, monkeypatch):
     assert f"port {port} (--master_port) is in use by another process" in capsys.readouterr().err
 
 
+def test_a_token_that_could_be_guessed_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDWRIGHT_RUN_TOKEN", "secret")
+    with pytest.raises(SystemExit):
+        main(["run", "--worker_num=2", WORKER, "say"])
+    error = capsys.readouterr().err
+    assert "SHARDWRIGHT_RUN_TOKEN has 6 characters; legal: 16 random ones or more" in error and "secret" not in error
+
+
 def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit) as exit:
         main(["--version"])
     assert exit.value.code == 0
     assert re.fullmatch(r"shardwright \d\S*\n", capsys.readouterr().out)
+
+
+def test_control_characters_of_a_log_are_shown_and_not_obeyed(tmp_path):
+    log = tmp_path / "worker_0.log"
+    log.write_text("\x1b[2J\x1b]0;title\x07a\tb\n\x9b31m\u202egnp.exe\n done\x08\x08\n ü✓\n")
+    assert last_lines(str(log)) == [
+        r"\x1b[2J\x1b]0;title\x07a" + "\tb", r"\x9b31m\u202egnp.exe", r" done\x08\x08", " ü✓"
+    ]  # fmt: skip
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(map(spelt, map(chr, range(256)))).replace("\n", ""))
+
+
+def test_a_full_disk_is_named_beside_the_last_lines(tmp_path, small_disk):
+    """The worker dies of a log that takes no more, in which it cannot say so; a second run is refused at its start."""
+    script = tmp_path / "fills.py"
+    script.write_text("while True:\n    print('x' * 1000)\n")
+    logs = small_disk(256 << 10)
+    ended = run(tmp_path, "--worker_num=1", f"--log_dir={logs}", script)
+    assert ended.code == 1, ended.out
+    assert f"{logs} takes no more bytes (No space left on device): lines may be missing from the logs" in ended.out
+    (logs / "scheduler.log").write_bytes(b"")  # a run begins a new one
+    again = run(tmp_path, "--worker_num=1", f"--log_dir={logs}", script)
+    assert again.code == 2 and f"--log_dir={logs} cannot be written to: No space left on device" in again.out
+
+
+def test_a_log_that_cannot_be_opened_is_named(tmp_path):
+    (tmp_path / "log_output" / "worker_0.log").mkdir(parents=True)
+    ended = run(tmp_path, "--worker_num=1", WORKER, "say")
+    assert ended.code == 1
+    assert ended.out == "shardwright run: error: log_output/worker_0.log cannot be written: Is a directory\n"
 
 
 def test_last_lines_are_what_a_terminal_would_show(tmp_path):

@@ -133,6 +133,23 @@ def test_text_that_is_run_is_found(line: str) -> None:
     assert runs_text(ast.parse(f"x = 1\n{line}\nnet.eval(); re.compile('a'); torch.compile(net)")) == [2]
 
 
+#: What loads a pickle runs code of its writer. The one file writes torch's own format, and reads none.
+WITH_PICKLE = {"checkpoint/formats.py"}
+
+
+def test_ranks_exchange_no_pickles():
+    """Messages of ranks are JSON (`coordination`): neither pickle nor the collectives of torch that use it."""
+    objects = {"all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"}
+    objects |= {"send_object_list", "recv_object_list"}
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        if any(name.split(".")[0] in ("pickle", "dill", "cloudpickle", "marshal", "shelve") for name in imported(path))
+        or any(isinstance(node, ast.Attribute) and node.attr in objects for node in ast.walk(tree_of(path)))
+    }
+    assert found == WITH_PICKLE
+
+
 def test_no_file_is_above_700_lines():
     lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in FILES}
     assert {name: count for name, count in lines.items() if count > 700} == {}

@@ -14,8 +14,14 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.checkpoint import checkpoint_folders as folders
+from shardwright.checkpoint.folder_lock import LOCK
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
+
+
+def unlocked(path: Path) -> set[str]:
+    """The names in the folder of a run, without its lock, which stays as long as the model is there."""
+    return {name.name for name in path.iterdir()} - {LOCK}
 
 
 class Net(nn.Module):

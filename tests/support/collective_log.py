@@ -193,14 +193,14 @@ def rank_of_eight(rank: int = 3, world: int = 8) -> Iterator[None]:
 
     A mode that searches is searched by rank 0, which sends its plan: there, `rank` is to be 0.
     """
-    held = (process._current[:], agreement._exchanged, agreement._from_first, call_planning.beginnings)
+    held = (process._current[:], agreement._exchanged, agreement.from_first, call_planning.beginnings)
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     agreement._exchanged = lambda mine: [mine] * world
-    agreement._from_first = lambda mine: mine
+    agreement.from_first = lambda mine: mine
     call_planning.beginnings = lambda module: {}
     process._current[:] = [process.Runtime(True, world, rank, torch.device("cpu"), 300.0, False)]
     try:
         yield
     finally:
-        process._current[:], agreement._exchanged, agreement._from_first, call_planning.beginnings = held
+        process._current[:], agreement._exchanged, agreement.from_first, call_planning.beginnings = held
         dist.destroy_process_group()

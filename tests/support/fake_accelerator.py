@@ -83,7 +83,7 @@ def prepare() -> None:
     dist.Backend.backend_capability["fake"].append("npu")
     dist.init_process_group("fake", rank=RANK, world_size=WORLD, store=FakeStore())
     agreement._exchanged = lambda mine: [mine] * WORLD
-    agreement._from_first = lambda mine: mine
+    agreement.from_first = lambda mine: mine
     agreement.Agreement.search = lambda self, graph, settings, find, take: find()  # on rank 0 for all
     call_planning.beginnings = lambda module: {}
     parameters.to_dtensor = on_host(parameters.to_dtensor)

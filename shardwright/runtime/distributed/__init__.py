@@ -13,9 +13,8 @@ gradient_norms       norms of gradients and GradScaler's check, in one all-reduc
 local_steps          steps of optimizers on each rank's slices
 parameter_hooks      hooks that users put on parameters
 agreement            one plan for all ranks, or one error
-coordination         messages between ranks about a checkpoint
-watchdog             the position of each rank, the rank that others wait for, and a common end
-device_events        the collective that a device has come to while the host is ahead
+coordination         messages between ranks, as JSON
+watch                the position of each rank, the rank that others wait for, and a common end
 calibrate            measurement of the cluster
 """
 

@@ -26,32 +26,48 @@ the positions of the others (`watchdog.Peers`). A rank that has begun call n, or
 and never will: this is the error, on every rank.
 
 A program is identified by the number of its planning, which all ranks did together and alike. Calls of one program
-are distinguished by whether a gradient is recorded, and by whether a backward came before: a rank that ran no
-backward waits at its next call, and not in the middle of the others' backward. A program without any collective, as
-an evaluation in data_parallel, is not counted: ranks may make different numbers of such calls.
+are distinguished by whether a gradient is recorded, and by the number of such calls since the last backward (`MOST` at
+most): a rank that makes a second forward waits at its call, and not in the middle of the others' backward. The others
+wait in that backward for this rank, which is at the start of its next call and never comes: this is an error, too, as
+soon as the positions are known. A program without any collective, as an evaluation in data_parallel, is not counted:
+ranks may make different numbers of such calls.
 
 A repeated call costs 0.4 µs; a meeting of four Gloo processes 0.4 ms (measured: benchmarks/README.md).
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ...errors import RuntimeMismatchError, ShardwrightError
+from ...errors import RuntimeMismatchError
 from ...graph import Graph
 from ...partition.local_program import Decisions, PortableDecisions, graph_digest
-from .watchdog import Peers, Seen, WaitPoint, peers, position, spelled, waiting
+from .coordination import error_of, error_words, exchanged, from_first
+from .watch.positions import Seen, WaitPoint, explaining, position, spelled, waiting
+from .watch.watchdog import Peers, peers
 
 __all__ = ["Agreement", "Steps", "begin_planning", "counted"]
 
 #: Shape and dtype of each input of the whole batch.
 Fed = list[tuple[tuple[int, ...], str]]
+
+
+class Handed(Protocol):
+    """A result that one rank hands to others: it has a form that `json_values` takes."""
+
+    def words(self) -> dict[str, Any]:
+        """The result's form."""
+        ...
+
+    @classmethod
+    def read(cls, words: dict[str, Any]) -> Any:
+        """The result of the form."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,7 @@ class _Said:
         fed: shape and dtype of each input of the whole batch.
         failed: the error of its planning, in words; None where it has not failed.
         program: the fingerprint of its plan, or before a search of its graph.
-        settings: other settings that must be equal.
+        settings: other settings that must be equal, as `_spelt`.
         started: a fingerprint of the values of each parameter.
         seed: the program's seed, the number of calls that have drawn before, and the setting `random`.
     """
@@ -72,7 +88,7 @@ class _Said:
     fed: Fed
     failed: str | None
     program: str | None = None
-    settings: Any = None
+    settings: str = ""
     started: dict[str, Any] = field(default_factory=dict)
     seed: tuple[int, int, str] | None = None
 
@@ -96,7 +112,7 @@ class Agreement:
 
         Args:
             graph: the captured graph.
-            settings: all that decides besides the graph; values that can be pickled and compared.
+            settings: all that decides besides the graph.
             find: searches; called on rank 0 alone.
             take: turns the portable decisions into those of another rank.
 
@@ -110,36 +126,38 @@ class Agreement:
             found.append(find())
             return PortableDecisions.of(found[0])
 
-        given = self.first(graph, settings, handed)
+        given = self.first(PortableDecisions, graph, settings, handed)
         return found[0] if found else take(given)
 
-    def first(self, graph: Graph, settings: Any, find: Callable[[], Any]) -> Any:
-        """The result of `find` on rank 0, unchanged, on every rank.
+    def first(self, kind: type[Handed], graph: Graph, settings: Any, find: Callable[[], Handed]) -> Any:
+        """The result of `find` on rank 0, on every rank.
 
         Args:
+            kind: the class of the result.
             graph: the captured graph.
-            settings: all that decides besides the graph; values that can be pickled and compared.
-            find: called on rank 0 alone; its result can be pickled.
+            settings: all that decides besides the graph.
+            find: called on rank 0 alone.
 
         Raises:
             RuntimeMismatchError, Exception: as `search`.
         """
         self._known = True
-        everyone = _exchanged(_Said(self.mode, self.fed, None, graph_digest(graph), settings))
+        everyone = _exchanged(_Said(self.mode, self.fed, None, graph_digest(graph), _spelt(settings)))
         _alike(everyone, "program", "have captured another model than rank 0", "marks and inputs")
         _alike(everyone, "settings", "search with other settings than rank 0", "marks and settings")
         if dist.get_rank():
-            found = _from_first(None)
-            if isinstance(found, Exception):
-                raise found
+            with explaining():
+                said = from_first(None)
+            if "error" in said:
+                raise error_of(said["error"])
             self._known = False
-            return found
+            return kind.read(said["found"])
         try:
             found = find()
         except Exception as error:
-            _from_first(_portable(error))
+            from_first({"error": error_words(error)})
             raise
-        _from_first(found)
+        from_first({"found": found.words()})
         self._known = False
         return found
 
@@ -164,7 +182,7 @@ class Agreement:
         Raises:
             RuntimeMismatchError: on every rank alike, with the ranks that differ and the difference.
         """
-        everyone = _exchanged(_Said(self.mode, self.fed, None, plan.fingerprint, settings, started, seed))
+        everyone = _exchanged(_Said(self.mode, self.fed, None, plan.fingerprint, _spelt(settings), started, seed))
         first = everyone[0]
         _alike(everyone, "program", "have planned another program than rank 0", "marks and settings")
         settled = _others(everyone, "settings")
@@ -196,8 +214,8 @@ def _exchanged(mine: _Said) -> list[_Said]:
     Raises:
         RuntimeMismatchError: ranks have different modes or inputs, or some but not all ranks have failed.
     """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    with explaining():
+        everyone = [_Said(**said) for said in exchanged(vars(mine))]
     first = everyone[0]
     modes = _others(everyone, "mode")
     if modes:
@@ -232,29 +250,22 @@ def _alike(everyone: list[_Said], name: str, message: str, of: str) -> None:
         raise RuntimeMismatchError(f"ranks {other} {message}", legal=f"the same model, {of} on every rank")
 
 
-def _from_first(mine: PortableDecisions | Exception | None) -> Any:
-    """The object that rank 0 passes, on every rank."""
-    held = [mine]
-    dist.broadcast_object_list(held, src=0)
-    return held[0]
-
-
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _portable(error: Exception) -> Exception:
-    """An error that can be pickled: itself, a copy, or a RuntimeError with its words."""
-    if isinstance(error, ShardwrightError):
-        strategy = error.strategy if error.strategy is None or isinstance(error.strategy, str) else repr(error.strategy)
-        return type(error)(
-            error.message, operator=error.operator, source=error.source, strategy=strategy, legal=error.legal
-        )
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # errors of other libraries may hold anything
-        return RuntimeError(_words(error))
-    return error
+def _spelt(value: Any) -> str:
+    """A value in words that are the same on every rank that has an equal value: sets and dicts in order."""
+    if is_dataclass(value) and not isinstance(value, type):
+        inside = ", ".join(f"{f.name}={_spelt(getattr(value, f.name))}" for f in fields(value))
+        return f"{type(value).__name__}({inside})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{_spelt(key)}: {_spelt(held)}" for key, held in value.items())) + "}"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(_spelt, value))) + "}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(map(_spelt, value)) + ")"
+    return repr(value)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -263,10 +274,14 @@ def _same(a: Any, b: Any) -> bool:
 
 # -- calls
 
-#: A call: the number of its program, whether a gradient is recorded, whether a backward came before.
-Runs = tuple[int, bool, bool]
+#: A call: the number of its program, whether a gradient is recorded, the number of calls with a gradient since the last
+#: backward.
+Runs = tuple[int, bool, int]
 
-_PLANNING: Runs = (0, False, False)
+_PLANNING: Runs = (0, False, 0)
+
+#: Calls since the last backward that are told apart. A loop of more forwards, without a backward, meets no more.
+MOST = 4
 
 
 class Steps:
@@ -280,6 +295,7 @@ class Steps:
         self.ranks = ranks
         self._made = 0  # programs planned so far
         self._runs: Runs | None = None  # of the latest call
+        self._forwards = 0  # calls with a gradient since the last backward
         self._fresh = False  # the program was planned in this call
         self._meetings = 0
         self._last = ""
@@ -291,17 +307,16 @@ class Steps:
     def made(self) -> int:
         """The number of the program that all ranks have just planned."""
         self._made += 1
-        self._runs, self._fresh = (self._made, torch.is_grad_enabled(), False), True
+        self._runs, self._fresh = (self._made, torch.is_grad_enabled(), 0), True
         return self._made
 
-    def begin(self, number: int, what: str, talks: bool, looks_back: bool) -> None:
+    def begin(self, number: int, what: str, talks: bool) -> None:
         """Begin a call of a program; meet the other ranks where the program is not that of the latest call.
 
         Args:
             number: of the program.
             what: the program in words.
             talks: True where the program has collectives even if no gradient is recorded.
-            looks_back: True where a backward brings all ranks to wait points of a backward.
 
         Raises:
             RuntimeMismatchError: other ranks run something else in this call.
@@ -309,14 +324,20 @@ class Steps:
         """
         grad = torch.is_grad_enabled()
         if self._fresh and self._runs is not None and self._runs[0] == number:
-            self._fresh, position.program, position.back = False, what, False
+            self._fresh, position.program, self._forwards = False, what, 0
         elif grad or talks:
-            runs = (number, grad, looks_back and position.back)
-            position.back = False
+            if position.back:
+                self._forwards = 0
+            runs = (number, grad, min(self._forwards, MOST) if grad else 0)
             if self._runs == runs:
                 position.call += 1
             else:
-                self._turn(runs, what if grad else f"{what}, without gradients")
+                count = f", call {self._forwards + 1} since the last backward" if self._forwards else ""
+                self._turn(runs, f"{what}{count}" if grad else f"{what}, without gradients")
+        else:
+            return
+        position.back = False
+        self._forwards += grad
 
     def _turn(self, runs: Runs, what: str) -> None:
         """Change to another program than that of the latest call."""
@@ -324,19 +345,38 @@ class Steps:
         position.program = what
         self._runs, self._fresh = runs, False
         self._meetings += 1
-        self._meet(f"{self._meetings}/{position.call}/{runs[0]}{'g' * runs[1]}{'b' * runs[2]}", what)
+        self._meet(f"{self._meetings}/{position.call}/{runs[0]}{'g' * runs[1]}{runs[2]}", what)
 
     def _meet(self, key: str, what: str) -> None:
         ranks = self.ranks
         with waiting(WaitPoint(f"the start of {what}", key=key)):
             if ranks.store.add(f"meet/{key}", 1) < ranks.world:
-                ranks.wait(f"met/{key}", lambda seen: _mismatch(seen, ranks.rank))
+                ranks.wait(f"met/{key}", lambda seen: _mismatch(seen, ranks.rank) or self._missed(seen))
             else:
                 ranks.store.set(f"met/{key}", "1")
                 if self._last:  # all ranks have left it
                     for kind in ("meet", "met"):
                         ranks.store.delete_key(f"{kind}/{self._last}")
         self._last = key
+
+    def _missed(self, seen: Mapping[int, Seen]) -> RuntimeMismatchError | None:
+        """The error where others wait for this rank in the backward of its last call, which it has not made: it is at
+        the start of another call."""
+        rank, mine = self.ranks.rank, seen.get(self.ranks.rank)
+        if mine is None or position.back or not self._forwards:
+            return None
+        late = {
+            r: at
+            for r, at in seen.items()
+            if at.back and at.call == mine.call - 1 and rank in (at.ranks or range(self.ranks.world))
+        }
+        if not late:
+            return None
+        return RuntimeMismatchError(
+            f"call {mine.call} of rank {rank} is {position.program}, without a backward of call {mine.call - 1}, in "
+            f"which {spelled(late)} {'wait' if len(late) > 1 else 'waits'} for it at {next(iter(late.values())).place}",
+            legal="on every rank as many calls of the model before each backward",
+        )
 
 
 def _mismatch(seen: Mapping[int, Seen], rank: int) -> RuntimeMismatchError | None:
@@ -400,7 +440,7 @@ def counted(plan: Any) -> Callable[[], None] | None:
         or plan.own is not None
         or any(getattr(i, "forward", None) is not None and i.forward.collectives for i in plan.program.instructions)
     )
-    return lambda: steps.begin(number, what, talks, not stages)
+    return lambda: steps.begin(number, what, talks)
 
 
 def _call_text(plan: Any) -> str:

@@ -46,7 +46,7 @@ from .dtensors import beginning, leaf_of
 from .gradient_fusion import Accumulation, Due, Fusion
 from .gradients import Unsummed, hand_over, keep_unsummed, take_unsummed, unsummed_over
 from .process_groups import Group, ProcessGroups, Rider
-from .watchdog import WaitPoint, waiting
+from .watch.positions import WaitPoint, waiting
 
 __all__ = ["GradientSums", "Scatter", "SumInTurns", "block_of"]
 

@@ -33,6 +33,7 @@ from ...layout import Digit, Layout
 from ...process import Runtime
 from ...redistribution import CollectiveKind, Placement, Redistribution, redistribution
 from .collectives import bind_all
+from .coordination import exchanged
 from .process_groups import ProcessGroups
 
 __all__ = ["Timing", "calibrate", "fit", "levels_of"]
@@ -74,8 +75,7 @@ def calibrate(runtime: Runtime, name: str | None = None, rounds: int = ROUNDS) -
     Raises:
         SettingError: one rank alone; hosts with different numbers of ranks, or with ranks that are not neighbours.
     """
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
+    hosts: list[str] = exchanged(socket.gethostname())
     inner, outer = levels_of(hosts)
     if len(hosts) == 1:
         raise SettingError("one rank alone has no links to measure", legal="two ranks or more")

@@ -1,15 +1,20 @@
-"""Messages between ranks about a checkpoint, over a process group of their own.
+"""Messages between ranks: values as JSON (`json_values`), over a process group. Nothing that arrives is run.
 
-The separate group keeps a save in the background from getting between the collectives of the training. Ranks of one
-host exchange the messages through shared memory, which takes a tenth of the time.
+1. `exchanged`, `from_first`: a message of each rank for all, or of rank 0 for all, over any process group.
 
-A step of a save or a load either succeeds on all ranks or on none: each step ends in `agreed`, which raises the same
-error on all ranks.
+2. `ProcessRanks`: messages about a checkpoint, over a process group of their own. The separate group keeps a save in
+   the background from getting between the collectives of the training. Ranks of one host exchange the messages through
+   shared memory, which takes a tenth of the time. A step of a save or a load either succeeds on all ranks or on none:
+   each step ends in `agreed`, which raises the same error on all ranks.
+
+3. Errors travel as their class's name and text (`error_words`, `error_of`): an error of the package and of Python
+   itself arrives as it is, any other one as a RuntimeError with its text.
 """
 
 from __future__ import annotations
 
-import pickle
+import builtins
+import contextlib
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,18 +26,96 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ... import errors
 from ...errors import CheckpointError, ShardwrightError
+from ...json_files.json_values import dumps, loads
 from ...process import current
 from ...redistribution.collective_kinds import CollectiveKind
 from .shared_memory import HostMemory, sharing
 
-__all__ = ["ProcessRanks", "SingleRank", "ranks_of_now"]
+__all__ = ["ProcessRanks", "SingleRank", "error_of", "error_words", "exchanged", "from_first", "ranks_of_now"]
 
 #: Longer than the timeout of a step's collective: a rank waits for others that write.
 _TIMEOUT = timedelta(minutes=60)
 
 #: Bytes of a message through shared memory, and the bytes in it that hold its length; longer messages use Gloo.
 _ROW, _LENGTH = 256 << 10, 8
+
+
+# -- any process group
+
+
+def exchanged(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The messages of all ranks of a group, by rank; None: of the default group. Every rank calls this.
+
+    Args:
+        mine: the message of this rank, of values that `json_values` takes.
+    """
+    return [loads(text) for text in _gathered(dumps(mine), group)]
+
+
+def from_first(mine: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """The message of rank 0 of a group, on every rank. Every rank calls this; messages of other ranks are not sent."""
+    text = dumps(mine) if dist.get_rank(group) == 0 else b""
+    device = _device_of(group)
+    length = torch.tensor(len(text), device=device)
+    dist.broadcast(length, group=group, group_src=0)
+    row = _row(text, int(length), device)
+    dist.broadcast(row, group=group, group_src=0)
+    return loads(bytes(row.cpu().numpy()))
+
+
+def _gathered(text: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """The bytes of all ranks, by rank."""
+    device, world = _device_of(group), dist.get_world_size(group)
+    lengths = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(lengths, torch.tensor(len(text), device=device), group=group)
+    sizes = torch.stack(lengths).tolist()
+    rows = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(world)]
+    dist.all_gather(rows, _row(text, max(sizes), device), group=group)
+    return [bytes(row[:size].cpu().numpy()) for row, size in zip(rows, sizes)]
+
+
+def _row(text: bytes, length: int, device: torch.device) -> Tensor:
+    """Bytes as a tensor of `length` elements."""
+    row = torch.zeros(length, dtype=torch.uint8, device="cpu")
+    row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else row[:0]
+    return row.to(device)
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """The device whose tensors a group sends."""
+    return torch.device("cpu") if dist.get_backend(group) in ("gloo", "mpi") else current().device
+
+
+# -- errors
+
+
+def error_words(error: Exception) -> dict[str, Any]:
+    """An error as values that `json_values` takes."""
+    words: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
+    if isinstance(error, ShardwrightError):
+        strategy = error.strategy if error.strategy is None or isinstance(error.strategy, str) else repr(error.strategy)
+        words |= {"message": error.message, "operator": error.operator, "source": error.source, "strategy": strategy}
+        words["legal"] = error.legal
+    return words
+
+
+def error_of(words: dict[str, Any]) -> Exception:
+    """The error of `error_words`: of the same class where it is one of the package, or one of Python's that is made
+    from a text; else a RuntimeError with its class's name and text."""
+    name, message = words["kind"], words["message"]
+    kind = getattr(errors, name, None) if name in errors.__all__ else getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, ShardwrightError):
+        more = {key: words.get(key) for key in ("operator", "source", "strategy", "legal")}
+        return kind(message, **more)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with contextlib.suppress(TypeError):  # it is not made from a text
+            return kind(message)
+    return RuntimeError(f"{name}: {message}")
+
+
+# -- ranks that save and load
 
 
 class SingleRank:
@@ -68,10 +151,10 @@ class SingleRank:
         """
         if self.world == 1 and error is not None and not isinstance(error, OSError):
             raise error
-        said = self.exchanged((None if error is None else portable(error), mine))
+        said = self.exchanged((None if error is None else error_words(_portable(error)), mine))
         failed = [(rank, e) for rank, (e, _) in enumerate(said) if e is not None]
         if failed:
-            rank, first = failed[0]
+            rank, first = failed[0][0], error_of(failed[0][1])
             if len(failed) < self.world and isinstance(first, ShardwrightError):
                 first = type(first)(
                     f"{first.message} (on rank {rank})",
@@ -96,41 +179,28 @@ class ProcessRanks(SingleRank):
         self._hosts = self.exchanged(_host())
 
     def exchanged(self, mine: Any) -> list[Any]:
-        if (words := self._words(mine)) is not None:
-            return [pickle.loads(word) for word in words]
-        out: list[Any] = [None] * self.world
-        self._talked(dist.all_gather_object, out, mine, group=self.group)
-        return out
+        return [loads(text) for text in self._texts(dumps(mine))]
 
     def gathered(self, mine: Any) -> list[Any]:
-        if (words := self._words(mine)) is not None:
-            return [pickle.loads(word) for word in words] if self.rank == 0 else []
-        out: list[Any] | None = [None] * self.world if self.rank == 0 else None
-        self._talked(dist.gather_object, mine, out, group=self.group)
-        return out or []
+        texts = self._texts(dumps(mine))
+        return [loads(text) for text in texts] if self.rank == 0 else []
 
     def from_first(self, mine: Any) -> Any:
-        if (words := self._words(mine if self.rank == 0 else None)) is not None:
-            return mine if self.rank == 0 else pickle.loads(words[0])
-        held = [mine]
-        self._talked(dist.broadcast_object_list, held, src=0, group=self.group)
-        return held[0]
+        return loads(self._texts(dumps(mine if self.rank == 0 else None))[0])
 
-    def _words(self, mine: Any) -> list[bytes] | None:
-        """The messages of all ranks, pickled, through shared memory. None on all ranks where there is no such
-        memory, or where one message does not fit."""
-        if self._memory is None:
-            return None
-        word = pickle.dumps(mine)
-        row = self._memory.rows[self._memory.round, self.rank].numpy()
-        row[:_LENGTH] = np.frombuffer(len(word).to_bytes(_LENGTH, "little"), np.uint8)
-        if len(word) <= _ROW - _LENGTH:
-            row[_LENGTH : _LENGTH + len(word)] = np.frombuffer(word, np.uint8)
-        rows = self._memory.rows[self._talked(self._memory.meet, CollectiveKind.ALL_GATHER, 0)].numpy()
-        lengths = [int.from_bytes(row[:_LENGTH].tobytes(), "little") for row in rows]
-        if max(lengths) > _ROW - _LENGTH:
-            return None
-        return [row[_LENGTH : _LENGTH + length].tobytes() for row, length in zip(rows, lengths)]
+    def _texts(self, mine: bytes) -> list[bytes]:
+        """The messages of all ranks: through shared memory, or over Gloo where there is none, or where one message does
+        not fit."""
+        if self._memory is not None:
+            row = self._memory.rows[self._memory.round, self.rank].numpy()
+            row[:_LENGTH] = np.frombuffer(len(mine).to_bytes(_LENGTH, "little"), np.uint8)
+            if len(mine) <= _ROW - _LENGTH:
+                row[_LENGTH : _LENGTH + len(mine)] = np.frombuffer(mine, np.uint8)
+            rows = self._memory.rows[self._talked(self._memory.meet, CollectiveKind.ALL_GATHER, 0)].numpy()
+            lengths = [int.from_bytes(row[:_LENGTH].tobytes(), "little") for row in rows]
+            if max(lengths) <= _ROW - _LENGTH:
+                return [row[_LENGTH : _LENGTH + length].tobytes() for row, length in zip(rows, lengths)]
+        return self._talked(_gathered, mine, self.group)
 
     def remote(self, rank: int) -> bool:
         return self._hosts[rank] != self._hosts[0]
@@ -197,13 +267,8 @@ def _host() -> str:
         return socket.gethostname()
 
 
-def portable(error: Exception) -> Exception:
-    """A copy of an error that can be pickled and sent to other ranks."""
-    if isinstance(error, ShardwrightError):
-        strategy = error.strategy if error.strategy is None or isinstance(error.strategy, str) else repr(error.strategy)
-        return type(error)(
-            error.message, operator=error.operator, source=error.source, strategy=strategy, legal=error.legal
-        )
+def _portable(error: Exception) -> Exception:
+    """The error of a step of a save or a load as other ranks see it."""
     if isinstance(error, OSError):
         return CheckpointError(error.strerror or str(error), source=error.filename and str(error.filename))
-    return RuntimeError(f"{type(error).__name__}: {error}")
+    return error if isinstance(error, ShardwrightError) else RuntimeError(f"{type(error).__name__}: {error}")

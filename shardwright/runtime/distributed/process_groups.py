@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...layout import Digits, digits_size, group_of, groups, merge
-from ...process import TORCH_WAITS, current
+from ...process import current, torch_timeout
 from ...redistribution import digits_value
 from .shared_memory import SameHost, sharing
 
@@ -100,7 +100,7 @@ class ProcessGroups:
             made, size, position = self._make(key), digits_size(key), digits_value(key, self.rank)
             host = None
             if self.exchanges and size > 1:
-                wait = self.timeout or timedelta(seconds=current().timeout * TORCH_WAITS)
+                wait = self.timeout or torch_timeout(current().timeout)
                 host = SameHost.of(made, size, position, wait, self.share)
             self._groups[key] = Group(made, size, position, self.exchanges, host)
         return self._groups[key]

@@ -29,7 +29,7 @@ from .buckets import Scatter, block_of
 from .collectives import Bound, arrangements, begin_gather, bind_all
 from .compiled_parts import BoundSum, SumsEnd, gathered_again, late_scatter
 from .process_groups import Group, ProcessGroups
-from .watchdog import WaitPoint, noted
+from .watch.positions import WaitPoint, noted
 
 __all__ = ["RankExecutor"]
 

@@ -37,6 +37,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import re
 import secrets
 import sys
 import tempfile
@@ -44,7 +45,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,8 @@ from ..local.shards import reduce_terms
 __all__ = ["HostMemory", "SameHost", "sharing"]
 
 
-_FOLDER = "/dev/shm"
+_FOLDER, _PREFIX = "/dev/shm", "shardwright-"
+_MESSAGE = 64  # bytes with which a rank tells the others its file
 _PAGE = mmap.PAGESIZE
 # Offsets in page 0. A semaphore takes 32 bytes at most (glibc and musl, 64-bit). They are apart, as ranks write them
 # by turns.
@@ -123,16 +124,16 @@ class HostMemory:
             with contextlib.suppress(OSError):
                 made = _made(_head(ranks) + 2 * ranks * row_bytes, ranks)
         try:
-            path, nonce = _all(group, ranks, made[1:] if made else ("", b""))[0]
+            told = _all(group, ranks, b"" if made is None else made[1] + os.path.basename(made[2]).encode())[0]
             if wanted:
-                file = made[0] if made else _opened(path, nonce)
+                file = made[0] if made else _opened(told)
             if file is not None and not _reserved(file, ranks, position, row_bytes):
                 os.close(file)
                 file = None
-            everywhere = all(_all(group, ranks, file is not None))
+            everywhere = all(_all(group, ranks, b"" if file is None else b"here"))
         finally:
             if made:
-                os.unlink(made[1])
+                os.unlink(made[2])
         if everywhere:
             return cls(file, ranks, position, row_bytes, timeout)
         if file is not None:
@@ -198,11 +199,13 @@ class HostMemory:
         return False
 
 
-def _all(group: dist.ProcessGroup, ranks: int, mine: Any) -> list[Any]:
-    out = [None] * ranks
+def _all(group: dist.ProcessGroup, ranks: int, mine: bytes) -> list[bytes]:
+    """The messages of all ranks, of `_MESSAGE` bytes at most."""
     with torch.device("cpu"):  # Gloo allocates on the default device
-        dist.all_gather_object(out, mine, group=group)
-    return out
+        row = torch.frombuffer(bytearray(mine.ljust(_MESSAGE, b"\0")), dtype=torch.uint8)
+        rows = [torch.empty(_MESSAGE, dtype=torch.uint8) for _ in range(ranks)]
+        dist.all_gather(rows, row, group=group)
+    return [bytes(row.numpy()).rstrip(b"\0") for row in rows]
 
 
 def _spelled(what: int) -> str:
@@ -215,13 +218,13 @@ def _head(ranks: int) -> int:
     return -(-(_OWN + ranks * (_LINE + 2 * 8)) // _PAGE) * _PAGE
 
 
-def _made(nbytes: int, ranks: int) -> tuple[int, str, bytes]:
-    """A new file with its semaphores: (descriptor, path, nonce)."""
-    file, path = tempfile.mkstemp(prefix="shardwright-", dir=_FOLDER)
+def _made(nbytes: int, ranks: int) -> tuple[int, bytes, str]:
+    """A new file with its semaphores: (descriptor, nonce, path). Only this user may open it."""
+    file, path = tempfile.mkstemp(prefix=_PREFIX, dir=_FOLDER)
     try:
         os.ftruncate(file, nbytes)
         os.posix_fallocate(file, 0, _head(ranks))  # a write to missing memory would end the process
-        nonce = secrets.token_bytes(16)
+        nonce = secrets.token_hex(8).encode()
         with mmap.mmap(file, _head(ranks)) as head:
             head[_NONCE] = nonce
             start = ctypes.c_char.from_buffer(head)
@@ -233,18 +236,23 @@ def _made(nbytes: int, ranks: int) -> tuple[int, str, bytes]:
         os.close(file)
         os.unlink(path)
         raise
-    return file, path, nonce
+    return file, nonce, path
 
 
-def _opened(path: str, nonce: bytes) -> int | None:
-    """The file of another rank, where this host has it; else None."""
-    if not path or _calls is None:
+def _opened(told: bytes) -> int | None:
+    """The file of another rank, where this host has it; else None.
+
+    Args:
+        told: the nonce, and the file's name.
+    """
+    nonce, name = told[:16], told[16:].decode("ascii", "replace")
+    if not re.fullmatch(_PREFIX + "[a-z0-9_]+", name) or _calls is None:
         return None
     try:
-        file = os.open(path, os.O_RDWR)
+        file = os.open(os.path.join(_FOLDER, name), os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return None
-    if os.pread(file, 16, 0) == nonce:
+    if os.pread(file, 16, 0) == nonce and os.fstat(file).st_uid == os.geteuid():
         return file
     os.close(file)
     return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -22,6 +21,7 @@ from torch import nn
 import shardwright as sw
 from shardwright import planning as make
 from shardwright.capture.export import capture
+from shardwright.json_files.json_values import dumps, loads
 from shardwright.partition.local_program import PortableDecisions, graph_digest
 from shardwright.planfile.document_writer import written
 from shardwright.planners.planning_problem import PLANNERS
@@ -289,7 +289,7 @@ def test_what_comes_back_is_what_was_decided(make_net: Callable, x: torch.Tensor
         found = find()
         other = capture(make_net(), (x,))
         assert other is not graph and graph_digest(other) == graph_digest(graph)
-        handed = pickle.loads(pickle.dumps(PortableDecisions.of(found)))
+        handed = PortableDecisions.read(loads(dumps(PortableDecisions.of(found).words())))
         held.append(
             (
                 found,

@@ -10,7 +10,14 @@ from ranks import run_ranks, run_scenarios
 
 import shardwright as sw
 from shardwright.errors import CheckpointError
-from shardwright.runtime.distributed.coordination import ProcessRanks, ranks_of_now
+from shardwright.runtime.distributed.coordination import (
+    ProcessRanks,
+    error_of,
+    error_words,
+    exchanged,
+    from_first,
+    ranks_of_now,
+)
 
 WORLD = 4
 
@@ -33,6 +40,31 @@ def what_is_said_is_heard(rank: int, world: int) -> None:
             talking.agreed(error)
 
 
+def errors_of_all_kinds_are_heard(rank: int, world: int) -> None:
+    talking = ranks_of_now()
+    for error, kind, text in (
+        (sw.StrategyError("not so", operator="up", source="net.py:4", strategy=(1, 2), legal="so"), None, "not so"),
+        (OSError(28, "No space left on device", "disk"), CheckpointError, "No space left on device"),
+        (ZeroDivisionError("by nothing"), RuntimeError, "ZeroDivisionError: by nothing"),
+    ):
+        with pytest.raises(kind or type(error), match=text) as raised:
+            talking.agreed(error if rank == 2 else None)
+        if kind is None:
+            told = (raised.value.operator, raised.value.source, raised.value.strategy, raised.value.legal)
+            assert told == ("up", "net.py:4", "(1, 2)", "so")
+    assert exchanged({"rank": rank, "of": (rank, None, float("inf"))}) == [
+        {"rank": r, "of": (r, None, float("inf"))} for r in range(world)
+    ]
+    assert from_first(f"{rank}" * 10**6) == "0" * 10**6
+
+
+def test_an_error_that_is_none_of_ours_nor_pythons_arrives_as_its_text() -> None:
+    for name in ("Unheard", "PACKAGE_FOLDER", "os", "print", "exit", "ExceptionGroup", "UnicodeDecodeError"):
+        error = error_of({"kind": name, "message": "text"})
+        assert type(error) is RuntimeError and str(error) == f"{name}: text"
+    assert repr(error_of(error_words(ValueError("text")))) == "ValueError('text')"
+
+
 def two_talks_at_once(rank: int, world: int) -> None:
     """A save in the background speaks while the loop asks whether it is time for the next."""
     saves, clock, heard = ranks_of_now(), ranks_of_now("clock"), []
@@ -51,7 +83,7 @@ def two_talks_at_once(rank: int, world: int) -> None:
     assert heard == [[("save", number, r) for r in range(world)] for number in range(100)]
 
 
-SCENARIOS = {f.__name__: f for f in (what_is_said_is_heard, two_talks_at_once)}
+SCENARIOS = {f.__name__: f for f in (what_is_said_is_heard, errors_of_all_kinds_are_heard, two_talks_at_once)}
 
 
 def on_ranks(rank: int, world: int) -> dict[str, str | None]:

@@ -140,6 +140,18 @@ def test_groups_that_meet_by_turns() -> None:
     assert all(run_ranks(groups_side_by_side, WORLD))
 
 
+def test_the_file_is_this_users_alone_and_no_other_file_is_opened(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(host_memory, "_FOLDER", str(tmp_path))
+    file, nonce, path = host_memory._made(host_memory._head(2), 2)
+    name = Path(path).name
+    assert os.fstat(file).st_mode & 0o777 == 0o600
+    os.close(host_memory._opened(nonce + name.encode()))
+    (tmp_path / "shardwright-link").symlink_to(path)
+    for told in (b"", nonce, b"0" * 16 + name.encode(), nonce + b"shardwright-link", nonce + f"../{path}".encode()):
+        assert host_memory._opened(told) is None, told
+    os.close(file)
+
+
 def left_of(names: set[str]) -> set[str]:
     """Those of some files that stay. Ranks of other tests have such files too, for a while."""
     until = time.monotonic() + 60
@@ -160,10 +172,10 @@ def not_shared(rank: int, world: int, why: str) -> tuple[bool, set[str], torch.T
     if why == "no memory at all":
         host_memory._FOLDER = "/dev/null/none"
     if why == "another host" and rank == 3:
-        host_memory._opened = lambda path, nonce: None
+        host_memory._opened = lambda told: None
     if why == "another file of the name" and rank == 3:
         opened = host_memory._opened
-        host_memory._opened = lambda path, nonce: opened(path, b"0" * 16)
+        host_memory._opened = lambda told: opened(b"0" * 16 + told[16:])
     groups = ProcessGroups(world, rank)
     source, target = layouts("all_reduce")
     got = convert(redistribution(source, target), local(source, (4, 4, 4), rank), rank, groups)

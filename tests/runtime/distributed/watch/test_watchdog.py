@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,8 +25,12 @@ from small_networks import D, draw, labels
 from torch import nn
 
 import shardwright as sw
-from shardwright.runtime.distributed.device_events import PassedPlaces
-from shardwright.runtime.distributed.watchdog import Seen, WaitPoint, not_moving, peers, position, spelled, waiting
+from shardwright.process import Runtime, torch_timeout
+from shardwright.runtime.distributed.agreement import Steps
+from shardwright.runtime.distributed.watch import watchdog
+from shardwright.runtime.distributed.watch.device_events import PassedPlaces
+from shardwright.runtime.distributed.watch.positions import Seen, WaitPoint, not_moving, position, spelled, waiting
+from shardwright.runtime.distributed.watch.watchdog import peers
 
 WORLD = 4
 PATIENCE = 4.0  # seconds that a rank waits for another, once it has become impatient
@@ -70,6 +73,18 @@ class Trained:
     def steps(self, count: int, rows: int = 16) -> None:
         for _ in range(count):
             self(rows).backward()
+
+
+class Pipelined(Trained):
+    """Two layers in two stages on four ranks."""
+
+    def __init__(self) -> None:
+        sw.init(timeout=60)
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 8, dtype=D), nn.Linear(8, 8, dtype=D))
+        sw.set_stage(self.net[0], 0), sw.set_stage(self.net[1], 1)
+        self.model = sw.AutoParallel(self.net, nn.CrossEntropyLoss()).dataset_strategy("full_batch")
+        self.model.pipeline(stages=2, micro_batches=2)
 
 
 def grow_impatient() -> None:
@@ -128,6 +143,48 @@ def without_gradients(rank: int) -> None:
         model()
 
 
+@scenario
+def a_second_forward(rank: int) -> None:
+    """Rank 2 makes one more forward than the others before the backward. None would find it out by its patience."""
+    model = Trained()
+    model.steps(2)
+    dist.barrier()
+    peers().patience = 10 * DEADLINE
+    loss = model()
+    if rank == 2:
+        model()
+    loss.backward()
+
+
+@scenario
+def a_second_step_of_a_pipeline(rank: int) -> None:
+    """A pipeline runs the backward with the forward, and the others go on to their next call."""
+    model = Pipelined()
+    model.steps(2)
+    dist.barrier()
+    peers().patience = 10 * DEADLINE
+    if rank == 2:
+        model()
+        model()
+    model.steps(2)
+
+
+SECOND = {
+    "a_second_forward": r"call 4 of rank 2 is program 1 .*, call 2 since the last backward, without a backward of call "
+    r"3, in which ranks? 0.* waits? for it at the all_",
+    "a_second_step_of_a_pipeline": r"call 4 of rank 2 is program 1 .*, call 2 since the last backward",
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_a_second_forward_of_one_rank_is_an_error_at_that_call(name: str, ended) -> None:
+    end = ended[name]
+    assert end.codes == [1] * WORLD, end
+    for wrote in end.wrote:
+        assert re.search("RuntimeMismatchError: .*" + SECOND[name], wrote), wrote
+    assert re.search(rf"in {name}\n    model\(\)\n", end.wrote[2]), "at that call"
+
+
 MISMATCHES = {
     "another_shape": ("call 6 of rank 2 is program 2 (plan", "inputs float64[32, 8]"),
     "a_new_shape": ("call 3 of rank 2 is the planning of a model", "call 3 of ranks 0-1, 3 is program "),
@@ -164,6 +221,8 @@ def alike(rank: int) -> None:
     time.sleep(0.7 * rank)
     other.steps(1)
     dist.barrier()
+    watchdog.GRACE = 0.5
+    time.sleep(4 * (rank == 0))  # the end of the others is no reason to end
     sys.exit(5)
 
 
@@ -196,9 +255,7 @@ def nobody_watches(rank: int) -> None:
     sw.init(watch=False)
     model = sw.AutoParallel(network(), nn.CrossEntropyLoss()).dataset_strategy("full_batch")
     model(draw(16, 8), labels(16)).backward()
-    from shardwright.runtime.distributed import watchdog as peers
-
-    assert peers.peers() is None and not peers._made
+    assert peers() is None and not watchdog._made
     dist.barrier()
     sys.exit(5)
 
@@ -246,17 +303,6 @@ def is_stopped(rank: int) -> None:
 
 
 @scenario
-def makes_no_backward(rank: int) -> None:
-    model = Trained()
-    model.steps(2)
-    grow_impatient()
-    loss = model()
-    if rank != 2:
-        loss.backward()
-    model.steps(1)
-
-
-@scenario
 def does_not_come_to_another_program(rank: int) -> None:
     model = Trained()
     model.steps(2)
@@ -269,17 +315,12 @@ def does_not_come_to_another_program(rank: int) -> None:
 
 @scenario
 def a_rank_of_a_stage_sleeps(rank: int) -> None:
-    sw.init(timeout=60)
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 8, dtype=D), nn.Linear(8, 8, dtype=D))
-    sw.set_stage(net[0], 0), sw.set_stage(net[1], 1)
-    model = sw.AutoParallel(net, nn.CrossEntropyLoss()).dataset_strategy("full_batch")
-    model.pipeline(stages=2, micro_batches=2)
-    model(draw(16, 8), labels(16)).backward()
+    model = Pipelined()
+    model.steps(1)
     grow_impatient()
     if rank == 2:
         time.sleep(600)
-    model(draw(16, 8), labels(16)).backward()
+    model.steps(1)
 
 
 @scenario
@@ -321,8 +362,6 @@ STUCK = {
     "sleeps_in_a_hook": r"rank 2 has not come to the .*in its backward, in call 2; .*\n  rank 2 is at "
     r"test_watchdog.py:\d+ in sleep_for_ever",
     "is_stopped": r"rank 2 has not come to the .* in call 3; .*\n  rank 2 does not answer",
-    "makes_no_backward": r"ranks wait for one another at different places, .*rank 2 is at the start of program 1 .* in "
-    r"call 4",
     "does_not_come_to_another_program": r"rank 2 has not come to the start of program 1 .*without gradients in call 3; "
     r"ranks 0-1, 3 wait there",
 }
@@ -336,6 +375,20 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_is_missing_from(name: s
         assert end.codes[rank] == 1, end
         assert "StuckError" in end.wrote[rank], end.wrote[rank]
         assert re.search(STUCK[name], end.wrote[rank]), end.wrote[rank]
+        last = end.wrote[rank].rpartition("errors.StuckError: ")[2]
+        assert not re.search(r"Traceback|frame #", last), "the error is the last thing that is written"
+
+
+@given(st.floats(1, 2000), st.floats(1, 2000), st.booleans())
+def test_torchs_own_error_comes_after_the_verdict(asked: float, own: float, joined: bool) -> None:
+    """Whatever timeout the user gives to `sw.init`, or to a process group of their own."""
+    torchs = torch_timeout(asked).total_seconds() if joined else own
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "current", lambda: Runtime(True, 4, 0, torch.device("cpu"), asked))
+        patch.setattr(watchdog, "group_timeout", lambda device: timedelta(seconds=torchs))
+        patience, look = watchdog._patience()
+    assert 0 < look <= min(1, patience / 4) and patience + watchdog.LOOKS * look <= torchs + 1e-3
+    assert patience == pytest.approx(min(asked, patience)) and (not joined or patience > 0.999 * asked)
 
 
 # -- ranks that die ----------------------------------------------------------------------------------------------------
@@ -345,8 +398,6 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_is_missing_from(name: s
 def is_killed_in_a_collective(rank: int) -> None:
     """Rank 2 dies while it is in the middle of a sum: from a thread, so that its main thread is inside."""
     import threading
-
-    from shardwright.runtime.distributed.watchdog import position
 
     model = Trained()
     model.steps(2)
@@ -372,29 +423,50 @@ def is_killed_while_planning(rank: int) -> None:
 
 
 @scenario
-def is_killed_between_steps(rank: int) -> None:
+def is_killed_while_the_others_compute(rank: int) -> None:
+    """No rank waits for it: the end of its process alone is noticed."""
     model = Trained()
     model.steps(2)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+@scenario
+def rank_0_is_killed(rank: int) -> None:
+    """Its process has the store by which the ranks talk."""
+    model = Trained()
     model.steps(2)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
 
 
-DEATHS = ("is_killed_in_a_collective", "is_killed_while_planning", "is_killed_between_steps")
+DEATHS = {
+    "is_killed_in_a_collective": 2,
+    "is_killed_while_planning": 2,
+    "is_killed_while_the_others_compute": 2,
+    "rank_0_is_killed": 0,
+}
 
 
 @pytest.mark.parametrize("name", DEATHS)
-def test_when_a_rank_is_killed_the_others_end(name: str, ended) -> None:
-    end = ended[name]
-    assert end.codes[2] == -signal.SIGKILL
-    assert all(code not in (None, 0) for code in end.codes), end
+def test_when_a_rank_is_killed_the_others_end_and_name_it(name: str, ended) -> None:
+    end, killed = ended[name], DEATHS[name]
+    assert end.codes == [-signal.SIGKILL if rank == killed else 1 for rank in range(WORLD)], end
+    for rank, wrote in enumerate(end.wrote):
+        assert rank == killed or re.fullmatch(
+            rf"shardwright.errors.StuckError: rank {killed} has ended without a word: process \d+ on the host \S+ was "
+            "killed, or has crashed",
+            wrote.rstrip().split("\n")[-1],
+        ), wrote
 
 
 # -- ranks that are told to end ----------------------------------------------------------------------------------------
 
 
 def told_to_end(rank: int, whom: int, signals: int = 1) -> None:
-    from shardwright.runtime.distributed.watchdog import Ending
+    from shardwright.runtime.distributed.watch.ending import Ending
 
     model, ending = Trained(), Ending()
     for step in range(100_000):
@@ -420,7 +492,7 @@ def rank_3_is_told_to_end(rank: int) -> None:
 @scenario
 def all_are_told_to_end_without_collectives(rank: int) -> None:
     """Nothing holds the ranks together, of which each is at another step when the signal comes."""
-    from shardwright.runtime.distributed.watchdog import Ending
+    from shardwright.runtime.distributed.watch.ending import Ending
 
     model = Trained()
     model.steps(1)
@@ -447,7 +519,7 @@ def test_a_signal_ends_all_ranks_after_the_same_step(name: str, ended) -> None:
 
 
 def test_in_one_process_the_step_of_the_signal_is_the_last() -> None:
-    from shardwright.runtime.distributed.watchdog import Ending
+    from shardwright.runtime.distributed.watch.ending import Ending
 
     before = signal.getsignal(signal.SIGTERM)
     ending = Ending()
@@ -463,11 +535,77 @@ def test_in_one_process_the_step_of_the_signal_is_the_last() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+# -- calls, without ranks
+
+
+class Alone:
+    """Peers of rank 1 of two that are not there: a meeting asks its judge about the other's position, and goes on."""
+
+    rank, world = 1, 2
+
+    def __init__(self, other: Callable[[Seen], Seen]) -> None:
+        self.store, self.other, self.judged = dist.HashStore(), other, []
+
+    def wait(self, key: str, judge: Callable[[dict[int, Seen]], Exception | None]) -> None:
+        mine = Seen(position.call, position.program, position.place.what, (), position.place.key, False, 0.0, "")
+        self.judged.append(judge({0: self.other(mine), 1: mine}))
+
+
+@pytest.fixture
+def calls(monkeypatch) -> Callable[..., list[Exception | None]]:
+    """``calls(text)``: the judgements at the meetings of rank 1, which plans, and then makes the calls of the text: "f"
+    a forward, "b" a backward, "e" a forward without gradients. The other rank is in the backward of the call before."""
+
+    def made(text: str) -> list[Exception | None]:
+        waits = lambda mine: Seen(mine.call - 1, "p", "the sum of w, in its backward", (), "", True, 9.0, "")
+        ranks = Alone(waits)
+        steps = Steps(ranks)
+        number = steps.made()
+        for step in text:
+            if step == "b":
+                position.back = True
+            else:
+                with torch.set_grad_enabled(step == "f"):
+                    steps.begin(number, "program 1", talks=True)
+        return ranks.judged
+
+    for name in ("call", "back", "program", "place", "moves"):
+        monkeypatch.setattr(position, name, getattr(position, name))
+    position.back = False
+    return made
+
+
+@pytest.mark.parametrize(
+    "text, meetings",
+    [
+        ("fbfbfbfb", ""),  # nothing is sent
+        ("ff", "x"),
+        ("fbfbff", "x"),
+        ("ffbffb", "x.x"),  # of a rank that does it alone
+        ("fffff", "xxxx"),
+        ("f" * 20, "xxxx"),  # without a backward at all
+        ("fe", "x"),
+        ("fbe", "."),
+        ("fbeee", "."),
+        ("fbefbe", "..."),
+    ],
+)
+def test_a_call_before_the_backward_of_the_last_one_meets_and_is_judged(calls, text: str, meetings: str) -> None:
+    """An x is an error: the other rank waits in a backward that this one has not made."""
+    judged = calls(text)
+    assert "".join("." if error is None else "x" for error in judged) == meetings
+    for error in judged:
+        assert error is None or (
+            "without a backward of call" in error.message
+            and "in which rank 0 waits for it at the sum of w, in its backward" in error.message
+        )
+
+
 # -- who is to blame, read off positions -------------------------------------------------------------------------------
 
 
 def at(place: str = "", ranks: tuple[int, ...] = (), call: int = 1) -> Seen:
-    return Seen(call, "p", place, ranks, "", 60.0, "train.py:57 in main")
+    return Seen(call, "p", place, ranks, "", False, 60.0, "train.py:57 in main")
 
 
 def test_the_blame_is_followed_to_the_rank_that_waits_for_nobody() -> None:
@@ -521,20 +659,10 @@ def on_a_rank(rank: int, name: str, port: int, log: Path) -> None:
     sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115  the test runner has another one in its place
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    code: Any = 0
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=300)
-        )
-        SCENARIOS[name](rank)
-    except SystemExit as exit:
-        code = exit.code
-    except BaseException:
-        code = 1
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=300)
+    )
+    SCENARIOS[name](rank)
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.runtime.distributed import device_events
-from shardwright.runtime.distributed.device_events import PassedPlaces
-from shardwright.runtime.distributed.watchdog import WaitPoint, noted, position, waiting
+from shardwright.runtime.distributed.watch import device_events
+from shardwright.runtime.distributed.watch.device_events import PassedPlaces
+from shardwright.runtime.distributed.watch.positions import WaitPoint, noted, position, waiting
 
 
 class Device:
