@@ -128,7 +128,7 @@ class CallPlanning(SettingMethods):
                         [(whole_args, whole_kwargs)] if count is None else micro_calls(whole_args, whole_kwargs, count)
                     )
                     graph, *wide = self._graphs.graphs(
-                        (autocast.current("cpu", self._kind), runtime.device),
+                        (autocast.current("cpu", self._kind), runtime.device, self._entry),
                         calls,
                         recording,
                         partial(capture, self.net, **how),
