@@ -34,7 +34,7 @@ from ..capture.source_lines import stack_level
 from ..errors import SettingError
 from ..layout import Layout
 from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
-from ..pytree_objects import opened
+from ..pytree_objects import opened, with_tensors
 from ..runtime.compilation import Compilation
 from ..runtime.distributed.gradient_fusion import Accumulation
 from ..runtime.optimizer_guard import watch_steps
@@ -316,11 +316,13 @@ class AutoParallel(CallPlanning, nn.Module):
     @signed_as_net
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, or with `loss_fn` the loss of the whole batch; the last positional argument is then
-        the target.
+        the target. numpy arrays are taken for tensors.
 
         Raises:
             ShardwrightError: at the first call with inputs of these shapes: whatever cannot be planned.
         """
+        if kwargs or not all(isinstance(x, torch.Tensor) for x in args):
+            args, kwargs = with_tensors((args, kwargs))
         if self._running.buckets is None:
             return self._between_hooks(args, kwargs)
         call = self._running.buckets.padded(self.net, self.loss_fn, args, kwargs, self._agreed_bucket)
@@ -592,6 +594,7 @@ class AutoParallel(CallPlanning, nn.Module):
             ShardwrightError: whatever cannot be planned.
         """
         self._check_together("infer_layout")
+        args, kwargs = with_tensors((args, kwargs))
         before = self._before()
         plan = self._planned(args, kwargs, ModelAndLoss(self.net, self.loss_fn), before, runs=False)
         if before is None:

@@ -37,6 +37,7 @@ from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram
 from ..sharded_plan import Plan
 from ..torch_private import pytree
+from .data_shards import digest_of_parts, warn_of_parts
 from .foreign_wrappers import check_inside
 from .setting_methods import SettingMethods
 
@@ -185,12 +186,15 @@ class CallPlanning(SettingMethods):
             raise
         if ranks is not None:
             begin = {} if before is not None or broadcast or self._awaited or not runs else beginnings(module)
-            ranks.agree(
+            first = before is None and runs
+            digests = ranks.agree(
                 plan,
                 {name: value for name, value in begin.items() if name not in own_parameters(module)},
                 (*stream.upcoming(), self._running.random) if plan.draws and runs else None,
                 (self._running.fusion, broadcast),
+                digest_of_parts((args, kwargs)) if first else "",
             )
+            warn_of_parts(self, (args, kwargs), digests)
         return plan
 
     def _earlier(self, kind: type[Earlier]) -> list[Earlier]:

@@ -116,6 +116,9 @@ class SettingMethods(_Module):
         @property
         def plan(self) -> Plan | PipelinePlan: ...
 
+        @property
+        def settings(self) -> Settings: ...
+
         def _runtime(self) -> Runtime: ...
 
     #: The library that hands batches to the processes, and its dataset_strategy; None: the user's own loop.
