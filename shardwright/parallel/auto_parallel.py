@@ -302,9 +302,15 @@ class AutoParallel(CallPlanning, nn.Module):
 
     def call_function(self, entry: FunctionOfModels, *args: Any, **kwargs: Any) -> Any:
         """Call a function of the wrapped models as one program, which has parameters in common with the model's."""
-        before, self.__dict__["net"], self.__dict__["_entry"] = self.net, entry, entry
-        try:
+        with self._entered(entry):
             return self.call_model(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _entered(self, entry: FunctionOfModels | None) -> Iterator[None]:
+        """Let calls be calls of a function of the wrapped models inside the ``with`` block; None: of the model."""
+        before, self.__dict__["net"], self.__dict__["_entry"] = self.net, entry or self.net, entry
+        try:
+            yield
         finally:
             self.__dict__["net"], self.__dict__["_entry"] = before, None
 
@@ -584,7 +590,8 @@ class AutoParallel(CallPlanning, nn.Module):
         written.
 
         Args:
-            args, kwargs: the arguments of a call of the model. In processes every rank calls `infer_layout`.
+            args, kwargs: the arguments of a call of the model, or of the step function, which runs up to its first call
+                of the model. In processes every rank calls `infer_layout`.
 
         Returns:
             By name: the whole ``shape``, the ``layout`` in which the parameter is used, the layout of its
@@ -594,9 +601,16 @@ class AutoParallel(CallPlanning, nn.Module):
             ShardwrightError: whatever cannot be planned.
         """
         self._check_together("infer_layout")
+        return self.infer(None, args, kwargs) if self._step is None else self._step.inferred(self, args, kwargs)
+
+    def infer(
+        self, entry: FunctionOfModels | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, ParameterPlan] | dict[str, StageParameter]:
+        """`infer_layout` of a call of the model, or of a function of it."""
         args, kwargs = with_tensors((args, kwargs))
-        before = self._before()
-        plan = self._planned(args, kwargs, ModelAndLoss(self.net, self.loss_fn), before, runs=False)
+        with self._entered(entry):
+            before = self._before()
+            plan = self._planned(args, kwargs, ModelAndLoss(self.net, self.loss_fn), before, runs=False)
         if before is None:
             self._write_strategies(plan)
         return plan.parameters

@@ -149,7 +149,7 @@ class SettingMethods(_Module):
         is outside the model and each rank feeds its own part; with `loss_fn` it makes no difference.
 
         Args:
-            enabled: True: the mean, the default of data_parallel and hybrid_parallel. False: the sum.
+            enabled: True: the mean, the default of data_parallel, hybrid_parallel and step functions. False: the sum.
 
         Raises:
             SettingError: after the first call.

@@ -57,6 +57,9 @@ class Wrapper(Protocol):
     def call_function(self, entry: FunctionOfModels, *args: Any, **kwargs: Any) -> Any:
         """Call a function of the model in parallel."""
 
+    def infer(self, entry: FunctionOfModels | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Plan a call of the model, or of a function of it, without running it."""
+
     def with_same_settings(self, net: nn.Module) -> Wrapper:
         """A wrapper of another model of the step."""
 
@@ -116,6 +119,7 @@ class StepFunction:
         self._functions: OrderedDict[int, tuple[Any, Names, FunctionOfModels | None]] = OrderedDict()
         self._codes: dict[CodeType, int] = {}  # code of a function -> the number of functions of this code so far
         self._came = False  # True once a model has been called
+        self._infers = False  # True while the first call of a model is only planned
 
     def begin(self, make: Callable[[nn.Module], Wrapper]) -> None:
         """Make the wrappers that are known before the first call.
@@ -135,19 +139,31 @@ class StepFunction:
         calls = {model: partial(self._call_model, main, name) for name, model in self.models.items()}
         with redirected(calls), running(_Run(self, main)):
             result = self.function(*args, **kwargs)
-        if not self._came:
+        if not self._came or self._infers:
             raise SettingError(
                 f"{name_of(self.function)} has called none of its models: {_listed(self.models)}",
                 legal="AutoParallel(step, net=the module that the step calls)",
             )
         return result
 
+    def inferred(self, main: Wrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layouts of the parameters in the first call that the step makes, up to which the step runs."""
+        self._infers = True
+        try:
+            return self.run(main, args, kwargs)  # ends with `_Inferred`, or an error
+        except _Inferred as found:
+            return found.layouts
+        finally:
+            self._infers = False
+
     # -- calls
 
     def _call_model(self, main: Wrapper, name: str, *args: Any, **kwargs: Any) -> Any:
-        self._came = True
         wrapper = self._of(main, (name,))
         with as_written():
+            if self._infers:
+                raise _Inferred(wrapper.infer(None, args, kwargs))
+            self._came = True
             wrapper.__dict__["training"] = self.models[name].training
             return wrapper.call_model(*args, **kwargs)
 
@@ -158,9 +174,12 @@ class StepFunction:
         names, entry = self._known(main, function)
         if entry is None:
             return function(*args, **kwargs)
-        self._came = True
+        wrapper = self._of(main, names)
         with as_written():
-            return self._of(main, names).call_function(entry, *args, **kwargs)
+            if self._infers:
+                raise _Inferred(wrapper.infer(entry, args, kwargs))
+            self._came = True
+            return wrapper.call_function(entry, *args, **kwargs)
 
     def wrapper_of(self, main: Wrapper, function: Callable[..., Any]) -> Wrapper | None:
         """The wrapper that plans a function; None where the function calls no model."""
@@ -213,6 +232,13 @@ class StepFunction:
         if names not in self.parts:
             self.parts[names] = main.with_same_settings(self._net(names))
         return self.parts[names]
+
+
+class _Inferred(BaseException):
+    """Ends the step. It is no Exception, so that the step does not catch it."""
+
+    def __init__(self, layouts: Any) -> None:
+        self.layouts = layouts
 
 
 class _Run:

@@ -358,6 +358,27 @@ def test_a_step_is_its_model_to_checkpoints_and_copies(tmp_path: Any) -> None:
     assert step.eval().training is model.training is False
 
 
+def test_a_step_is_planned_without_being_run(tmp_path: Any) -> None:
+    """It runs up to the first call of its model; nothing of the model, and nothing behind the call, happens."""
+    sw.init(devices=WORLD)
+    for form in (functional, plain):
+        model = net(MARKS)
+        before = [p.detach().clone() for p in model.parameters()]
+        step = sw.AutoParallel(form(model)).save_operator_strategy_file(tmp_path / "plan.json")
+        layouts = step.infer_layout(*next(iter(batches())))
+        assert layouts["w"].local_shape(1) == (6, 16) and all(map(torch.equal, before, model.parameters()))
+        assert [v.name for v in sw.Plan.load(tmp_path / "plan.json").graph.inputs] == ["x", "y"][
+            : 1 + (form is functional)
+        ]
+        (tmp_path / "plan.json").unlink()
+    silent = sw.AutoParallel(lambda x, calls: model(x) if calls else x)
+    x = next(iter(batches()))[0]
+    silent(x, True)
+    with pytest.raises(sw.SettingError, match="has called none of its models"):
+        silent.infer_layout(x, False)
+    assert torch.equal(silent(x, False), x)
+
+
 def test_a_model_is_called_by_itself_beside_its_function() -> None:
     """One model, two programs with the same parameters: the function's, and the model's for evaluation."""
     sw.init(devices=WORLD)
