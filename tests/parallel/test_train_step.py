@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from ranks import all_passed, run_ranks, run_scenarios
@@ -166,14 +170,20 @@ def scenarios() -> dict[str, Callable[[int, int], None]]:
     out["gan, critic alone"] = gan_on_ranks(gan_critic_alone)
     out["no_sync"] = accumulated_on_ranks
     out["a first call by torch.func"] = first_call_by_torch_func
+    out["a run goes on"] = a_run_goes_on
     return out
 
 
 # -- several models
 
 
-def gan() -> tuple[nn.Module, nn.Module]:
+def gan(late: bool = False) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
+    with sw.no_init_parameters() if late else contextlib.nullcontext():
+        return _gan()
+
+
+def _gan() -> tuple[nn.Module, nn.Module]:
     generator = nn.Sequential(nn.Linear(12, 16, dtype=D), nn.Tanh(), nn.Linear(16, 8, dtype=D))
     critic = nn.Sequential(nn.Linear(8, 16, dtype=D), nn.LeakyReLU(), nn.Linear(16, 1, dtype=D))
     return generator, critic
@@ -261,7 +271,7 @@ GANS = {
 
 
 def trained_gan(form: Gan, setting: Setting | None, part: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
-    generator, critic = gan()
+    generator, critic = gan(late=setting is not None)
     step = form(generator, critic)
     if setting is not None:
         step = sw.AutoParallel(step)
@@ -319,6 +329,40 @@ def accumulated_on_ranks(rank: int, world: int) -> None:
     handing = sw.AutoParallel(functional(net())).dataset_strategy("full_batch")
     with handing.no_sync(), pytest.raises(sw.SettingError, match=r"value_and_grad of forward_fn .* under no_sync"):
         handing(x, y)
+
+
+def a_run_goes_on(rank: int, world: int) -> None:
+    """A checkpoint of a step, loaded before the first call of another one whose parameters have no values yet."""
+    sw.init()
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+
+    def made(late: bool) -> tuple[sw.AutoParallel, Any]:
+        with sw.no_init_parameters() if late else contextlib.nullcontext():
+            model = net(MARKS)
+        optimizer = sw.optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
+        grad_fn = sw.value_and_grad(lambda x, y: F.cross_entropy(model(x), y), None, optimizer.parameters)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss, grads = grad_fn(x, y)
+            optimizer(grads)
+            return loss
+
+        parallel = sw.AutoParallel(step).dataset_strategy("full_batch")
+        return parallel.hsdp(threshold=0, optimizer_level="level2"), optimizer
+
+    data = list(batches(4))
+    step, optimizer = made(late=False)
+    for batch in data[:2]:
+        step(*batch)
+    sw.save_checkpoint(step, optimizer, folder[0], step=2)
+    expected = [float(step(*batch)) for batch in data[2:]]
+    step, optimizer = made(late=True)
+    sw.load_checkpoint(step, optimizer, folder[0])
+    close([float(step(*batch)) for batch in data[2:]], expected)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
 
 
 def first_call_by_torch_func(rank: int, world: int) -> None:
