@@ -33,7 +33,7 @@ from ..capture.module_hooks import has_global_hooks, hooked
 from ..capture.source_lines import stack_level
 from ..errors import SettingError
 from ..layout import Layout
-from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
+from ..pipeline.pipeline_plan import PipelinePlan
 from ..pytree_objects import opened, with_tensors
 from ..runtime.compilation import Compilation
 from ..runtime.distributed.gradient_fusion import Accumulation
@@ -41,7 +41,7 @@ from ..runtime.optimizer_guard import watch_steps
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram, make_program
 from ..settings import Settings
-from ..sharded_plan import ParameterPlan, Plan
+from ..sharded_plan import Plan
 from ..torch_private import MODULE_TABLES, hooks_of, pytree, transforms
 from .call_planning import CallPlanning
 from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch_wrapping
@@ -305,15 +305,6 @@ class AutoParallel(CallPlanning, nn.Module):
         with self._entered(entry):
             return self.call_model(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def _entered(self, entry: FunctionOfModels | None) -> Iterator[None]:
-        """Let calls be calls of a function of the wrapped models inside the ``with`` block; None: of the model."""
-        before, self.__dict__["net"], self.__dict__["_entry"] = self.net, entry or self.net, entry
-        try:
-            yield
-        finally:
-            self.__dict__["net"], self.__dict__["_entry"] = before, None
-
     def _with_global_hooks(self, *args: Any, **kwargs: Any) -> Any:
         if self.loss_fn is None:
             return hooked(self.net, self.forward, args, kwargs, forward=True, own=False, everyones=True)
@@ -555,18 +546,6 @@ class AutoParallel(CallPlanning, nn.Module):
             write_dumps(plan, self._running.save_graphs, [runtime.rank] if parts else range(plan.devices))
         return program
 
-    def _before(self) -> StepProgram | PipelineProgram | None:
-        """The model's latest program, which tells how its parameters are stored.
-
-        None where there is no program, or where parameters or submodules were replaced since in a single process,
-        which stores parameters whole.
-        """
-        before = next(reversed(self._programs.values()), None)
-        if before is None or before.held is not None or not before.guards.parts_changed():
-            return before
-        self._stored = self._used = None
-        return None
-
     # -- inspection -------------------------------------------------------------------------------------------------
 
     @property
@@ -583,37 +562,6 @@ class AutoParallel(CallPlanning, nn.Module):
                 legal="call the model once, or shardwright.plan(net, inputs, …)",
             )
         return list(self._programs.values())[-1].plan
-
-    def infer_layout(self, *args: Any, **kwargs: Any) -> dict[str, ParameterPlan] | dict[str, StageParameter]:
-        """Plan a call without running it, and return the layout of each parameter and buffer. No parameter is cut or
-        allocated. Files that `save_operator_strategy_file` and `save_param_strategy_file` still have to write are
-        written.
-
-        Args:
-            args, kwargs: the arguments of a call of the model, or of the step function, which runs up to its first call
-                of the model. In processes every rank calls `infer_layout`.
-
-        Returns:
-            By name: the whole ``shape``, the ``layout`` in which the parameter is used, the layout of its
-                ``storage``, ``slice(rank)`` and ``local_shape(rank)``.
-
-        Raises:
-            ShardwrightError: whatever cannot be planned.
-        """
-        self._check_together("infer_layout")
-        return self.infer(None, args, kwargs) if self._step is None else self._step.inferred(self, args, kwargs)
-
-    def infer(
-        self, entry: FunctionOfModels | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, ParameterPlan] | dict[str, StageParameter]:
-        """`infer_layout` of a call of the model, or of a function of it."""
-        args, kwargs = with_tensors((args, kwargs))
-        with self._entered(entry):
-            before = self._before()
-            plan = self._planned(args, kwargs, ModelAndLoss(self.net, self.loss_fn), before, runs=False)
-        if before is None:
-            self._write_strategies(plan)
-        return plan.parameters
 
     def whole(self, rank: int | None = None) -> WholeModel:
         """The plain model with whole parameters, inside a ``with`` block: ``with model.whole() as net:

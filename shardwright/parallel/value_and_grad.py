@@ -275,6 +275,9 @@ class OptimizerParameters(Sequence[nn.Parameter]):
     def __len__(self) -> int:
         return len(self._held())
 
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._held())
+
 
 class _TakesGradients:
     """Mixed into an optimizer's class: ``optimizer(gradients)`` and ``optimizer.parameters``."""
