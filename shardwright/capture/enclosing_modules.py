@@ -30,7 +30,16 @@ from torch import nn
 from ..errors import CaptureError
 from ..torch_private import CALLED_INSTEAD, MODULE_TABLES
 
-__all__ = ["FunctionOfModels", "WithLoss", "as_written", "redirected", "scalers_refused", "together", "user_functions"]
+__all__ = [
+    "FunctionOfModels",
+    "WithLoss",
+    "as_written",
+    "redirected",
+    "refuses_others",
+    "scalers_refused",
+    "together",
+    "user_functions",
+]
 
 
 class WithLoss(nn.Module):
@@ -145,15 +154,21 @@ def scalers_refused() -> Iterator[None]:
 
 # -- calls that are led elsewhere
 
-#: Modules whose calls are led elsewhere now, with the functions that are called; the innermost last.
-_REDIRECTED: list[Mapping[nn.Module, Callable[..., Any]]] = []
+#: Modules whose calls are led elsewhere now, with the functions that are called, and whether other modules with trained
+#: parameters may be called beside them; the innermost last.
+_REDIRECTED: list[tuple[Mapping[nn.Module, Callable[..., Any]], bool]] = []
 
 
 @contextlib.contextmanager
-def redirected(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Let ``module(...)`` be a call of ``calls[module]``, hooks included, inside the ``with`` block."""
+def redirected(calls: Mapping[nn.Module, Callable[..., Any]], others: bool = True) -> Iterator[None]:
+    """Let ``module(...)`` be a call of ``calls[module]``, hooks included, inside the ``with`` block.
+
+    Args:
+        calls: module -> the function.
+        others: False where no other module with trained parameters may be called; see `refuses_others`.
+    """
     before = {module: vars(module).get(CALLED_INSTEAD) for module in calls}
-    _REDIRECTED.append(calls)
+    _REDIRECTED.append((calls, others))
     try:
         _put(calls)
         yield
@@ -165,7 +180,7 @@ def redirected(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
 @contextlib.contextmanager
 def as_written() -> Iterator[None]:
     """Let every module be called as it is written inside the ``with`` block."""
-    before = {module: vars(module).get(CALLED_INSTEAD) for calls in _REDIRECTED for module in calls}
+    before = {module: vars(module).get(CALLED_INSTEAD) for calls, _ in _REDIRECTED for module in calls}
     outer, _REDIRECTED[:] = list(_REDIRECTED), []
     try:
         _put(dict.fromkeys(before))
@@ -173,6 +188,11 @@ def as_written() -> Iterator[None]:
     finally:
         _REDIRECTED[:] = outer
         _put(before)
+
+
+def refuses_others() -> bool:
+    """True inside of a `redirected` block beside whose modules no others with trained parameters may be called."""
+    return not all(others for _, others in _REDIRECTED)
 
 
 def _put(calls: Mapping[nn.Module, Callable[..., Any] | None]) -> None:

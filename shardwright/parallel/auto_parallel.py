@@ -259,6 +259,11 @@ class AutoParallel(CallPlanning, nn.Module):
         return made
 
     @property
+    def in_processes(self) -> bool:
+        """True where several processes train the model together."""
+        return self._runtime().processes and self.parallel_mode != "stand_alone"
+
+    @property
     def leaves_unsummed(self) -> bool:
         """True under `no_sync`."""
         return bool(self._accumulation.open)

@@ -32,6 +32,7 @@ from ..capture.source_lines import stack_level
 from ..errors import SettingError
 from .step_models import StepModels, check_step, name_of
 from .value_and_grad import running
+from .whole_model import refuse_calls_of_parts
 
 __all__ = ["StepFunction", "Wrapper"]
 
@@ -50,6 +51,10 @@ class Wrapper(Protocol):
     @property
     def leaves_unsummed(self) -> bool:
         """True under `no_sync`."""
+
+    @property
+    def in_processes(self) -> bool:
+        """True where several processes train the model together."""
 
     def call_model(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model in parallel."""
@@ -134,10 +139,13 @@ class StepFunction:
         """Call the step function with its models in parallel.
 
         Raises:
-            SettingError: the step has called none of its models.
+            SettingError: the step has called none of its models; in processes, a trained module that is none of them.
         """
         calls = {model: partial(self._call_model, main, name) for name, model in self.models.items()}
-        with redirected(calls), running(_Run(self, main)):
+        several = main.in_processes  # where each rank would train a module that is not parallel by itself
+        if several:
+            refuse_calls_of_parts()
+        with redirected(calls, others=not several), running(_Run(self, main)):
             result = self.function(*args, **kwargs)
         if not self._came or self._infers:
             raise SettingError(

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -171,6 +172,7 @@ def scenarios() -> dict[str, Callable[[int, int], None]]:
     out["no_sync"] = accumulated_on_ranks
     out["a first call by torch.func"] = first_call_by_torch_func
     out["a run goes on"] = a_run_goes_on
+    out["a model that is not found"] = a_model_that_is_not_found
     return out
 
 
@@ -363,6 +365,25 @@ def a_run_goes_on(rank: int, world: int) -> None:
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder[0])
+
+
+def a_model_that_is_not_found(rank: int, world: int) -> None:
+    """Each rank would train it by itself."""
+    sw.init()
+    model, head, x = net(), nn.Linear(4, 2, dtype=D), next(iter(batches()))[0]
+    hidden = weakref.ref(head)  # of which no code says what it refers to
+
+    def step(x: Tensor) -> Tensor:
+        return hidden()(model(x))
+
+    parallel = sw.AutoParallel(step).dataset_strategy("full_batch")
+    head.requires_grad_(False)
+    assert torch.allclose(parallel(x), parallel(x))  # not trained: alike on all ranks
+    head.requires_grad_(True)
+    with pytest.raises(sw.SettingError, match=r"test_train_step\.py:\d+: Linear is called in a step(.|\n)*net="):
+        parallel(x)
+    found = sw.AutoParallel(step, net={"model": model, "head": head}).dataset_strategy("full_batch")
+    assert found(x).shape == (16, 2) and set(found.models) == {"model", "head"}
 
 
 def first_call_by_torch_func(rank: int, world: int) -> None:
