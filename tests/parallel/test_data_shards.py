@@ -28,7 +28,7 @@ def wrapped(strategy: Any = "data_parallel", mode: str = "semi_auto") -> sw.Auto
 
 
 def as_rank(rank: int, devices: int = 8) -> Any:
-    """What a rank of several processes would see."""
+    """The runtime of a rank of several processes, for this process."""
     return playing(Runtime(True, devices, rank, torch.device("cpu")))
 
 

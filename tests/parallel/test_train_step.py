@@ -424,7 +424,7 @@ def test_a_step_is_its_model_to_checkpoints_and_copies(tmp_path: Any) -> None:
 
 
 def test_a_step_is_planned_without_being_run(tmp_path: Any) -> None:
-    """It runs up to the first call of its model; nothing of the model, and nothing behind the call, happens."""
+    """The step runs up to the first call of its model; nothing of the model, and nothing behind the call, happens."""
     sw.init(devices=WORLD)
     for form in (functional, plain):
         model = net(MARKS)

@@ -201,7 +201,7 @@ OUTSIDE: tuple[Form, ...] = (plain, plain_accumulated, transformed)
 
 
 def on_one_device(form: Form, model: nn.Module, data: Any = None) -> tuple[list[float], nn.Module]:
-    """What the step returns on one device, and the model after it. `model` itself is left as it is."""
+    """The results of the step on one device, and the model after it. `model` itself is left as it is."""
     model = copy.deepcopy(model)
     step = form(model)
     return [float(step(x, y)) for x, y in (batches() if data is None else data)], model
