@@ -44,6 +44,8 @@ if TYPE_CHECKING:  # `as` hands a name on to type checkers
     from .mixed_precision import MixedPrecision as MixedPrecision
     from .monitor import Monitor as Monitor
     from .parallel.auto_parallel import AutoParallel as AutoParallel, RecaptureWarning as RecaptureWarning
+    from .parallel.data_shards import data_shard as data_shard, sampler as sampler
+    from .parallel.value_and_grad import optimizer as optimizer, value_and_grad as value_and_grad
     from .planning import PipelinePlan as PipelinePlan, Plan as Plan, plan as plan
     from .process import init as init, rank as rank, world_size as world_size
     from .rehearsal.rehearsal_report import Rehearsal as Rehearsal
@@ -78,6 +80,8 @@ _MODULES = {
     **dict.fromkeys(("Digit", "Layout"), "layout"),
     **dict.fromkeys(("Operator", "no_optimizer_parallel", "recompute", "set_stage", "shard"), "capture.annotations"),
     **dict.fromkeys(("AutoParallel", "RecaptureWarning"), "parallel.auto_parallel"),
+    **dict.fromkeys(("data_shard", "sampler"), "parallel.data_shards"),
+    **dict.fromkeys(("optimizer", "value_and_grad"), "parallel.value_and_grad"),
     **dict.fromkeys(("PipelinePlan", "Plan", "plan"), "planning"),
     "MixedPrecision": "mixed_precision",
     "Monitor": "monitor",

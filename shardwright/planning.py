@@ -39,6 +39,7 @@ from .pipeline.stage_search import UNITS_BY, AutomaticStages, check_automatic
 from .pipeline.stages import units_of
 from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, planners
 from .planners.replanning import at_other_sizes
+from .pytree_objects import with_tensors
 from .settings import Settings
 from .sharded_plan import Plan
 from .solver.search_memory import SearchBudget, spending
@@ -489,6 +490,7 @@ def plan(
     """
     if not isinstance(net, nn.Module):
         raise SettingError(f"{net!r} is not an nn.Module", legal="a model, and its inputs as a tuple")
+    inputs, targets, kwargs = with_tensors((inputs, targets, kwargs))
     if isinstance(inputs, torch.Tensor):
         inputs = (inputs,)
     if loss_fn is not None:

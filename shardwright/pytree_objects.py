@@ -4,19 +4,23 @@
    `OpenedObject` node: its children are the attributes that hold tensors, its other attributes stay as they are.
 2. A plain object without tensors, a dtype or a device becomes a `PlainLeaf`, a node without children.
 3. `closed` restores the objects from their attributes, without calling their classes.
+
+`with_tensors` makes tensors of numpy arrays, which torch's operators do not take.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
 
+from .errors import SettingError
 from .torch_private import pytree, register_node
 
-__all__ = ["closed", "holds_objects", "opened"]
+__all__ = ["closed", "holds_objects", "opened", "with_tensors"]
 
 
 @dataclass(eq=False)
@@ -117,6 +121,29 @@ def opened(tree: Any, around: tuple[int, ...] = ()) -> Any:
         return OpenedObject(type(leaf), held, {name: a for name, a in attributes.items() if name not in held})
 
     return pytree.tree_map(open_leaf, tree)
+
+
+def with_tensors(tree: Any) -> Any:
+    """The tree with a tensor in place of each numpy array, on the memory of the array where it is contiguous and may be
+    written.
+
+    Raises:
+        SettingError: an array of objects, text or dates.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not any(isinstance(x, numpy.ndarray) for x in pytree.tree_leaves(tree)):
+        return tree
+
+    def tensor(array: Any) -> torch.Tensor:
+        kept = numpy.require(array, array.dtype.newbyteorder("="), ["C", "W"])
+        try:
+            return torch.from_numpy(kept)
+        except TypeError:
+            raise SettingError(
+                f"an input is a numpy array of {array.dtype}", legal="an array of numbers or truth values, or a tensor"
+            ) from None
+
+    return pytree.tree_map_only(numpy.ndarray, tensor, tree)
 
 
 def closed(tree: Any) -> Any:

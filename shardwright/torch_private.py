@@ -31,12 +31,12 @@ from .errors import TorchVersionError
 
 # fmt: off
 __all__ = [
-    "CHECKPOINT_LOGGER", "COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS", "GradientHooks",
-    "HooksOfAllModules", "ModuleHooks", "OpOverload", "OpOverloadPacket", "attributes_unchecked",
+    "CALLED_INSTEAD", "CHECKPOINT_LOGGER", "COMPILED", "COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS",
+    "GradientHooks", "HooksOfAllModules", "ModuleHooks", "OpOverload", "OpOverloadPacket", "attributes_unchecked",
     "backward_can_start_at_functions", "buffer_table", "code_written_late", "computation", "default_store", "demand",
     "environment_of", "foreach_edits", "formula_of", "fused_optimizers", "gather_flat", "gradient_hooks",
-    "group_timeout", "holds_at", "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint", "is_compiled",
-    "is_view", "layouts_unrecorded", "local_tensor", "module_table", "move_gradient_hooks", "number_at",
+    "group_timeout", "holds_at", "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint", "is_view",
+    "layouts_unrecorded", "local_tensor", "module_table", "move_gradient_hooks", "number_at",
     "number_of_groups", "operators", "overload_name", "overload_of", "parameter_table", "recurrent_states",
     "recurrent_weights", "register_node", "scatter_flat", "schedule_without_transfers", "schema_of",
     "sizes_reckoned_once", "spec_of", "stack_lines", "storage_id", "torch_function", "use_foreach", "version_of",
@@ -55,16 +55,20 @@ _NAMES = {
     "FakeTensorMode": ("torch._subclasses.fake_tensor.FakeTensorMode", "capturing a model"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem._StorageInfo", "checkpoints for torch's own loader"),
     "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", "seeing what operators dispatch to"),
+    "allow_hooks": ("torch._C._autograd._saved_tensors_hooks_enable", "torch.func around a parallel model"),
     "assert_async": ("torch._assert_async", "checking indices of a tensor"),
     "at_backward_end": ("torch.autograd.Variable._execution_engine.queue_callback", "sums of gradients"),
     "backward_number": ("torch._C._current_graph_task_id", "sums of gradients"),
     "disable_current_modes": ("torch.utils._python_dispatch._disable_current_modes", "autograd.Function in a model"),
+    "forbid_hooks": ("torch._C._autograd._saved_tensors_hooks_disable", "torch.func around a parallel model"),
+    "forbidden_hooks": ("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", "torch.func around it"),
     "foreach_norm": ("torch._foreach_norm", "clip_grad_norm_"),
     "functional_all_gather": ("torch.ops._c10d_functional.all_gather_into_tensor", "collectives in processes"),
     "functional_all_reduce": ("torch.ops._c10d_functional.all_reduce", "collectives in processes"),
     "functional_all_to_all": ("torch.ops._c10d_functional.all_to_all_single", "collectives in processes"),
     "functional_reduce_scatter": ("torch.ops._c10d_functional.reduce_scatter_tensor", "collectives in processes"),
     "functional_wait": ("torch.ops._c10d_functional.wait_tensor", "collectives in processes"),
+    "transforms": ("torch._C._functorch.get_interpreter_stack", "torch.func around a parallel model"),
     "unscale_": ("torch._amp_foreach_non_finite_check_and_unscale_", "torch.amp.GradScaler"),
     "mark_static_address": ("torch._dynamo.mark_static_address", "CUDA graphs of compiled programs"),
     "make_fx": ("torch.fx.experimental.proxy_tensor.make_fx", "torch.vmap in a model"),
@@ -80,8 +84,11 @@ OpOverload, OpOverloadPacket = type(torch.ops.aten.add.Tensor), type(torch.ops.a
 #: Tables of an nn.Module: parameters, buffers, submodules, names of buffers that no state dict holds.
 MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
-#: The package of ``torch.compile``.
-COMPILER = "torch._dynamo"
+#: Attribute of a module: the function that is called in place of its own ``__call__``, such as by ``module.compile()``.
+CALLED_INSTEAD = "_compiled_call_impl"
+
+#: The package of ``torch.compile``, and an attribute of functions that it has compiled.
+COMPILER, COMPILED = "torch._dynamo", "_torchdynamo_orig_callable"
 CHECKPOINT_LOGGER = "torch._higher_order_ops.wrap"  # warns of operators in place in a compiled checkpoint
 
 #: Loggers, below ``torch.``, that export fills beside the error that it raises.
@@ -288,11 +295,6 @@ def hooks_of_all_modules() -> HooksOfAllModules:
         held._global_forward_hooks_with_kwargs,
         held._global_buffer_registration_hooks,
     )
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """True where ``module.compile()`` was called; False where a version of torch has no such method."""
-    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 # Operators

@@ -12,6 +12,7 @@ side_effects         effects of a forward besides its result
 guards               the Python state that was read, checked before each call
 memoised_functions   functions that cache their results, such as `functools.lru_cache`
 model_device         the device of a model
+enclosing_modules    the model with its loss, or a function of models, as one module
 module_hooks         hooks at the borders of the model
 manual               rank-local parameters for ``hybrid_parallel``
 scaling              one symbolic capture for every batch size and sequence length

@@ -51,6 +51,7 @@ from ..torch_private import (
     without_cudnn,
 )
 from .annotations import collect_marks, mark_names, whole_shape
+from .enclosing_modules import WithLoss, scalers_refused, user_functions
 from .graph_reader import GraphReader, bare
 from .guards import GuardedPlace, Guards
 from .memoised_functions import computed_for_real
@@ -74,7 +75,7 @@ from .side_effects import (
 )
 from .source_lines import is_users, user_frame
 
-__all__ = ["ModelAndLoss", "Recording", "WithLoss", "capture", "capture_scalable"]
+__all__ = ["ModelAndLoss", "Recording", "capture", "capture_scalable"]
 
 _LOG = logging.getLogger("shardwright.capture")
 
@@ -88,18 +89,6 @@ _INSTEAD = {
     "not a known type": "tensors, numbers, strings and None, in tuples, lists, dicts, or as attributes of an object",
     "numpy() is not supported": "torch's own operators",
 }
-
-
-class WithLoss(nn.Module):
-    """A model and its loss as one module: the last positional input goes to the loss."""
-
-    def __init__(self, net: nn.Module, loss_fn: Any) -> None:
-        super().__init__()
-        self.net, self.loss_fn = net, loss_fn
-        self.training = net.training
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.loss_fn(self.net(*inputs[:-1], **kwargs), inputs[-1])
 
 
 @contextlib.contextmanager
@@ -362,8 +351,9 @@ def _captured(
     }
 
     def exported(counters: Mapping[GuardedPlace, Any], finder: LineFinder | None = None) -> _Exported:
-        seen = Observation(modules, [] if loss_fn is None else [("loss_fn", loss_fn)])
-        remembering = computed_for_real(modules, [] if loss_fn is None else [loss_fn])
+        functions = user_functions(net, loss_fn)
+        seen = Observation(modules, functions)
+        remembering = computed_for_real(modules, [function for _, function in functions])
         watch, hooks = _Watch(module, seen, counters, finder), _hooks_inside(module)
         with (
             _fake_state(module, mode, device, types),
@@ -371,11 +361,12 @@ def _captured(
             cumulative_momentum(module),
             collect_marks() as calls,
             _quiet(),
-            collect_functions(_calling_line) as functions,
+            collect_functions(_calling_line) as applied,
             collect_regions(module, prefix) as regions,
             stack_lines(_innermost, _UsersLine),
             _data_detached(),
             remembering,
+            scalers_refused(),
             seen,
             watched_calls(watch.effects, lambda: watch.running),
             watch,
@@ -396,9 +387,7 @@ def _captured(
         if _hooks_inside(module) != hooks:  # the first forward alone registers hooks
             watch.outcome.effects.assign()
         called = _input_names(net, len(fake_args) - 1) if loss_fn is not None else {}
-        reader = GraphReader(
-            program, calls, mark_names(net), prefix, aliases, called, [f for f, _ in functions], regions
-        )
+        reader = GraphReader(program, calls, mark_names(net), prefix, aliases, called, [f for f, _ in applied], regions)
         reader.casting = current("cpu", device.type)  # an autocast around the call: its casts are written out too
         if vary is not None:
             reader.sizes = Sizes(

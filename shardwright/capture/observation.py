@@ -18,7 +18,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from .annotations import Operator
 from .guards import CONTAINERS, HOOKS, MISSING, TABLES, GuardedPlace, is_simple
 from .source_lines import is_users
 
-__all__ = ["Change", "Observation", "user_function"]
+__all__ = ["Change", "NameRead", "Observation", "names_read", "user_function"]
 
 #: Attributes that every module has; guards check them separately.
 _STANDARD = frozenset(vars(nn.Module()))
@@ -77,7 +77,8 @@ class Observation:
 
     Args:
         modules: the model's modules and those of its loss, by path.
-        functions: entry points of the user's code besides the modules' forwards: the loss, if it is a function.
+        functions: entry points of the user's code besides the modules' forwards, by their names: the loss, a function
+            of models.
 
     Attributes:
         reads: the places that were read, by identity.
@@ -329,8 +330,10 @@ class Observation:
             if isinstance(value, CONTAINERS):
                 self._found(value, f"a default of {function.__qualname__}")
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-        for is_cell, name, chain in _uses(function.__code__):
-            if is_cell:
+        for kind, name, chain in names_read(function.__code__):
+            if kind == "argument":
+                continue
+            if kind == "cell":
                 if name not in cells:
                     continue
                 place = GuardedPlace(cells[name], name, f"{name}, which {function.__qualname__} closes over,")
@@ -500,28 +503,52 @@ def user_function(value: Any) -> types.FunctionType | None:
     return None
 
 
+class NameRead(NamedTuple):
+    """A name that a function's code refers to: ``trainer.net`` is the name ``trainer`` with the chain ``("net",)``.
+
+    Attributes:
+        kind: "global", "cell" (a variable of an enclosing function) or "argument" (the function's first one).
+        name: the name.
+        chain: the attributes that are read from it, one from the other.
+    """
+
+    kind: str
+    name: str
+    chain: tuple[str, ...]
+
+
 @functools.lru_cache(maxsize=4096)
-def _uses(code: types.CodeType) -> tuple[tuple[bool, str, tuple[str, ...]], ...]:
-    """All names that a code object refers to: (True for a cell, the name, the chain of attributes read from it)."""
-    found: dict[tuple[bool, str, tuple[str, ...]], None] = {}
+def names_read(code: types.CodeType) -> tuple[NameRead, ...]:
+    """The names that a code object refers to, and the functions that it defines inside, each with its longest chain."""
+    found: dict[NameRead, None] = {}
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
-            found.update(dict.fromkeys(use for use in _uses(each) if not use[0] or use[1] in code.co_freevars))
-    current: tuple[bool, str, tuple[str, ...]] | None = None
+            inner = (read for read in names_read(each) if read.kind != "argument")
+            found.update(
+                dict.fromkeys(read for read in inner if read.kind == "global" or read.name in code.co_freevars)
+            )
+    first = code.co_varnames[:1] if code.co_argcount else ()
+    current: NameRead | None = None
     for instruction in dis.get_instructions(code):
-        kind = instruction.opname
-        if kind in ("LOAD_GLOBAL", "STORE_GLOBAL"):
-            current = False, instruction.argval, ()
-        elif kind in ("LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF") and instruction.argval in code.co_freevars:
-            current = True, instruction.argval, ()
-        elif kind in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and current is not None:
-            current = current[0], current[1], (*current[2], instruction.argval)
-        elif kind in ("CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL"):
+        kind, named = instruction.opname, instruction.argval
+        if kind in ("CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL"):
             continue
-        else:
-            current = None
+        if kind in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and current is not None:
+            current = current._replace(chain=(*current.chain, named))
+            continue
         if current is not None:
             found[current] = None
+            current = None
+        if kind in ("LOAD_GLOBAL", "STORE_GLOBAL"):
+            current = NameRead("global", named, ())
+        elif kind in ("LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF") and named in code.co_freevars:
+            current = NameRead("cell", named, ())
+        elif kind.startswith(("LOAD_FAST", "LOAD_DEREF")):
+            *others, last = named if isinstance(named, tuple) else (named,)  # one instruction may load two variables
+            found.update(dict.fromkeys(NameRead("argument", other, ()) for other in others if other in first))
+            current = NameRead("argument", last, ()) if last in first else None
+    if current is not None:
+        found[current] = None
     return tuple(found)
 
 

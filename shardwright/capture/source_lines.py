@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 import sysconfig
+from types import FrameType
 
 import torch
 
 from ..errors import PACKAGE_FOLDER
 
-__all__ = ["is_users", "module_path", "source_of", "user_frame"]
+__all__ = ["is_users", "module_path", "source_of", "stack_level", "user_frame"]
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
@@ -30,6 +32,15 @@ def is_users(file: str) -> bool:
 def user_frame(frames: list[tuple[str, int]]) -> str:
     """The innermost frame in a file of the user, as ``file.py:41``; "" where there is none."""
     return next((f"{file.rsplit('/', 1)[-1]}:{line}" for file, line in reversed(frames) if is_users(file)), "")
+
+
+def stack_level() -> int:
+    """The ``stacklevel`` with which the calling function warns at the user's innermost line."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level if frame is not None else 2
 
 
 def source_of(node: torch.fx.Node) -> str:

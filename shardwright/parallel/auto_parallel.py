@@ -25,27 +25,31 @@ import torch
 from torch import nn
 
 from .. import autocast
+from ..capture.enclosing_modules import FunctionOfModels
 from ..capture.export import ModelAndLoss, Recording
 from ..capture.guards import HOOKS, Guards
 from ..capture.model_device import check_inputs, check_values
 from ..capture.module_hooks import has_global_hooks, hooked
+from ..capture.source_lines import stack_level
 from ..errors import SettingError
 from ..layout import Layout
-from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
-from ..pytree_objects import opened
+from ..pipeline.pipeline_plan import PipelinePlan
+from ..pytree_objects import opened, with_tensors
 from ..runtime.compilation import Compilation
 from ..runtime.distributed.gradient_fusion import Accumulation
 from ..runtime.optimizer_guard import watch_steps
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram, make_program
 from ..settings import Settings
-from ..sharded_plan import ParameterPlan, Plan
-from ..torch_private import MODULE_TABLES, hooks_of, pytree
+from ..sharded_plan import Plan
+from ..torch_private import MODULE_TABLES, hooks_of, pytree, transforms
 from .call_planning import CallPlanning
 from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch_wrapping
 from .graph_cache import GraphCache
 from .model_copies import Followers, copied
 from .setting_methods import ProgramSettings
+from .train_step import StepFunction
+from .transformed_calls import called_in_transform
 from .whole_model import WholeModel, attribute_of_net, refuse_calls_of_parts, signed_as_net
 
 __all__ = ["AutoParallel", "RecaptureWarning", "observed"]
@@ -82,14 +86,22 @@ class AutoParallel(CallPlanning, nn.Module):
     ``state_dict``, ``parameters`` and names are those of the wrapped model. The first call captures and plans the
     model; all errors in marks and settings are raised at that call, before anything runs, on every rank alike.
 
+    A step function may stand in the place of the model: the user's Python for one step, written for one device. Calls
+    of the wrapper then run the function, in which the models that it calls are parallel (`train_step`).
+
+        step = sw.AutoParallel(train_step)      # def train_step(x, y): loss = loss_fn(net(x), y); loss.backward(); …
+        loss = step(x, y)
+
     Args:
-        net: the model, written for one device. Operators may be marked with `shardwright.shard`.
+        model: the model, written for one device (also by the keyword `net`). Operators may be marked with
+            `shardwright.shard`. Or a step function; its models are those that it refers to by variables.
         loss_fn: if given, the model is called as ``model(*inputs, target)`` and returns the loss of the whole batch,
             the same on every rank.
         parallel_mode: "stand_alone", "data_parallel", "semi_auto", or "hybrid_parallel": each rank runs the unchanged
             model on its own part of the batch, parameters marked with `layerwise_parallel` differ from rank to rank,
             and `shardwright.ops` in the model communicate between ranks. A loss outside the model is each rank's own,
             and gradients are those of the mean of the ranks' losses.
+        net: beside a step function: its models, where they are not to be found: a model, a list, or a dict by names.
         on_missing_rule: "error", or "replicate": operators without a rule run whole on every device.
         save_graphs: a directory for the IR dumps of every rank; None: none are written.
         sync_batch_norm: in data_parallel, True: batch norms train by the statistics of the whole batch. False: each
@@ -132,15 +144,18 @@ class AutoParallel(CallPlanning, nn.Module):
             nothing; see `shardwright.plan`.
 
     Raises:
-        SettingError: an unknown mode or setting.
+        SettingError: an unknown mode or setting; a step function without a model, or with a `loss_fn` that belongs to
+            none of its models.
     """
 
     def __init__(
         self,
-        net: nn.Module,
+        model: nn.Module | Callable[..., Any] | None = None,
+        /,
         loss_fn: Callable[..., Any] | None = None,
         parallel_mode: str = "semi_auto",
         *,
+        net: Any = None,
         on_missing_rule: str = "error",
         save_graphs: str | Path | None = None,
         sync_batch_norm: bool = False,
@@ -159,8 +174,7 @@ class AutoParallel(CallPlanning, nn.Module):
         search_progress: Any = None,
     ) -> None:
         super().__init__()
-        if not isinstance(net, nn.Module):
-            raise SettingError(f"{net!r} is not an nn.Module", legal="a model written for one device")
+        step, net = self._step_and_net(model, net, loss_fn is not None)
         if loss_fn is not None and not callable(loss_fn):
             raise SettingError(
                 f"the loss_fn {loss_fn!r} cannot be called", legal="nn.CrossEntropyLoss(), or a function"
@@ -183,7 +197,7 @@ class AutoParallel(CallPlanning, nn.Module):
             save_graphs=save_graphs,
             random=random,
             parameter_broadcast=bool(parameter_broadcast),
-            gradients_mean=parallel_mode in ("data_parallel", "hybrid_parallel"),
+            gradients_mean=step is not None or parallel_mode in ("data_parallel", "hybrid_parallel"),
             compiled=Compilation.of(compile),
             max_programs=max_programs,
             varying=tuple(varying) if isinstance(varying, Sequence) else varying,
@@ -194,6 +208,8 @@ class AutoParallel(CallPlanning, nn.Module):
         for table in MODULE_TABLES:
             self.__dict__[table] = net.__dict__[table]
         self.__dict__["net"], self.__dict__["loss_fn"] = net, loss_fn
+        self.__dict__["_step"], self.__dict__["_entry"] = step, None
+        self._note_parameters()
         self._loss_trains = isinstance(loss_fn, nn.Module)
         self.training = net.training
         self.__dict__["_accumulation"] = Accumulation()
@@ -207,6 +223,50 @@ class AutoParallel(CallPlanning, nn.Module):
         self._stored: dict[str, Layout] | None = None
         self._used: dict[str, Layout] | None = None
         self._warned, self._kind = False, "cpu"
+        if step is not None and step.apart:
+            del self.__dict__["net"]
+            step.begin(self.with_same_settings)
+
+    @classmethod
+    def _step_and_net(cls, model: Any, net: Any, has_loss: bool) -> tuple[StepFunction | None, nn.Module]:
+        """The step function or None, and the model."""
+        if isinstance(model, nn.Module) and net is not None:
+            raise SettingError(
+                "a model and net=: which of them?", legal="AutoParallel(net), or AutoParallel(step, net=…)"
+            )
+        if model is None or isinstance(model, nn.Module):
+            alone = net if model is None else model
+            if not isinstance(alone, nn.Module):
+                raise SettingError(f"{alone!r} is not an nn.Module", legal="a model written for one device")
+            return None, alone
+        step = StepFunction(model, net, has_loss, AutoParallel)
+        return step, step.net
+
+    @property
+    def models(self) -> dict[str, AutoParallel]:
+        """Name -> the wrapper that plans it: of each model that a step function calls by itself, else of all of them
+        together. The names of models that are planned together are joined by "+"."""
+        step = self._step
+        if step is None or not step.apart:
+            return {"+".join(step.models) if step is not None else "net": self}
+        return {"+".join(names): cast("AutoParallel", part) for names, part in step.parts.items()}
+
+    def with_same_settings(self, net: nn.Module) -> AutoParallel:
+        """A wrapper of another model of the same step, with the settings of this one."""
+        made = AutoParallel(net, parallel_mode=self.parallel_mode)
+        made._settings, made._running = self._settings, self._running
+        made.__dict__["_accumulation"] = self._accumulation
+        return made
+
+    @property
+    def in_processes(self) -> bool:
+        """True where several processes train the model together."""
+        return self._runtime().processes and self.parallel_mode != "stand_alone"
+
+    @property
+    def leaves_unsummed(self) -> bool:
+        """True under `no_sync`."""
+        return bool(self._accumulation.open)
 
     @property
     def parallel_mode(self) -> str:
@@ -226,8 +286,16 @@ class AutoParallel(CallPlanning, nn.Module):
     # -- running ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, like any module. Global hooks (`register_module_forward_hook`) run with the wrapped model,
-        not with the wrapper."""
+        """Call the step function, or the model like any module."""
+        return self.call_model(*args, **kwargs) if self._step is None else self._step.run(self, args, kwargs)
+
+    def call_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model. Global hooks (`register_module_forward_hook`) run with the wrapped model, not with the
+        wrapper."""
+        if transforms():
+            return called_in_transform(
+                ModelAndLoss(self.net, self.loss_fn), self._own_parameters, self.call_model, args, kwargs
+            )
         if not has_global_hooks():
             return super().__call__(*args, **kwargs)
         if hooks_of(self).backward or hooks_of(self).backward_pre:
@@ -237,6 +305,11 @@ class AutoParallel(CallPlanning, nn.Module):
             )
         return hooked(self, self._with_global_hooks, args, kwargs, forward=True)
 
+    def call_function(self, entry: FunctionOfModels, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the wrapped models as one program, which has parameters in common with the model's."""
+        with self._entered(entry):
+            return self.call_model(*args, **kwargs)
+
     def _with_global_hooks(self, *args: Any, **kwargs: Any) -> Any:
         if self.loss_fn is None:
             return hooked(self.net, self.forward, args, kwargs, forward=True, own=False, everyones=True)
@@ -245,11 +318,13 @@ class AutoParallel(CallPlanning, nn.Module):
     @signed_as_net
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, or with `loss_fn` the loss of the whole batch; the last positional argument is then
-        the target.
+        the target. numpy arrays are taken for tensors.
 
         Raises:
             ShardwrightError: at the first call with inputs of these shapes: whatever cannot be planned.
         """
+        if kwargs or not all(isinstance(x, torch.Tensor) for x in args):
+            args, kwargs = with_tensors((args, kwargs))
         if self._running.buckets is None:
             return self._between_hooks(args, kwargs)
         call = self._running.buckets.padded(self.net, self.loss_fn, args, kwargs, self._agreed_bucket)
@@ -296,7 +371,7 @@ class AutoParallel(CallPlanning, nn.Module):
             self._check_place(leaves)
         if not self._programs:
             self._runtime_of(args, kwargs)  # finds out whose autocast it is
-        feed = spec, autocast.current("cpu", self._kind), fed
+        feed = spec, (autocast.current("cpu", self._kind), self._entry), fed
         program = self._found(feed)
         if program is None:
             program = self._build(args, kwargs, self._announce(feed))
@@ -344,7 +419,8 @@ class AutoParallel(CallPlanning, nn.Module):
         Programs of equal inputs differ in the state of the model that they were captured in.
 
         Args:
-            feed: the inputs' structure, the type of autocast, and the inputs' shapes and dtypes.
+            feed: the inputs' structure, the type of autocast and the function that is called, and the inputs' shapes
+                and dtypes.
         """
         states = self._states.get(feed)
         if states is None:
@@ -385,7 +461,8 @@ class AutoParallel(CallPlanning, nn.Module):
     def train(self, mode: bool = True) -> AutoParallel:
         """Set training or evaluation mode, for the wrapped model too."""
         super().train(mode)
-        self.net.train(mode)
+        for model in [self.net] if self._step is None else self._step.models.values():
+            model.train(mode)
         return self
 
     def _announce(self, feed: tuple[Any, ...]) -> str:
@@ -393,7 +470,8 @@ class AutoParallel(CallPlanning, nn.Module):
         state. The change of state is returned; "": none."""
         if not self._programs:
             return ""
-        known = [key for key in self._programs if _shapes(key) != _shapes(feed) and key[3].hold()]
+        others = [key for key in self._programs if key[1][1] is self._entry]
+        known = [key for key in others if _shapes(key) != _shapes(feed) and key[3].hold()]
         if known:
             if not self._warned and not self._varying():
                 self._warned = True
@@ -402,13 +480,15 @@ class AutoParallel(CallPlanning, nn.Module):
                     "which takes longest for this second one; further ones are not announced. AutoParallel(…, "
                     "varying=(0, 1)) prepares the first call for dims that vary",
                     RecaptureWarning,
-                    stacklevel=8,
+                    stacklevel=stack_level(),
                 )
             return ""
         states = self._states.get(feed) or [key[3] for key in reversed(self._programs)]
         change = states[0].change()
         if change is not None and not any(guards.only_mode_changed() for guards in states):
-            warnings.warn(f"{change}: the model is captured and planned anew", RecaptureWarning, stacklevel=8)
+            warnings.warn(
+                f"{change}: the model is captured and planned anew", RecaptureWarning, stacklevel=stack_level()
+            )
         return change or ""
 
     def _build(
@@ -455,6 +535,7 @@ class AutoParallel(CallPlanning, nn.Module):
         self._place, self._where = _place_of(module), runtime.device
         self._stays = not runtime.processes and not runtime.chosen
         if before is None:
+            self._note_parameters()
             watch_steps(self.net)
             self._stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
             self._used = {name: parameter.layout for name, parameter in plan.parameters.items()}
@@ -470,18 +551,6 @@ class AutoParallel(CallPlanning, nn.Module):
             write_dumps(plan, self._running.save_graphs, [runtime.rank] if parts else range(plan.devices))
         return program
 
-    def _before(self) -> StepProgram | PipelineProgram | None:
-        """The model's latest program, which tells how its parameters are stored.
-
-        None where there is no program, or where parameters or submodules were replaced since in a single process,
-        which stores parameters whole.
-        """
-        before = next(reversed(self._programs.values()), None)
-        if before is None or before.held is not None or not before.guards.parts_changed():
-            return before
-        self._stored = self._used = None
-        return None
-
     # -- inspection -------------------------------------------------------------------------------------------------
 
     @property
@@ -489,35 +558,15 @@ class AutoParallel(CallPlanning, nn.Module):
         """The plan of the latest call.
 
         Raises:
-            SettingError: before the first call.
+            SettingError: before the first call; a step function with several models, each of which has a plan.
         """
+        self._check_together("plan")
         if not self._programs:
             raise SettingError(
                 "there is no plan before the first call",
                 legal="call the model once, or shardwright.plan(net, inputs, …)",
             )
         return list(self._programs.values())[-1].plan
-
-    def infer_layout(self, *args: Any, **kwargs: Any) -> dict[str, ParameterPlan] | dict[str, StageParameter]:
-        """Plan a call without running it, and return the layout of each parameter and buffer. No parameter is cut or
-        allocated. Files that `save_operator_strategy_file` and `save_param_strategy_file` still have to write are
-        written.
-
-        Args:
-            args, kwargs: the arguments of a call of the model. In processes every rank calls `infer_layout`.
-
-        Returns:
-            By name: the whole ``shape``, the ``layout`` in which the parameter is used, the layout of its
-                ``storage``, ``slice(rank)`` and ``local_shape(rank)``.
-
-        Raises:
-            ShardwrightError: whatever cannot be planned.
-        """
-        before = self._before()
-        plan = self._planned(args, kwargs, ModelAndLoss(self.net, self.loss_fn), before, runs=False)
-        if before is None:
-            self._write_strategies(plan)
-        return plan.parameters
 
     def whole(self, rank: int | None = None) -> WholeModel:
         """The plain model with whole parameters, inside a ``with`` block: ``with model.whole() as net:
@@ -544,6 +593,7 @@ class AutoParallel(CallPlanning, nn.Module):
             SettingError: no such rank; parameters that have no values yet, or that differ from rank to rank by design
                 (`layerwise_parallel`).
         """
+        self._check_together("whole")
         return WholeModel(self, rank)
 
     def explain(self, name: str | None = None) -> None:
@@ -564,6 +614,34 @@ class AutoParallel(CallPlanning, nn.Module):
 
         explanation(explained(self.plan, name))
 
+    # -- steps with several models
+
+    def _check_together(self, name: str) -> None:
+        """Refuse what belongs to one of the models of a step that calls them by themselves."""
+        if self._step is not None and self._step.apart:
+            raise SettingError(
+                f"{name}: the step calls its models {', '.join(self._step.models)} by themselves, and each has a plan",
+                legal=f"in place of the step, {' or '.join(f'step.models[{model!r}]' for model in self.models)}",
+            )
+
+    def _plan_with(self, name: str, **changed: Any) -> None:
+        super()._plan_with(name, **changed)
+        for part in self._parts():
+            part._plan_with(name, **changed)
+
+    def _run_with(self, name: str, **changed: Any) -> None:
+        super()._run_with(name, **changed)
+        for part in self._parts():
+            part._run_with(name, **changed)
+
+    def _check_before_first_call(self, name: str) -> None:
+        super()._check_before_first_call(name)
+        for part in self._parts():
+            part._check_before_first_call(name)
+
+    def _parts(self) -> list[AutoParallel]:
+        return [] if self._step is None else [cast("AutoParallel", part) for part in self._step.parts.values()]
+
     compile = compile_instead
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoParallel:
@@ -582,6 +660,9 @@ class AutoParallel(CallPlanning, nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == "net":  # a step whose models have wrappers of their own has none itself
+                self._check_together(name)
+                raise
             return attribute_of_net(self, name)
 
 

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +19,7 @@ import torch
 
 from .. import autocast
 from ..capture.annotations import staged_modules, stored_whole
+from ..capture.enclosing_modules import FunctionOfModels
 from ..capture.export import ModelAndLoss, Recording, capture, capture_scalable
 from ..capture.manual import check_held, check_mode, one_slice, own_parameters
 from ..capture.model_device import check_inputs, check_values, device_of
@@ -25,18 +28,19 @@ from ..graph import Graph
 from ..ops import for_ranks
 from ..partition.hybrid_parallel import OwnPrograms, local_inputs
 from ..pipeline.microbatch import is_split, micro_calls
-from ..pipeline.pipeline_plan import PipelinePlan, PipelineSearchResult
+from ..pipeline.pipeline_plan import PipelinePlan, PipelineSearchResult, StageParameter
 from ..pipeline.stage_search import AutomaticStages
 from ..planners.implied_inputs import global_inputs, implied_devices
 from ..planning import make_pipeline, make_plan
 from ..process import Runtime, current, stream
-from ..pytree_objects import opened
+from ..pytree_objects import opened, with_tensors
 from ..rules.fast_attention import with_fast_attention
 from ..runtime.deferred_init import beginnings
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram
-from ..sharded_plan import Plan
+from ..sharded_plan import ParameterPlan, Plan
 from ..torch_private import pytree
+from .data_shards import digest_of_parts, warn_of_parts
 from .foreign_wrappers import check_inside
 from .setting_methods import SettingMethods
 
@@ -47,6 +51,37 @@ Earlier = TypeVar("Earlier", Plan, PipelinePlan)
 
 class CallPlanning(SettingMethods):
     """The planning of a wrapped model, as a base class: `AutoParallel` has the attributes that are read here."""
+
+    def infer_layout(self, *args: Any, **kwargs: Any) -> dict[str, ParameterPlan] | dict[str, StageParameter]:
+        """Plan a call without running it, and return the layout of each parameter and buffer. No parameter is cut or
+        allocated. Files that `save_operator_strategy_file` and `save_param_strategy_file` still have to write are
+        written.
+
+        Args:
+            args, kwargs: the arguments of a call of the model, or of the step function, which runs up to its first call
+                of the model. In processes every rank calls `infer_layout`.
+
+        Returns:
+            By name: the whole ``shape``, the ``layout`` in which the parameter is used, the layout of its
+                ``storage``, ``slice(rank)`` and ``local_shape(rank)``.
+
+        Raises:
+            ShardwrightError: whatever cannot be planned.
+        """
+        self._check_together("infer_layout")
+        return self.infer(None, args, kwargs) if self._step is None else self._step.inferred(self, args, kwargs)
+
+    def infer(
+        self, entry: FunctionOfModels | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, ParameterPlan] | dict[str, StageParameter]:
+        """`infer_layout` of a call of the model, or of a function of it."""
+        args, kwargs = with_tensors((args, kwargs))
+        with self._entered(entry):
+            before = self._before()
+            plan = self._planned(args, kwargs, ModelAndLoss(self.net, self.loss_fn), before, runs=False)
+        if before is None:
+            self._write_strategies(plan)
+        return plan.parameters
 
     def _planned(
         self,
@@ -128,7 +163,7 @@ class CallPlanning(SettingMethods):
                         [(whole_args, whole_kwargs)] if count is None else micro_calls(whole_args, whole_kwargs, count)
                     )
                     graph, *wide = self._graphs.graphs(
-                        (autocast.current("cpu", self._kind), runtime.device),
+                        (autocast.current("cpu", self._kind), runtime.device, self._entry),
                         calls,
                         recording,
                         partial(capture, self.net, **how),
@@ -185,13 +220,37 @@ class CallPlanning(SettingMethods):
             raise
         if ranks is not None:
             begin = {} if before is not None or broadcast or self._awaited or not runs else beginnings(module)
-            ranks.agree(
+            first = before is None and runs
+            digests = ranks.agree(
                 plan,
                 {name: value for name, value in begin.items() if name not in own_parameters(module)},
                 (*stream.upcoming(), self._running.random) if plan.draws and runs else None,
                 (self._running.fusion, broadcast),
+                digest_of_parts((args, kwargs)) if first else "",
             )
+            warn_of_parts(self, (args, kwargs), digests)
         return plan
+
+    @contextlib.contextmanager
+    def _entered(self, entry: FunctionOfModels | None) -> Iterator[None]:
+        """Let calls be calls of a function of the wrapped models inside the ``with`` block; None: of the model."""
+        before, self.__dict__["net"], self.__dict__["_entry"] = self.net, entry or self.net, entry
+        try:
+            yield
+        finally:
+            self.__dict__["net"], self.__dict__["_entry"] = before, None
+
+    def _before(self) -> StepProgram | PipelineProgram | None:
+        """The model's latest program, which tells how its parameters are stored.
+
+        None where there is no program, or where parameters or submodules were replaced since in a single process,
+        which stores parameters whole.
+        """
+        before = next(reversed(self._programs.values()), None)
+        if before is None or before.held is not None or not before.guards.parts_changed():
+            return before
+        self._stored = self._used = None
+        return None
 
     def _earlier(self, kind: type[Earlier]) -> list[Earlier]:
         """Plans of one kind, the latest first: candidates for the plan of the same model at other sizes."""

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..capture.annotations import CUT
 from ..errors import SettingError
-from ..torch_private import COMPILER, is_compiled
+from ..torch_private import CALLED_INSTEAD, COMPILER
 
 __all__ = ["check_inside", "compile_instead", "refuse_class", "watch_wrapping"]
 
@@ -69,7 +69,7 @@ def check_inside(net: nn.Module) -> None:
 
 def _is_compiled(module: nn.Module) -> bool:
     """True where ``module.compile()`` was called."""
-    return is_compiled(module)
+    return getattr(module, CALLED_INSTEAD, None) is not None
 
 
 def refuse_class(cls: type) -> None:

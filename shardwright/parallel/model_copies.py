@@ -82,6 +82,8 @@ def copied(model: SettingMethods, memo: dict[int, Any]) -> SettingMethods:
         "_copies": [],
         "_whole": None,
         "_place": None,
+        "_step": None,  # the copy is one of the model: the step goes on calling the original
+        "_entry": None,
         "_first_ranks": dict(model._first_ranks),
         "_stored": model._stored if cut else None,
         "_used": model._used if cut else None,
@@ -89,6 +91,7 @@ def copied(model: SettingMethods, memo: dict[int, Any]) -> SettingMethods:
     for key, value in vars(model).items():
         if key not in held:
             held[key] = value if key in _SHARED else copy.deepcopy(value, memo)
+    made._note_parameters()
     if not cut:
         model._copies.append(weakref.ref(made))
     return made
@@ -172,6 +175,7 @@ class Followers:
         substitute(ModelAndLoss(made.net, made.loss_fn), successors, cut)
         made._stored, made._used = self._model._stored, self._model._used
         made._first_ranks.update(self._model._first_ranks)
+        made._note_parameters()
 
 
 def _named(model: SettingMethods) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..capture.annotations import pipelining
+from ..capture.export import ModelAndLoss
 from ..errors import SettingError
 from ..partition.parameter_sharding import OptimizerParallel
 from ..pipeline.pipeline_plan import PipelinePlan
@@ -106,11 +107,17 @@ class SettingMethods(_Module):
     _first_ranks: dict[str, int]
     _stored: dict[str, Layout] | None
     _used: dict[str, Layout] | None
+    _step: Any  # the `StepFunction` that calls run, or None
+    _entry: Any  # the `FunctionOfModels` that is called now, or None
+    _own_parameters: dict[str, nn.Parameter]  # also while functional_call has others in their places
 
     if TYPE_CHECKING:
 
         @property
         def plan(self) -> Plan | PipelinePlan: ...
+
+        @property
+        def settings(self) -> Settings: ...
 
         def _runtime(self) -> Runtime: ...
 
@@ -142,7 +149,7 @@ class SettingMethods(_Module):
         is outside the model and each rank feeds its own part; with `loss_fn` it makes no difference.
 
         Args:
-            enabled: True: the mean, the default of data_parallel and hybrid_parallel. False: the sum.
+            enabled: True: the mean, the default of data_parallel, hybrid_parallel and step functions. False: the sum.
 
         Raises:
             SettingError: after the first call.
@@ -313,6 +320,7 @@ class SettingMethods(_Module):
                 f"load_operator_strategy_file: {self._settings.parallel_mode} runs operators as they stand",
                 legal=", ".join(PLANNERS),
             )
+        self._check_together("load_operator_strategy_file")
         self._check_before_first_call("load_operator_strategy_file")
         self._plan_with("load_operator_strategy_file", strategies=read_document(path))
         return self
@@ -350,6 +358,7 @@ class SettingMethods(_Module):
                 f"load_param_strategy_file: {self._settings.parallel_mode} stores parameters as they are",
                 legal=", ".join(PLANNERS),
             )
+        self._check_together("load_param_strategy_file")
         self._check_before_first_call("load_param_strategy_file")
         self._plan_with("load_param_strategy_file", param_strategies=ParameterStrategies.read(path))
         return self
@@ -370,6 +379,7 @@ class SettingMethods(_Module):
         return self
 
     def _save_when_planned(self, name: str, path: str | Path, save: Callable[[Plan | PipelinePlan], None]) -> None:
+        self._check_together(name)
         if not Path(path).absolute().parent.is_dir():
             raise SettingError(
                 f"{name}: there is no folder {Path(path).parent}", legal="a file in a folder that is there"
@@ -402,6 +412,13 @@ class SettingMethods(_Module):
             yield
         finally:
             self._accumulation.open = before
+
+    def _check_together(self, name: str) -> None:
+        """Refuse what belongs to one of several models, by the method `name`: `AutoParallel` has such."""
+
+    def _note_parameters(self) -> None:
+        """Note the model's parameters, by name."""
+        self.__dict__["_own_parameters"] = dict(ModelAndLoss(self.net, self.loss_fn).named_parameters())
 
     def _plan_with(self, name: str, **changed: Any) -> None:
         """Change settings that decide plans, by the method `name`."""

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..capture.annotations import CUT, whole_shape
+from ..capture.enclosing_modules import refuses_others
 from ..capture.export import ModelAndLoss
 from ..capture.manual import own_parameters
 from ..capture.source_lines import user_frame
@@ -455,8 +456,8 @@ _refusing: list[Any] = []
 
 
 def refuse_calls_of_parts() -> None:
-    """Refuse, from now on, a call of a module by itself while its parameters are slices. The error names the
-    alternative."""
+    """Refuse, from now on, a call of a module by itself while its parameters are slices, and in a step function calls
+    of modules that are none of its models. The error names the alternative."""
     if not _refusing:
         _refusing.append(register_module_forward_pre_hook(_refuse))
 
@@ -464,6 +465,8 @@ def refuse_calls_of_parts() -> None:
 def _refuse(module: nn.Module, args: tuple) -> None:
     if not module._parameters or isinstance(module, SettingMethods):
         return
+    if refuses_others() and any(p is not None and p.requires_grad for p in module._parameters.values()):
+        _refuse_stranger(module)
     for key, parameter in module._parameters.items():
         if parameter is not None and CUT in vars(parameter):
             frames = [(f.filename, f.lineno or 0) for f in traceback.extract_stack()]
@@ -475,6 +478,18 @@ def _refuse(module: nn.Module, args: tuple) -> None:
                 source=user_frame(frames) or None,
                 legal=_CALLS,
             )
+
+
+def _refuse_stranger(module: nn.Module) -> None:
+    if any(p is not None and CUT in vars(p) for p in module._parameters.values()):
+        return  # a part of a model of the step: `_refuse` says what to call
+    frames = [(f.filename, f.lineno or 0) for f in traceback.extract_stack()]
+    raise SettingError(
+        f"{type(module).__name__} is called in a step function, and belongs to none of its models: the gradients of "
+        "its parameters would be each rank's own",
+        source=user_frame([f for f in frames if "site-packages" not in f[0]] or frames) or None,
+        legal="AutoParallel(step, net=…) with all models of the step; or requires_grad_(False) where it is not trained",
+    )
 
 
 #: Marks a hook that is not the user's. Code that runs or looks for global hooks of modules skips it.

@@ -1,8 +1,12 @@
-"""`hybrid_parallel` at the border of the model: parameters, inputs and results that are each rank's own.
+"""The border of the model: results of which each rank computes a loss of its own, and tensors that are each rank's own.
 
-Inside the program each rank's own tensor has an added first dim: size 1 on a rank, stacked over all ranks. Users see
-tensors without that dim. With a process a rank, each process returns its rank's result. Where all devices are in one
-process the ranks' results are put together:
+A loss outside of the model is each rank's own, and gradients are those of the mean of these losses: the gradient of a
+result is divided by the number of ranks (`shared`). Where results of one model lead to another one, as in a GAN, the
+gradient has been divided already when it leaves the second model, and is multiplied again (`leading_on`).
+
+In `hybrid_parallel` parameters, inputs and results are each rank's own. Inside the program each rank's own tensor has
+an added first dim: size 1 on a rank, stacked over all ranks. Users see tensors without that dim. With a process a rank,
+each process returns its rank's result. Where all devices are in one process the ranks' results are put together:
 
 1. Each rank is fed its own part of the batch: results are joined along the batch; numbers become their mean.
 2. Every rank is fed the whole batch: all ranks must return the same.
@@ -22,7 +26,50 @@ from ..errors import SettingError
 from ..graph import Value
 from ..sharded_plan import Plan
 
-__all__ = ["handings", "kept_apart", "put_back"]
+__all__ = ["handings", "kept_apart", "leading_on", "put_back", "shared"]
+
+#: Entry in the metadata of the autograd node that divides a gradient.
+_SHARED = "shardwright_shared"
+
+
+def shared(output: Tensor, parts: int) -> Tensor:
+    """An output of which each of `parts` ranks computes a loss of its own: gradients are those of the losses' mean.
+
+    A view has the hook: the model itself may compute a loss of the whole batch from the same tensor.
+    """
+    return _divided(output.view_as(output), parts) if output.requires_grad else output
+
+
+def _divided(x: Tensor, parts: int) -> Tensor:
+    x.register_hook(lambda gradient: gradient / parts)
+    node: Any = x.grad_fn
+    node.metadata[_SHARED] = True
+    return x
+
+
+def leading_on(x: Tensor, parts: int) -> Tensor:
+    """An input whose gradient goes on to the results of another model, if it does, where it is divided once more.
+
+    Args:
+        x: the input.
+        parts: the number of ranks by which this program has divided the gradient of its results.
+    """
+    if parts > 1 and x.requires_grad and x.grad_fn is not None and _comes_from_shared(x.grad_fn):
+        x = x.view_as(x)
+        x.register_hook(lambda gradient: gradient * parts)
+    return x
+
+
+def _comes_from_shared(node: Any) -> bool:
+    seen, waiting = {node}, [node]
+    while waiting:
+        node = waiting.pop()
+        if _SHARED in node.metadata:
+            return True
+        further = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= further
+        waiting += further
+    return False
 
 
 def handings(plan: Plan, processes: bool, mean: bool) -> list[Callable[[Tensor], Tensor] | None]:
@@ -50,9 +97,7 @@ def handings(plan: Plan, processes: bool, mean: bool) -> list[Callable[[Tensor],
 def _own(parts: int) -> Callable[[Tensor], Tensor]:
     def handed(x: Tensor) -> Tensor:
         x = x.squeeze(0)
-        if parts > 1 and x.requires_grad:
-            x.register_hook(lambda gradient: gradient / parts)
-        return x
+        return _divided(x, parts) if parts > 1 and x.requires_grad else x
 
     return handed
 

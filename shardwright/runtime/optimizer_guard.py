@@ -31,15 +31,22 @@ __all__ = [
     "says_when_it_steps",
     "set_empty_aside",
     "step_through",
+    "successor_of",
     "watch_steps",
 ]
 
-_REPLACED, _CLOSED = "_shardwright_replaced", "_shardwright_closed"
+_REPLACED, _SUCCESSOR, _CLOSED = "_shardwright_replaced", "_shardwright_successor", "_shardwright_closed"
 
 
-def replace_noted(old: torch.Tensor, name: str) -> None:
-    """Mark the parameter object `old` as replaced in the model; `name` is the parameter's name."""
+def replace_noted(old: torch.Tensor, name: str, successor: torch.Tensor) -> None:
+    """Mark the parameter object `old` as replaced in the model by `successor`; `name` is the parameter's name."""
     setattr(old, _REPLACED, name)
+    setattr(old, _SUCCESSOR, successor)
+
+
+def successor_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter object that has replaced `parameter` in its model; `parameter` itself where none has."""
+    return getattr(parameter, _SUCCESSOR, parameter)
 
 
 def close_to_steps(parameter: torch.Tensor) -> None:

@@ -580,7 +580,8 @@ class PipelineProgram:
         if self.why is not None:
             raise SettingError(
                 f"a pipeline runs the backward with the forward: {self.why}",
-                legal="loss_fn in AutoParallel, or a model that returns one loss; for outputs alone, torch.no_grad()",
+                legal="loss_fn in AutoParallel, a model that returns one loss, or in a step function "
+                "sw.value_and_grad of a function that returns it; for outputs alone, torch.no_grad()",
             )
 
 

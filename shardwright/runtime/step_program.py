@@ -25,7 +25,7 @@ from ..pipeline.pipeline_plan import PipelinePlan
 from ..process import Runtime, stream
 from ..pytree_objects import closed, holds_objects
 from ..sharded_plan import Plan
-from .call_boundary import handings, kept_apart, put_back
+from .call_boundary import handings, kept_apart, leading_on, put_back, shared
 from .compilation import Compilation, keep_in_place
 from .deferred_init import materialize, put_in_place
 from .device_seed import place_seed
@@ -77,6 +77,11 @@ class StepProgram:
         self._sole = (
             plan.graph.out_spec.is_leaf() and isinstance(plan.graph.outputs[0], Value) and not plan.graph.changed
         )
+        #: For each input, the number of ranks whose own losses share its gradient.
+        self._input_parts: list[int] = []
+        if mean:
+            own = plan.devices if plan.own is not None else 1
+            self._input_parts = [layout.cuts[0] if own == 1 and layout.dims else own for layout in plan.fed.inputs]
         if plan.own is not None:
             self._handings = handings(plan, held is not None, mean)
         else:
@@ -84,7 +89,7 @@ class StepProgram:
                 i.layout.cuts[0] if mean and isinstance(o, Value) and i.layout.dims else 1
                 for o, i in zip(plan.graph.outputs, plan.program.outputs)
             ]
-            self._handings = [partial(_share, parts=n) if n > 1 else None for n in parts]
+            self._handings = [partial(shared, parts=n) if n > 1 else None for n in parts]
 
     def __call__(self, *leaves: Any) -> Any:
         if self.begin is not None:
@@ -95,6 +100,8 @@ class StepProgram:
             tensors = kept_apart(given, self.plan.graph.changed)
         if self._device is not None:
             tensors = [moved(x, self._device) for x in tensors]
+        if self._input_parts:
+            tensors = [leading_on(x, parts) for x, parts in zip(tensors, self._input_parts)]
         if self._draws:
             seed = stream.draw(self.exact)
             tensors.insert(0, seed if self._seed_device is None else seed.to(self._seed_device, non_blocking=True))
@@ -117,13 +124,6 @@ class StepProgram:
 
 def _handed(output: Tensor, handing: Callable[[Tensor], Tensor] | None) -> Tensor:
     return output if handing is None else handing(output)
-
-
-def _share(output: Tensor, parts: int) -> Tensor:
-    """An output of `parts` ranks' own losses: gradients are those of the losses' mean."""
-    if output.requires_grad:
-        output.register_hook(lambda gradient: gradient / parts)
-    return output
 
 
 def make_program(

@@ -30,7 +30,7 @@ from ..parallel.auto_parallel import AutoParallel, observed
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..planners.implied_inputs import implied_devices
 from ..process import Runtime, current, stream
-from ..pytree_objects import closed, opened
+from ..pytree_objects import closed, opened, with_tensors
 from ..runtime.deferred_init import materialize
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram
@@ -116,6 +116,7 @@ def verify(
         ShardwrightError: a model that cannot be planned, or an invalid setting. An error of the model itself on one
             device is raised as it is; an error of the parallel run alone is a finding, and in the report.
     """
+    inputs, targets = with_tensors((inputs, targets))
     args = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     if loss_fn is not None:
         args = (*args, targets)

@@ -18,7 +18,7 @@ from test_tutorials import TOLERANCE, one_device
 EXAMPLES = Path(operator_objects.__file__).parent
 IN_TURN = str(SCRIPTS / "in_turn.py")
 HYBRID = "multi_dimensional_hybrid"
-ALL = ["operator_objects", "operator_functional", "layout_objects", "layout_functional", HYBRID]
+ALL = ["operator_objects", "operator_functional", "layout_objects", "layout_functional", "train_step", HYBRID]
 
 
 def first_loss(name: str) -> float:

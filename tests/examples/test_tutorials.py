@@ -1,10 +1,11 @@
-"""The four tutorial scripts: the same losses on one device, on eight in one process, and in eight processes."""
+"""The tutorial scripts: the same losses on one device, on eight in one process, and in eight processes."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 from functools import lru_cache
+from typing import Any
 
 import layout_functional
 import layout_objects
@@ -12,11 +13,14 @@ import operator_functional
 import operator_objects
 import pytest
 import torch
+import train_step
 from data import digits
 from ranks import run_ranks
 from torch import nn
 
-SCRIPTS = {m.__name__: m for m in (operator_objects, operator_functional, layout_objects, layout_functional)}
+SCRIPTS = {
+    m.__name__: m for m in (operator_objects, operator_functional, layout_objects, layout_functional, train_step)
+}
 STEPS, TOLERANCE = 50, 1e-6
 
 
@@ -36,10 +40,10 @@ def one_device(name: str) -> list[float]:
     return losses
 
 
-def as_the_user_runs_it(name: str) -> tuple[list[float], str]:
+def as_the_user_runs_it(name: str, **given: Any) -> tuple[list[float], str]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        losses = SCRIPTS[name].main(["--steps", str(STEPS), "--dtype", "float64"])
+        losses = SCRIPTS[name].main(["--steps", str(STEPS), "--dtype", "float64"], **given)
     return losses, printed.getvalue()
 
 
@@ -58,13 +62,21 @@ def test_eight_devices_in_one_process(name: str) -> None:
     assert lines[0].startswith("epoch: 0, step: 0, loss is 2.30")
 
 
-def all_four(rank: int, world: int) -> dict[str, list[float]]:
-    return {name: as_the_user_runs_it(name)[0] for name in SCRIPTS}
+def test_a_step_in_pytorchs_own_words() -> None:
+    losses, _ = as_the_user_runs_it("train_step", form=train_step.plain_step)
+    assert largest_difference(losses, one_device("train_step")) < TOLERANCE
+
+
+def all_of_them(rank: int, world: int) -> dict[str, list[float]]:
+    losses = {name: as_the_user_runs_it(name)[0] for name in SCRIPTS}
+    return losses | {"plain": as_the_user_runs_it("train_step", form=train_step.plain_step)[0]}
 
 
 @pytest.mark.long
 def test_eight_processes() -> None:
-    ranks = run_ranks(all_four, 8)
+    ranks = run_ranks(all_of_them, 8)
     for name in SCRIPTS:
         assert all(rank[name] == ranks[0][name] for rank in ranks), "the loss is the same on every rank, to the bit"
         assert largest_difference(ranks[0][name], one_device(name)) < TOLERANCE
+    means = [sum(losses) / 8 for losses in zip(*(rank["plain"] for rank in ranks))]
+    assert largest_difference(means, one_device("train_step")) < TOLERANCE

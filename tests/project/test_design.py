@@ -1,5 +1,5 @@
-"""The pages of docs/design: the picture of the layers, the names in backticks, the Python blocks. CONTRIBUTING.md: its
-names."""
+"""The pages of docs/design and docs/from-mindspore.md: the picture of the layers, the names in backticks, the Python
+blocks. CONTRIBUTING.md: its names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from shardwright.planners.planning_problem import PLANNERS
 from shardwright.rules import registry
 
 DESIGN = ROOT / "docs" / "design"
-PAGES = sorted(DESIGN.glob("*.md"))
+FROM_MINDSPORE = ROOT / "docs" / "from-mindspore.md"
+PAGES = [*sorted(DESIGN.glob("*.md")), FROM_MINDSPORE]
 #: A page names a file from one of these folders.
 FOLDERS = (ROOT, ROOT / "shardwright", ROOT / "tests", DESIGN)
 #: Modules and folders at the top of the package.

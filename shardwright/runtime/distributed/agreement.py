@@ -82,6 +82,7 @@ class _Said:
         settings: other settings that must be equal, as `_spelt`.
         started: a fingerprint of the values of each parameter.
         seed: the program's seed, the number of calls that have drawn before, and the setting `random`.
+        data: a digest of the values that it feeds.
     """
 
     mode: str
@@ -91,6 +92,7 @@ class _Said:
     settings: str = ""
     started: dict[str, Any] = field(default_factory=dict)
     seed: tuple[int, int, str] | None = None
+    data: str = ""
 
 
 class Agreement:
@@ -171,18 +173,27 @@ class Agreement:
             _exchanged(_Said(self.mode, self.fed, _words(error)))
 
     def agree(
-        self, plan: Any, started: dict[str, Any], seed: tuple[int, int, str] | None = None, settings: Any = None
-    ) -> None:
+        self,
+        plan: Any,
+        started: dict[str, Any],
+        seed: tuple[int, int, str] | None = None,
+        settings: Any = None,
+        data: str = "",
+    ) -> list[str]:
         """Check, before anything runs, that all ranks have made the same plan from the same parameters.
 
         Args:
             plan: with a `fingerprint`.
-            started, seed, settings: as in `_Said`.
+            started, seed, settings, data: as in `_Said`.
+
+        Returns:
+            The `data` of each rank.
 
         Raises:
             RuntimeMismatchError: on every rank alike, with the ranks that differ and the difference.
         """
-        everyone = _exchanged(_Said(self.mode, self.fed, None, plan.fingerprint, _spelt(settings), started, seed))
+        mine = _Said(self.mode, self.fed, None, plan.fingerprint, _spelt(settings), started, seed, data)
+        everyone = _exchanged(mine)
         first = everyone[0]
         _alike(everyone, "program", "have planned another program than rank 0", "marks and settings")
         settled = _others(everyone, "settings")
@@ -206,6 +217,7 @@ class Agreement:
                     f"the parameter {name!r} starts from other values on ranks {other} than on rank 0",
                     legal="the same seed on every rank before the model is built",
                 )
+        return [said.data for said in everyone]
 
 
 def _exchanged(mine: _Said) -> list[_Said]:

@@ -125,7 +125,7 @@ class ShardedState:
             if found[id(old)] is None:
                 self.absent[name] = made
                 be_elsewhere(made, whole.shape)
-            replace_noted(old, name)
+            replace_noted(old, name, made)
             return None
 
         materialize(holder, keep, "cpu")
