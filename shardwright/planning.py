@@ -39,6 +39,7 @@ from .pipeline.stage_search import UNITS_BY, AutomaticStages, check_automatic
 from .pipeline.stages import units_of
 from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, planners
 from .planners.replanning import at_other_sizes
+from .planners.semi_auto import held_parameters
 from .settings import Settings
 from .sharded_plan import Plan
 from .solver.search_memory import SearchBudget, spending
@@ -140,6 +141,23 @@ def make_plan(
         graph, mode, stored = strategies.onto(
             graph, devices, mode, stored, on_missing_rule=on_missing_rule, uneven=uneven, first=used is None
         )
+    problem = PlanningProblem(
+        graph,
+        devices,
+        fed,
+        on_missing_rule=on_missing_rule,
+        stored=settled,
+        uneven=uneven,
+        cost_model=CostModel(cluster, devices),
+        hsdp=hsdp,
+        memory=memory,
+        optimizer=optimizer,
+        cut=replace(CUT, whole=whole),
+    )
+    if parallel_mode != "data_parallel":  # which ignores marks
+        stored = {**held_parameters(problem), **(stored or {})} or None
+        settled = used or stored
+        problem = replace(problem, stored=settled)
     for one in earlier if strategies is None else ():
         same = at_other_sizes(one, graph, devices, on_missing_rule=on_missing_rule, uneven=uneven)
         if same is None:
@@ -161,19 +179,6 @@ def make_plan(
         if memory is None or made.peak <= memory:
             _ = made.program
             return made
-    problem = PlanningProblem(
-        graph,
-        devices,
-        fed,
-        on_missing_rule=on_missing_rule,
-        stored=settled,
-        uneven=uneven,
-        cost_model=CostModel(cluster, devices),
-        hsdp=hsdp,
-        memory=memory,
-        optimizer=optimizer,
-        cut=replace(CUT, whole=whole),
-    )
 
     def plan_of(result: Decisions) -> Plan:
         decisions, carries, found, storage = result

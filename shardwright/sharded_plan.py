@@ -42,6 +42,7 @@ from .partition.partitioner import partition
 from .partition.rematerialization import RecomputedInstruction, Regather, Region, regions_of, started, wanted_again
 from .partition.uneven import true_slice
 from .redistribution import CollectiveKind, Redistribution
+from .rules import held_layouts, in_order
 
 __all__ = ["Collective", "OperatorPlan", "ParameterPlan", "Plan", "SavedPlan"]
 
@@ -92,7 +93,8 @@ class OperatorPlan:
         name: the attribute path of the operator's `shardwright.shard` mark, or its name in the graph.
         op: its plain name, such as "matmul".
         module, source: the place of the call: the module's dotted path, ``file.py:41``.
-        in_strategy: the cuts of each tensor input.
+        in_strategy: the cuts of each tensor input; where a product gathers the contracted dim of both operands, those
+            before the gather. `in_layouts` are those of its run.
         out_strategy: the cuts of each output as it is handed on.
         in_layouts, out_layouts: the layouts, partial sums completed.
         cause: "mark", "batch", "follow", "whole", "propagated" or "search".
@@ -220,7 +222,7 @@ class Plan(SavedPlan):
         return tuple(self._operator(d) for d in self.decisions.values())
 
     def _operator(self, decision: Decision) -> OperatorPlan:
-        op, bound = decision.op, decision.bound
+        op = decision.op
         tensors = [v for v in op.outputs if v is not None]
         outs = decision.out or tuple(decision.left(i).without_partial() for i in range(len(tensors)))
         return OperatorPlan(
@@ -228,7 +230,7 @@ class Plan(SavedPlan):
             op.kind,
             op.module,
             op.source,
-            bound.in_strategy(decision.assignment),
+            _in_strategy(decision),
             tuple(layout.cuts for layout in outs),
             tuple(decision.wanted(i) for i in range(len(op.inputs))),
             outs,
@@ -539,6 +541,17 @@ def conversion_collectives(
                 step.digits,
             )
         shape = step.local_shape_after(shape)
+
+
+def _in_strategy(decision: Decision) -> tuple[tuple[int, ...], ...]:
+    """The cuts of an operator's inputs, as its mark gave them where a product gathers the contracted dim of both."""
+    bound, mark, cuts = decision.bound, decision.op.mark, decision.bound.in_strategy(decision.assignment)
+    if mark is None:
+        return cuts
+    held = held_layouts(bound, in_order(bound, mark.in_strategy, mark.order), decision.assignment.devices)
+    if held is None or cuts[:2] != ((held[0].cuts[0], 1), (1, held[1].cuts[1])):
+        return cuts
+    return (held[0].cuts, held[1].cuts, *cuts[2:])
 
 
 def forward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
