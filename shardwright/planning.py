@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .capture.annotations import staged_modules, stored_whole
+from .capture.annotations import PipelineSettings, staged_modules, stored_whole
 from .capture.export import capture
 from .capture.graph_reader import MarkUse
 from .capture.manual import check_mode, one_slice, own_parameters
 from .capture.regions import with_policy
 from .cluster import Cluster, memory_of
 from .cost.cost_model import CostModel
-from .errors import SettingError, ShardwrightError
+from .errors import CaptureError, SettingError, ShardwrightError, known_keywords
 from .garbage import gc_paused
 from .graph import Graph
 from .layout import Layout
@@ -40,7 +40,7 @@ from .pipeline.stages import units_of
 from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, planners
 from .planners.replanning import at_other_sizes
 from .planners.semi_auto import held_parameters
-from .settings import Settings
+from .settings import KEYWORDS_ELSEWHERE, Settings
 from .sharded_plan import Plan
 from .solver.search_memory import SearchBudget, spending
 
@@ -268,17 +268,23 @@ def _cheapest(
 
 
 def capture_micro(
-    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, **given: Any
+    net: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    count: int,
+    setting: PipelineSettings | None = None,
+    **given: Any,
 ) -> tuple[Graph, Graph | None]:
     """Capture a model for one micro-batch of the inputs of a whole batch.
 
     Args:
+        setting: see `micro_calls`.
         given: as `capture` takes it.
 
     Returns:
         Its graph, and that for more rows, which `microbatch.split` compares with it; None for a single micro-batch.
     """
-    graph, *wide = [capture(net, *call, **given) for call in micro_calls(args, kwargs, count)]
+    graph, *wide = [capture(net, *call, **given) for call in micro_calls(args, kwargs, count, setting)]
     return graph, wide[0] if wide else None
 
 
@@ -422,6 +428,7 @@ def make_pipeline(
     )
 
 
+@known_keywords(KEYWORDS_ELSEWHERE)
 @gc_paused()
 def plan(
     net: nn.Module,
@@ -494,6 +501,11 @@ def plan(
     """
     if not isinstance(net, nn.Module):
         raise SettingError(f"{net!r} is not an nn.Module", legal="a model, and its inputs as a tuple")
+    if targets is not None and loss_fn is None:
+        raise SettingError(
+            "targets without a loss_fn, which would take them",
+            legal="plan(net, inputs, loss_fn, targets); or the target among the inputs of a model with its own loss",
+        )
     if isinstance(inputs, torch.Tensor):
         inputs = (inputs,)
     if loss_fn is not None:
@@ -526,11 +538,22 @@ def plan(
 
     def captured(count: int | None) -> tuple[Graph, Graph | None]:
         with for_ranks(devices), one_slice(net):
-            made = (
-                (capture(net, tuple(inputs), kwargs, loss_fn=loss_fn, mixed_precision=policy), None)
-                if count is None
-                else capture_micro(net, tuple(inputs), kwargs, count, loss_fn=loss_fn, mixed_precision=policy)
-            )
+            try:
+                made = (
+                    (capture(net, tuple(inputs), kwargs, loss_fn=loss_fn, mixed_precision=policy), None)
+                    if count is None
+                    else capture_micro(
+                        net, tuple(inputs), kwargs, count, setting, loss_fn=loss_fn, mixed_precision=policy
+                    )
+                )
+            except CaptureError as error:
+                if loss_fn is None or targets is not None:
+                    raise
+                raise SettingError(
+                    f"the target is missing: loss_fn is given, and targets=None. {error.message}",
+                    source=error.source,
+                    legal="plan(net, inputs, loss_fn, targets)",
+                ) from error
         return with_policy(_with_marks(made[0], marks or {}), recompute), made[1]
 
     automatic = None if setting is None else AutomaticStages.of(setting, tuple(inputs), kwargs, captured)

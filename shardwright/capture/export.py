@@ -54,7 +54,7 @@ from .annotations import collect_marks, mark_names, whole_shape
 from .graph_reader import GraphReader, bare
 from .guards import GuardedPlace, Guards
 from .memoised_functions import computed_for_real
-from .model_device import device_of, usable
+from .model_device import check_call, device_of, usable
 from .module_hooks import outermost_left_out
 from .observation import Observation
 from .regions import collect_functions, collect_regions
@@ -72,7 +72,7 @@ from .side_effects import (
     refuse_backward_hooks,
     watched_calls,
 )
-from .source_lines import is_users, user_frame
+from .source_lines import calling_line, is_users, user_frame
 
 __all__ = ["ModelAndLoss", "Recording", "WithLoss", "capture", "capture_scalable"]
 
@@ -175,7 +175,7 @@ def _data_detached() -> Iterator[None]:
         if isinstance(tensor, FakeTensor) and is_users(sys._getframe(1).f_code.co_filename):
             raise CaptureError(
                 "x.data is assigned while the model runs",
-                source=_calling_line(),
+                source=calling_line(),
                 legal="x.copy_(...) under torch.no_grad(), or a variable of its own",
             )
         plain.__set__(tensor, value)
@@ -333,9 +333,9 @@ def _captured(
     Raises:
         NotScalable: with `vary` alone: the symbols in place of sizes may be the cause of the error.
     """
+    check_call(net, args, kwargs, loss_fn)
     device = usable(device_of(net, loss_fn, (args, kwargs)) if device is None else device, net, loss_fn)
-    module = net if loss_fn is None else WithLoss(net, loss_fn)
-    prefix = "" if loss_fn is None else "net"
+    module, prefix = (net, "") if loss_fn is None else (WithLoss(net, loss_fn), "net")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     modules = _named_modules(net, loss_fn)
     refuse_backward_hooks(modules)
@@ -371,7 +371,7 @@ def _captured(
             cumulative_momentum(module),
             collect_marks() as calls,
             _quiet(),
-            collect_functions(_calling_line) as functions,
+            collect_functions(calling_line) as functions,
             collect_regions(module, prefix) as regions,
             stack_lines(_innermost, _UsersLine),
             _data_detached(),
@@ -439,7 +439,7 @@ def _captured(
             first = "the sizes of packed sequences depend on the values of their lengths"
         raise CaptureError(
             f"the model cannot be captured: {type(error).__name__}: {first}",
-            source=user_frame(frames) or _calling_line(),
+            source=user_frame(frames) or calling_line(),
             legal=next((legal for part, legal in _INSTEAD.items() if part in first), None),
         ) from error
 
@@ -495,7 +495,7 @@ def _with_counters(exported: Callable[..., _Exported]) -> _Exported:
         finder = LineFinder(blamed.watch)
         with contextlib.suppress(Blamed, ShardwrightError):
             exported({}, finder)
-        raise CaptureError(blamed.message, source=finder.line or _calling_line(), legal=blamed.legal) from None
+        raise CaptureError(blamed.message, source=finder.line or calling_line(), legal=blamed.legal) from None
 
 
 def _same_program(a: Graph, b: Graph) -> bool:
@@ -670,11 +670,6 @@ def _quiet() -> Iterator[None]:
         for log, level in zip(logs, levels):
             log.setLevel(level)
         sys.stderr.write(written.getvalue().replace(graph, "").lstrip("\n") if graph else written.getvalue())
-
-
-def _calling_line() -> str | None:
-    """The user's line that is being run."""
-    return user_frame([(f.filename, f.lineno or 0) for f in traceback.extract_stack()]) or None
 
 
 class ModelAndLoss(nn.Module):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import sysconfig
+import traceback
 
 import torch
 
 from ..errors import PACKAGE_FOLDER
 
-__all__ = ["is_users", "module_path", "source_of", "user_frame"]
+__all__ = ["calling_line", "is_users", "module_path", "source_of", "user_frame"]
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
@@ -30,6 +31,11 @@ def is_users(file: str) -> bool:
 def user_frame(frames: list[tuple[str, int]]) -> str:
     """The innermost frame in a file of the user, as ``file.py:41``; "" where there is none."""
     return next((f"{file.rsplit('/', 1)[-1]}:{line}" for file, line in reversed(frames) if is_users(file)), "")
+
+
+def calling_line() -> str | None:
+    """The user's line that is being run."""
+    return user_frame([(f.filename, f.lineno or 0) for f in traceback.extract_stack()]) or None
 
 
 def source_of(node: torch.fx.Node) -> str:

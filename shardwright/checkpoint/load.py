@@ -26,7 +26,7 @@ from ..errors import CheckpointError
 from ..json_values import decode, dtype_name, dtype_named
 from ..runtime.deferred_init import filled_later
 from ..runtime.distributed.coordination import SingleRank, ranks_of_now
-from .checkpoint_folders import folder_of, steps_in
+from .checkpoint_folders import absent, folder_of, steps_in
 from .manifest import MANIFEST, check_files
 from .save import several, wait_for_last
 from .state import CheckpointedModel, TensorPlacement, restore_generators, state_names
@@ -381,7 +381,7 @@ def _found(path: Any, step: int | None, missing_ok: bool) -> Path | None:
         return path  # a checkpoint; a missing manifest is reported when it is read
     found = folder_of(path, step)
     if found is None and not missing_ok:
-        what = "there is no checkpoint in it" if path.is_dir() else "there is no such folder"
+        what = absent(path)
         raise CheckpointError(
             what if step is None else f"there is no checkpoint of step {step}: {what}",
             source=str(path),

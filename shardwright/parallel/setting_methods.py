@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..capture.annotations import pipelining
-from ..errors import SettingError
+from ..errors import SettingError, did_you_mean, known_keywords
 from ..partition.parameter_sharding import OptimizerParallel
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..planfile.load_save import read_document
@@ -79,6 +79,14 @@ class ProgramSettings:
             raise SettingError(f"unknown random {self.random!r}", legal='"exact" or "fast"')
         if not isinstance(self.max_programs, int) or isinstance(self.max_programs, bool) or self.max_programs < 1:
             raise SettingError(f"max_programs={self.max_programs!r}", legal="a whole number of at least 1")
+        if self.save_graphs is not None:
+            there = next(
+                path for path in (Path(self.save_graphs), *Path(self.save_graphs).absolute().parents) if path.exists()
+            )
+            if not there.is_dir():
+                raise SettingError(
+                    f"save_graphs={str(self.save_graphs)!r}: {there} is a file", legal="a folder for the dumps"
+                )
         if not isinstance(self.varying, (tuple, list)) or not all(type(d) is int and d >= 0 for d in self.varying):
             raise SettingError(
                 f"varying={self.varying!r}", legal="dims of the inputs, counted from 0, such as varying=(0, 1)"
@@ -117,6 +125,7 @@ class SettingMethods(_Module):
     #: The library that hands batches to the processes, and its dataset_strategy; None: the user's own loop.
     _handed: tuple[str, Any] | None = None
 
+    @known_keywords({"full_batch": '"full_batch" itself, or "data_parallel" for full_batch=False'})
     def dataset_strategy(self, strategy: str | tuple[Any, ...]) -> Self:
         """Set the way in which the batch is fed.
 
@@ -129,10 +138,14 @@ class SettingMethods(_Module):
         Raises:
             SettingError: after the first call, or an unknown word.
         """
-        if isinstance(strategy, str) and strategy not in ("data_parallel", "full_batch"):
+        if isinstance(strategy, (str, bool)) and strategy not in ("data_parallel", "full_batch"):
             raise SettingError(
                 f"unknown dataset_strategy {strategy!r}",
-                legal='"data_parallel", "full_batch", or a tuple with one entry per tensor input',
+                legal=did_you_mean(
+                    strategy,
+                    ("data_parallel", "full_batch", "a tuple with one entry per tensor input"),
+                    {"full": '"full_batch"', "fullbatch": '"full_batch"', "dp": '"data_parallel"'},
+                ),
             )
         self._plan_with("dataset_strategy", dataset_strategy=strategy)
         return self
@@ -197,6 +210,7 @@ class SettingMethods(_Module):
         self._run_with("comm_fusion", fusion=fusion if openstate else Fusion(limit=0))
         return self
 
+    @known_keywords({"optimizer_weight_shard_size": "shard_size=", "parallel_optimizer_threshold": "threshold="})
     def hsdp(self, shard_size: int = -1, threshold: float = 64, optimizer_level: str = "level1") -> Self:
         """Set ZeRO/FSDP sharding (optimizer parallel): parameters that are replicated on several devices are stored
         in shards, on top of the cuts of the operators' own strategies. They are gathered before use; their gradients
@@ -220,6 +234,7 @@ class SettingMethods(_Module):
         self._plan_with("hsdp", hsdp=OptimizerParallel(shard_size, threshold, optimizer_level))
         return self
 
+    @known_keywords({"pipeline_scheduler": "scheduler=", "num_stages": "stages=", "micro_batch_num": "micro_batches="})
     def pipeline(
         self,
         stages: int | str = 2,
