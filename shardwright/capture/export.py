@@ -59,20 +59,9 @@ from .module_hooks import outermost_left_out
 from .observation import Observation
 from .regions import collect_functions, collect_regions
 from .scaling import NotScalable, ScalableGraph, Sizes, is_about_sizes
-from .side_effects import (
-    Blamed,
-    Effects,
-    ForwardOutcome,
-    LineFinder,
-    advanced,
-    counter,
-    depends,
-    judged,
-    numbered,
-    refuse_backward_hooks,
-    watched_calls,
-)
+from .side_effects import Blamed, Effects, ForwardOutcome, LineFinder, advanced, counter, depends, judged, numbered
 from .source_lines import calling_line, is_users, user_frame
+from .watched_calls import refuse_backward_hooks, watched_calls
 
 __all__ = ["ModelAndLoss", "Recording", "WithLoss", "capture", "capture_scalable"]
 
@@ -80,7 +69,8 @@ _LOG = logging.getLogger("shardwright.capture")
 
 #: Part of torch's message about a model that it cannot follow -> what the user writes instead.
 _INSTEAD = {
-    "data-dependent": "control flow that depends on shapes and settings only, not on the values of tensors",
+    "data-dependent": "control flow that depends on shapes and settings only, not on the values of tensors; a number "
+    "to print as a further output of the forward",
     "found a fake tensor in the exported program constant": "torch's own operators, and x.detach() "
     "in the place of x.data",
     "packed sequences": "padded sequences: the layer runs over all steps, and the lengths choose what is used "
@@ -437,8 +427,12 @@ def _captured(
             for x in f.f_locals.values()
         ):
             first = "the sizes of packed sequences depend on the values of their lengths"
+        said = f"{type(error).__name__}: {first}"
+        if type(error).__name__ == "GuardOnDataDependentSymNode":
+            said = "the forward takes a number out of a tensor (item(), float(), bool(), an if, a format), which is "
+            said += "data-dependent: no tensor has values before the program runs"
         raise CaptureError(
-            f"the model cannot be captured: {type(error).__name__}: {first}",
+            f"the model cannot be captured: {said}",
             source=user_frame(frames) or calling_line(),
             legal=next((legal for part, legal in _INSTEAD.items() if part in first), None),
         ) from error

@@ -175,6 +175,30 @@ def test_a_tuple_lays_out_as_the_contract_says() -> None:
     assert k_by_m == sw.Layout((4, 2), ("m", "k"))("k", "m")  # m is the major factor
 
 
+def test_unmarked_operators_keep_the_name_of_their_attribute() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(draw(8, 8))
+            self.first, self.gate = sw.Operator(torch.matmul), sw.Operator(torch.relu)
+            self.steps = [sw.Operator(torch.tanh), sw.Operator(torch.exp)]
+            self.several = sw.Operator(lambda x: x.exp() + 1)
+            self.inner = Apply(lambda m, x: m.op(x), op=sw.Operator(torch.sin))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.gate(self.gate(self.first(x, self.w)))
+            return self.inner(self.several(self.steps[1](self.steps[0](x.relu()))))
+
+    net = Net()
+    names = [op.name for op in planned(net).operators]
+    assert names == ["first", "gate", "gate_1", "relu_2", "steps.0", "steps.1", "exp", "add", "inner.op"]
+    assert all(op.cause != "mark" for op in planned(net).operators)
+    plan = planned(net, marks={"gate": ((2, 4),), "steps.1": ((1, 8),)})
+    assert plan.operator("gate").in_strategy == ((2, 4),) and plan.operator("gate_1").in_strategy == ((8, 1),)
+    assert plan.operator("steps.1").in_strategy == ((1, 8),)
+    assert_as_one_device(net, (X,), (X,))
+
+
 # -- modules that are one operator -------------------------------------------------------------------------------------
 
 
