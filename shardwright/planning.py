@@ -29,7 +29,7 @@ from .graph import Graph
 from .layout import Layout
 from .ops import COLLECTIVES, for_ranks
 from .partition.hybrid_parallel import OwnPrograms, decided, fed_whole, local_inputs, with_own_statistics, with_stacked
-from .partition.local_program import Decisions, InputPlacement, PortableDecisions, input_placement
+from .partition.local_program import TAKEN, Decisions, InputPlacement, PortableDecisions, SearchResult, input_placement
 from .partition.parameter_sharding import OptimizerParallel
 from .pipeline.build import PlanCache, pipeline_plan, schedule_of
 from .pipeline.microbatch import is_split, micro_calls
@@ -37,6 +37,7 @@ from .pipeline.pipeline_plan import PipelinePlan, PipelineSearchResult
 from .pipeline.stage_costs import recomputed
 from .pipeline.stage_search import UNITS_BY, AutomaticStages, check_automatic
 from .pipeline.stages import units_of
+from .planners.memory_fit import TooLittleMemoryError
 from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, planners
 from .planners.replanning import at_other_sizes
 from .planners.semi_auto import held_parameters
@@ -205,11 +206,18 @@ def make_plan(
 
         def find() -> Decisions:
             nonlocal plan
+            result, failed = None, None
             with spending(SearchBudget(*settings.budget)):
-                result = mode(problem)
-            if not mode.fits_memory:  # it follows marks
+                try:
+                    result = mode(problem)
+                except TooLittleMemoryError as error:
+                    failed = error
+            if result is not None and not mode.fits_memory:  # it follows marks, and compares for itself
                 return result
             result, plan = _cheapest(result, problem, plan_of)
+            if result is None:
+                assert failed is not None
+                raise failed
             return result
 
         result = (
@@ -235,31 +243,36 @@ def make_plan(
 
 
 def _cheapest(
-    result: Decisions, problem: PlanningProblem, plan_of: Callable[[Decisions], Plan]
-) -> tuple[Decisions, Plan]:
-    """The cheapest of a search's plan and the plans of the modes that do not search, and its decisions.
+    result: Decisions | None, problem: PlanningProblem, plan_of: Callable[[Decisions], Plan]
+) -> tuple[Decisions | None, Plan | None]:
+    """The cheapest of a search's plan and the plans of the modes that search less, and its decisions.
 
     Args:
-        result: of the search.
+        result: of the search; None: it found no plan that fits in the memory.
         plan_of: the plan of decisions.
+
+    Returns:
+        None, None: no plan fits.
     """
-    best, plan, memory = result, plan_of(result), problem.memory
-    modes = ("semi_auto", "sharding_propagation") if any(op.mark for op in problem.graph.ops) else ("semi_auto",)
-    for mode in modes:
+    best, plan, memory = result, None if result is None else plan_of(result), problem.memory
+    for mode in ("semi_auto", "sharding_propagation"):
         try:
             other = PLANNERS[mode](replace(problem, memory=None))
             made = plan_of(other)
         except ShardwrightError:  # this mode has no plan of these marks
             continue
-        if made.cost >= plan.cost * (1 - 1e-9) or (memory is not None and made.peak > memory):
+        dearer = plan is not None and made.cost >= plan.cost * (1 - 1e-9)
+        if dearer or (memory is not None and made.peak > memory):
             continue
-        assert result.found is not None
-        bound, note = result.found.bound, f"the plan of {mode}: the search found nothing as cheap"
+        said = f"{TAKEN}{mode}, {made.cost * 1e6:.4g} µs a step: the search found "
+        said += f"nothing below {plan.cost * 1e6:.4g} µs" if plan is not None else "none that fits in the memory"
+        known = SearchResult(made.cost, None, len(other.decisions), 0) if best is None else best.found
+        assert known is not None
         found = replace(
-            result.found,
+            known,
             cost=made.cost,
-            bound=None if bound is None else min(bound, made.cost),
-            notes=(*result.found.notes, note),
+            bound=None if known.bound is None else min(known.bound, made.cost),
+            notes=(*(note for note in known.notes if not note.startswith(TAKEN)), said),
             limit=memory,
         )
         best = other._replace(found=found)

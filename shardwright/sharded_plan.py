@@ -26,6 +26,7 @@ from .graph import Graph, Value
 from .layout import Layout, group_of
 from .partition.hybrid_parallel import OwnPrograms, own_programs
 from .partition.local_program import (
+    TAKEN,
     Decision,
     GlobalExtreme,
     InputPlacement,
@@ -281,8 +282,10 @@ class Plan(SavedPlan):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Limitations that a user would not expect, a line each."""
-        return self.program.notes
+        """Limitations that a user would not expect, and the mode whose plan was cheaper than what the search found; a
+        line each."""
+        taken = () if self.found is None else (note for note in self.found.notes if note.startswith(TAKEN))
+        return (*self.program.notes, *taken)
 
     def collectives(self, rank: int) -> tuple[Collective, ...]:
         """Every collective in which `rank` takes part, in program order: forward, then backward."""
@@ -431,15 +434,36 @@ class Plan(SavedPlan):
             and i.source.name in stored
         )
 
-    def once(self, instruction: Any) -> bool:
+    def once(self, instruction: Any, back: bool = False) -> bool:
         """True where an instruction runs once a step, for any number of micro-batches.
 
         These are the gather or cast of a weight that micro-batches share, and the sum of a gradient over the replicas
-        of its parameter.
+        of its parameter. The gradient of a shared weight is scattered once a step where gradients are accumulated
+        whole (optimizer level 1), else after every micro-batch.
+
+        Args:
+            back: True: the backward of the instruction, False: its forward.
         """
         if not isinstance(instruction, Redistribute) or instruction.cause != "parameter":
             return False
+        if back and instruction.forward.steps and self.hsdp is not None and not self.hsdp.accumulates_whole:
+            return False
         return instruction.target.name in self.gathered_once or instruction.forward.is_identity
+
+    @cached_property
+    def accumulated(self) -> dict[str, int]:
+        """Weight -> the bytes of its whole gradient, for the weights that micro-batches share and whose gradients they
+        accumulate whole (as under optimizer level 1), in the dtype in which the parameter is stored."""
+        if self.hsdp is not None and not self.hsdp.accumulates_whole:
+            return {}
+        return {
+            i.target.name: i.target.local_bytes // i.target.value.dtype.itemsize * i.source.value.dtype.itemsize
+            for i in self.program.instructions
+            if isinstance(i, Redistribute)
+            and i.target.name in self.gathered_once
+            and i.forward.steps
+            and i.source.value.requires_grad
+        }
 
     @cached_property
     def timeline(self) -> MemoryTimeline:
