@@ -222,10 +222,11 @@ class SettingMethods(_Module):
             threshold: the least size of a whole parameter, in KB (1024 bytes), that is cut. A parameter stays whole,
                 and the plan notes it, where dim 0 of its slices does not divide, or where
                 `shardwright.no_optimizer_parallel` names it.
-            optimizer_level: "level1": parameters and the optimizer's state are cut; under `no_sync` gradients are
-                whole. "level2": gradients are cut as well. "level3": weights are also resharded after the forward,
-                and gathered again for the backward. (With `compile` the compiler decides which weights gathered under
-                "level1" and "level2" are saved, and gradients are cut.)
+            optimizer_level: "level1": parameters and the optimizer's state are cut; under `no_sync`, and over the
+                micro-batches of a pipeline, gradients are accumulated whole. "level2": gradients are cut as well: each
+                is scattered as it comes, and parts are accumulated. "level3": weights are also resharded after the
+                forward, and gathered again for the backward. (With `compile` the compiler decides which weights
+                gathered under "level1" and "level2" are saved, and gradients are cut.)
 
         Raises:
             SettingError: after the first call, or an unknown value. At the first call: a `shard_size` that does not
