@@ -417,6 +417,7 @@ class PipelineStep:
                 out.append(
                     together(parts, 0, self.program.fed_parts[i]) if self.plan.split[i] else sum(parts[1:], parts[0])
                 )
+        out = out or [None]  # see `PipelineProgram`: a process that trains nothing of its own
         self.leaves.clear()
         if self.program.absent:
             from .distributed.gradients import hand_nothing  # noqa: PLC0415  imports DTensor
@@ -593,7 +594,10 @@ class PipelineProgram:
         if trains:
             leaves = [p for body in self.bodies.values() for p in body.parameters.values() if p.requires_grad]
             step.inputs_wanted = [x for x in tensors if x.requires_grad]
-            results[self.loss] = _Given.apply(results[self.loss], step, *leaves, *step.inputs_wanted)
+            leaves += step.inputs_wanted
+            if not leaves:  # all that this process trains belongs to another stage
+                leaves = [torch.zeros((), requires_grad=True)]
+            results[self.loss] = _Given.apply(results[self.loss], step, *leaves)
         outputs = [r if c is None else c for r, c in zip(results, self._constants)]
         put_back(given, outputs, self.plan.graph.changed)
         result = self.plan.graph.result(outputs)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pipeline_networks import SHAPES, Chain, assert_pipeline_as_one_device, batches, setting, staged
+from pipeline_networks import SHAPES, Chain, TiedEnds, assert_pipeline_as_one_device, batches, setting, staged
 from small_networks import D, draw, labels
 from torch import Tensor, nn
 
@@ -304,6 +304,21 @@ def test_optimizer_parallel(level: str, kind: str, scheduler: str) -> None:
     )
     storage = model.plan.parameters["layers.3.weight"]
     assert [storage.slice(rank)[0] for rank in range(4, 8)] == [slice(4 * i, 4 * i + 4) for i in range(4)]
+
+
+@pytest.mark.parametrize("scheduler", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("level", [None, "level1", "level3"])
+def test_a_stage_whose_only_trained_parameter_belongs_to_another_one(scheduler: str, level: str | None) -> None:
+    given = dict(stages=2, micro_batches=4, scheduler=scheduler, stage_config={"first": 0, "inner": 0, "last": 1})
+    model = assert_pipeline_as_one_device(
+        TiedEnds(),
+        batches(),
+        given,
+        loss_fn=nn.MSELoss(),
+        settle=lambda m: level and m.hsdp(threshold=0, optimizer_level=level),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01),
+    )
+    assert not model.plan.stages[1].plan.parameters and model.plan.parameters["first.weight"].stage == 0
 
 
 def test_gradients_are_scattered_after_each_micro_batch_from_level_2_on() -> None:

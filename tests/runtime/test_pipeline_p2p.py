@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from held_bytes import Alive
 from one_device import close
-from pipeline_networks import Chain, batches, setting, staged
+from pipeline_networks import Chain, TiedEnds, batches, setting, staged
 from ranks import RankFailed, run_ranks, run_scenarios
 from small_networks import D, draw, labels
 from torch import Tensor, nn
@@ -154,6 +154,17 @@ def optimizer_parallel_at_every_level(rank: int, world: int) -> None:
         )
         shapes = [layer.bias.to_local().shape for layer in model.net.layers]
         assert shapes == ([(8,), (8,), (0,), (0,)] if rank < 2 else [(0,), (0,), (8,), (8,)])
+
+
+@scenario
+def a_stage_whose_only_trained_parameter_belongs_to_another_one(rank: int, world: int) -> None:
+    """Its ranks train nothing of their own, and call backward and step all the same."""
+    given = dict(stages=2, micro_batches=4, stage_config={"first": 0, "inner": 0, "last": 1})
+    for scheduler, level in (("1f1b", None), ("zero_bubble", "level2")):
+        settle = (lambda m: m) if level is None else (lambda m: m.hsdp(threshold=0, optimizer_level="level2"))
+        model = check(TiedEnds(), given | {"scheduler": scheduler}, rank, feed="data_parallel", settle=settle)
+        held = [p.to_local().numel() for p in model.net.parameters()]
+        assert all(held) if rank < 2 else not any(held)
 
 
 @scenario
