@@ -34,6 +34,7 @@ __all__ = [
     "allocate",
     "beside",
     "complement",
+    "digits_of",
     "digits_size",
     "group_of",
     "groups",
@@ -188,6 +189,29 @@ def _users(message: str, *, strategy: object = None, legal: str | None = None) -
     return LayoutError(message, source=source, strategy=strategy, legal=legal)
 
 
+def digits_of(ranks: Sequence[int]) -> Digits | None:
+    """The digits, major first, whose numbers in ascending order the ranks have: from 0, by steps of mixed radices.
+
+    Example: (0, 2, 1, 3) are the numbers of 2@1 and 2@2: position 1 is rank 2, position 2 is rank 1.
+
+    Returns:
+        None where no digits give these ranks.
+    """
+    digits: list[Digit] = []  # minor first
+    done = 1
+    while ranks[0] == 0 and done < len(ranks):
+        stride, run = ranks[done], 2
+        while done * run < len(ranks) and ranks[done * run] == run * stride:
+            run += 1
+        if stride < 1 or len(ranks) % (done * run):
+            return None
+        digits.append(Digit(run, stride))
+        done *= run
+    made = merge(reversed(digits))
+    numbers = [sum(v * d.stride for v, d in zip(values, made)) for values in product(*(range(d.size) for d in made))]
+    return made if numbers == list(ranks) else None
+
+
 def _axes_of(matrix: tuple[int, ...], rank_list: Any) -> tuple[Digits, ...]:
     """The digits of each axis of a device matrix, where `rank_list` has the ranks in the order of its positions.
 
@@ -204,21 +228,8 @@ def _axes_of(matrix: tuple[int, ...], rank_list: Any) -> tuple[Digits, ...]:
             f"rank_list={rank_list!r} is not the order of the {devices} devices of the matrix {matrix}",
             legal=f"each rank from 0 to {devices - 1} once; in a stage of a pipeline the ranks count from 0 too",
         )
-    axes: list[Digits] = []
-    step = devices
-    for size in matrix:
-        step //= size
-        digits: list[Digit] = []  # minor first
-        done = 1
-        while ranks[0] == 0 and done < size:
-            stride, run = ranks[done * step], 2
-            while done * run < size and ranks[done * run * step] == run * stride:
-                run += 1
-            if size % (done * run):
-                break
-            digits.append(Digit(run, stride))
-            done *= run
-        axes.append(merge(reversed(digits)))
+    steps = [math.prod(matrix[i + 1 :]) for i in range(len(matrix))]
+    axes = [digits_of([ranks[k * step] for k in range(size)]) or () for size, step in zip(matrix, steps)]
     every = [digit for axis in axes for digit in axis]
     if digits_size(every) != devices or any(number_of(every, rank) != i for i, rank in enumerate(ranks)):
         turned = tuple(sum(pair) for pair in product(range(matrix[-1]), range(0, devices, matrix[-1])))

@@ -53,6 +53,7 @@ from ..torch_private import (
 from .annotations import collect_marks, mark_names, whole_shape
 from .graph_reader import GraphReader, bare
 from .guards import GuardedPlace, Guards
+from .manual import refused_collective
 from .memoised_functions import computed_for_real
 from .model_device import check_call, device_of, usable
 from .module_hooks import outermost_left_out
@@ -412,11 +413,17 @@ def _captured(
         _check_updates(made.graph)
         return made
     except ShardwrightError as error:
+        placed = refused_collective(error)
+        if placed is not None:
+            raise placed from error
         if vary is not None and is_about_sizes(error.__cause__ or error):
             raise NotScalable(str(error)) from error
         raised = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         raise (error if error.source else error.located(source=user_frame(raised) or None))  # noqa: B904  same error
     except Exception as error:  # the model's own code and torch raise anything
+        placed = refused_collective(error)
+        if placed is not None:
+            raise placed from error
         if vary is not None and is_about_sizes(error):
             raise NotScalable(f"{type(error).__name__}: {error}".removeprefix("Blamed: ")) from error
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]

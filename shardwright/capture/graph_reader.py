@@ -27,6 +27,7 @@ from ..rules.recurrent import layer_by_layer, without_dropout
 from ..torch_private import FakeTensor, OpOverload, pytree, schema_of
 from .annotations import Operator
 from .in_place_reader import InPlaceReader, metas_made, tensors_of
+from .manual import refused_collective
 from .mutation import Cell, Memory, View, ViewStep, Writer, serial
 from .regions import EDGE, OPAQUE, Applied, RecomputeSettings, recomputed_ops, regions, written_out
 from .scaling import Sizes
@@ -480,6 +481,10 @@ class GraphReader(InPlaceReader):
         self.ops[inside[0]] = replace(op, name=path, mark=use)
 
     def operator(self, node: torch.fx.Node, target: Any) -> None:
+        space, _, name = schema_of(target).name.partition("::")
+        placed = refused_collective(name, source_of(node)) if "c10d" in space else None
+        if placed is not None:
+            raise placed
         written = [a for a in schema_of(target).arguments if a.alias_info is not None and a.alias_info.is_write]
         if not schema_of(target).returns and not written:
             return  # an assertion of export

@@ -24,7 +24,9 @@ _PYTHON = sysconfig.get_path("stdlib") + "/"
 def is_users(file: str) -> bool:
     """True where a file is not part of Shardwright, torch or Python; an installed package may be the user's model."""
     return not (
-        file.startswith((PACKAGE_FOLDER, _TORCH, "<")) or (file.startswith(_PYTHON) and "-packages/" not in file)
+        file.startswith((PACKAGE_FOLDER, _TORCH, "<"))
+        or (file.startswith(_PYTHON) and "-packages/" not in file)
+        or file.endswith("/typing_extensions.py")  # around what torch calls deprecated
     )
 
 

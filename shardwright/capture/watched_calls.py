@@ -5,6 +5,7 @@ out of tensors.
     the same of a tensor's values   an error: no tensor has values while a model is captured. A number that was taken
                                     out of a tensor by ``item()`` is a symbol of torch then, such as ``zuf0``
     a hook on a tensor or module    an error
+    a collective of torch           an error (`manual.refused_collective`)
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import re
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -25,8 +27,9 @@ from torch import nn
 
 from ..errors import PACKAGE_FOLDER, CaptureError
 from ..torch_private import hooks_of_all_modules
+from .manual import refused_collective
 from .side_effects import Effects, Logged, Printed
-from .source_lines import is_users
+from .source_lines import calling_line, is_users
 
 __all__ = ["refuse_backward_hooks", "watched_calls"]
 
@@ -68,6 +71,19 @@ def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[Non
 
         return text
 
+    def without_collective(name: str) -> Callable[..., Any]:
+        plain = getattr(groups, name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            error = refused_collective(name, calling_line()) if running() and threading.get_ident() == thread else None
+            if error is not None:
+                raise error
+            return plain(self, *args, **kwargs)
+
+        return call
+
+    thread = threading.get_ident()  # other threads, of a save in the background say, go on
+    groups = getattr(sys.modules.get("torch.distributed"), "ProcessGroup", None)
     plain_print, plain_handle = builtins.print, logging.Logger.handle
 
     def print_(*args: Any, **kwargs: Any) -> None:
@@ -112,6 +128,7 @@ def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[Non
             (logging.Logger, "handle", handle),
             *((torch.Tensor, n, refused(n)) for n in _TENSOR_HOOKS),
             *((kind, n, without_value(kind, n)) for kind in _NUMBERS for n in ("__str__", "__repr__", "__format__")),
+            *((groups, n, without_collective(n)) for n in _COLLECTIVES if hasattr(groups, n)),
             (sys, "stdout", _Stream(sys.stdout, "stdout", note_text, running)),
             (sys, "stderr", _Stream(sys.stderr, "stderr", note_text, running)),
         ):
@@ -123,6 +140,19 @@ def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[Non
         yield
 
 
+#: Methods of a process group that torch's own collectives end in, where these leave no operator in the program.
+_COLLECTIVES = (
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "scatter",
+    "send",
+)
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
