@@ -6,11 +6,17 @@ plan alone, so that every rank raises the same one; nothing has run or been sent
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 __all__ = [
     "PACKAGE_FOLDER",
@@ -26,6 +32,8 @@ __all__ = [
     "StrategyError",
     "StuckError",
     "TorchVersionError",
+    "did_you_mean",
+    "known_keywords",
     "shown",
 ]
 
@@ -136,3 +144,53 @@ class StuckError(ShardwrightError):
 
 class TorchVersionError(ShardwrightError):
     """The installed version of torch lacks a name that a feature needs."""
+
+
+# -- words of other systems --------------------------------------------------------------------------------------------
+
+
+def did_you_mean(word: object, known: Iterable[str], elsewhere: Mapping[str, str]) -> str:
+    """The legal words, with the one that was probably meant in front: ``"semi_auto"; or one of …``.
+
+    Args:
+        word: the unknown word.
+        known: the legal words.
+        elsewhere: words of other systems, in lower case with underscores -> the text of what is meant here.
+    """
+    known = tuple(known)
+    spelled = str(word).lower().replace("-", "_").replace(" ", "_")
+    meant = elsewhere.get(spelled)
+    if meant is None:
+        near = spelled if spelled in known else next(iter(difflib.get_close_matches(spelled, known, 1, 0.75)), None)
+        meant = None if near is None else f'"{near}"'
+    every = ", ".join(known)
+    return every if meant is None else f"did you mean {meant}? All: {every}"
+
+
+def known_keywords(elsewhere: Mapping[str, str]) -> Callable[[FunctionT], FunctionT]:
+    """A decorator: an unknown keyword argument is a `SettingError` that says where the thing is set.
+
+    Args:
+        elsewhere: words of other systems -> the text of what is meant here.
+    """
+
+    def decorated(function: FunctionT) -> FunctionT:
+        names = [name for name in inspect.signature(function).parameters if name != "self"]
+        title = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name in kwargs:
+                if name not in names:
+                    near = [f"{word}=" for word in difflib.get_close_matches(name, names, 1, 0.7)]
+                    meant = elsewhere.get(name) or next(iter(near), None)
+                    raise SettingError(
+                        f"{title} has no argument {name!r}",
+                        strategy=f"{name}={kwargs[name]!r}"[:200],
+                        legal=f"did you mean {meant}?" if meant else ", ".join(names),
+                    )
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]  # the signature is that of the function
+
+    return decorated

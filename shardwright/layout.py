@@ -34,14 +34,19 @@ __all__ = [
     "allocate",
     "beside",
     "complement",
+    "digits_of",
     "digits_size",
     "group_of",
     "groups",
     "merge",
+    "number_of",
     "overlap",
 ]
 
 RESERVED_NAME = "interleaved_parallel"
+
+#: Names of axes in the texts of errors.
+_NAMES = ("dp", "mp", "sp", "ep")
 REDUCTIONS = ("sum", "max", "min")
 
 
@@ -74,6 +79,14 @@ def digits_size(digits: Iterable[Digit]) -> int:
     for digit in digits:
         size *= digit.size
     return size
+
+
+def number_of(digits: Iterable[Digit], rank: int) -> int:
+    """The number that digits, major first, have on a rank."""
+    number = 0
+    for digit in digits:
+        number = number * digit.size + digit.value(rank)
+    return number
 
 
 def merge(digits: Iterable[Digit]) -> Digits:
@@ -176,6 +189,58 @@ def _users(message: str, *, strategy: object = None, legal: str | None = None) -
     return LayoutError(message, source=source, strategy=strategy, legal=legal)
 
 
+def digits_of(ranks: Sequence[int]) -> Digits | None:
+    """The digits, major first, whose numbers in ascending order the ranks have: from 0, by steps of mixed radices.
+
+    Example: (0, 2, 1, 3) are the numbers of 2@1 and 2@2: position 1 is rank 2, position 2 is rank 1.
+
+    Returns:
+        None where no digits give these ranks.
+    """
+    digits: list[Digit] = []  # minor first
+    done = 1
+    while ranks[0] == 0 and done < len(ranks):
+        stride, run = ranks[done], 2
+        while done * run < len(ranks) and ranks[done * run] == run * stride:
+            run += 1
+        if stride < 1 or len(ranks) % (done * run):
+            return None
+        digits.append(Digit(run, stride))
+        done *= run
+    made = merge(reversed(digits))
+    numbers = [sum(v * d.stride for v, d in zip(values, made)) for values in product(*(range(d.size) for d in made))]
+    return made if numbers == list(ranks) else None
+
+
+def _axes_of(matrix: tuple[int, ...], rank_list: Any) -> tuple[Digits, ...]:
+    """The digits of each axis of a device matrix, where `rank_list` has the ranks in the order of its positions.
+
+    Along an axis the ranks are those of a mixed-radix number: on the axis of size 4 of (0, 2, 1, 3) the minor digit is
+    2@2, since position 1 is rank 2, and the major digit is 2@1, since position 2 is rank 1.
+
+    Raises:
+        LayoutError: not each rank once, or an order that no digits have.
+    """
+    devices = math.prod(matrix)
+    ranks = list(rank_list) if isinstance(rank_list, (tuple, list, range)) else None
+    if ranks is None or any(type(rank) is not int for rank in ranks) or sorted(ranks) != list(range(devices)):
+        raise _users(
+            f"rank_list={rank_list!r} is not the order of the {devices} devices of the matrix {matrix}",
+            legal=f"each rank from 0 to {devices - 1} once; in a stage of a pipeline the ranks count from 0 too",
+        )
+    steps = [math.prod(matrix[i + 1 :]) for i in range(len(matrix))]
+    axes = [digits_of([ranks[k * step] for k in range(size)]) or () for size, step in zip(matrix, steps)]
+    every = [digit for axis in axes for digit in axis]
+    if digits_size(every) != devices or any(number_of(every, rank) != i for i, rank in enumerate(ranks)):
+        turned = tuple(sum(pair) for pair in product(range(matrix[-1]), range(0, devices, matrix[-1])))
+        raise _users(
+            f"rank_list={tuple(ranks)} is an order that digits of the rank cannot give the matrix {matrix}: along an "
+            "axis, or along a factor of its size, every step must add one number to the rank, from rank 0 on",
+            legal=f"{turned}, for example" if devices <= 16 else "an order of the axes, with rank 0 first",
+        )
+    return tuple(axes)
+
+
 @lru_cache(maxsize=1 << 16)
 def _of_digits(devices: int, dims: tuple[Digits, ...], partial: Digits, reduction: str) -> Layout:
     """See `Layout.of`. Returns the same object for the same digits: searches compare the same few layouts all the
@@ -198,17 +263,23 @@ class Layout:
         layout = Layout((2, 2, 2), ("dp", "sp", "mp"))
         layout("mp", ("sp", "dp"))
 
+    A `rank_list` gives the rank at each position of the device matrix, row-major. `Layout((2, 2), ("dp", "mp"),
+    rank_list=(0, 2, 1, 3))` has the ranks 0 and 2 side by side along "mp": its axis "mp" is the digit ``2@2``.
+
     Layouts are equal when they place the same slices on the same ranks. They are immutable.
 
     Args:
         device_matrix: the sizes of the axes, most major first.
         alias_name: one unique name per axis.
+        rank_list: the ranks, from 0, in the order of the positions of the matrix; None: in ascending order.
+        name: another word for `alias_name`.
 
     Raises:
-        LayoutError: names that repeat, are reserved or do not match the matrix; sizes below 1.
+        LayoutError: names that repeat, are reserved or do not match the matrix; sizes below 1; a `rank_list` that does
+            not hold each rank once, or whose axes are no digits of the rank.
     """
 
-    __slots__ = ("devices", "dims", "partial", "reduction", "device_matrix", "alias_name", "_entries", "_hash")
+    __slots__ = ("devices", "dims", "partial", "reduction", "device_matrix", "alias_name", "_entries", "_axes", "_hash")
 
     devices: int
     dims: tuple[Digits, ...] | None
@@ -217,9 +288,22 @@ class Layout:
     device_matrix: tuple[int, ...] | None
     alias_name: tuple[str, ...] | None
     _entries: tuple[str | tuple[str, ...], ...] | None
+    _axes: tuple[Digits, ...] | None  # the digits of each axis, major first, where a rank_list was given
     _hash: int
 
-    def __init__(self, device_matrix: Sequence[int], alias_name: Sequence[str]) -> None:
+    def __init__(
+        self,
+        device_matrix: Sequence[int],
+        alias_name: Sequence[str] | None = None,
+        rank_list: Sequence[int] | None = None,
+        *,
+        name: Sequence[str] | None = None,
+    ) -> None:
+        if alias_name is not None and name is not None:
+            raise _users(
+                f"alias_name={alias_name!r} and name={name!r} are two words for one thing", legal="one of them"
+            )
+        alias_name = name if alias_name is None else alias_name
         if not isinstance(alias_name, (tuple, list)) or not all(isinstance(n, str) for n in alias_name):
             raise _users(f"alias_name must be a tuple of names, not {alias_name!r}", legal='("dp", "mp")')
         if not isinstance(device_matrix, (tuple, list)):
@@ -228,17 +312,28 @@ class Layout:
         for size in matrix:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise _users(f"a device matrix holds whole numbers of at least 1, not {size!r}", legal="(2, 4)")
-        if not matrix or len(matrix) != len(names):
+        if not matrix:
+            raise _users("the device matrix () has no axis", legal="(2, 4)")
+        if len(matrix) != len(names):
             raise _users(
                 f"device matrix {matrix} has {len(matrix)} axes, alias_name {names} has {len(names)}",
-                legal="one name per axis",
+                legal=f"{len(matrix)} names, such as {_NAMES[: len(matrix)]}"
+                if len(matrix) <= len(_NAMES)
+                else "one name per axis",
             )
         if len(set(names)) != len(names):
             raise _users(f"alias_name {names} repeats a name", legal="one unique name per axis")
-        for name in names:
-            if name == RESERVED_NAME or name == "None" or not name:
-                raise _users(f"the alias {name!r} is reserved", legal="another name")
-        self._fill(math.prod(matrix), None, (), "sum", matrix, names, None)
+        for axis, one in enumerate(names):
+            if not one.strip():
+                raise _users(
+                    f"axis {axis} of size {matrix[axis]} has no name: alias_name={names}",
+                    legal='a name for each axis, such as "dp"',
+                )
+            if one in (RESERVED_NAME, "None"):
+                meaning = "a dim that is not cut" if one == "None" else "an axis that the planner makes itself"
+                raise _users(f"the axis name {one!r} is reserved: it means {meaning}", legal="another name")
+        axes = None if rank_list is None else _axes_of(matrix, rank_list)
+        self._fill(math.prod(matrix), None, (), "sum", matrix, names, None, axes)
 
     def _fill(
         self,
@@ -249,11 +344,14 @@ class Layout:
         matrix: tuple[int, ...] | None,
         names: tuple[str, ...] | None,
         entries: tuple[str | tuple[str, ...], ...] | None,
+        axes: tuple[Digits, ...] | None = None,
     ) -> None:
-        values = (devices, dims, partial, reduction, matrix, names, entries)
+        values = (devices, dims, partial, reduction, matrix, names, entries, axes)
         for slot, value in zip(self.__slots__, values):
             object.__setattr__(self, slot, value)
-        key: tuple[object, ...] = (devices, matrix, names) if dims is None else (devices, dims, partial, reduction)
+        key: tuple[object, ...] = (
+            (devices, matrix, names, axes) if dims is None else (devices, dims, partial, reduction)
+        )
         object.__setattr__(self, "_hash", hash(key))
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -290,7 +388,8 @@ class Layout:
         return cls.of(devices, ((),) * rank_of_tensor)
 
     def __call__(self, *entries: str | tuple[str, ...] | None) -> Layout:
-        """Lay out a tensor: one entry per dim: an axis name, a tuple of names, or ``"None"``.
+        """Lay out a tensor: one entry per dim: an axis name, a tuple of names, or ``"None"``. In a tuple ``"None"``
+        says nothing.
 
         Raises:
             LayoutError: an unknown name, a name used twice, or a layout without named axes.
@@ -298,7 +397,8 @@ class Layout:
         if self.alias_name is None:
             raise _users("this layout was made from digits; it has no named axes to call")
         used: set[str] = set()
-        dims = []
+        dims: list[Digits] = []
+        named: list[str | tuple[str, ...]] = []
         for entry in entries:
             if not isinstance(entry, (str, tuple, list, type(None))):
                 raise _users(
@@ -306,7 +406,8 @@ class Layout:
                     strategy=entries,
                     legal=f"one of {self.alias_name}, a tuple of them, or 'None'",
                 )
-            names = () if entry in ("None", None, ()) else (entry,) if isinstance(entry, str) else tuple(entry)
+            given = (entry,) if entry is None or isinstance(entry, str) else tuple(entry)
+            names = tuple(name for name in given if name not in ("None", None))
             for name in names:
                 if name not in self.alias_name:
                     raise _users(
@@ -319,21 +420,14 @@ class Layout:
                         f"the axis {name!r} is used twice", strategy=entries, legal="each axis at most once in a call"
                     )
                 used.add(name)
-            dims.append(merge(self.axis(name) for name in names))
+            dims.append(merge(digit for name in names for digit in self.digits(name)))
+            named.append("None" if not names else names[0] if len(names) == 1 else names)
         out = object.__new__(type(self))
-        out._fill(
-            self.devices,
-            tuple(dims),
-            (),
-            "sum",
-            self.device_matrix,
-            self.alias_name,
-            tuple("None" if e in (None, ()) else e for e in entries),
-        )
+        out._fill(self.devices, tuple(dims), (), "sum", self.device_matrix, self.alias_name, tuple(named), self._axes)
         return out
 
-    def axis(self, name: str) -> Digit:
-        """The digit of a named axis.
+    def digits(self, name: str) -> Digits:
+        """The digits of a named axis, major first: one, unless a `rank_list` spreads the axis.
 
         Raises:
             LayoutError: there is no axis of that name.
@@ -341,7 +435,28 @@ class Layout:
         if self.alias_name is None or self.device_matrix is None or name not in self.alias_name:
             raise LayoutError(f"unknown axis {name!r}", legal=f"one of {self.alias_name}")
         i = self.alias_name.index(name)
-        return Digit(self.device_matrix[i], math.prod(self.device_matrix[i + 1 :]))
+        if self._axes is not None:
+            return self._axes[i]
+        return (Digit(self.device_matrix[i], math.prod(self.device_matrix[i + 1 :])),)
+
+    def axis(self, name: str) -> Digit:
+        """The digit of a named axis.
+
+        Raises:
+            LayoutError: there is no axis of that name, or a `rank_list` spreads the axis over several digits.
+        """
+        digits = self.digits(name)
+        if len(digits) != 1:
+            raise LayoutError(f"the axis {name!r} is several digits: {digits}", legal=f"digits({name!r})")
+        return digits[0]
+
+    def named(self, dim: int) -> str:
+        """The axes that cut a dim, as they were named: ``'mp'``, ``('sp', 'dp')``, ``no axis``; without names the
+        digits."""
+        digits = self._laid()[dim]
+        if not digits:
+            return "no axis"
+        return repr(self._entries[dim]) if self._entries is not None else "·".join(map(repr, digits))
 
     # -- placement ------------------------------------------------------------------------------------------------
 
@@ -403,10 +518,7 @@ class Layout:
 
     def position(self, dim: int, rank: int) -> int:
         """The index, from 0, of the dim's part on `rank`."""
-        index = 0
-        for digit in self._laid()[dim]:
-            index = index * digit.size + digit.value(rank)
-        return index
+        return number_of(self._laid()[dim], rank)
 
     def slice(self, shape: Sequence[int], rank: int) -> tuple[slice, ...]:
         """The part of a tensor of `shape` on `rank`, as an index: ``tensor[layout.slice(tensor.shape, rank)]``.
@@ -429,13 +541,13 @@ class Layout:
             LayoutError: an unknown name.
         """
         each = (names,) if isinstance(names, (str, Digit)) else tuple(names)
-        return groups(self.devices, tuple(n if isinstance(n, Digit) else self.axis(n) for n in each))
+        return groups(self.devices, tuple(d for n in each for d in ((n,) if isinstance(n, Digit) else self.digits(n))))
 
     def table(self, shape: Sequence[int], limit: int = 64) -> str:
         """A text table of the slice of a tensor of `shape` at each device coordinate; at most `limit` ranks."""
         rows = [("rank", *(self.alias_name or ()), "slice")]
         for rank in range(min(self.devices, limit)):
-            coordinate = [str(self.axis(n).value(rank)) for n in self.alias_name or ()]
+            coordinate = [str(number_of(self.digits(n), rank)) for n in self.alias_name or ()]
             parts = ", ".join(f"{s.start}:{s.stop}" for s in self.slice(shape, rank))
             rows.append((str(rank), *coordinate, f"[{parts}]"))
         widths = [max(map(len, column)) for column in zip(*rows)]
@@ -448,7 +560,7 @@ class Layout:
 
     def _key(self) -> tuple[object, ...]:
         if self.dims is None:
-            return (self.devices, self.device_matrix, self.alias_name)
+            return (self.devices, self.device_matrix, self.alias_name, self._axes)
         return (self.devices, self.dims, self.partial, self.reduction)
 
     def __eq__(self, other: object) -> bool:
@@ -468,6 +580,7 @@ class Layout:
             self.device_matrix,
             self.alias_name,
             self._entries,
+            self._axes,
         )
 
     def __iter__(self) -> NoReturn:
@@ -475,9 +588,18 @@ class Layout:
 
     def __repr__(self) -> str:
         if self.alias_name is not None:
-            base = f"Layout({self.device_matrix}, {self.alias_name})"
+            order = "" if self._axes is None else f", rank_list={self._ranks()}"
+            base = f"Layout({self.device_matrix}, {self.alias_name}{order})"
             return base if self.dims is None else base + "(" + ", ".join(map(repr, self._entries or ())) + ")"
         return f"Layout({self})"
+
+    def _ranks(self) -> tuple[int, ...]:
+        """The rank at each position of the device matrix."""
+        digits = [digit for axis in self._axes or () for digit in axis]
+        return tuple(
+            sum(value * digit.stride for value, digit in zip(values, digits))
+            for values in product(*(range(digit.size) for digit in digits))
+        )
 
     def __str__(self) -> str:
         """Digits as ``size@stride``: ``8: [2@4, -, 4@1] +sum 2@2``."""

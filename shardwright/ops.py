@@ -2,20 +2,28 @@
 
     rank r computes x_r.     all_reduce: y_r = Σ_s x_s     all_gather: y_r = (x_0, x_1, …)     broadcast: y_r = x_root
     reduce_scatter: y_r = part r of Σ_s x_s                  all_to_all: y_r = (part r of x_0, part r of x_1, …)
+    all_reduce of another op: y_r = max_s x_s, min_s x_s, Π_s x_s or the mean
 
 Gradients are those of one program on all ranks. With L the mean of the ranks' losses (`loss_fn` inside, or
 `gradients_mean`, the default), dL/dx_r is the sum of the contributions of every rank's y to x_r:
 
     all_reduce: Σ_s dL/dy_s      all_gather: part r of Σ_s dL/dy_s      reduce_scatter: (dL/dy_0, dL/dy_1, …)
     all_to_all: an all_to_all the other way                    broadcast: Σ_s dL/dy_s on the root, zero elsewhere
+    all_reduce of max, min: Σ_s dL/dy_s on the ranks that hold the extreme, which share it; zero elsewhere
+    all_reduce of prod: Σ_s dL/dy_s · Π_{s≠r} x_s
 
 Where all ranks compute one loss, it counts once, as on one device: their mean is that loss. Example on 2 ranks: both
 compute the same loss from y = all_reduce(x); each rank's y contributes half of the gradient, and Σ_s dL/dy_s is the
 gradient of one loss. (The gradients of torch.distributed's own collectives are those of the losses' sum: here twice
 as large.)
 
-A group is a `Layout` of one dim: ``mesh("mp")`` of ``mesh = Layout((2, 4), ("dp", "mp"))`` is the group of the ranks
-that differ along "mp" alone; None is the group of all ranks. On one device every collective is the identity.
+A group is one of these; on one device every collective is the identity:
+
+    None                    all ranks
+    mesh("mp")              of ``mesh = Layout((2, 4), ("dp", "mp"))``: the ranks that differ along "mp" alone
+    [0, 1, 2, 3]            these ranks; the other ranks run the same program, in groups of the same distances: here of
+                            8 ranks [4, 5, 6, 7]
+    [[0, 2], [1, 3]]        all groups, where they are listed
 """
 
 from __future__ import annotations
@@ -23,38 +31,47 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .errors import SettingError
-from .layout import Digit, Digits, Layout, digits_size
+from .layout import Digit, Digits, Layout, beside, digits_of, digits_size, groups
 from .process import world_size
 
 __all__ = ["COLLECTIVES", "all_gather", "all_reduce", "all_to_all", "broadcast", "for_ranks", "reduce_scatter"]
 
 
-def all_reduce(x: Tensor, op: str = "sum", *, group: Layout | None = None) -> Tensor:
-    """The sum (or "mean") over the ranks of a group, on each of them.
+#: A group of ranks; see the module's header.
+Group = Layout | Sequence[int] | Sequence[Sequence[int]] | None
+
+#: The reductions of `all_reduce`.
+REDUCTIONS = ("sum", "mean", "max", "min", "prod")
+
+
+def all_reduce(x: Tensor, op: str = "sum", *, group: Group = None) -> Tensor:
+    """The sum over the ranks of a group, or another reduction, on each of them.
 
     Args:
         x: this rank's term, of one shape on all ranks.
-        op: "sum" or "mean".
+        op: "sum", "mean", "max", "min" or "prod". A product gathers all terms, the others send as much as a sum.
         group: the group; None: all ranks.
 
     Raises:
         SettingError: another `op`, or no group.
     """
-    if op not in ("sum", "mean"):
-        raise SettingError(f"all_reduce of {op!r}", legal='"sum" or "mean"')
+    if op not in REDUCTIONS:
+        raise SettingError(f"all_reduce of {op!r}", legal=", ".join(map(repr, REDUCTIONS)))
     digits = _digits(group)
-    total = _all_reduce(x, *_written(digits))
-    return total if op == "sum" else total / digits_size(digits)
+    if op == "prod":
+        return _all_gather(x.unsqueeze(0), 0, *_written(digits)).prod(0)
+    total = _all_reduce(x, "sum" if op == "mean" else op, *_written(digits))
+    return total / digits_size(digits) if op == "mean" else total
 
 
-def all_gather(x: Tensor, dim: int = 0, *, group: Layout | None = None) -> Tensor:
+def all_gather(x: Tensor, dim: int = 0, *, group: Group = None) -> Tensor:
     """The tensors of the ranks of a group, in rank order, concatenated along `dim`.
 
     Args:
@@ -68,7 +85,7 @@ def all_gather(x: Tensor, dim: int = 0, *, group: Layout | None = None) -> Tenso
     return _all_gather(x, _dim(x, dim), *_written(_digits(group)))
 
 
-def reduce_scatter(x: Tensor, dim: int = 0, *, group: Layout | None = None) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int = 0, *, group: Group = None) -> Tensor:
     """This rank's part, along `dim`, of the sum over the ranks of a group.
 
     Args:
@@ -84,7 +101,7 @@ def reduce_scatter(x: Tensor, dim: int = 0, *, group: Layout | None = None) -> T
     return _reduce_scatter(x, dim, *_written(digits))
 
 
-def all_to_all(x: Tensor, split_dim: int = 0, concat_dim: int = 0, *, group: Layout | None = None) -> Tensor:
+def all_to_all(x: Tensor, split_dim: int = 0, concat_dim: int = 0, *, group: Group = None) -> Tensor:
     """`x` cut along one dim, one part to every rank of a group; the received parts concatenated along another dim.
 
     Args:
@@ -105,7 +122,7 @@ def all_to_all(x: Tensor, split_dim: int = 0, concat_dim: int = 0, *, group: Lay
     return _all_to_all(parts, split + 1, split, *_written(digits)).flatten(split, split + 2)
 
 
-def broadcast(x: Tensor, root: int = 0, *, group: Layout | None = None) -> Tensor:
+def broadcast(x: Tensor, root: int = 0, *, group: Group = None) -> Tensor:
     """The tensor of rank number `root` of a group, on each of its ranks.
 
     Args:
@@ -155,7 +172,7 @@ def _scaled(shape: list[int], changes: dict[int, tuple[int, int]]) -> list[int]:
     return [s * changes[d][0] // changes[d][1] if d in changes else s for d, s in enumerate(shape)]
 
 
-_all_reduce = _operator("all_reduce", "", lambda shape, n: shape)
+_all_reduce = _operator("all_reduce", "str op, ", lambda shape, n, op: shape)
 _all_gather = _operator("all_gather", "int dim, ", lambda shape, n, dim: _scaled(shape, {dim: (n, 1)}))
 _reduce_scatter = _operator("reduce_scatter", "int dim, ", lambda shape, n, dim: _scaled(shape, {dim: (1, n)}))
 _all_to_all = _operator(
@@ -188,17 +205,50 @@ def for_ranks(devices: int | None) -> Iterator[None]:
         _DEVICES.reset(token)
 
 
-def _digits(group: Layout | None) -> Digits:
+def _digits(group: Group) -> Digits:
+    devices = _DEVICES.get()
+    if devices is None:
+        devices = world_size()
     if group is None:
-        devices = _DEVICES.get()
-        if devices is None:
-            devices = world_size()
         return (Digit(devices, 1),) if devices > 1 else ()
-    if not isinstance(group, Layout) or group.dims is None or len(group.dims) != 1:
+    if isinstance(group, Layout) and group.dims is not None and len(group.dims) == 1:
+        return tuple(sorted(group.dims[0], key=lambda d: -d.stride))
+    if isinstance(group, (tuple, list, range)) and group:
+        each = [list(g) if isinstance(g, (tuple, list, range)) else None for g in group]
+        if all(g is not None for g in each):
+            return _of_ranks([g for g in each if g is not None], devices, group)
+        if all(g is None for g in each):
+            return _of_ranks([list(cast("Sequence[int]", group))], devices, group)
+    legal = 'mesh("mp") of mesh = Layout((2, 4), ("dp", "mp")), a list of ranks, or None'
+    if isinstance(group, Layout) and group.dims is None and group.alias_name is not None:
+        legal = f"one of its axes, such as layout({group.alias_name[-1]!r})"
+    raise SettingError(f"{group!r} is no group of ranks", legal=legal)
+
+
+def _of_ranks(each: list[list[int]], devices: int, given: Any) -> Digits:
+    """The digits in which the ranks of the groups differ.
+
+    Raises:
+        SettingError: ranks that there are not or that repeat; groups that no digits give; not all groups.
+    """
+    ranks = [rank for one in each for rank in one]
+    if any(type(rank) is not int or not 0 <= rank < devices for rank in ranks) or len(set(ranks)) < len(ranks):
         raise SettingError(
-            f"{group!r} is no group of ranks", legal='mesh("mp") of mesh = Layout((2, 4), ("dp", "mp")), or None'
+            f"the group {given!r} is not of ranks from 0 to {devices - 1}, each once", legal=f"{[*range(devices)][:4]}"
         )
-    return tuple(sorted(group.dims[0], key=lambda d: -d.stride))
+    digits = digits_of([rank - min(each[0]) for rank in sorted(each[0])])
+    fits = digits is not None and beside(devices, digits)
+    whole = {one for one in groups(devices, digits)} if fits and digits is not None else set()
+    if not whole.issuperset(tuple(sorted(one)) for one in each) or (len(each) > 1 and len(ranks) < devices):
+        raise SettingError(
+            f"the group {given!r} of {devices} ranks leaves no equal groups for the others: every rank runs the same "
+            "program, in a group of its own",
+            legal="neighbours such as [0, 1], or ranks of equal distances such as [0, 2], that divide all ranks"
+            if len(each) == 1
+            else "groups of equal distances that hold every rank once, such as [[0, 1], [2, 3]]",
+        )
+    assert digits is not None
+    return digits
 
 
 def _written(digits: Digits) -> tuple[list[int], list[int]]:

@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from .capture.annotations import staged_modules, stored_whole
+from .capture.annotations import PipelineSettings, staged_modules, stored_whole
 from .capture.export import capture
 from .capture.graph_reader import MarkUse
 from .capture.manual import check_mode, one_slice, own_parameters
 from .capture.regions import with_policy
 from .cluster import Cluster, memory_of
 from .cost.cost_model import CostModel
-from .errors import SettingError, ShardwrightError
+from .errors import CaptureError, SettingError, ShardwrightError, known_keywords
 from .garbage import gc_paused
 from .graph import Graph
 from .layout import Layout
 from .ops import COLLECTIVES, for_ranks
 from .partition.hybrid_parallel import OwnPrograms, decided, fed_whole, local_inputs, with_own_statistics, with_stacked
-from .partition.local_program import Decisions, InputPlacement, PortableDecisions, input_placement
+from .partition.local_program import TAKEN, Decisions, InputPlacement, PortableDecisions, SearchResult, input_placement
 from .partition.parameter_sharding import OptimizerParallel
 from .pipeline.build import PlanCache, pipeline_plan, schedule_of
 from .pipeline.microbatch import is_split, micro_calls
@@ -37,10 +37,12 @@ from .pipeline.pipeline_plan import PipelinePlan, PipelineSearchResult
 from .pipeline.stage_costs import recomputed
 from .pipeline.stage_search import UNITS_BY, AutomaticStages, check_automatic
 from .pipeline.stages import units_of
+from .planners.memory_fit import TooLittleMemoryError
 from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, planners
 from .planners.replanning import at_other_sizes
+from .planners.semi_auto import held_parameters
 from .pytree_objects import with_tensors
-from .settings import Settings
+from .settings import KEYWORDS_ELSEWHERE, Settings
 from .sharded_plan import Plan
 from .solver.search_memory import SearchBudget, spending
 
@@ -141,6 +143,23 @@ def make_plan(
         graph, mode, stored = strategies.onto(
             graph, devices, mode, stored, on_missing_rule=on_missing_rule, uneven=uneven, first=used is None
         )
+    problem = PlanningProblem(
+        graph,
+        devices,
+        fed,
+        on_missing_rule=on_missing_rule,
+        stored=settled,
+        uneven=uneven,
+        cost_model=CostModel(cluster, devices),
+        hsdp=hsdp,
+        memory=memory,
+        optimizer=optimizer,
+        cut=replace(CUT, whole=whole),
+    )
+    if parallel_mode != "data_parallel":  # which ignores marks
+        stored = {**held_parameters(problem), **(stored or {})} or None
+        settled = used or stored
+        problem = replace(problem, stored=settled)
     for one in earlier if strategies is None else ():
         same = at_other_sizes(one, graph, devices, on_missing_rule=on_missing_rule, uneven=uneven)
         if same is None:
@@ -162,19 +181,6 @@ def make_plan(
         if memory is None or made.peak <= memory:
             _ = made.program
             return made
-    problem = PlanningProblem(
-        graph,
-        devices,
-        fed,
-        on_missing_rule=on_missing_rule,
-        stored=settled,
-        uneven=uneven,
-        cost_model=CostModel(cluster, devices),
-        hsdp=hsdp,
-        memory=memory,
-        optimizer=optimizer,
-        cut=replace(CUT, whole=whole),
-    )
 
     def plan_of(result: Decisions) -> Plan:
         decisions, carries, found, storage = result
@@ -201,11 +207,18 @@ def make_plan(
 
         def find() -> Decisions:
             nonlocal plan
+            result, failed = None, None
             with spending(SearchBudget(*settings.budget)):
-                result = mode(problem)
-            if not mode.fits_memory:  # it follows marks
+                try:
+                    result = mode(problem)
+                except TooLittleMemoryError as error:
+                    failed = error
+            if result is not None and not mode.fits_memory:  # it follows marks, and compares for itself
                 return result
             result, plan = _cheapest(result, problem, plan_of)
+            if result is None:
+                assert failed is not None
+                raise failed
             return result
 
         result = (
@@ -231,31 +244,36 @@ def make_plan(
 
 
 def _cheapest(
-    result: Decisions, problem: PlanningProblem, plan_of: Callable[[Decisions], Plan]
-) -> tuple[Decisions, Plan]:
-    """The cheapest of a search's plan and the plans of the modes that do not search, and its decisions.
+    result: Decisions | None, problem: PlanningProblem, plan_of: Callable[[Decisions], Plan]
+) -> tuple[Decisions | None, Plan | None]:
+    """The cheapest of a search's plan and the plans of the modes that search less, and its decisions.
 
     Args:
-        result: of the search.
+        result: of the search; None: it found no plan that fits in the memory.
         plan_of: the plan of decisions.
+
+    Returns:
+        None, None: no plan fits.
     """
-    best, plan, memory = result, plan_of(result), problem.memory
-    modes = ("semi_auto", "sharding_propagation") if any(op.mark for op in problem.graph.ops) else ("semi_auto",)
-    for mode in modes:
+    best, plan, memory = result, None if result is None else plan_of(result), problem.memory
+    for mode in ("semi_auto", "sharding_propagation"):
         try:
             other = PLANNERS[mode](replace(problem, memory=None))
             made = plan_of(other)
         except ShardwrightError:  # this mode has no plan of these marks
             continue
-        if made.cost >= plan.cost * (1 - 1e-9) or (memory is not None and made.peak > memory):
+        dearer = plan is not None and made.cost >= plan.cost * (1 - 1e-9)
+        if dearer or (memory is not None and made.peak > memory):
             continue
-        assert result.found is not None
-        bound, note = result.found.bound, f"the plan of {mode}: the search found nothing as cheap"
+        said = f"{TAKEN}{mode}, {made.cost * 1e6:.4g} µs a step: the search found "
+        said += f"nothing below {plan.cost * 1e6:.4g} µs" if plan is not None else "none that fits in the memory"
+        known = SearchResult(made.cost, None, len(other.decisions), 0) if best is None else best.found
+        assert known is not None
         found = replace(
-            result.found,
+            known,
             cost=made.cost,
-            bound=None if bound is None else min(bound, made.cost),
-            notes=(*result.found.notes, note),
+            bound=None if known.bound is None else min(known.bound, made.cost),
+            notes=(*(note for note in known.notes if not note.startswith(TAKEN)), said),
             limit=memory,
         )
         best = other._replace(found=found)
@@ -264,17 +282,23 @@ def _cheapest(
 
 
 def capture_micro(
-    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, **given: Any
+    net: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    count: int,
+    setting: PipelineSettings | None = None,
+    **given: Any,
 ) -> tuple[Graph, Graph | None]:
     """Capture a model for one micro-batch of the inputs of a whole batch.
 
     Args:
+        setting: see `micro_calls`.
         given: as `capture` takes it.
 
     Returns:
         Its graph, and that for more rows, which `microbatch.split` compares with it; None for a single micro-batch.
     """
-    graph, *wide = [capture(net, *call, **given) for call in micro_calls(args, kwargs, count)]
+    graph, *wide = [capture(net, *call, **given) for call in micro_calls(args, kwargs, count, setting)]
     return graph, wide[0] if wide else None
 
 
@@ -418,6 +442,7 @@ def make_pipeline(
     )
 
 
+@known_keywords(KEYWORDS_ELSEWHERE)
 @gc_paused()
 def plan(
     net: nn.Module,
@@ -490,6 +515,11 @@ def plan(
     """
     if not isinstance(net, nn.Module):
         raise SettingError(f"{net!r} is not an nn.Module", legal="a model, and its inputs as a tuple")
+    if targets is not None and loss_fn is None:
+        raise SettingError(
+            "targets without a loss_fn, which would take them",
+            legal="plan(net, inputs, loss_fn, targets); or the target among the inputs of a model with its own loss",
+        )
     inputs, targets, kwargs = with_tensors((inputs, targets, kwargs))
     if isinstance(inputs, torch.Tensor):
         inputs = (inputs,)
@@ -523,11 +553,22 @@ def plan(
 
     def captured(count: int | None) -> tuple[Graph, Graph | None]:
         with for_ranks(devices), one_slice(net):
-            made = (
-                (capture(net, tuple(inputs), kwargs, loss_fn=loss_fn, mixed_precision=policy), None)
-                if count is None
-                else capture_micro(net, tuple(inputs), kwargs, count, loss_fn=loss_fn, mixed_precision=policy)
-            )
+            try:
+                made = (
+                    (capture(net, tuple(inputs), kwargs, loss_fn=loss_fn, mixed_precision=policy), None)
+                    if count is None
+                    else capture_micro(
+                        net, tuple(inputs), kwargs, count, setting, loss_fn=loss_fn, mixed_precision=policy
+                    )
+                )
+            except CaptureError as error:
+                if loss_fn is None or targets is not None:
+                    raise
+                raise SettingError(
+                    f"the target is missing: loss_fn is given, and targets=None. {error.message}",
+                    source=error.source,
+                    legal="plan(net, inputs, loss_fn, targets)",
+                ) from error
         return with_policy(_with_marks(made[0], marks or {}), recompute), made[1]
 
     automatic = None if setting is None else AutomaticStages.of(setting, tuple(inputs), kwargs, captured)

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .device_modules import is_recording_graph
-from .errors import SettingError
+from .errors import SettingError, known_keywords
 from .launch.device_choice import asked_device, check_shared, device_of_group, device_of_rank
 from .launch.environment import LOOPBACK, RankInRun, find, is_loopback, is_msrun_scheduler, leading_to, remark, token_of
 from .launch.lifelines import Lifelines
@@ -85,6 +85,7 @@ _joined: list[Callable[[], Any]] = []
 _watched: list[tuple[Callable[[], Any], Lifelines]] = []
 
 
+@known_keywords({"device_num": "devices=", "world_size": "devices=, without a launcher", "backend_name": "backend="})
 def init(
     devices: int | None = None,
     *,
@@ -130,7 +131,13 @@ def init(
         raise SystemExit(0)
     asked_for = asked_device(device)
     if devices is not None and (not isinstance(devices, int) or isinstance(devices, bool) or devices < 1):
-        raise SettingError(f"init(devices={devices!r})", legal="a whole number of at least 1")
+        named = isinstance(devices, str) and devices.isalpha()
+        raise SettingError(
+            f"init(devices={devices!r})" + (": the first argument is the number of devices" if named else ""),
+            legal=f"did you mean init(backend={devices!r})? Without it the device decides"
+            if named
+            else "a whole number of at least 1",
+        )
     before = _current[0] if _current else Runtime(False, None, 0, torch.device("cpu"))
     watched = before.watch if watch is None else watch
     if dist.is_available() and dist.is_initialized():

@@ -15,7 +15,7 @@ from typing import Any
 from .capture.annotations import PipelineSettings, pipelining
 from .cluster import format_bytes, parse_bytes
 from .cost.memory_timeline import optimizer_bytes
-from .errors import SettingError
+from .errors import SettingError, did_you_mean
 from .mixed_precision import MixedPrecision
 from .partition.parameter_sharding import OptimizerParallel
 from .planfile.load_save import as_document
@@ -25,7 +25,50 @@ from .planfile.plan_document import PlanDocument
 from .planners.planning_problem import PLANNERS, modes
 from .solver.search_memory import LEAST, SearchProgress
 
-__all__ = ["Settings"]
+__all__ = ["KEYWORDS_ELSEWHERE", "MODES_ELSEWHERE", "Settings"]
+
+_SEARCHES = '"sharding_propagation", "recursive_programming" or "dynamic_programming"'
+
+#: Words of other systems for a mode -> the mode.
+MODES_ELSEWHERE = {
+    "semi_auto_parallel": '"semi_auto"',
+    "semi": '"semi_auto"',
+    "auto_parallel": f"a search: {_SEARCHES}",
+    "auto": f"a search: {_SEARCHES}",
+    "full_auto": f"a search: {_SEARCHES}",
+    "double_recursive": '"recursive_programming"',
+    "recursive": '"recursive_programming"',
+    "dynamic": '"dynamic_programming"',
+    "propagation": '"sharding_propagation"',
+    "standalone": '"stand_alone"',
+    "hybrid": '"hybrid_parallel"',
+    "manual": '"hybrid_parallel"',
+    "dp": '"data_parallel"',
+    "ddp": '"data_parallel"',
+    "fsdp": '"data_parallel", and model.hsdp(optimizer_level="level3")',
+    "zero": '"data_parallel", and model.hsdp()',
+}
+
+#: Words of other systems for a setting -> the keyword here.
+KEYWORDS_ELSEWHERE = {
+    "search_mode": f"parallel_mode={_SEARCHES}",
+    "auto_parallel_search_mode": f"parallel_mode={_SEARCHES}",
+    "strategy_search_mode": f"parallel_mode={_SEARCHES}",
+    "mode": "parallel_mode=",
+    "loss": "loss_fn=",
+    "loss_function": "loss_fn=",
+    "criterion": "loss_fn=",
+    "amp_level": "mixed_precision=, or torch.autocast around the call",
+    "full_batch": 'dataset_strategy="full_batch"; "data_parallel" for full_batch=False',
+    "device_num": "devices=",
+    "num_devices": "devices=",
+    "enable_parallel_optimizer": "hsdp={}",
+    "parallel_optimizer_config": 'hsdp={"shard_size": -1, "threshold": 64}',
+    "pipeline_stages": 'pipeline={"stages": 2}',
+    "pipeline_config": 'pipeline={"stages": 2}',
+    "strategy_ckpt_load_file": "strategies=",
+    "target": "targets=",
+}
 
 
 @dataclass(frozen=True)
@@ -105,7 +148,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.parallel_mode not in modes():
-            raise SettingError(f"unknown parallel_mode {self.parallel_mode!r}", legal=", ".join(modes()))
+            raise SettingError(
+                f"unknown parallel_mode {self.parallel_mode!r}",
+                legal=did_you_mean(self.parallel_mode, modes(), MODES_ELSEWHERE),
+            )
         if self.on_missing_rule not in ("error", "replicate"):
             raise SettingError(f"unknown on_missing_rule {self.on_missing_rule!r}", legal='"error" or "replicate"')
         if self.strategies is not None and self.parallel_mode not in PLANNERS:

@@ -26,6 +26,7 @@ from .graph import Graph, Value
 from .layout import Layout, group_of
 from .partition.hybrid_parallel import OwnPrograms, own_programs
 from .partition.local_program import (
+    TAKEN,
     Decision,
     GlobalExtreme,
     InputPlacement,
@@ -42,6 +43,7 @@ from .partition.partitioner import partition
 from .partition.rematerialization import RecomputedInstruction, Regather, Region, regions_of, started, wanted_again
 from .partition.uneven import true_slice
 from .redistribution import CollectiveKind, Redistribution
+from .rules import held_layouts, in_order
 
 __all__ = ["Collective", "OperatorPlan", "ParameterPlan", "Plan", "SavedPlan"]
 
@@ -95,7 +97,8 @@ class OperatorPlan:
         name: the attribute path of the operator's `shardwright.shard` mark, or its name in the graph.
         op: its plain name, such as "matmul".
         module, source: the place of the call: the module's dotted path, ``file.py:41``.
-        in_strategy: the cuts of each tensor input.
+        in_strategy: the cuts of each tensor input; where a product gathers the contracted dim of both operands, those
+            before the gather. `in_layouts` are those of its run.
         out_strategy: the cuts of each output as it is handed on.
         in_layouts, out_layouts: the layouts, partial sums completed.
         cause: "mark", "batch", "follow", "whole", "propagated" or "search".
@@ -223,7 +226,7 @@ class Plan(SavedPlan):
         return tuple(self._operator(d) for d in self.decisions.values())
 
     def _operator(self, decision: Decision) -> OperatorPlan:
-        op, bound = decision.op, decision.bound
+        op = decision.op
         tensors = [v for v in op.outputs if v is not None]
         outs = decision.out or tuple(decision.left(i).without_partial() for i in range(len(tensors)))
         return OperatorPlan(
@@ -231,7 +234,7 @@ class Plan(SavedPlan):
             op.kind,
             op.module,
             op.source,
-            bound.in_strategy(decision.assignment),
+            _in_strategy(decision),
             tuple(layout.cuts for layout in outs),
             tuple(decision.wanted(i) for i in range(len(op.inputs))),
             outs,
@@ -282,8 +285,10 @@ class Plan(SavedPlan):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Limitations that a user would not expect, a line each."""
-        return self.program.notes
+        """Limitations that a user would not expect, and the mode whose plan was cheaper than what the search found; a
+        line each."""
+        taken = () if self.found is None else (note for note in self.found.notes if note.startswith(TAKEN))
+        return (*self.program.notes, *taken)
 
     def collectives(self, rank: int) -> tuple[Collective, ...]:
         """Every collective in which `rank` takes part, in program order: forward, then backward."""
@@ -432,15 +437,36 @@ class Plan(SavedPlan):
             and i.source.name in stored
         )
 
-    def once(self, instruction: Any) -> bool:
+    def once(self, instruction: Any, back: bool = False) -> bool:
         """True where an instruction runs once a step, for any number of micro-batches.
 
         These are the gather or cast of a weight that micro-batches share, and the sum of a gradient over the replicas
-        of its parameter.
+        of its parameter. The gradient of a shared weight is scattered once a step where gradients are accumulated
+        whole (optimizer level 1), else after every micro-batch.
+
+        Args:
+            back: True: the backward of the instruction, False: its forward.
         """
         if not isinstance(instruction, Redistribute) or instruction.cause != "parameter":
             return False
+        if back and instruction.forward.steps and self.hsdp is not None and not self.hsdp.accumulates_whole:
+            return False
         return instruction.target.name in self.gathered_once or instruction.forward.is_identity
+
+    @cached_property
+    def accumulated(self) -> dict[str, int]:
+        """Weight -> the bytes of its whole gradient, for the weights that micro-batches share and whose gradients they
+        accumulate whole (as under optimizer level 1), in the dtype in which the parameter is stored."""
+        if self.hsdp is not None and not self.hsdp.accumulates_whole:
+            return {}
+        return {
+            i.target.name: i.target.local_bytes // i.target.value.dtype.itemsize * i.source.value.dtype.itemsize
+            for i in self.program.instructions
+            if isinstance(i, Redistribute)
+            and i.target.name in self.gathered_once
+            and i.forward.steps
+            and i.source.value.requires_grad
+        }
 
     @cached_property
     def timeline(self) -> MemoryTimeline:
@@ -542,6 +568,17 @@ def conversion_collectives(
                 step.digits,
             )
         shape = step.local_shape_after(shape)
+
+
+def _in_strategy(decision: Decision) -> tuple[tuple[int, ...], ...]:
+    """The cuts of an operator's inputs, as its mark gave them where a product gathers the contracted dim of both."""
+    bound, mark, cuts = decision.bound, decision.op.mark, decision.bound.in_strategy(decision.assignment)
+    if mark is None:
+        return cuts
+    held = held_layouts(bound, in_order(bound, mark.in_strategy, mark.order), decision.assignment.devices)
+    if held is None or cuts[:2] != ((held[0].cuts[0], 1), (1, held[1].cuts[1])):
+        return cuts
+    return (held[0].cuts, held[1].cuts, *cuts[2:])
 
 
 def forward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:

@@ -198,3 +198,98 @@ def test_a_layout_is_immutable():
     layout = Layout.from_cuts(8, (2, 4))
     with pytest.raises(AttributeError):
         layout.devices = 4
+
+
+# -- words of the tutorials ------------------------------------------------------------------------------------------
+
+
+def test_none_in_a_tuple_of_names_says_nothing():
+    layout = Layout((2, 2, 2), ("dp", "sp", "mp"))
+    assert layout("dp", ("sp", "None")) == layout("dp", "sp") and layout(("None", "sp", "None", "dp")).cuts == (4,)
+    assert repr(layout("dp", ("sp", "None"))).endswith("('dp', 'sp')") and layout(("None",)).is_replicated
+    with pytest.raises(LayoutError, match="'sp' is used twice"):
+        layout("sp", ("sp", "None"))
+
+
+def test_name_is_another_word_for_alias_name():
+    assert Layout((2, 2), name=("a", "b")) == Layout((2, 2), ("a", "b")) == Layout((2, 2), alias_name=("a", "b"))
+    with pytest.raises(LayoutError, match="two words for one thing"):
+        Layout((2, 2), ("a", "b"), name=("a", "b"))
+
+
+@st.composite
+def orders(draw):
+    """A device matrix and an order of the ranks that digits give: the factors of the number of devices, dealt to the
+    axes in any order."""
+    factors = draw(st.lists(st.sampled_from([2, 2, 3]), min_size=1, max_size=4))
+    stride, digits = 1, []
+    for factor in factors:
+        digits.append(Digit(factor, stride))
+        stride *= factor
+    digits = draw(st.permutations(digits))
+    cuts = sorted({0, len(digits), *draw(st.lists(st.integers(0, len(digits)), max_size=2))})
+    axes = [digits[i:j] for i, j in itertools.pairwise(cuts)]
+    ranks = [
+        sum(value * digit.stride for value, digit in zip(values, digits))
+        for values in itertools.product(*(range(digit.size) for digit in digits))
+    ]
+    return tuple(map(digits_size, axes)), tuple(f"a{i}" for i in range(len(axes))), ranks
+
+
+@given(orders())
+@settings(max_examples=200, deadline=None)
+def test_a_rank_list_says_which_rank_is_at_each_position(case):
+    matrix, names, ranks = case
+    layout = Layout(matrix, names, rank_list=ranks)
+    plain, shape = Layout(matrix, names)(*names), tuple(2 * size for size in matrix)
+    for laid in (layout(*names), pickle.loads(pickle.dumps(layout))(*names), eval(repr(layout(*names)))):
+        assert [laid.slice(shape, rank) for rank in ranks] == [plain.slice(shape, p) for p in range(layout.devices)]
+    for name in names:
+        mine = {tuple(sorted(ranks[p] for p in group)) for group in Layout(matrix, names).groups(name)}
+        assert set(layout.groups(name)) == mine
+
+
+def test_rank_lists_that_digits_cannot_express():
+    expressed = 0
+    for ranks in itertools.permutations(range(6)):
+        try:
+            layout = Layout((2, 3), ("a", "b"), ranks)
+        except LayoutError as error:
+            assert "cannot give the matrix (2, 3)" in str(error) and "test_layout.py" in str(error)
+            continue
+        expressed += 1
+        assert [layout.digits("a"), layout.digits("b")] in (
+            [(Digit(2, 3),), (Digit(3, 1),)],
+            [(Digit(2, 1),), (Digit(3, 2),)],
+        )
+    assert expressed == 2
+    for ranks in ([4, 5, 6, 7], [0, 1, 2], [0, 1, 1, 3], "0123", 4, [0, True, 2, 3]):
+        with pytest.raises(LayoutError, match=r"not the order of the 4 devices of the matrix \(2, 2\)"):
+            Layout((2, 2), ("a", "b"), rank_list=ranks)
+
+
+def test_an_axis_of_several_digits():
+    layout = Layout((4, 2), ("a", "b"), rank_list=(0, 2, 1, 3, 4, 6, 5, 7))
+    assert layout.digits("a") == (Digit(2, 4), Digit(2, 1)) and layout.axis("b") == Digit(2, 2)
+    assert layout != Layout((4, 2), ("a", "b")) and layout("a").table((4,)).splitlines()[2].split() == [
+        "1", "1", "0", "[1:2]",
+    ]  # fmt: skip
+    with pytest.raises(LayoutError, match="several digits") as error:
+        layout.axis("a")
+    assert error.value.legal == "digits('a')"
+
+
+@pytest.mark.parametrize(
+    "make, said, legal",
+    [
+        (lambda: Layout((2, 4), ("dp", "")), r"axis 1 of size 4 has no name: alias_name=\('dp', ''\)", '"dp"'),
+        (lambda: Layout((2, 4), ("dp", " ")), "axis 1 of size 4 has no name", '"dp"'),
+        (lambda: Layout((2, 4), ()), r"device matrix \(2, 4\) has 2 axes, alias_name \(\) has 0", "('dp', 'mp')"),
+        (lambda: Layout((), ()), "has no axis", "(2, 4)"),
+        (lambda: Layout((2, 4), ("dp", "None")), "'None' is reserved: it means a dim that is not cut", "another name"),
+    ],
+)
+def test_names_that_are_missing_or_reserved(make, said, legal):
+    with pytest.raises(LayoutError, match=said) as error:
+        make()
+    assert legal in error.value.legal and error.value.source.startswith("test_layout.py")

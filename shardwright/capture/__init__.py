@@ -9,6 +9,7 @@ mutation             in-place writes, rewritten as a program without writes
 regions              recompute regions, autograd functions and vmap regions, each kept whole
 observation          Python state that the forward reads and writes
 side_effects         effects of a forward besides its result
+watched_calls        prints, logs and hooks of a forward
 guards               the Python state that was read, checked before each call
 memoised_functions   functions that cache their results, such as `functools.lru_cache`
 model_device         the device of a model

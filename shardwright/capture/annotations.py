@@ -33,6 +33,7 @@ __all__ = [
     "PipelineSettings",
     "be_elsewhere",
     "collect_marks",
+    "is_collecting",
     "mark_names",
     "marked_operators",
     "no_optimizer_parallel",
@@ -80,6 +81,11 @@ def collect_marks() -> Iterator[list[Operator]]:
         yield calls
     finally:
         _CALLS.reset(token)
+
+
+def is_collecting() -> bool:
+    """True while a model is captured."""
+    return _CALLS.get() is not None
 
 
 def _user_line() -> str:

@@ -54,26 +54,16 @@ from .annotations import collect_marks, mark_names, whole_shape
 from .enclosing_modules import WithLoss, scalers_refused, user_functions
 from .graph_reader import GraphReader, bare
 from .guards import GuardedPlace, Guards
+from .manual import refused_collective
 from .memoised_functions import computed_for_real
-from .model_device import device_of, usable
+from .model_device import check_call, device_of, usable
 from .module_hooks import outermost_left_out
 from .observation import Observation
 from .regions import collect_functions, collect_regions
 from .scaling import NotScalable, ScalableGraph, Sizes, is_about_sizes
-from .side_effects import (
-    Blamed,
-    Effects,
-    ForwardOutcome,
-    LineFinder,
-    advanced,
-    counter,
-    depends,
-    judged,
-    numbered,
-    refuse_backward_hooks,
-    watched_calls,
-)
-from .source_lines import is_users, user_frame
+from .side_effects import Blamed, Effects, ForwardOutcome, LineFinder, advanced, counter, depends, judged, numbered
+from .source_lines import calling_line, is_users, user_frame
+from .watched_calls import refuse_backward_hooks, watched_calls
 
 __all__ = ["ModelAndLoss", "Recording", "capture", "capture_scalable"]
 
@@ -81,7 +71,8 @@ _LOG = logging.getLogger("shardwright.capture")
 
 #: Part of torch's message about a model that it cannot follow -> what the user writes instead.
 _INSTEAD = {
-    "data-dependent": "control flow that depends on shapes and settings only, not on the values of tensors",
+    "data-dependent": "control flow that depends on shapes and settings only, not on the values of tensors; a number "
+    "to print as a further output of the forward",
     "found a fake tensor in the exported program constant": "torch's own operators, and x.detach() "
     "in the place of x.data",
     "packed sequences": "padded sequences: the layer runs over all steps, and the lengths choose what is used "
@@ -164,7 +155,7 @@ def _data_detached() -> Iterator[None]:
         if isinstance(tensor, FakeTensor) and is_users(sys._getframe(1).f_code.co_filename):
             raise CaptureError(
                 "x.data is assigned while the model runs",
-                source=_calling_line(),
+                source=calling_line(),
                 legal="x.copy_(...) under torch.no_grad(), or a variable of its own",
             )
         plain.__set__(tensor, value)
@@ -322,9 +313,9 @@ def _captured(
     Raises:
         NotScalable: with `vary` alone: the symbols in place of sizes may be the cause of the error.
     """
+    check_call(net, args, kwargs, loss_fn)
     device = usable(device_of(net, loss_fn, (args, kwargs)) if device is None else device, net, loss_fn)
-    module = net if loss_fn is None else WithLoss(net, loss_fn)
-    prefix = "" if loss_fn is None else "net"
+    module, prefix = (net, "") if loss_fn is None else (WithLoss(net, loss_fn), "net")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     modules = _named_modules(net, loss_fn)
     refuse_backward_hooks(modules)
@@ -361,7 +352,7 @@ def _captured(
             cumulative_momentum(module),
             collect_marks() as calls,
             _quiet(),
-            collect_functions(_calling_line) as applied,
+            collect_functions(calling_line) as applied,
             collect_regions(module, prefix) as regions,
             stack_lines(_innermost, _UsersLine),
             _data_detached(),
@@ -411,11 +402,17 @@ def _captured(
         _check_updates(made.graph)
         return made
     except ShardwrightError as error:
+        placed = refused_collective(error)
+        if placed is not None:
+            raise placed from error
         if vary is not None and is_about_sizes(error.__cause__ or error):
             raise NotScalable(str(error)) from error
         raised = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         raise (error if error.source else error.located(source=user_frame(raised) or None))  # noqa: B904  same error
     except Exception as error:  # the model's own code and torch raise anything
+        placed = refused_collective(error)
+        if placed is not None:
+            raise placed from error
         if vary is not None and is_about_sizes(error):
             raise NotScalable(f"{type(error).__name__}: {error}".removeprefix("Blamed: ")) from error
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
@@ -426,9 +423,13 @@ def _captured(
             for x in f.f_locals.values()
         ):
             first = "the sizes of packed sequences depend on the values of their lengths"
+        said = f"{type(error).__name__}: {first}"
+        if type(error).__name__ == "GuardOnDataDependentSymNode":
+            said = "the forward takes a number out of a tensor (item(), float(), bool(), an if, a format), which is "
+            said += "data-dependent: no tensor has values before the program runs"
         raise CaptureError(
-            f"the model cannot be captured: {type(error).__name__}: {first}",
-            source=user_frame(frames) or _calling_line(),
+            f"the model cannot be captured: {said}",
+            source=user_frame(frames) or calling_line(),
             legal=next((legal for part, legal in _INSTEAD.items() if part in first), None),
         ) from error
 
@@ -484,7 +485,7 @@ def _with_counters(exported: Callable[..., _Exported]) -> _Exported:
         finder = LineFinder(blamed.watch)
         with contextlib.suppress(Blamed, ShardwrightError):
             exported({}, finder)
-        raise CaptureError(blamed.message, source=finder.line or _calling_line(), legal=blamed.legal) from None
+        raise CaptureError(blamed.message, source=finder.line or calling_line(), legal=blamed.legal) from None
 
 
 def _same_program(a: Graph, b: Graph) -> bool:
@@ -659,11 +660,6 @@ def _quiet() -> Iterator[None]:
         for log, level in zip(logs, levels):
             log.setLevel(level)
         sys.stderr.write(written.getvalue().replace(graph, "").lstrip("\n") if graph else written.getvalue())
-
-
-def _calling_line() -> str | None:
-    """The user's line that is being run."""
-    return user_frame([(f.filename, f.lineno or 0) for f in traceback.extract_stack()]) or None
 
 
 class ModelAndLoss(nn.Module):

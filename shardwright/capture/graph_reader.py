@@ -27,6 +27,7 @@ from ..rules.recurrent import layer_by_layer, without_dropout
 from ..torch_private import FakeTensor, OpOverload, pytree, schema_of
 from .annotations import Operator
 from .in_place_reader import InPlaceReader, metas_made, tensors_of
+from .manual import refused_collective
 from .mutation import Cell, Memory, View, ViewStep, Writer, serial
 from .regions import EDGE, OPAQUE, Applied, RecomputeSettings, recomputed_ops, regions, written_out
 from .scaling import Sizes
@@ -412,7 +413,7 @@ class GraphReader(InPlaceReader):
         if place >= 0:
             self.begun.setdefault(call, len(self.ops))
             self.entries[node] = place
-        elif self.calls[call].in_strategy is not None or self.calls[call].out_strategy is not None:
+        else:
             begin = self.begun.get(call, len(self.ops))
             self.attach(self.calls[call], call, list(range(begin, len(self.ops))))
 
@@ -424,7 +425,7 @@ class GraphReader(InPlaceReader):
             self.spans.append((call, begin, len(self.ops)))
 
     def attach(self, marked: Operator, call: int, inside: list[int]) -> None:
-        """Name the one operator recorded since the marked call began, and put the mark on it.
+        """Name the one operator recorded since the marked call began, and put the mark, if it has strategies, on it.
 
         Views, casts, and operators that read buffers alone (the count of batches of a batch norm) do not count: with
         them in the call, the strategy applies to the operator's own inputs.
@@ -442,7 +443,10 @@ class GraphReader(InPlaceReader):
                 and self.ops[i].name not in self.uncast
                 and not (self.ops[i].inputs and buffers.issuperset(v.name for v in self.ops[i].inputs))
             ] or inside
+        strategies = marked.in_strategy is not None or marked.out_strategy is not None
         if len(inside) != 1:
+            if not strategies:
+                return
             kinds = ", ".join(self.ops[i].kind for i in inside) or "none"
             modules = [self.ops[i].module for i in inside]
             single = [
@@ -470,10 +474,17 @@ class GraphReader(InPlaceReader):
         if name is not None:  # the first call gets the bare name
             path = self.unique(name) if id(marked) in self.named else name
             self.named.add(id(marked))
+        if not strategies:
+            self.ops[inside[0]] = replace(op, name=path)
+            return
         use = MarkUse(marked.in_strategy, marked.out_strategy, marked.source, order, marked.priority)
         self.ops[inside[0]] = replace(op, name=path, mark=use)
 
     def operator(self, node: torch.fx.Node, target: Any) -> None:
+        space, _, name = schema_of(target).name.partition("::")
+        placed = refused_collective(name, source_of(node)) if "c10d" in space else None
+        if placed is not None:
+            raise placed
         written = [a for a in schema_of(target).arguments if a.alias_info is not None and a.alias_info.is_write]
         if not schema_of(target).returns and not written:
             return  # an assertion of export

@@ -1,24 +1,38 @@
-"""Rank-local parameters for ``hybrid_parallel``: each rank holds its own slice, created by the user.
+"""Models that a user writes for ``hybrid_parallel``: parameters of each rank's own, and collectives.
 
 With one process per rank, the parameter holds the slice of that rank alone. With all devices in one process, the
 parameter holds the slices of all ranks, stacked in a leading dim. A function of the rank creates the parameter in
 both cases.
+
+Collectives are those of `sw.ops`. `refused_collective` names the one that is meant where a forward calls
+``torch.distributed`` itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import SettingError
+from ..errors import CaptureError, SettingError
 from ..process import current
 from ..torch_private import parameter_table
+from .source_lines import user_frame
 
-__all__ = ["check_held", "check_mode", "is_own", "layerwise_parallel", "one_slice", "own_parameters", "stacked"]
+__all__ = [
+    "check_held",
+    "check_mode",
+    "is_own",
+    "layerwise_parallel",
+    "one_slice",
+    "own_parameters",
+    "refused_collective",
+    "stacked",
+]
 
 _ATTRIBUTE, _STACKED = "layerwise_parallel", "_shardwright_stacked"
 
@@ -121,3 +135,59 @@ def one_slice(holder: nn.Module) -> Iterator[None]:
     finally:
         for table, name, parameter in saved:
             table[name] = parameter
+
+
+# -- collectives of torch.distributed ----------------------------------------------------------------------------------
+
+_DISTRIBUTED = torch.__file__.rsplit("/", 1)[0] + "/distributed/"
+
+#: The beginning of a name in torch.distributed -> the way to write it here; the first that fits counts.
+_HERE = {
+    "all_reduce": "sw.ops.all_reduce(x)",
+    "allreduce": "sw.ops.all_reduce(x)",
+    "all_gather": "sw.ops.all_gather(x, dim)",
+    "allgather": "sw.ops.all_gather(x, dim)",
+    "reduce_scatter": "sw.ops.reduce_scatter(x, dim)",
+    "all_to_all": "sw.ops.all_to_all(x, split_dim, concat_dim)",
+    "alltoall": "sw.ops.all_to_all(x, split_dim, concat_dim)",
+    "broadcast": "sw.ops.broadcast(x, root)",
+    "scatter": "sw.ops.broadcast(x, root), and this rank's part of it by sw.ops.reduce_scatter or all_to_all",
+    "gather": "sw.ops.all_gather(x, dim)",
+    "reduce": "sw.ops.all_reduce(x)",
+    "get_rank": "sw.layerwise_parallel(lambda rank: ...), a parameter that differs from rank to rank",
+    "get_world_size": "sw.world_size()",
+    "barrier": "no barrier: ranks meet at their collectives",
+    "send": "model.pipeline(...), which sends between stages, or sw.ops.all_to_all",
+    "recv": "model.pipeline(...), which sends between stages, or sw.ops.all_to_all",
+    "isend": "model.pipeline(...), which sends between stages, or sw.ops.all_to_all",
+    "irecv": "model.pipeline(...), which sends between stages, or sw.ops.all_to_all",
+    "batch_isend_irecv": "model.pipeline(...), which sends between stages, or sw.ops.all_to_all",
+}
+
+
+def refused_collective(called: BaseException | str, source: str | None = None) -> CaptureError | None:
+    """The error of a forward that calls a collective of torch.distributed.
+
+    Args:
+        called: the operator's name in the captured program, or the error that the call has raised.
+        source: the line of the call; None: it is found in the traceback.
+
+    Returns:
+        None where no collective was called.
+    """
+    names = [called] if isinstance(called, str) else []
+    if isinstance(called, BaseException):
+        frames = [(f.f_code.co_filename, f.f_code.co_name, line) for f, line in traceback.walk_tb(called.__traceback__)]
+        names = [name for file, name, _ in frames if file.startswith(_DISTRIBUTED)]
+        first = next((i for i, (file, _, _) in enumerate(frames) if file.startswith(_DISTRIBUTED)), 0)
+        source = user_frame([(file, line) for file, _, line in frames[:first] if "/site-packages/" not in file]) or None
+    for name in names:
+        here = next((text for start, text in _HERE.items() if name.lstrip("_").startswith(start)), None)
+        if here is not None:
+            return CaptureError(
+                f"the forward calls {name} of torch.distributed; the ranks of a parallel model meet in sw.ops alone, "
+                "which have their gradients and are in the plan",
+                source=source,
+                legal=f'{here}, in parallel_mode="hybrid_parallel"; in the other modes the plan joins the ranks',
+            )
+    return None

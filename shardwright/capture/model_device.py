@@ -1,4 +1,4 @@
-"""The device of a model: where its values are, and where its captured program is to run.
+"""The inputs of a call against the model: on one device, with values, and as many as the forward and the loss take.
 
 A capture puts every fake parameter, buffer and input on this one device. `torch.arange(n, device=x.device)` in a
 forward is then captured for it, and so are the casts of its autocast.
@@ -11,17 +11,20 @@ Processes take the device of the process instead, and move what is elsewhere.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import SettingError
+from ..errors import CaptureError, SettingError
 from ..launch.device_choice import asked_device
 from ..pytree_objects import opened
 from ..torch_private import pytree
+from .annotations import is_collecting
+from .source_lines import calling_line
 
-__all__ = ["check_inputs", "check_values", "device_of", "usable"]
+__all__ = ["check_call", "check_inputs", "check_values", "device_of", "usable"]
 
 
 def device_of(net: nn.Module, loss_fn: Any = None, inputs: Any = ()) -> torch.device:
@@ -89,6 +92,50 @@ def check_values(inputs: Any) -> None:
             raise SettingError(
                 f"input {index} is on the meta device: it has no values", legal="shardwright.plan(net, inputs, …)"
             )
+
+
+def check_call(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any) -> None:
+    """Check that a call has the target that its loss needs, and none where there is no loss.
+
+    Args:
+        args: with `loss_fn` the last one is the target.
+
+    Raises:
+        CaptureError: the target is missing, or is one argument more than the forward takes; the call is made by the
+            forward of a model that is captured.
+    """
+    if is_collecting():
+        raise CaptureError(
+            f"a parallel {type(net).__name__} is called inside of the model that is captured",
+            legal="the plain model inside, and AutoParallel around the outermost model",
+        )
+    try:
+        forward = inspect.signature(net.forward)
+    except (TypeError, ValueError):  # a forward without a signature
+        return
+
+    def problem(given: tuple[Any, ...]) -> str:
+        try:
+            forward.bind(*given, **kwargs)
+        except TypeError as error:
+            return f"TypeError: {error}"
+        return ""
+
+    called, loss = f"{type(net).__name__}.forward{forward}", getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    if loss_fn is not None and (not args or (problem(args[:-1]) and not problem(args))):
+        raise CaptureError(
+            f"the target is missing: the arguments of the call are those of {called}, and none is left for {loss} "
+            f"({problem(args[:-1]) or 'the target is the last positional argument'})",
+            source=calling_line(),
+            legal="the target as the last argument: model(x, target); without loss_fn the call returns the outputs",
+        )
+    if loss_fn is None and args and problem(args) and not problem(args[:-1]):
+        raise CaptureError(
+            f"{called} does not take the last of the {len(args)} arguments ({problem(args)}); if it is a target, there "
+            "is no loss_fn to take it",
+            source=calling_line(),
+            legal="AutoParallel(net, loss_fn=nn.CrossEntropyLoss()), or the call without it",
+        )
 
 
 def _tensors(inputs: Any) -> list[Tensor]:

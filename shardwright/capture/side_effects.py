@@ -6,7 +6,7 @@ of these:
     registered buffer holds another tensor   an update of the buffer, part of the program
     number that the forward counts up        the same steps at each call (`Counter` proves that nothing else reads it)
     number, string, tuple, ... assigned      assigned at each call; where it was read before, a guard checks it
-    text printed or logged                   printed or logged at each call
+    text printed or logged                   printed or logged at each call (`watched_calls`)
     any other change                         an error that names the line: tensors kept in attributes or lists,
                                              appended lists, Python's random numbers, hooks on tensors, hooks in the
                                              backward
@@ -18,14 +18,9 @@ was no other use, each call adds 1.
 
 from __future__ import annotations
 
-import builtins
-import contextlib
 import copy
-import io
 import logging
-import re
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
@@ -34,8 +29,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import PACKAGE_FOLDER, CaptureError
-from ..torch_private import hooks_of_all_modules
 from .guards import CONTAINERS, MISSING, GuardedPlace, contents, is_simple, spelled
 from .observation import Change, Observation
 from .source_lines import is_users
@@ -46,17 +39,14 @@ __all__ = [
     "Effects",
     "ForwardOutcome",
     "LineFinder",
+    "Logged",
+    "Printed",
     "advanced",
     "counter",
     "depends",
     "judged",
     "numbered",
-    "refuse_backward_hooks",
-    "watched_calls",
 ]
-
-_PYTHON = sysconfig.get_path("stdlib") + "/"
-_VALUELESS = re.compile(r"(Fake|Functional)Tensor\(")
 
 _STATE = "a registered buffer (self.register_buffer) for state, or a further output of the forward"
 _TABLE = f"{_STATE}; for a table that is made once, a call of the plain model before, or functools.lru_cache"
@@ -79,7 +69,7 @@ class Blamed(Exception):
 
 
 @dataclass(frozen=True)
-class _Printed:
+class Printed:
     """Text written to a stream: "stdout", "stderr", or a file of the user."""
 
     stream: Any
@@ -94,7 +84,7 @@ class _Printed:
 
 
 @dataclass(frozen=True)
-class _Logged:
+class Logged:
     """A message given to a logger."""
 
     logger: logging.Logger
@@ -161,7 +151,7 @@ class Effects:
 
     def described(self) -> list[tuple]:
         """A list to compare two captures of one model: texts with their streams in order, then sorted assignments."""
-        texts = [e.described() for e in self.entries if isinstance(e, (_Printed, _Logged))]
+        texts = [e.described() for e in self.entries if isinstance(e, (Printed, Logged))]
         return texts + sorted(
             (type(e).__name__, e.place.path, repr(getattr(e, "value", None)), repr(getattr(e, "steps", None)))
             for e in self.entries
@@ -501,155 +491,6 @@ def _holds_tensor(value: Any) -> bool:
 
 def _all_simple(container: Any) -> bool:
     return all(is_simple(e) or (isinstance(e, CONTAINERS) and _all_simple(e)) for e in contents(container))
-
-
-# -- watched calls -----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[None]:
-    """Record prints and logs of a forward in `effects` instead of writing them, and refuse hooks on its tensors.
-
-    Args:
-        effects: receives the texts.
-        running: returns True while the forward runs.
-    """
-
-    def note_text(stream: Any, text: str) -> None:
-        if _VALUELESS.search(text):
-            raise CaptureError(
-                "the forward prints the values of tensors, which are not there while it is captured",
-                legal="a text without tensors, or a further output of the forward that is printed outside",
-            )
-        last = effects.entries[-1] if effects.entries else None
-        if isinstance(last, _Printed) and last.stream == stream:
-            effects.entries[-1] = _Printed(stream, last.text + text)
-        else:
-            effects.entries.append(_Printed(stream, text))
-
-    plain_print, plain_handle = builtins.print, logging.Logger.handle
-
-    def print_(*args: Any, **kwargs: Any) -> None:
-        file = kwargs.get("file")
-        if file is None or isinstance(file, _Stream) or not running() or not _by_user():
-            plain_print(*args, **kwargs)
-            return
-        text = io.StringIO()
-        plain_print(*args, **{**kwargs, "file": text, "flush": False})
-        note_text(file, text.getvalue())
-
-    def handle(self: logging.Logger, record: logging.LogRecord) -> None:
-        if not running() or not _by_user() or _once():
-            plain_handle(self, record)
-            return
-        text = record.getMessage()
-        if _VALUELESS.search(text):
-            raise CaptureError(
-                "the forward logs the values of tensors, which are not there while it is captured",
-                legal="a text without tensors, or a further output of the forward that is logged outside",
-            )
-        effects.entries.append(_Logged(self, record.levelno, text, record.pathname, record.lineno))
-
-    def refused(name: str) -> Callable[..., Any]:
-        plain = getattr(torch.Tensor, name)
-
-        def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if running() and _by_user():
-                raise CaptureError(
-                    f"the forward calls {name} on a tensor, which the captured program would leave out",
-                    legal="a torch.autograd.Function with that backward, or a further output of the forward on "
-                    f"which {name} is called outside",
-                )
-            return plain(self, *args, **kwargs)
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        for owner, name, ours in (
-            (builtins, "print", print_),
-            (logging.Logger, "handle", handle),
-            *((torch.Tensor, n, refused(n)) for n in _TENSOR_HOOKS),
-            (sys, "stdout", _Stream(sys.stdout, "stdout", note_text, running)),
-            (sys, "stderr", _Stream(sys.stderr, "stderr", note_text, running)),
-        ):
-            inherited = isinstance(owner, type) and name not in vars(owner)
-            stack.callback(delattr, owner, name) if inherited else stack.callback(
-                setattr, owner, name, getattr(owner, name)
-            )
-            setattr(owner, name, ours)
-        yield
-
-
-_TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-
-
-class _Stream:
-    """A stream that records the writes of the user's forward, and passes all other writes on."""
-
-    def __init__(self, stream: Any, name: str, note: Callable[[Any, str], None], running: Callable[[], bool]) -> None:
-        self._stream, self._name, self._note, self._running = stream, name, note, running
-
-    def write(self, text: str) -> int:
-        if self._running() and _by_user():
-            self._note(self._name, text)
-            return len(text)
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def _frames() -> Iterator[FrameType]:
-    """The frames of the current call from the innermost, without frames of Shardwright."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
-            yield frame
-        frame = frame.f_back
-
-
-def _by_user() -> bool:
-    """True where the user's code is the caller, directly or through Python's library; warnings are Python's own."""
-    for frame in _frames():
-        file = frame.f_code.co_filename
-        if is_users(file):
-            return True
-        if not file.startswith((_PYTHON, "<frozen")) or "-packages/" in file or file.endswith("/warnings.py"):
-            return False
-    return False
-
-
-def _once() -> bool:
-    """True for a message that is given once, by `logger.warning_once` of transformers, say."""
-    for depth, frame in enumerate(_frames()):
-        if frame.f_code.co_name.endswith("_once"):
-            return True
-        if depth > 8:
-            break
-    return False
-
-
-def refuse_backward_hooks(modules: list[tuple[str, nn.Module]]) -> None:
-    """Refuse hooks of modules that run in the backward.
-
-    Raises:
-        CaptureError: with the line of the hook.
-    """
-    everyones = hooks_of_all_modules()
-    for path, hooks in [
-        *((path, vars(m)[kind]) for path, m in modules for kind in ("_backward_hooks", "_backward_pre_hooks")),
-        ("all modules", everyones.backward),
-        ("all modules", everyones.backward_pre),
-    ]:
-        for hook in hooks.values():
-            code = getattr(getattr(hook, "__func__", hook), "__code__", None)
-            line = None if code is None else f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
-            raise CaptureError(
-                f"{path} has a hook that runs in its backward, which the captured program would leave out",
-                source=line,
-                legal="a torch.autograd.Function in the forward, a hook of a parameter, or "
-                "register_full_backward_hook on the AutoParallel model",
-            )
 
 
 class LineFinder:

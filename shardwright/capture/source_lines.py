@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
+import traceback
 from types import FrameType
 
 import torch
 
 from ..errors import PACKAGE_FOLDER
 
-__all__ = ["is_users", "module_path", "source_of", "stack_level", "user_frame"]
+__all__ = ["calling_line", "is_users", "module_path", "source_of", "stack_level", "user_frame"]
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
@@ -25,7 +26,9 @@ _PYTHON = sysconfig.get_path("stdlib") + "/"
 def is_users(file: str) -> bool:
     """True where a file is not part of Shardwright, torch or Python; an installed package may be the user's model."""
     return not (
-        file.startswith((PACKAGE_FOLDER, _TORCH, "<")) or (file.startswith(_PYTHON) and "-packages/" not in file)
+        file.startswith((PACKAGE_FOLDER, _TORCH, "<"))
+        or (file.startswith(_PYTHON) and "-packages/" not in file)
+        or file.endswith("/typing_extensions.py")  # around what torch calls deprecated
     )
 
 
@@ -41,6 +44,11 @@ def stack_level() -> int:
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level if frame is not None else 2
+
+
+def calling_line() -> str | None:
+    """The user's line that is being run."""
+    return user_frame([(f.filename, f.lineno or 0) for f in traceback.extract_stack()]) or None
 
 
 def source_of(node: torch.fx.Node) -> str:

@@ -57,6 +57,10 @@ class CheckpointConfig:
             raise SettingError(
                 "CheckpointConfig: neither every_n_steps nor every_n_minutes", legal="one of them, or both"
             )
+        if os.path.isfile(self.path):
+            raise SettingError(
+                f"CheckpointConfig: path={str(self.path)!r} is a file", legal="the folder of the run's checkpoints"
+            )
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise SettingError(f"CheckpointConfig: every_n_steps={steps!r}", legal="a whole number from 1")
         if minutes is not None and (

@@ -23,7 +23,19 @@ from ..errors import CheckpointError
 from .folder_lock import hold
 from .manifest import MANIFEST, sync_folder
 
-__all__ = ["begin", "clean", "finish", "folder_of", "join", "latest_checkpoint", "name_of", "prune", "steps_in"]
+__all__ = [
+    "absent",
+    "begin",
+    "clean",
+    "finish",
+    "folder_of",
+    "folder_of_files",
+    "join",
+    "latest_checkpoint",
+    "name_of",
+    "prune",
+    "steps_in",
+]
 
 
 _WHOLE = re.compile(r"step-(\d{8,})")
@@ -63,6 +75,17 @@ def steps_in(path: str | Path) -> dict[int, Path]:
             if match and (Path(path) / name).is_dir():
                 found[int(match[group])] = Path(path) / name
     return dict(sorted(found.items()))
+
+
+def absent(path: Path, empty: str = "there is no checkpoint in it") -> str:
+    """The reason why a path has no checkpoint: an empty folder (`empty`), a file, or no folder."""
+    if path.is_dir():
+        return empty
+    return (
+        f"it is a file, and not the folder of a checkpoint; its folder is {path.parent}"
+        if path.is_file()
+        else ("there is no such folder")
+    )
 
 
 def latest_checkpoint(path: str | Path) -> Path | None:
@@ -114,6 +137,39 @@ def clean(path: Path, save_id: str = "") -> None:
             os.rename(path / name, path / match[1])
         elif match:
             shutil.rmtree(path / name, ignore_errors=True)
+
+
+def folder_of_files(given: Any) -> Path:
+    """The folder of a checkpoint that is given by itself, or by the list of its files.
+
+    Raises:
+        CheckpointError: no path, or files of several folders.
+    """
+    listed = isinstance(given, (list, tuple))
+    paths = list(given) if listed else [given]
+    if not paths or not all(isinstance(path, (str, os.PathLike)) for path in paths):
+        raise CheckpointError(
+            f"checkpoint={given!r}",
+            source="load_distributed_checkpoint",
+            legal="the folder of a checkpoint or of a run, or the list of the files of one checkpoint",
+        )
+    folders = {Path(path).parent if listed and not Path(path).is_dir() else Path(path) for path in paths}
+    if len(folders) > 1:
+        raise CheckpointError(
+            f"the {len(paths)} files of the list are in {len(folders)} folders: "
+            + ", ".join(sorted(map(str, folders))[:3]),
+            source="load_distributed_checkpoint",
+            legal="the files of one checkpoint, which are in one folder, or that folder",
+        )
+    (folder,) = folders
+    missing = next((path for path in paths if listed and not os.path.exists(path)), None)
+    if missing is not None:
+        raise CheckpointError(
+            "there is no such file",
+            source=str(missing),
+            legal=f"files of {folder}" if folder.is_dir() else "the files of a checkpoint, or its folder",
+        )
+    return folder
 
 
 def begin(path: Path, step: int, save_id: str, model: Any) -> Path:

@@ -431,6 +431,8 @@ def several(given: Any) -> list[Any]:
 def _check(path: Any, step: Any, keep: Any) -> None:
     if not isinstance(path, (str, os.PathLike)):
         raise CheckpointError(f"path={path!r}", source="save_checkpoint", legal="the folder of a run's checkpoints")
+    if os.path.isfile(path):
+        raise CheckpointError("it is a file", source=str(path), legal="the folder of a run's checkpoints")
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise CheckpointError(f"step={step!r}", source=str(path), legal="a whole number from 0")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):

@@ -31,7 +31,7 @@ from ..errors import CheckpointError
 from ..json_files.json_reader import parse
 from ..json_files.json_values import dtype_named
 from ..runtime.distributed.coordination import ProcessRanks, SingleRank
-from .checkpoint_folders import folder_of, steps_in
+from .checkpoint_folders import absent, folder_of, steps_in
 from .manifest import MANIFEST, Manifest, Piece, check_files, model_fingerprint, parsed
 from .state_file import STATE
 from .tensor_reader import HUGGING_FACE, StoredTensors, is_hugging_face
@@ -132,7 +132,7 @@ def _found(path: Any, step: int | None) -> Path | None:
 
 def _nothing(path: Path, step: int | None) -> CheckpointError:
     """The error of a path without a checkpoint."""
-    what = "there is no checkpoint in it" if path.is_dir() else "there is no such folder"
+    what = absent(path)
     return CheckpointError(
         what if step is None else f"there is no checkpoint of step {step}: {what}",
         source=str(path),

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, PlanError, SettingError
+from ..errors import CheckpointError, PlanError, SettingError, known_keywords
 from ..planfile.parameter_file import ParameterStrategies, TensorStorage
 from ..process import rank as this_rank
 from ..report.format import size_text
@@ -36,7 +36,7 @@ from ..runtime.deferred_init import substitute
 from ..runtime.distributed.coordination import SingleRank
 from ..sharded_plan import ParameterPlan
 from . import manifest
-from .checkpoint_folders import folder_of, name_of, steps_in
+from .checkpoint_folders import absent, folder_of, folder_of_files, name_of, steps_in
 from .formats import METADATA, DcpItem, PartFile, WholeFiles, entries_of, write_metadata
 from .load import load_checkpoint
 from .manifest import MANIFEST, TensorEntry, check_files, new_id, sync_folder, write_file
@@ -119,7 +119,7 @@ def _without_manifest(path: Path) -> bool:
 
 def _no_checkpoint(path: Path) -> CheckpointError:
     return CheckpointError(
-        "it is no checkpoint, and has none" if path.is_dir() else "there is no such folder",
+        absent(path, "it is no checkpoint, and has none"),
         source=str(path),
         legal="a folder that save_checkpoint wrote, or that of a run",
     )
@@ -487,11 +487,7 @@ def transform_checkpoints(
     single = folder_of(source) if (source / manifest.MANIFEST).exists() else None
     found = list(steps_in(source).values()) if single is None else [single]
     if not found:
-        raise CheckpointError(
-            "there is no checkpoint in it" if source.is_dir() else "there is no such folder",
-            source=str(source),
-            legal="the folder of a run, or of a checkpoint",
-        )
+        raise CheckpointError(absent(source), source=str(source), legal="the folder of a run, or of a checkpoint")
     strategies = None if dst_strategy_file is None else ParameterStrategies.read(dst_strategy_file)
     named = {folder: target / name_of(manifest.read(folder).step) for folder in found}
     there = next((new for new in named.values() if os.path.lexists(new)), None)
@@ -513,19 +509,35 @@ def transform_checkpoints(
     ]
 
 
+@known_keywords(
+    {
+        "unified_safetensors_dir": "checkpoint=, the folder",
+        "format": "nothing: the folder says what is in it",
+        "dst_safetensors_dir": "transform_checkpoints",
+        "name_map": "nothing: names are those of the model",
+    }
+)
 def load_distributed_checkpoint(
     network: nn.Module,
-    checkpoint: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     predict_strategy: Mapping[str, ParameterPlan] | str | os.PathLike[str] | None = None,
     *,
     rank_id: int | None = None,
     strict_load: bool = True,
+    checkpoint_filenames: Sequence[str | os.PathLike[str]] | None = None,
+    train_strategy_filename: str | os.PathLike[str] | None = None,
 ) -> None:
     """Load the model of a checkpoint of any kind and layout for prediction, without optimizer and random state.
 
+        sw.load_distributed_checkpoint(network, "runs/7", model.infer_layout(x))
+        sw.load_distributed_checkpoint(network, sorted(glob("runs/7/step-00000100/*.distcp")), model.infer_layout(x))
+
     Args:
         network: an `AutoParallel`, or a module.
-        checkpoint: a checkpoint, a run (its latest checkpoint), or a folder of Hugging Face.
+        checkpoint: a checkpoint, a run (its latest checkpoint), or a folder of Hugging Face; or the list of the files
+            of one checkpoint, which stands for their folder.
+        checkpoint_filenames: another word for `checkpoint`.
+        train_strategy_filename: not needed, and not read: a checkpoint knows how its tensors were cut.
         predict_strategy: the storage of the parameters, with which a plain module gets the slices of one rank: the
             result of `AutoParallel.infer_layout`, a file of `AutoParallel.save_param_strategy_file`, or a saved plan.
             A parameter of the whole shape, or without values, is replaced by one of its slice's shape. None: whole
@@ -538,6 +550,7 @@ def load_distributed_checkpoint(
         SettingError: an `AutoParallel` with a `predict_strategy`, or no such rank.
         PlanError, LayoutError: the strategies cannot be read.
     """
+    checkpoint = folder_of_files(checkpoint if checkpoint_filenames is None else checkpoint_filenames)
     if predict_strategy is None:
         if rank_id is not None:
             raise SettingError(

@@ -387,7 +387,7 @@ class _Pricing:
             if ran.cause == "parameter":
                 phase = "storage" if forwards else "gradient"
         once = (
-            self.sums_once
+            self.sums_once or (isinstance(ran, Redistribute) and not ran.forward.steps)
             if phase == "gradient"
             else phase == "storage" and half == "forward" and not ran.again and ran.target.name not in self.dropped
         )

@@ -31,7 +31,7 @@ from ..capture.guards import HOOKS, Guards
 from ..capture.model_device import check_inputs, check_values
 from ..capture.module_hooks import has_global_hooks, hooked
 from ..capture.source_lines import stack_level
-from ..errors import SettingError
+from ..errors import SettingError, known_keywords
 from ..layout import Layout
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..pytree_objects import opened, with_tensors
@@ -40,7 +40,7 @@ from ..runtime.distributed.gradient_fusion import Accumulation
 from ..runtime.optimizer_guard import watch_steps
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram, make_program
-from ..settings import Settings
+from ..settings import KEYWORDS_ELSEWHERE, Settings
 from ..sharded_plan import Plan
 from ..torch_private import MODULE_TABLES, hooks_of, pytree, transforms
 from .call_planning import CallPlanning
@@ -73,6 +73,34 @@ def observed(observer: Callable[[AutoParallel, tuple[Any, ...], dict[str, Any]],
         yield
     finally:
         _OBSERVER.reset(token)
+
+
+#: Words of other systems, and settings that are methods of the model -> where they are set.
+_KEYWORDS = {
+    **KEYWORDS_ELSEWHERE,
+    "full_batch": 'model.dataset_strategy("full_batch"), or "data_parallel" for full_batch=False',
+    "dataset_strategy": 'model.dataset_strategy("full_batch")',
+    "devices": "sw.init(devices=8) before",
+    "device_num": "sw.init(devices=8) before",
+    "num_devices": "sw.init(devices=8) before",
+    "backend": "sw.init(backend=...) before",
+    "hsdp": "model.hsdp()",
+    "enable_parallel_optimizer": "model.hsdp()",
+    "parallel_optimizer_config": "model.hsdp(shard_size=-1, threshold=64)",
+    "pipeline": "model.pipeline(stages=2)",
+    "pipeline_stages": "model.pipeline(stages=2)",
+    "pipeline_config": "model.pipeline(stages=2)",
+    "micro_batches": "model.pipeline(stages=2, micro_batches=4)",
+    "comm_fusion": "model.comm_fusion(...)",
+    "gradients_mean": "model.enable_gradients_mean()",
+    "strategies": "model.load_operator_strategy_file(path)",
+    "strategy_ckpt_load_file": "model.load_operator_strategy_file(path)",
+    "strategy_ckpt_save_file": "model.save_operator_strategy_file(path)",
+    "param_strategies": "model.load_param_strategy_file(path)",
+    "device_ids": "no device: sw.init finds it",
+    "target": "the target as the last argument of the call: model(x, target)",
+    "targets": "the target as the last argument of the call: model(x, target)",
+}
 
 
 class RecaptureWarning(UserWarning):
@@ -148,6 +176,7 @@ class AutoParallel(CallPlanning, nn.Module):
             none of its models.
     """
 
+    @known_keywords(_KEYWORDS)
     def __init__(
         self,
         model: nn.Module | Callable[..., Any] | None = None,
@@ -238,6 +267,14 @@ class AutoParallel(CallPlanning, nn.Module):
             alone = net if model is None else model
             if not isinstance(alone, nn.Module):
                 raise SettingError(f"{alone!r} is not an nn.Module", legal="a model written for one device")
+            for path, module in alone.named_modules():
+                if isinstance(module, AutoParallel):
+                    raise SettingError(
+                        f"the module {path!r} of the model is an AutoParallel"
+                        if path
+                        else "the model is wrapped twice: it is an AutoParallel already",
+                        legal="AutoParallel once, around the whole plain model (model.net of a wrapped one)",
+                    )
             return None, alone
         step = StepFunction(model, net, has_loss, AutoParallel)
         return step, step.net

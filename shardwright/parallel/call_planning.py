@@ -160,7 +160,9 @@ class CallPlanning(SettingMethods):
             def captured(count: int | None) -> tuple[Graph, Graph | None]:
                 with for_ranks(devices), one_slice(module):
                     calls = (
-                        [(whole_args, whole_kwargs)] if count is None else micro_calls(whole_args, whole_kwargs, count)
+                        [(whole_args, whole_kwargs)]
+                        if count is None
+                        else micro_calls(whole_args, whole_kwargs, count, settings.pipeline)
                     )
                     graph, *wide = self._graphs.graphs(
                         (autocast.current("cpu", self._kind), runtime.device, self._entry),

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..capture.annotations import pipelining
 from ..capture.export import ModelAndLoss
-from ..errors import SettingError
+from ..errors import SettingError, did_you_mean, known_keywords
 from ..partition.parameter_sharding import OptimizerParallel
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..planfile.load_save import read_document
@@ -80,6 +80,14 @@ class ProgramSettings:
             raise SettingError(f"unknown random {self.random!r}", legal='"exact" or "fast"')
         if not isinstance(self.max_programs, int) or isinstance(self.max_programs, bool) or self.max_programs < 1:
             raise SettingError(f"max_programs={self.max_programs!r}", legal="a whole number of at least 1")
+        if self.save_graphs is not None:
+            there = next(
+                path for path in (Path(self.save_graphs), *Path(self.save_graphs).absolute().parents) if path.exists()
+            )
+            if not there.is_dir():
+                raise SettingError(
+                    f"save_graphs={str(self.save_graphs)!r}: {there} is a file", legal="a folder for the dumps"
+                )
         if not isinstance(self.varying, (tuple, list)) or not all(type(d) is int and d >= 0 for d in self.varying):
             raise SettingError(
                 f"varying={self.varying!r}", legal="dims of the inputs, counted from 0, such as varying=(0, 1)"
@@ -124,6 +132,7 @@ class SettingMethods(_Module):
     #: The library that hands batches to the processes, and its dataset_strategy; None: the user's own loop.
     _handed: tuple[str, Any] | None = None
 
+    @known_keywords({"full_batch": '"full_batch" itself, or "data_parallel" for full_batch=False'})
     def dataset_strategy(self, strategy: str | tuple[Any, ...]) -> Self:
         """Set the way in which the batch is fed.
 
@@ -136,10 +145,14 @@ class SettingMethods(_Module):
         Raises:
             SettingError: after the first call, or an unknown word.
         """
-        if isinstance(strategy, str) and strategy not in ("data_parallel", "full_batch"):
+        if isinstance(strategy, (str, bool)) and strategy not in ("data_parallel", "full_batch"):
             raise SettingError(
                 f"unknown dataset_strategy {strategy!r}",
-                legal='"data_parallel", "full_batch", or a tuple with one entry per tensor input',
+                legal=did_you_mean(
+                    strategy,
+                    ("data_parallel", "full_batch", "a tuple with one entry per tensor input"),
+                    {"full": '"full_batch"', "fullbatch": '"full_batch"', "dp": '"data_parallel"'},
+                ),
             )
         self._plan_with("dataset_strategy", dataset_strategy=strategy)
         return self
@@ -204,6 +217,7 @@ class SettingMethods(_Module):
         self._run_with("comm_fusion", fusion=fusion if openstate else Fusion(limit=0))
         return self
 
+    @known_keywords({"optimizer_weight_shard_size": "shard_size=", "parallel_optimizer_threshold": "threshold="})
     def hsdp(self, shard_size: int = -1, threshold: float = 64, optimizer_level: str = "level1") -> Self:
         """Set ZeRO/FSDP sharding (optimizer parallel): parameters that are replicated on several devices are stored
         in shards, on top of the cuts of the operators' own strategies. They are gathered before use; their gradients
@@ -215,10 +229,11 @@ class SettingMethods(_Module):
             threshold: the least size of a whole parameter, in KB (1024 bytes), that is cut. A parameter stays whole,
                 and the plan notes it, where dim 0 of its slices does not divide, or where
                 `shardwright.no_optimizer_parallel` names it.
-            optimizer_level: "level1": parameters and the optimizer's state are cut; under `no_sync` gradients are
-                whole. "level2": gradients are cut as well. "level3": weights are also resharded after the forward,
-                and gathered again for the backward. (With `compile` the compiler decides which weights gathered under
-                "level1" and "level2" are saved, and gradients are cut.)
+            optimizer_level: "level1": parameters and the optimizer's state are cut; under `no_sync`, and over the
+                micro-batches of a pipeline, gradients are accumulated whole. "level2": gradients are cut as well: each
+                is scattered as it comes, and parts are accumulated. "level3": weights are also resharded after the
+                forward, and gathered again for the backward. (With `compile` the compiler decides which weights
+                gathered under "level1" and "level2" are saved, and gradients are cut.)
 
         Raises:
             SettingError: after the first call, or an unknown value. At the first call: a `shard_size` that does not
@@ -227,6 +242,7 @@ class SettingMethods(_Module):
         self._plan_with("hsdp", hsdp=OptimizerParallel(shard_size, threshold, optimizer_level))
         return self
 
+    @known_keywords({"pipeline_scheduler": "scheduler=", "num_stages": "stages=", "micro_batch_num": "micro_batches="})
     def pipeline(
         self,
         stages: int | str = 2,

@@ -41,6 +41,7 @@ from ..rules.registry import local_call
 from ..torch_private import pytree, schema_of
 from .local_program import (
     Decision,
+    GlobalExtreme,
     InputPlacement,
     LocalOp,
     LocalProgram,
@@ -333,10 +334,27 @@ class _Programs:
             if value.requires_grad
             else None
         )
-        source = PlacedValue(x.name, _of_all(op.inputs[0], before), before)
+        if before.partial and op.args[1] in ("max", "min"):
+            x = self.extreme(op, x, value, before.without_partial().with_partial(group, op.args[1]))
+            if backward is None:
+                return
+            forward = redistribution(after, after)  # the gradients of all ranks are still to be summed
+            source = PlacedValue(x.name, value, after)
+        else:
+            source = PlacedValue(x.name, _of_all(op.inputs[0], before), before)
         target = PlacedValue(value.name, value, self.apart(value))
         self.out.append(Redistribute(source, target, forward, backward, "operator", op.name, op.name))
         self.made[value.name] = target
+
+    def extreme(self, op: Op, x: PlacedValue, value: Value, before: Layout) -> PlacedValue:
+        """Add a maximum or minimum over the ranks of a group. Its gradient expects that of all ranks."""
+        source = PlacedValue(x.name, op.inputs[0], before)
+        name = f"{value.name}~extreme" if value.requires_grad else value.name
+        target, after = PlacedValue(name, value, self.apart(value)), before.without_partial()
+        backward = before.partial if value.requires_grad else None
+        self.out.append(GlobalExtreme(source, target, redistribution(before, after), source, (), backward, op.name))
+        self.made[value.name] = target
+        return target
 
     def between(self, op: Op, group: Digits, dims: int) -> tuple[Layout, Layout, bool]:
         """The source and target layouts of a collective, and True where the gradients of its output are partial

@@ -36,6 +36,7 @@ from ..rules import Assignment, Bound, Rule, bound_rule, find_rule, whole_rule
 from .parameter_sharding import OptimizerParallel, ParameterSharding
 
 __all__ = [
+    "TAKEN",
     "Decision",
     "Decisions",
     "GlobalExtreme",
@@ -489,6 +490,10 @@ def output_layouts(
                 whole = Layout.of(devices, (first,) + ((),) * (rank_of_tensor - 1))
         layouts.append(whole)
     return layouts
+
+
+#: The beginning of the remark that names another mode, whose plan was cheaper than what a search found.
+TAKEN = "this is the plan of "
 
 
 @dataclass(frozen=True)

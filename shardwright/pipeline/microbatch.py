@@ -37,11 +37,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..capture.annotations import PipelineSettings
 from ..errors import SettingError
 from ..graph import Graph, Op, Value, values_in
 from ..torch_private import pytree
 from .batch_semantics import NotSeparable, ReducedOverBatch
 from .microbatch_values import MicrobatchRewriter
+from .schedules import takes
 
 __all__ = ["Join", "MicrobatchPlan", "is_split", "micro_calls", "rows_of", "split"]
 
@@ -108,13 +110,16 @@ def is_split(args: tuple, kwargs: dict[str, Any] | None = None) -> tuple[bool, .
     )
 
 
-def micro_calls(args: tuple, kwargs: dict[str, Any] | None, count: int) -> list[tuple[tuple, dict[str, Any]]]:
+def micro_calls(
+    args: tuple, kwargs: dict[str, Any] | None, count: int, setting: PipelineSettings | None = None
+) -> list[tuple[tuple, dict[str, Any]]]:
     """Inputs in one micro-batch's shapes, on the meta device.
 
     With several micro-batches, a second entry has twice the rows, for the wide capture of `split`.
 
     Args:
         args, kwargs: those of the whole batch.
+        setting: the pipeline, whose schedule says which other numbers would be legal.
 
     Returns:
         (args, kwargs) of each.
@@ -122,10 +127,12 @@ def micro_calls(args: tuple, kwargs: dict[str, Any] | None, count: int) -> list[
     Raises:
         SettingError: no tensor has rows, or `count` micro-batches do not divide them.
     """
-    return [_resized(args, kwargs or {}, count, times) for times in ((1, 2) if count > 1 else (1,))]
+    return [_resized(args, kwargs or {}, count, times, setting) for times in ((1, 2) if count > 1 else (1,))]
 
 
-def _resized(args: tuple, kwargs: dict[str, Any], count: int, times: int) -> tuple[tuple, dict[str, Any]]:
+def _resized(
+    args: tuple, kwargs: dict[str, Any], count: int, times: int, setting: PipelineSettings | None
+) -> tuple[tuple, dict[str, Any]]:
     rows = rows_of(args, kwargs)
     if rows is None:
         raise SettingError(
@@ -143,12 +150,24 @@ def _resized(args: tuple, kwargs: dict[str, Any], count: int, times: int) -> tup
                     raise SettingError(
                         f"the input {_called(path)} has {rows} rows, which {count} micro-batches do not divide",
                         strategy=f"micro_batches={count}",
-                        legal=", ".join(str(d) for d in range(1, rows + 1) if rows % d == 0) or None,
+                        legal=_legal(rows, setting),
                     )
                 shape = (rows // count * times, *shape[1:])
             x = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
         made.append(x)
     return pytree.tree_unflatten(made, spec)
+
+
+def _legal(rows: int, setting: PipelineSettings | None) -> str:
+    """The numbers of micro-batches that rows, stages and schedule allow, or the nearest other sizes."""
+    named = setting is not None and isinstance(setting.stages, int) and setting.csv is None
+    divisors = [d for d in range(1, rows + 1) if rows % d == 0]
+    if not named:
+        return ", ".join(map(str, divisors)) or "a batch with rows"
+    assert setting is not None and isinstance(setting.stages, int)
+    stages = setting.stages
+    fits = [d for d in divisors if takes(setting.scheduler, stages, d, setting.chunks)]
+    return ", ".join(map(str, fits)) or f"a batch of more rows: at least {stages} micro-batches for {stages} stages"
 
 
 def _called(path: Sequence[Any]) -> str:

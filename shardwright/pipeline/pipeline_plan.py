@@ -432,7 +432,8 @@ class PipelinePlan(SavedPlan):
         """Bytes on `rank` by kind, as `Plan.memory` has them.
 
         Activations count for as many micro-batches as are kept at one time. "sent": the values being sent and
-        received.
+        received. "accumulated", with optimizer level 1: the whole gradients of gathered weights, which all
+        micro-batches add to before they are scattered.
         """
         out: dict[str, int] = {}
         for stage in self.of_rank(rank):
@@ -444,7 +445,9 @@ class PipelinePlan(SavedPlan):
     def memory_of(self, stage: Stage) -> dict[str, int]:
         """Bytes of one stage on each of its devices, by kind."""
         kept = max(1, self.schedule.most_kept(stage.number))
-        return {kind: count * (kept if kind == "activations" else 1) for kind, count in stage.plan.memory(0).items()}
+        out = {kind: count * (kept if kind == "activations" else 1) for kind, count in stage.plan.memory(0).items()}
+        accumulated = sum(stage.plan.accumulated.values())
+        return out | ({"accumulated": accumulated} if accumulated else {})
 
     # -- pricing -----------------------------------------------------------------------------------------------------
 
@@ -525,7 +528,12 @@ class _Step:
                 yield from self.moved_of(stage, "backward", into=True)
                 yield from self.of(
                     stage,
-                    ((c, d) for i in stage.plan.backward if not stage.plan.once(i) for c, d in backward_collectives(i)),
+                    (
+                        (c, d)
+                        for i in stage.plan.backward
+                        if not stage.plan.once(i, back=True)
+                        for c, d in backward_collectives(i)
+                    ),
                 )
                 yield from self.moved_of(stage, "backward", into=False)
         for t in shared:
@@ -533,7 +541,13 @@ class _Step:
                 yield from self.moved(t, "gradient", back=True)
         for stage in self.mine.values():
             yield from self.of(
-                stage, ((c, d) for i in stage.plan.backward if stage.plan.once(i) for c, d in backward_collectives(i))
+                stage,
+                (
+                    (c, d)
+                    for i in stage.plan.backward
+                    if stage.plan.once(i, back=True)
+                    for c, d in backward_collectives(i)
+                ),
             )
 
     def of(self, stage: Stage, given: Iterator[tuple[Collective, Any]]) -> Iterator[Collective]:
@@ -621,7 +635,8 @@ def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], 
     backward.
 
     Args:
-        together: True where micro-batches share gathered parameters that are saved for the backward.
+        together: True where micro-batches share gathered parameters that are saved for the backward, and accumulate
+            their gradients.
     """
     line = plan.timeline
     crosses = lambda h: h.start < line.forward < h.stop
@@ -632,8 +647,9 @@ def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], 
     }
     own = replace(line, held=tuple(h for h in line.held if id(h) not in standing))
     totals = own.totals()
+    accumulated = sum(plan.accumulated.values()) if together else 0
     return (
-        sum(h.bytes for h in line.held if id(h) in standing),
+        sum(h.bytes for h in line.held if id(h) in standing) + accumulated,
         sum(h.bytes for h in own.held if crosses(h)),
         (totals[: line.forward], totals[line.forward :]),
     )

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from ..errors import SettingError, shown
 from ..torch_private import computation, schedule_without_transfers
 
-__all__ = ["SCHEDULES", "Action", "Schedule", "action_of", "check", "forward_only", "read", "schedule"]
+__all__ = ["SCHEDULES", "Action", "Schedule", "action_of", "check", "forward_only", "read", "schedule", "takes"]
 
 #: The schedules by name, and the chunks of stages that a group has by default.
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zbv": 2}
@@ -204,6 +204,15 @@ def schedule(
     out = Schedule(name, placement, micro_batches, tuple(map(tuple, actions)))
     check(out)
     return out
+
+
+def takes(name: str, groups: int, micro_batches: int, chunks: int | None = None) -> bool:
+    """True where a schedule by name can have so many micro-batches; see `schedule`."""
+    try:
+        _fits(name, groups, micro_batches, SCHEDULES.get(name, 1) if chunks is None else chunks)
+    except SettingError:
+        return False
+    return micro_batches >= groups
 
 
 def forward_only(placement: Sequence[int], micro_batches: int) -> Schedule:

@@ -20,7 +20,8 @@ s each: 2 + 2 + 7 · 2 = 18 s.
 
     seconds(u)   cost of one more micro-batch for the operators of u, including the redistributions that they ask for
     once(u)      the rest of their price: sums of gradients, gathers of stored parameters
-    fixed(u)     parameters, gradients and the optimizer's state of u; and its gathered parameters saved for the
+    fixed(u)     parameters, gradients (also whole ones that micro-batches accumulate, under optimizer level 1) and
+                 the optimizer's state of u; and its gathered parameters saved for the
                  backward
     kept(u)      tensors that u produces and the backward needs
     working(u)   the most bytes held besides, while u runs
@@ -421,6 +422,8 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
             kept[unit] += held.bytes
         else:
             moving.append(held)
+    for name, nbytes in plan.accumulated.items():
+        fixed[makers[name]] += nbytes
     for operator, total in zip(line.moments, replace(line, held=tuple(moving)).totals()):
         working[unit_of(operator)] = max(working[unit_of(operator)], total)
     of = np.array(units.representative)

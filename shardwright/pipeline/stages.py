@@ -169,10 +169,11 @@ class _Cutter:
             )
         made = tuple(self.one(s) for s in range(self.count))
         for s, part in enumerate(made):
-            if not any(v.requires_grad for v in part.graph.parameters.values()):
+            shared = [v for v, source in zip(part.graph.inputs, part.sources) if source.kind == "parameter"]
+            if not any(v.requires_grad for v in (*part.graph.parameters.values(), *shared)):
                 raise SettingError(
-                    f"stage {s} has no parameter that is trained and its own",
-                    legal="stages that each have a trained parameter: other modules in them, or fewer stages",
+                    f"stage {s} has no parameter that is trained and its own, and shares none with another stage",
+                    legal="stages that each read a trained parameter: other modules in them, or fewer stages",
                 )
         return made
 

@@ -20,7 +20,8 @@ the rows of the output are cut 4 ways, which a pointwise operator after the prod
 The order of the flow decides which demands count where an operator is asked for more than `MOST` cuts, and which
 operands add to a leading one:
 
-1. Marks come first, and are left unchanged.
+1. Marks come first, and are left unchanged. Where nothing is marked, the inputs lead: their layouts are those in which
+   the batch is fed.
 2. Marks of the highest priority, the lowest number, are followed to the end before the next priority. A later demand
    on an operator that basic propagation has reached must keep the cuts asked of it before; otherwise the demand is
    outranked, and goes no further.
@@ -33,7 +34,7 @@ operands add to a leading one:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..graph import Graph, Op, Value
@@ -93,18 +94,22 @@ class _Offer:
     priority: int = 0
 
 
-def demands_of(graph: Graph, decisions: Mapping[str, Decision], devices: int) -> dict[str, tuple[Demand, ...]]:
+def demands_of(
+    graph: Graph, decisions: Mapping[str, Decision], devices: int, fed: Sequence[Layout] = ()
+) -> dict[str, tuple[Demand, ...]]:
     """The demands of the marks on every unmarked operator, without duplicates, in the order of the flow.
 
     Args:
         graph: the captured program.
         decisions: by operator, its rule bound to its shapes; for a marked operator, the decision of the mark.
         devices: the number of devices.
+        fed: the layouts of the inputs, which are followed where no operator is marked. The mark of such a demand is
+            ``input x``.
 
     Returns:
         By operator, its demands; the outranked ones are last.
     """
-    return _Propagation(graph, decisions, devices).run()
+    return _Propagation(graph, decisions, devices).run(fed)
 
 
 def ranking(demands: Iterable[Demand]) -> tuple[Demand, ...]:
@@ -229,16 +234,25 @@ class _Propagation:
         self.waves: list[tuple[bool, bool, int, _Port, _Offer]] = []
         self.sent = 0
 
-    def run(self) -> dict[str, tuple[Demand, ...]]:
+    def run(self, fed: Sequence[Layout]) -> dict[str, tuple[Demand, ...]]:
+        if all(op.mark is None for op in self.graph.ops):
+            for value, layout in zip(self.graph.inputs, fed):
+                for port in self.ports.get(value.name, ()) if not layout.is_replicated else ():
+                    self.send(port, _Offer(layout, f"input {value.name}", "", False))
+            self.follow()
         for priority in sorted({op.mark.priority for op in self.graph.ops if op.mark is not None}):
             self.priority = priority
             for op in self.graph.ops:
                 if op.mark is not None and op.mark.priority == self.priority:
                     self.begin(op)
-            while self.waves:
-                *_, port, offer = heapq.heappop(self.waves)
-                self.hear(port, offer)
+            self.follow()
         return {name: (*found.values(), *self.outranked.get(name, {}).values()) for name, found in self.found.items()}
+
+    def follow(self) -> None:
+        """Let the offers that are on their way reach their operators, and all that follows from them."""
+        while self.waves:
+            *_, port, offer = heapq.heappop(self.waves)
+            self.hear(port, offer)
 
     def begin(self, op: Op) -> None:
         """Send the layouts that a mark asks for."""

@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..errors import PlanError
 from ..partition.local_program import Decisions
 from ..solver.solve import solve
 from .memory_fit import TooLittleMemoryError, fit, fits, limited
@@ -91,13 +90,13 @@ def _cheaper(found: Decisions | TooLittleMemoryError, other: Decisions | TooLitt
     plans would be above the limit.
 
     Raises:
-        PlanError: neither fits. The error names the least memory of both.
+        TooLittleMemoryError: neither fits. The error names the least memory of both.
     """
     if not isinstance(other, Decisions):
         if isinstance(found, Decisions):
             return found
         nearest = found if other is None else min(found, other, key=lambda error: error.least)
-        raise PlanError(nearest.message, legal=nearest.legal)
+        raise nearest
     bound = found.found.bound if isinstance(found, Decisions) else found.bound
     if isinstance(found, Decisions) and found.found.cost <= other.found.cost:
         return found

@@ -113,8 +113,8 @@ class Search:
         for op in self.described.graph.ops:
             if op.mark is not None and op.mark.in_strategy is not None:
                 rule, bound, note = self.described.rules[op.name]
-                decision = marked_decision(op, rule, bound, self.described.devices)
-                out[op.name] = replace(decision, note=note, open=(), out=self.outs.get(op.name))
+                decision = marked_decision(op, rule, bound, self.described.devices, note)
+                out[op.name] = replace(decision, open=(), out=self.outs.get(op.name))
         return out
 
     @cached_property

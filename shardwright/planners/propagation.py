@@ -8,6 +8,9 @@
 3. Every other operator has all strategies that the marks ask of it. The seconds of the whole step decide a conflict;
    the operator's note names the marks that lost, and the price of each strategy.
 
+Where nothing is marked, the operators follow the layouts in which the batch is fed: with a part of the batch on each
+rank that is the plan of `semi_auto`, or a cheaper one.
+
 The strategies of `semi_auto` are among the options, so the plan is not dearer than that of `semi_auto` with the same
 marks. Where the costs of the two plans are near, their programs are priced and compared.
 
@@ -27,7 +30,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
-from ..errors import PlanError, SettingError
+from ..errors import PlanError
 from ..graph import Graph, Op, Value
 from ..layout import Layout, overlap
 from ..partition.local_program import Decision, Decisions, SearchResult
@@ -60,20 +63,13 @@ def sharding_propagation(problem: PlanningProblem) -> Decisions:
         The decisions, each with the mark that it follows (`origin`) and the operator that passed it on (`via`).
 
     Raises:
-        SettingError: no operator is marked.
         StrategyError, LayoutError, MissingRuleError: as in `semi_auto`.
     """
     graph, devices = problem.graph, problem.devices
-    if not any(map(_marked, graph.ops)):
-        raise SettingError(
-            "sharding_propagation follows marks, and no operator of the model has one",
-            legal="a mark on one operator, such as sw.shard(torch.matmul, ((2, 4), (4, 1))), or a "
-            'search: parallel_mode="dynamic_programming"',
-        )
     along, carries, *_ = semi_auto(problem)
-    asked = demands_of(graph, along, devices)
+    asked = demands_of(graph, along, devices, problem.fed.inputs)
     heard = {name: tuple(d for d in demands if not d.outranked) for name, demands in asked.items()}
-    lowest = max(op.mark.priority for op in graph.ops if _marked(op))
+    lowest = max((op.mark.priority for op in graph.ops if _marked(op)), default=0)
     bound_to = {
         name: first for name, demands in heard.items() if (first := ranking(demands)) and first[0].priority < lowest
     }
@@ -108,7 +104,9 @@ def sharding_propagation(problem: PlanningProblem) -> Decisions:
             f"no operator follows a mark: that would take {ours * 1e6:.4g} µs a step, along the batch it takes "
             f"{theirs * 1e6:.4g} µs"
         )
-        first = next(decision for decision in along.values() if _marked(decision.op))
+        first = next((decision for decision in along.values() if _marked(decision.op)), None)
+        if first is None:
+            return Decisions(along, carries, replace(found, cost=theirs))
         along[first.op.name] = replace(first, note="; ".join(filter(None, (first.note, said))))
         return Decisions(along, carries, replace(found, cost=theirs))
     return Decisions(decisions, carries, found)
@@ -227,19 +225,21 @@ def _labelled(
                 if _alike(mine, theirs):
                     same = mine.dims == theirs.dims
                     heapq.heappush(reached, (priority, partly + (not same), links + 1, place, other.name, mark, name))
-    out = {}
+    out, marked = {}, bool(nearest)
     for name, decision in decisions.items():
         demand = next((d for d in asked.get(name, ()) if d.assignment == decision.assignment), None)
         if _settled(decision.op):
             out[name] = decision
         elif name in nearest:
             out[name] = replace(decision, cause="propagated", origin=nearest[name][0], via=nearest[name][1])
-        elif demand is not None:
+        elif demand is not None and (marked or decision.assignment != along[name].assignment):
             out[name] = replace(decision, cause="propagated", origin=demand.mark)
         else:
-            cut = any(decision.assignment.digits)
-            note = along[name].note if decision.assignment == along[name].assignment else decision.note
-            out[name] = replace(decision, cause="batch" if cut else "whole", note=note)
+            same = decision.assignment == along[name].assignment
+            cause = "batch" if any(decision.assignment.digits) else "whole"
+            if not marked and same and along[name].cause == "follow":
+                cause = "follow"
+            out[name] = replace(decision, cause=cause, note=along[name].note if same else decision.note)
     return out
 
 

@@ -22,11 +22,13 @@ from ..graph import Graph, Op, Value
 from ..layout import Layout, allocate, beside
 from ..mixed_precision import is_float_cast
 from ..partition.local_program import Decision, Decisions, InputPlacement, batch_dims, batch_factor, description
+from ..partition.parameter_sharding import stored_layouts
+from ..partition.partitioner import wanted_in_two
 from ..redistribution import redistribution
-from ..rules import Assignment, Bound, Rule, assignment_of, output_layouts_of
+from ..rules import Assignment, Bound, Rule, assignment_of, held_layouts, in_order, output_layouts_of
 from .planning_problem import PlanningProblem, planner
 
-__all__ = ["data_parallel", "marked_decision", "marked_output", "semi_auto"]
+__all__ = ["data_parallel", "held_parameters", "marked_decision", "marked_output", "semi_auto"]
 
 
 @planner("data_parallel")
@@ -64,7 +66,7 @@ def semi_auto(problem: PlanningProblem) -> Decisions:
         rule, bound, note = described[op.name]
         mark = op.mark
         if mark is not None and mark.in_strategy is not None:
-            decisions[op.name] = replace(marked_decision(op, rule, bound, devices), note=note)
+            decisions[op.name] = marked_decision(op, rule, bound, devices, note)
         elif not rule.view and not is_float_cast(op):
             decisions[op.name] = _along_batch(op, rule, bound, devices, carries, note)
         if mark is not None and mark.out_strategy is not None:
@@ -75,31 +77,55 @@ def semi_auto(problem: PlanningProblem) -> Decisions:
     return Decisions({op.name: decisions[op.name] for op in graph.ops}, batch_dims(graph, bounds))
 
 
-def marked_decision(op: Op, rule: Rule, bound: Bound, devices: int) -> Decision:
+def marked_decision(op: Op, rule: Rule, bound: Bound, devices: int, note: str | None = None) -> Decision:
     """The decision of a mark's in_strategy, checked and in normal form. The mark's entries are in the order of the
     user's call.
+
+    Args:
+        note: of the operator's rule.
 
     Raises:
         StrategyError, LayoutError: the operator cannot follow the mark; with the operator and its source line.
     """
-    given, order = op.mark.in_strategy, op.mark.order
     where = {
         "operator": op.name if op.kind in op.name else f"{op.name} ({op.kind})",
         "source": op.source or op.mark.source,
     }
+    strategy = in_order(bound, op.mark.in_strategy, op.mark.order)
     try:
-        strategy = given
-        if isinstance(given, (tuple, list)) and not isinstance(given, Layout) and len(given) <= len(order):
-            placed = dict(zip(order, given))
-            left_out = set(range(max(placed, default=-1) + 1)) - placed.keys()
-            strategy = (
-                tuple(map(placed.get, range(max(placed, default=-1) + 1)))
-                if left_out <= bound.notation.optional
-                else given
-            )
-        return Decision(op, rule, bound, assignment_of(bound, strategy, devices))
+        assignment = assignment_of(bound, strategy, devices)
     except ShardwrightError as error:
-        raise error.located(**where, strategy=given) from None
+        raise error.located(**where, strategy=op.mark.in_strategy) from None
+    if held_layouts(bound, strategy, devices) is not None:
+        gathered = f"{op.name}: {strategy[:2]} gathers the contracted dim of both operands, and runs as "
+        note = "; ".join(filter(None, (note, gathered + str(bound.in_strategy(assignment)[:2]))))
+    return Decision(op, rule, bound, assignment, note=note)
+
+
+def held_parameters(problem: PlanningProblem) -> dict[str, Layout]:
+    """The storage of parameters that are operands of a product whose mark gathers the contracted dim: they are stored
+    as the mark cuts them, and gathered before their use.
+
+    Raises:
+        PlanError: two marks ask for a parameter in different layouts.
+    """
+    graph, devices = problem.graph, problem.devices
+    found: dict[str, tuple[Layout, Op]] = {}
+    for op in graph.ops:
+        if op.mark is None or op.mark.in_strategy is None or not graph.parameters.keys() & {v.name for v in op.inputs}:
+            continue
+        _, bound, _ = description(op, problem.on_missing_rule, devices, problem.uneven)
+        try:
+            layouts = held_layouts(bound, in_order(bound, op.mark.in_strategy, op.mark.order), devices)
+        except ShardwrightError:  # the planner says what is wrong with the mark
+            continue
+        for value, layout in zip(op.inputs, layouts or ()):
+            if value.name in graph.parameters and found.setdefault(value.name, (layout, op))[0] != layout:
+                raise wanted_in_two(value, found[value.name], (layout, op))
+    if problem.hsdp is None:
+        return {name: layout for name, (layout, _) in found.items()}
+    cut = stored_layouts({name: (graph.parameters[name], layout) for name, (layout, _) in found.items()}, problem.hsdp)
+    return {name: sharding.layout for name, sharding in cut.items()}
 
 
 def marked_output(op: Op, bound: Bound, devices: int, assignment: Assignment | None = None) -> tuple[Layout, ...]:

@@ -210,7 +210,7 @@ def _decided(said: Explanation) -> str:
         "batch": "along the batch",
         "follow": "it follows its input",
         "whole": "whole on every device",
-        "propagated": f"it follows the mark on {decision.origin}",
+        "propagated": f"it follows {'' if decision.origin.startswith('input ') else 'the mark on '}{decision.origin}",
     }
     text = words.get(decision.cause, decision.cause)
     by = [] if said.held is None else [_memory(said.held)]

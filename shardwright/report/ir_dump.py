@@ -599,7 +599,7 @@ class _Staged(Execute):
                 made = self.names.number()
                 self.takes(t, name, f"gradient of {self.names[name]}", made)
                 self.bring(name, made)
-        self.back(i for i in self.plan.backward if not self.plan.once(i))
+        self.back(i for i in self.plan.backward if not self.plan.once(i, back=True))
         for name, t in values:
             if t.gradient and name in self.gradients:
                 self.gives(t, name, f"gradient of {self.names[name]}", self.total(name))
@@ -612,7 +612,7 @@ class _Staged(Execute):
                 made = self.names.number()
                 self.takes(t, name, f"gradient of {t.name}", made)
                 self.bring(name, made)
-        self.back(i for i in self.plan.backward if self.plan.once(i))
+        self.back(i for i in self.plan.backward if self.plan.once(i, back=True))
         self.final()
         return self.lines
 

@@ -105,7 +105,7 @@ def summary(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
         say('that is more than a device has: memory="cluster" (--memory cluster) searches for a plan that fits')
     if price.collectives:
         console.print(_dearest(price.collectives, price.communication, cluster))
-    notes = (*plan.notes, *(plan.found.notes if plan.found is not None else ()))
+    notes = [*dict.fromkeys((*plan.notes, *(plan.found.notes if plan.found is not None else ())))]
     for note in notes[:NOTES]:
         say(f"note: {note}")
     if len(notes) > NOTES:

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 from ..errors import LayoutError, StrategyError
 from ..layout import Digit, Digits, Layout, allocate, beside, complement, digits_size, merge, overlap
 from .notation import Assignment, Bound
 
-__all__ = ["assignment_of", "output_layouts_of"]
+__all__ = ["assignment_of", "held_layouts", "in_order", "output_layouts_of"]
 
 
 def _nearest(bound: Bound, strategy: Sequence[Any], devices: int) -> str:
     """The text of a legal tuple strategy close to the given one.
 
-    The cuts are reduced until they divide and agree; then the last ones until they fit the devices. A strategy that is
+    A cut that does not divide its dim becomes the nearest one that does and that fits the devices beside the others;
+    else the cuts are reduced until they divide and agree, the last ones first. A strategy that is
     the cuts of one tensor counts as the entry of the first input.
     """
     if strategy and not any(isinstance(entry, (tuple, list, Layout)) for entry in strategy):
         strategy = (strategy,)
     cuts: dict[int, int] = {}
+    useful: dict[int, list[int]] = {}  # of factors that the given cuts do not divide
     for dims, entry in zip(bound.inputs, strategy):
         if isinstance(entry, Layout):
             entry = entry.cuts if entry.dims is not None else ()
@@ -38,19 +40,80 @@ def _nearest(bound: Bound, strategy: Sequence[Any], devices: int) -> str:
             for index in dim:
                 factor = bound.factors[index]
                 share = math.gcd(factor.size, cut) if factor.splittable else 1
+                if len(dim) == 1 and share < cut and factor.splittable:
+                    useful.setdefault(index, _useful(factor.size, cut, devices))
                 cuts.setdefault(index, share)
                 cut //= share
                 if share < factor.size:
                     cut = 1
+    for some in product(*useful.values()):
+        fits = _fitting(bound, {**cuts, **dict(zip(useful, some))}, devices)
+        if fits is not None:
+            return fits
     while True:
-        try:
-            assignment = _place(bound, cuts, {}, devices)
-            if bound.is_consistent(assignment):
-                return repr(bound.in_strategy(assignment))
-        except LayoutError:
-            pass
+        fits = _fitting(bound, cuts, devices)
+        if fits is not None:
+            return fits
         last = max(i for i, c in cuts.items() if c > 1)
         cuts[last] //= next(p for p in range(2, cuts[last] + 1) if cuts[last] % p == 0)
+
+
+def _fitting(bound: Bound, cuts: dict[int, int], devices: int) -> str | None:
+    """The text of the strategy with these cuts; None where it is not legal."""
+    try:
+        assignment = _place(bound, cuts, {}, devices)
+    except LayoutError:
+        return None
+    return repr(bound.in_strategy(assignment)) if bound.is_consistent(assignment) else None
+
+
+def _useful(size: int, cut: int, devices: int) -> list[int]:
+    """The cuts of a dim that divide its size and the devices, the nearest to another cut first: 4 and 2 instead of 3
+    for a dim of 32 on 8 devices."""
+    cuts = [c for c in range(2, devices + 1) if size % c == 0 and devices % c == 0]
+    return sorted(cuts, key=lambda c: (abs(c - cut), -c))
+
+
+def _gathers(bound: Bound, strategy: Sequence[Any]) -> tuple[int, int] | None:
+    """The cuts (a, b) of a product's strategy ((a, b), (a, b)) that cuts the contracted dim differently in its two
+    operands; None for other strategies and operators."""
+    if len(strategy) < 2 or any(not isinstance(entry, (tuple, list)) for entry in strategy[:2]):
+        return None
+    first, second = (tuple(entry) for entry in strategy[:2])
+    if first != second or len(first) != 2 or first[0] == first[1] or any(type(cut) is not int for cut in first):
+        return None
+    (rows, inner), (other, columns) = (dims if len(dims) == 2 else ((), ()) for dims in bound.inputs[:2])
+    if len(rows) != 1 or len(inner) != 1 or inner != other or len(bound.outputs) != 1:
+        return None
+    return first if bound.outputs[0] == (rows, columns) and rows != columns else None
+
+
+def in_order(bound: Bound, strategy: Any, order: Sequence[int]) -> Any:
+    """An in_strategy in the order of the operator's inputs.
+
+    Args:
+        strategy: as the user gave it, one entry per tensor in the order of the user's call.
+        order: for each of these tensors, the number of the operator's input.
+    """
+    if isinstance(strategy, (tuple, list)) and len(strategy) <= len(order):
+        placed = dict(zip(order, strategy))
+        last = max(placed, default=-1) + 1
+        if set(range(last)) - placed.keys() <= bound.notation.optional:
+            return tuple(map(placed.get, range(last)))
+    return strategy
+
+
+def held_layouts(bound: Bound, strategy: Any, devices: int) -> tuple[Layout, Layout] | None:
+    """The layouts of the two operands of a product that gathers the contracted dim of both, before they are gathered.
+
+    Args:
+        strategy: a checked in_strategy, in the order of the operands.
+
+    Returns:
+        Both are [a, b] on the device matrix (a, b); None for every other strategy.
+    """
+    cuts = _gathers(bound, strategy) if isinstance(strategy, (tuple, list)) else None
+    return None if cuts is None else (Layout.from_cuts(devices, cuts),) * 2
 
 
 def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
@@ -84,14 +147,27 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
         return strategy
     if not isinstance(strategy, (tuple, list)):
         raise wrong("an in_strategy is a tuple with one entry per tensor input, even for one input")
-    given, needed = len(strategy), len(bound.inputs)
-    missing = {i for i in range(needed) if i >= given or (strategy[i] is None and i in bound.notation.optional)}
+    entries, gathers = tuple(strategy), _gathers(bound, strategy)
+    if gathers is not None:
+        for i, shape in enumerate(bound.in_shapes[:2]):
+            for d, (cut, size) in enumerate(zip(gathers, shape)):
+                if cut > 0 and size % cut:
+                    raise wrong(f"input {i}, dim {d} has size {size}, which does not divide by {cut}")
+        entries = ((gathers[0], 1), (1, gathers[1]), *strategy[2:])
+    given, needed = len(entries), len(bound.inputs)
+    missing = {i for i in range(needed) if i >= given or (entries[i] is None and i in bound.notation.optional)}
     if given > needed or not missing <= bound.notation.optional:
         raise wrong(f"{given} entries for an operator with {needed} tensor inputs of shapes {list(bound.in_shapes)}")
 
     cuts: dict[int, tuple[int, int]] = {}  # factor -> (cut, the input that gave it)
     known: dict[int, tuple[Digits, int]] = {}  # factor -> (digits, the input that gave them), from Layouts
-    for i, entry in enumerate(strategy):
+
+    def over(i: int, factor: int) -> str:
+        """The dim of input i that carries a factor, with the axes that its Layout names."""
+        d = next(d for d, dim in enumerate(bound.inputs[i]) if factor in dim)
+        return f"dim {d} of input {i} over {entries[i].named(d)}"
+
+    for i, entry in enumerate(entries):
         if i in missing:
             continue
         shape, dims = bound.in_shapes[i], bound.inputs[i]
@@ -135,9 +211,10 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
                     raise wrong(f"input {i}, dim {d} (size {size}) may not be split by this operator, asked for {cut}")
                 before, who = cuts.setdefault(factor, (share, i))
                 if before != share:
+                    axes = [over(k, factor) for k in (who, i) if isinstance(entries[k], Layout)]
                     raise wrong(
                         f"input {who} splits the shared factor {f.name!r} (size {f.size}) {before} ways, "
-                        f"input {i} splits it {share} ways"
+                        f"input {i} splits it {share} ways" + (f": {', '.join(axes)}" if axes else "")
                     )
             if isinstance(entry, Layout):
                 assert entry.dims is not None
@@ -149,8 +226,8 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
                     before_digits, who = known.setdefault(factor, (digits, i))
                     if before_digits != digits:
                         raise wrong(
-                            f"inputs {who} and {i} split the shared factor {bound.factors[factor].name!r} "
-                            f"over different devices: digits {before_digits} and {digits}",
+                            f"inputs {who} and {i} split the shared factor {bound.factors[factor].name!r} over "
+                            f"different devices: {over(who, factor)}, {over(i, factor)}",
                             legal="the same axes in the same order on both",
                         )
     try:
@@ -161,8 +238,8 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
         if not beside(devices, assignment.digits[a] + assignment.digits[b]):
             raise wrong(
                 f"the factors {bound.factors[a].name!r} (input {i}) and {bound.factors[b].name!r} (input {j}) "
-                f"are split over the same devices: digits {assignment.digits[a]} and {assignment.digits[b]}",
-                legal="an axis for each of them",
+                f"are split over the same devices: {over(i, a)}, {over(j, b)}",
+                legal="axes for each of them that the other does not use",
             )
     for i in range(needed):
         if bound.input_layout(i, assignment) is None:

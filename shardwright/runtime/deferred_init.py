@@ -20,6 +20,7 @@ import contextlib
 import gc
 import hashlib
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,11 +29,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
+    register_module_forward_pre_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 from torch.overrides import TorchFunctionMode
 
+from ..capture.source_lines import calling_line
 from ..device_modules import sum_type
 from ..errors import SettingError
 from ..torch_private import TorchDispatchMode, move_gradient_hooks, parameter_table, pytree, storage_id, version_of
@@ -64,7 +67,7 @@ def _noted(x: Any) -> Any:
     return x
 
 
-@dataclass
+@dataclass(eq=False)
 class _Tape:
     """Operators in order, as (function, args, kwargs, result), and the calls before which the user changed the random
     state."""
@@ -155,6 +158,46 @@ def no_init_parameters() -> Iterator[None]:
             hook.remove()
         for tensor in made:
             setattr(tensor, _VERSION, version_of(tensor))
+        if made:
+            _unmade.add(tape)
+            if not _refusing:
+                _refusing.append(register_module_forward_pre_hook(_refuse_unmade))
+
+
+#: The tapes of models that have no values yet, and the hook of all modules while there are any.
+_unmade: weakref.WeakSet[_Tape] = weakref.WeakSet()
+_refusing: list[Any] = []
+
+
+def _refuse_unmade(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Refuse the call of a module whose parameters have no values, with a tensor that has some.
+
+    On the meta device operators return memory that nothing has written, or fail without the reason.
+    """
+    for name, parameter in parameter_table(module).items():
+        if parameter is None or not parameter.is_meta or not hasattr(parameter, _TAPE):
+            continue
+        real = any(type(x) in (torch.Tensor, nn.Parameter) and not x.is_meta for x in pytree.tree_leaves(args))
+        if real and not any(kind.__module__.startswith("shardwright.") for kind in type(module).__mro__):
+            raise SettingError(
+                f"{type(module).__name__} is called, and its parameter {name!r} has no values yet: the model was built "
+                "under no_init_parameters",
+                source=calling_line(),
+                legal="model = AutoParallel(net, …), whose first call makes them: model(…); or a model that is built "
+                "outside of no_init_parameters",
+            )
+
+
+#: Marks a hook that is not the user's; see `whole_model.refuse_calls_of_parts`.
+_refuse_unmade.of_shardwright = True  # type: ignore[attr-defined]
+
+
+def _made(tapes: Iterable[_Tape]) -> None:
+    """Note that models have their values; the last one ends the watch over calls."""
+    for tape in tapes:
+        _unmade.discard(tape)
+    if not _unmade and _refusing:
+        _refusing.pop().remove()
 
 
 def beginnings(module: nn.Module) -> dict[str, float | str]:
@@ -246,6 +289,7 @@ def materialize(
     late = filled | {id(tensor) for entries in waiting.values() for _, tensor in entries}
     for tape in tapes.values():
         _replay(tape, waiting, keep, torch.device(device))
+    _made(tapes.values())
     if waiting:
         names = ", ".join(name for entries in waiting.values() for name, _ in entries)
         raise SettingError(

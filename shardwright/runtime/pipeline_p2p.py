@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..graph import Value
 from ..layout import Layout
+from ..partition.local_program import Redistribute
 from ..pipeline.pipeline_plan import PipelinePlan, Stage
 from ..process import Runtime
 from ..redistribution import digits_value
@@ -85,12 +86,23 @@ def process_pipeline(
             counts,
             partial(_added, body, groups.rank),
             body.gathers,
+            _cut(stage, body),
             seed_device,
         )
     _make_even(runtime)
     link = link_of(plan, runtime.rank, runtime.device, _shapes(plan), getattr(before, "link", None))
     _make_even(runtime)  # a rank may have more neighbours than another one of its stage
     return PipelineProgram(plan, bodies, link, held, runtime.device, _absent(plan, held))
+
+
+def _cut(stage: Stage, body: RankExecutor) -> frozenset[str]:
+    """The gathered parameters whose gradients are scattered after every micro-batch."""
+    moves = [i for i in stage.plan.program.instructions if isinstance(i, Redistribute)]
+    return frozenset(
+        i.source.value.name
+        for i in moves
+        if i.target.name in stage.plan.gathered_once and not stage.plan.once(i, back=True)
+    ) & set(body.gathers)
 
 
 def _make_even(runtime: Runtime) -> None:

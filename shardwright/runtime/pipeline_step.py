@@ -130,13 +130,27 @@ class PipelineStep:
             return leaf
         self.gathered[s, name] = leaf
         with torch.no_grad():
-            return gather(leaf.detach()).requires_grad_(leaf.requires_grad)
+            used = gather(leaf.detach()).requires_grad_(leaf.requires_grad)
+        if leaf.requires_grad and name in self.program.bodies[s].cut:
+            used.register_post_accumulate_grad_hook(lambda x: self._reduce(s, name, x))
+        return used
+
+    def _reduce(self, s: int, name: str, used: Tensor) -> None:
+        """Scatter the gradient of a micro-batch, and add the part to the leaf as stored (optimizer level 2)."""
+        if used.grad is None:
+            return
+        leaf, gradient, used.grad = self.gathered[s, name], used.grad, None
+        with torch.no_grad():
+            part = self.program.bodies[s].gathers[name].back(gradient.to(leaf.dtype))
+            leaf.grad = part if leaf.grad is None else leaf.grad.add_(part)
 
     def _widen(self, s: int) -> None:
         """Sum gradients in the type in which the parameters are stored, where they come in another type."""
         for name, used in self.leaves[s].items():
             leaf = self.gathered.get((s, name))
-            if leaf is not None and leaf.dtype != used.dtype and used.grad is not None:
+            if name in self.program.bodies[s].cut:
+                self._reduce(s, name, used)  # the gradients that a backward in two halves leaves
+            elif leaf is not None and leaf.dtype != used.dtype and used.grad is not None:
                 gradient, used.grad = used.grad, None
                 before = self.owed.get((s, name))
                 self.owed[s, name] = gradient.to(leaf.dtype) if before is None else before.add_(gradient)
@@ -144,6 +158,9 @@ class PipelineStep:
     def _scatter(self) -> None:
         """Reduce the gradients of gathered parameters to the layout in which these are stored."""
         for (s, name), leaf in self.gathered.items():
+            if name in self.program.bodies[s].cut:
+                self.leaves[s][name] = leaf
+                continue
             gradient = self.owed.pop((s, name), self.leaves[s][name].grad)
             if gradient is not None:
                 with torch.no_grad():
@@ -328,7 +345,17 @@ class PipelineStep:
             if left[0]:
                 torch.autograd.backward(*left, inputs=self._trained(s))
         elif left is not None:
-            torch_private.stage_backward_weight(iter(self._trained(s)), left)
+            for groups in self._groups(s, left):
+                torch_private.stage_backward_weight(iter(self._trained(s)), groups)
+                self._widen(s)
+
+    def _groups(self, s: int, left: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        """The groups of weights whose gradients are computed before the next ones are scattered: all at once, or one
+        after the other where gradients are accumulated as parts, in an order that all ranks share."""
+        if not self.program.bodies[s].cut:
+            return [left]
+        number = {torch.autograd.graph.get_gradient_edge(x).node: i for i, x in enumerate(self._trained(s))}
+        return [[group] for group in sorted(left, key=lambda group: min(number[node] for node in group["params"]))]
 
     def _return(self, s: int, k: int) -> None:
         """Send the gradients of a forward's inputs to their producers."""
@@ -391,6 +418,7 @@ class PipelineStep:
                 out.append(
                     together(parts, 0, self.program.fed_parts[i]) if self.plan.split[i] else sum(parts[1:], parts[0])
                 )
+        out = out or [None]  # see `PipelineProgram`: a process that trains nothing of its own
         self.leaves.clear()
         if self.program.absent:
             from .distributed.gradients import hand_nothing  # noqa: PLC0415  imports DTensor
@@ -421,6 +449,8 @@ class StageBody:
             sum.
         gathers: parameter -> the redistribution from its storage to its use, for weights that are gathered once a
             step for all micro-batches (`Plan.gathered_once`).
+        cut: those of them whose gradients are scattered after every micro-batch, and accumulated as parts (optimizer
+            level 2); the gradients of the others are accumulated whole, and scattered once a step.
         seed_device: the device on which the program takes its seed; None: host memory.
     """
 
@@ -433,6 +463,7 @@ class StageBody:
     counts: Callable[..., list[Tensor]] | None
     shared: Callable[[str, Tensor | None, Tensor], Tensor]
     gathers: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    cut: frozenset[str] = frozenset()
     seed_device: torch.device | None = None
 
 
@@ -565,7 +596,10 @@ class PipelineProgram:
         if trains:
             leaves = [p for body in self.bodies.values() for p in body.parameters.values() if p.requires_grad]
             step.inputs_wanted = [x for x in tensors if x.requires_grad]
-            results[self.loss] = _Given.apply(results[self.loss], step, *leaves, *step.inputs_wanted)
+            leaves += step.inputs_wanted
+            if not leaves:  # all that this process trains belongs to another stage
+                leaves = [torch.zeros((), requires_grad=True)]
+            results[self.loss] = _Given.apply(results[self.loss], step, *leaves)
         outputs = [r if c is None else c for r, c in zip(results, self._constants)]
         put_back(given, outputs, self.plan.graph.changed)
         result = self.plan.graph.result(outputs)

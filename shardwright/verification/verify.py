@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cluster import Cluster
-from ..errors import SettingError
+from ..errors import SettingError, known_keywords
 from ..mixed_precision import MixedPrecision, one_device
 from ..parallel.auto_parallel import AutoParallel, observed
 from ..pipeline.pipeline_plan import PipelinePlan
@@ -34,6 +34,7 @@ from ..pytree_objects import closed, opened, with_tensors
 from ..runtime.deferred_init import materialize
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram
+from ..settings import KEYWORDS_ELSEWHERE
 from ..sharded_plan import Plan
 from ..torch_private import pytree
 from .first_difference import find_first_difference
@@ -55,6 +56,7 @@ _OWN_STATISTICS = ("batch_norm", "instance_norm")
 _OWN_NOTE = "a batch norm that trains normalises each micro-batch by itself, which is not what one device computes"
 
 
+@known_keywords({word: meant for word, meant in KEYWORDS_ELSEWHERE.items() if not meant.startswith("hsdp")})
 def verify(
     net: nn.Module,
     inputs: tuple[Any, ...] | Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,6 +105,63 @@ def test_cuts_of_an_output_are_read_on_the_matrix_that_layouts_of_inputs_build()
     assert_as_one_device(net, (X,), (X,))
 
 
+@pytest.mark.parametrize("ranks", [(0, 2, 1, 3), (0, 4, 1, 5, 2, 6, 3, 7), (0, 1, 4, 5, 2, 3, 6, 7)], ids=str)
+def test_marks_by_layouts_with_a_rank_list(ranks: tuple[int, ...], tmp_path: Path) -> None:
+    matrix = {4: (2, 2), 8: (2, 4)}[len(ranks)]
+    mesh = sw.Layout(matrix, name=("dp", "mp"), rank_list=ranks)
+    net = product((mesh("dp", ("mp", "None")), mesh("mp", "None")), (mesh(("dp", "mp"), "None"),))
+    plan = planned(net, devices=len(ranks))
+    plain = sw.Layout(matrix, ("dp", "mp"))("mp", "None")
+    for position, rank in enumerate(ranks):
+        assert plan.parameters["w"].slice(rank) == plain.slice((8, 8), position)
+    plan.save(tmp_path / "plan.json")
+    again = sw.plan(net, (X,), devices=len(ranks), strategies=tmp_path / "plan.json")
+    assert again.collectives(1) == plan.collectives(1)
+    assert_as_one_device(net, (X,), (X,), devices=len(ranks))
+
+
+@pytest.mark.parametrize("mode", ["semi_auto", "sharding_propagation", "recursive_programming", "dynamic_programming"])
+@pytest.mark.parametrize("cuts", [(2, 4), (4, 2), (8, 1), (1, 4)], ids=str)
+def test_a_product_gathers_what_it_contracts_of_both_operands(cuts: tuple[int, int], mode: str) -> None:
+    """((a, b), (a, b)): the operands lie as on the matrix (a, b), and so does the result."""
+    a, b = cuts
+    net = product((cuts, cuts))
+    plan = planned(net, parallel_mode=mode)
+    operator, grid = plan.operator("op"), sw.Layout.from_cuts(8, cuts)
+    assert operator.in_strategy == (cuts, cuts) and operator.out_layouts == (grid,)
+    assert [layout.cuts for layout in operator.in_layouts] == [(a, 1), (1, b)]
+    assert f"(({a}, {b}), ({a}, {b})) gathers the contracted dim of both operands" in "".join(plan.notes)
+    weight = plan.parameters["w"]
+    assert weight.storage == grid and weight.local_shape(0) == (8 // a, 8 // b)
+    gathers = [c.ranks for c in plan.collectives(5) if c.phase == "storage"]
+    assert gathers == [next(group for group in grid.groups(grid.dims[0]) if 5 in group)] * (a > 1)
+    assert_as_one_device(net, (X,), (X,), mode=mode)
+
+
+def test_a_product_that_gathers_both_operands_has_its_parameters_cut_further_and_saved(tmp_path: Path) -> None:
+    net = product(((2, 1), (2, 1)))
+    plan = planned(net, hsdp={"threshold": 0})
+    assert plan.parameters["w"].local_shape(0) == (1, 8)
+    plan.save(tmp_path / "plan.json")
+    again = planned(net, strategies=tmp_path / "plan.json", hsdp={"threshold": 0})
+    assert again.parameters == plan.parameters and again.collectives(3) == plan.collectives(3)
+    assert_as_one_device(net, (X,), (X,))
+
+
+def test_two_products_that_gather_a_parameter_of_two_layouts_are_refused() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(draw(8, 8))
+            self.a, self.b = sw.shard(torch.matmul, ((2, 4), (2, 4))), sw.shard(torch.matmul, ((4, 2), (4, 2)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x, self.w), self.w)
+
+    with pytest.raises(sw.PlanError, match=r"'w' .* is wanted in two layouts: a .* \(2, 4\) .* b .* \(4, 2\)"):
+        planned(Twice())
+
+
 def test_a_tuple_lays_out_as_the_contract_says() -> None:
     plan = planned(product(((2, 4), (4, 1))))
     x, w = plan.operator("op").in_layouts
@@ -115,6 +173,30 @@ def test_a_tuple_lays_out_as_the_contract_says() -> None:
     transposed = Apply(lambda m, x: m.op("km,kn->mn", x, m.w), op=sw.shard(torch.einsum, ((2, 4), (2, 1))))
     k_by_m = planned(transposed, draw(8, 16)).operator("op").in_layouts[0]
     assert k_by_m == sw.Layout((4, 2), ("m", "k"))("k", "m")  # m is the major factor
+
+
+def test_unmarked_operators_keep_the_name_of_their_attribute() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(draw(8, 8))
+            self.first, self.gate = sw.Operator(torch.matmul), sw.Operator(torch.relu)
+            self.steps = [sw.Operator(torch.tanh), sw.Operator(torch.exp)]
+            self.several = sw.Operator(lambda x: x.exp() + 1)
+            self.inner = Apply(lambda m, x: m.op(x), op=sw.Operator(torch.sin))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.gate(self.gate(self.first(x, self.w)))
+            return self.inner(self.several(self.steps[1](self.steps[0](x.relu()))))
+
+    net = Net()
+    names = [op.name for op in planned(net).operators]
+    assert names == ["first", "gate", "gate_1", "relu_2", "steps.0", "steps.1", "exp", "add", "inner.op"]
+    assert all(op.cause != "mark" for op in planned(net).operators)
+    plan = planned(net, marks={"gate": ((2, 4),), "steps.1": ((1, 8),)})
+    assert plan.operator("gate").in_strategy == ((2, 4),) and plan.operator("gate_1").in_strategy == ((8, 1),)
+    assert plan.operator("steps.1").in_strategy == ((1, 8),)
+    assert_as_one_device(net, (X,), (X,))
 
 
 # -- modules that are one operator -------------------------------------------------------------------------------------

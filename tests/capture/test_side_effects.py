@@ -8,6 +8,7 @@ import functools
 import inspect
 import logging
 import random
+import re
 import sys
 from collections.abc import Callable
 from typing import ClassVar
@@ -82,6 +83,36 @@ def prints_a_tensor(m, x):
 def logs_a_tensor(m, x):
     h = m.inner(x)
     log.error("mean %s", h.mean())  # here
+    return m.out(h)
+
+
+def prints_a_number(m, x):
+    h = m.inner(x)
+    print("mean", h.mean().item())  # here
+    return m.out(h)
+
+
+def prints_numbers_in_a_list(m, x):
+    h = m.inner(x)
+    print([(h > 0).sum().item()])  # here
+    return m.out(h)
+
+
+def prints_a_formatted_number(m, x):
+    h = m.inner(x)
+    print(f"mean {h.mean().item():.3f} of {len(h)}")  # here
+    return m.out(h)
+
+
+def prints_a_number_of_a_format(m, x):
+    h = m.inner(x)
+    print("mean " + str(round(float(h.mean()), 3)))  # here
+    return m.out(h)
+
+
+def logs_a_number(m, x):
+    h = m.inner(x)
+    log.error("largest %s", h.argmax().item())  # here
     return m.out(h)
 
 
@@ -181,6 +212,11 @@ REFUSED = {
     draws_of_its_own_numpy: "draws a number from net.numpy",
     prints_a_tensor: "prints the values of tensors",
     logs_a_tensor: "logs the values of tensors",
+    prints_a_number: "prints the values of tensors.* item.. takes out of it, is known once the program runs",
+    prints_numbers_in_a_list: "prints the values of tensors",
+    prints_a_formatted_number: "prints the values of tensors",
+    prints_a_number_of_a_format: "takes a number out of a tensor .*no tensor has values before the program runs",
+    logs_a_number: "logs the values of tensors",
     prints_a_counter: "net.calls changes at each call",
     hook_on_a_tensor: "register_hook",
     gradient_retained: "retain_grad",
@@ -209,6 +245,7 @@ def test_refused_with_the_line(f: Callable, devices: int) -> None:
     with pytest.raises(sw.CaptureError, match=REFUSED[f]) as raised:
         parallel(net, devices=devices)(batches()[0])
     assert raised.value.source == line_of(f, "# here") and raised.value.legal
+    assert not re.search(r"\bz?uf?\d", str(raised.value)), "no symbol of torch"
     assert (random.getstate(), str(numpy.random.get_state())) == state and net.saved == saved and names == NAMES
     for path, m in net.named_modules():  # nothing of the model has changed
         assert list(vars(m)) == list(before[path]) and all(vars(m)[k] is v for k, v in before[path].items())

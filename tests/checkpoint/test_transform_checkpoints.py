@@ -254,6 +254,60 @@ def test_which_rank(run: Path) -> None:
         sw.load_distributed_checkpoint(Net(), run / "nowhere", inferred)
 
 
+def test_a_list_of_files_stands_for_their_folder(run: Path, tmp_path: Path) -> None:
+    """The tutorials' calls: the files of all ranks, by position or by their own word."""
+    sw.init(devices=4)
+    folder = run / "step-00000002"
+    files, expected = sorted(folder.iterdir()), whole(folder)
+    inferred = PLANS["columns"](4).infer_layout(*batch(0))
+    for given in (
+        {"checkpoint": [str(file) for file in files]},
+        {"checkpoint": tuple(files), "predict_strategy": inferred, "rank_id": 3},
+        {"checkpoint_filenames": files, "predict_strategy": inferred, "train_strategy_filename": "strategy.ckpt"},
+        {"checkpoint": [run]},
+    ):
+        network = emptied(Net())
+        sw.load_distributed_checkpoint(network, **given)
+        rank = given.get("rank_id", 0)
+        for name, parameter in network.named_parameters():
+            cut = inferred[name].slice(rank) if "predict_strategy" in given else ()
+            assert torch.equal(parameter, expected[name][cut]), name
+    for wrong, said in (
+        ([], r"checkpoint=\[\]"),
+        (None, "checkpoint=None"),
+        ([files[0], 3], "checkpoint="),
+        ([run / "step-00000001" / "state.json", files[0]], "2 files of the list are in 2 folders: .*step-00000001"),
+        ([*files, folder / "rank_9.ckpt"], "rank_9.ckpt: there is no such file"),
+    ):
+        with pytest.raises(CheckpointError, match=said) as raised:
+            sw.load_distributed_checkpoint(Net(), wrong)
+        assert "folder" in raised.value.legal or "files of" in raised.value.legal
+    with pytest.raises(SettingError, match="no argument 'unified_safetensors_dir'") as raised:
+        sw.load_distributed_checkpoint(Net(), unified_safetensors_dir=folder)
+    assert "did you mean checkpoint=" in raised.value.legal
+
+
+def test_a_file_in_the_place_of_a_folder(run: Path, tmp_path: Path) -> None:
+    sw.init(devices=4)
+    model, file = PLANS["columns"](4), run / "step-00000001" / "manifest.json"
+    model(*batch(0))
+    for attempt in (
+        lambda: sw.load_checkpoint(model, path=file),
+        lambda: sw.load_distributed_checkpoint(Net(), file),
+        lambda: sw.transform_checkpoints(file, tmp_path / "new"),
+    ):
+        with pytest.raises(CheckpointError, match=f"it is a file, .* its folder is {file.parent}") as raised:
+            attempt()
+        assert raised.value.source == str(file)
+    for attempt in (
+        lambda: sw.save_checkpoint(model, path=file, step=9),
+        lambda: sw.CheckpointConfig(file, every_n_steps=1),
+    ):
+        with pytest.raises(sw.ShardwrightError, match="is a file") as raised:
+            attempt()
+        assert "folder of" in raised.value.legal
+
+
 def test_a_folder_of_hugging_face(tmp_path: Path) -> None:
     sw.init(devices=4)
     net, network = Net(), emptied(Net())

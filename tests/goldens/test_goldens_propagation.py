@@ -117,16 +117,15 @@ def test_two_hints_are_a_conflict() -> None:
     assert "matmul asks for ((2, 1),)" in relu.note and "matmul2 asks for ((1, 8),)" in relu.note
 
 
-def test_no_hint() -> None:
-    """The original takes the batch for a hint; here one is asked for, and what it does is what semi_auto does."""
-    with pytest.raises(sw.SettingError, match="no operator of the model has one") as raised:
-        quick_start({}, MODE, "cpu")
-    assert 'parallel_mode="dynamic_programming"' in raised.value.legal
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_no_hint(cluster: str) -> None:
+    """The original takes the batch for a hint, as it is fed."""
     for rank, golden in load("propagation_no_hint").items():
-        plan = quick_start({}, "semi_auto", "cpu")
+        plan = quick_start({}, MODE, cluster)
         assert [o.in_strategy for o in plan.operators] == [strategy(record) for record in golden["operators"]]
         for name, record in golden["parameters"].items():
             assert plan.parameters[name].slice(int(rank)) == layout_of(record).slice(record["shape"], int(rank))
+        assert sent(plan, int(rank)) <= golden_sent(golden["collectives"], DEVICES)
 
 
 def resnet(mode: str, cluster: str, stem: tuple | None = None) -> sw.Plan:

@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as torch_distributed
+import torch.distributed.nn.functional as functional
 import torch.nn.functional as F
 from one_device import close
 from paths import EXAMPLES
 from ranks import run_ranks
 from small_networks import Apply, D, draw
 from torch import Tensor, nn
+from torch.distributed import broadcast as torch_broadcast_itself
 
 import shardwright as sw
 
@@ -39,7 +42,7 @@ class Each:
         return lambda *args, **named: Each(getattr(x, name)(*args, **named) for x in self.xs)
 
 
-for _name in ("add", "sub", "mul", "matmul"):
+for _name in ("add", "sub", "mul", "matmul", "truediv"):
     setattr(
         Each,
         f"__{_name}__",
@@ -53,8 +56,11 @@ def grouped(change: Callable[[list[Tensor]], list[Tensor]], x: Each, group: Any)
     out: list[Any] = [None] * len(x.xs)
     if group is None or group == MESH(("a", "b")):
         members = [list(range(len(x.xs)))]
-    else:
+    elif isinstance(group, sw.Layout):
         members = [[0, 1], [2, 3]] if group == MESH("b") else [[0, 2], [1, 3]]
+    else:
+        alone: dict[str, Any] = {"[0, 1]": [[0, 1], [2, 3]], "(3, 1)": [[0, 2], [1, 3]], "[2]": [[0], [1], [2], [3]]}
+        members = alone.get(str(group), group)
     for ranks in members:
         for rank, y in zip(ranks, change([x.xs[r] for r in ranks])):
             out[rank] = y
@@ -66,7 +72,8 @@ class ByHand:
 
     @staticmethod
     def all_reduce(x: Each, op: str = "sum", group: Any = None) -> Each:
-        return grouped(lambda xs: [sum(xs) / (len(xs) if op == "mean" else 1)] * len(xs), x, group)
+        reductions = {"max": torch.amax, "min": torch.amin, "prod": torch.prod, "mean": torch.mean, "sum": torch.sum}
+        return grouped(lambda xs: [reductions[op](torch.stack(xs), 0)] * len(xs), x, group)
 
     @staticmethod
     def all_gather(x: Each, dim: int = 0, group: Any = None) -> Each:
@@ -99,6 +106,26 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "all_reduce in pairs": lambda o, x, w, p: o.all_reduce(x @ w, group=MESH("b")) @ w,
     "all_reduce in far pairs": lambda o, x, w, p: o.all_reduce(x @ w, group=MESH("a")) @ p,
     "all_reduce of both": lambda o, x, w, p: o.all_reduce(x @ w, group=MESH(("a", "b"))) @ w,
+    "all_reduce of a maximum": lambda o, x, w, p: o.all_reduce((x @ w).tanh(), "max") * x @ p,
+    "all_reduce of a minimum in pairs": lambda o, x, w, p: o.all_reduce(x @ w, "min", group=MESH("a")) @ w,
+    "all_reduce of a maximum that ranks share": lambda o, x, w, p: (
+        o.all_reduce(p.tanh(), "max", group=[0, 1]) @ w + x.sum()
+    ),
+    "all_reduce of a maximum twice": lambda o, x, w, p: o.all_reduce(
+        o.all_reduce(x @ w, "max", group=MESH("b")) * x, "max"
+    ),
+    "all_reduce of a product": lambda o, x, w, p: o.all_reduce((x @ w).tanh(), "prod") @ p,
+    "all_reduce of a product with zeros": lambda o, x, w, p: o.all_reduce((x @ w).relu() + x, "prod", group=MESH("b")),
+    "a softmax over the ranks": lambda o, x, w, p: (
+        (x - o.all_reduce(x, "max")).exp() / o.all_reduce((x - o.all_reduce(x, "max")).exp()) @ w
+    ),
+    "all_reduce over a list": lambda o, x, w, p: o.all_reduce(x @ w, group=[0, 1]).tanh() @ w,
+    "all_reduce over a list from elsewhere": lambda o, x, w, p: o.all_reduce(x @ w, group=(3, 1)) @ p,
+    "all_reduce over lists": lambda o, x, w, p: o.all_reduce(x @ w, "mean", group=[[0, 2], [1, 3]]) @ p,
+    "all_reduce over one rank": lambda o, x, w, p: o.all_reduce(x @ w, "max", group=[2]) @ p,
+    "all_gather over a list": lambda o, x, w, p: o.all_gather(w, 1, group=[0, 1]).tanh().sum(1) * x,
+    "all_to_all over lists": lambda o, x, w, p: o.all_to_all(x @ w, 0, 1, group=[[0, 2], [1, 3]]).sum(0).tanh(),
+    "broadcast over a list": lambda o, x, w, p: o.broadcast(w, 1, group=[0, 1]).tanh().sum(0) * x,
     "all_gather": lambda o, x, w, p: o.all_gather((x @ w).tanh()) @ w,
     "all_gather of columns": lambda o, x, w, p: o.all_gather(x @ p, -1).tanh() @ o.all_gather(w, 0),
     "all_gather in pairs": lambda o, x, w, p: o.all_gather(w, 1, group=MESH("a")).tanh().sum(1) * x,
@@ -340,12 +367,29 @@ def test_own_parameters_and_collectives_need_the_mode(mode: str) -> None:
 def test_bad_input() -> None:
     sw.init(devices=RANKS)
     call = lambda f: lambda: hybrid(Apply(lambda m, x: f(x @ m.w)))(X)
-    refused("all_reduce of 'max'", call(lambda x: sw.ops.all_reduce(x, "max")))
+    refused("all_reduce of 'maximum'", call(lambda x: sw.ops.all_reduce(x, "maximum")))
     refused("dim 2 of a tensor", call(lambda x: sw.ops.all_gather(x, 2)))
     refused("dim 0 of .3, 8. has size 3, which 4 ranks", call(lambda x: sw.ops.reduce_scatter(x[:3])))
     refused("size 6, which 4 ranks", call(lambda x: sw.ops.all_to_all(x[:, :6], 1, 0)))
     refused("from rank 4 of a group of 4", call(lambda x: sw.ops.broadcast(x, 4)))
-    refused("is no group", call(lambda x: sw.ops.all_reduce(x, group=(0, 1))))
+    for group, said in (
+        ("mp", "'mp' is no group of ranks"),
+        (4, "4 is no group"),
+        ([], "is no group"),
+        (MESH, "is no group of ranks\n  legal: one of its axes, such as layout.'b'."),
+        (MESH("a", "b"), "is no group"),
+        ([[0, 1], 2], "is no group"),
+        ([0, 4], "not of ranks from 0 to 3"),
+        ([0, 0], "not of ranks from 0 to 3, each once"),
+        ([0, True], "not of ranks from 0 to 3"),
+        ([0, 1, 2], "leaves no equal groups for the others"),
+        ([1, 2], "leaves no equal groups for the others"),
+        ([0, 3], "leaves no equal groups for the others"),
+        ([[0, 1], [2]], "leaves no equal groups"),
+        ([[0, 1]] * 2, "each once"),
+        ([[0, 3], [1, 2]], "leaves no equal groups"),
+    ):
+        refused(said, call(lambda x, group=group: sw.ops.all_reduce(x, group=group)))
     refused("does not fit 4 devices", call(lambda x: sw.ops.all_reduce(x, group=sw.Layout((4, 3), ("a", "b"))("a"))))
     refused("outside of a wrapped model", lambda: sw.ops.all_reduce(X))
     refused("layerwise_parallel.Tensor", lambda: sw.layerwise_parallel(X))
@@ -354,6 +398,81 @@ def test_bad_input() -> None:
     refused("'0.weight' is layerwise_parallel and holds the slices of 1", lambda: hybrid(plain)(X))
     refused("return different things", lambda: hybrid(Net("own parts alone"), dataset="full_batch")(X))
     refused("which 4 devices do not divide", lambda: hybrid(Net("all_reduce"))(X[:6]))
+
+
+def torch_all_reduce(x: Tensor) -> Tensor:
+    torch_distributed.all_reduce(x)
+    return x
+
+
+def torch_broadcast(x: Tensor) -> Tensor:
+    torch_broadcast_itself(x, 0)
+    return x
+
+
+def torch_all_gather(x: Tensor) -> Tensor:
+    out = [torch.empty_like(x) for _ in range(RANKS)]
+    torch_distributed.all_gather(out, x)
+    return torch.cat(out)
+
+
+def torch_reduce_scatter(x: Tensor) -> Tensor:
+    out = x.new_empty(len(x) // RANKS, x.shape[1])
+    torch_distributed.reduce_scatter_tensor(out, x)
+    return out
+
+
+def torch_barrier(x: Tensor) -> Tensor:
+    torch_distributed.barrier()
+    return x
+
+
+def torch_send(x: Tensor) -> Tensor:
+    torch_distributed.send(x, 1)
+    return x
+
+
+#: Collectives of torch in a forward -> the way to write them here.
+OF_TORCH: dict[Callable[[Tensor], Tensor], str] = {
+    torch_all_reduce: "sw.ops.all_reduce(x)",
+    torch_broadcast: "sw.ops.broadcast(x, root)",
+    torch_all_gather: "sw.ops.all_gather(x, dim)",
+    torch_reduce_scatter: "sw.ops.reduce_scatter(x, dim)",
+    torch_barrier: "no barrier",
+    torch_send: "sw.ops.all_to_all",
+    (lambda x: functional.all_reduce(x)): "sw.ops.all_reduce(x)",
+}
+
+
+def check_collective_of_torch(call: Callable[[Tensor], Tensor], mode: str) -> None:
+    with pytest.raises(sw.CaptureError, match=r"of torch.distributed; .* sw.ops alone") as caught:
+        sw.AutoParallel(Apply(lambda m, x: call(x @ m.w)), parallel_mode=mode)(X)
+    assert OF_TORCH[call] in caught.value.legal and "hybrid_parallel" in caught.value.legal
+    assert caught.value.source.startswith("test_hybrid_parallel.py:")
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+@pytest.mark.parametrize("mode", ["hybrid_parallel", "semi_auto"])
+@pytest.mark.parametrize("call", OF_TORCH, ids=lambda call: getattr(call, "__name__", None))
+def test_collectives_of_torch_are_named_with_ours(call: Callable[[Tensor], Tensor], mode: str) -> None:
+    sw.init(devices=RANKS)
+    check_collective_of_torch(call, mode)
+
+
+def collectives_of_torch_on_ranks(rank: int, world: int) -> None:
+    sw.init()
+    for call in OF_TORCH:
+        check_collective_of_torch(call, "hybrid_parallel")
+    net = nn.Linear(8, 8 // world, dtype=D)  # each rank draws a slice of its own, and does not say so
+    net.weight.data += rank
+    with pytest.raises(sw.RuntimeMismatchError, match="'weight' starts from other values") as caught:
+        hybrid(net)(X)
+    assert "sw.layerwise_parallel on 'weight'" in caught.value.legal
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_mistakes_on_two_ranks() -> None:
+    run_ranks(collectives_of_torch_on_ranks, 2)
 
 
 # -- in processes ------------------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     ),
     "rows that do not divide": (
         lambda: piped(rows=18),
-        ("the input 0 has 18 rows, which 4 micro-batches do not divide", "legal", "1, 2, 3, 6, 9, 18"),
+        ("the input 0 has 18 rows, which 4 micro-batches do not divide", "legal: 2, 3, 6, 9, 18"),
     ),
     "fewer micro-batches than stages": (lambda: piped(micro_batches=1), ("micro_batches=1", "2 stages", "legal", "2")),
     "a module twice by set_stage": (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pipeline_networks import SHAPES, Chain, assert_pipeline_as_one_device, batches, setting, staged
+from pipeline_networks import SHAPES, Chain, TiedEnds, assert_pipeline_as_one_device, batches, setting, staged
 from small_networks import D, draw, labels
 from torch import Tensor, nn
 
@@ -304,6 +304,47 @@ def test_optimizer_parallel(level: str, kind: str, scheduler: str) -> None:
     )
     storage = model.plan.parameters["layers.3.weight"]
     assert [storage.slice(rank)[0] for rank in range(4, 8)] == [slice(4 * i, 4 * i + 4) for i in range(4)]
+
+
+@pytest.mark.parametrize("scheduler", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("level", [None, "level1", "level3"])
+def test_a_stage_whose_only_trained_parameter_belongs_to_another_one(scheduler: str, level: str | None) -> None:
+    given = dict(stages=2, micro_batches=4, scheduler=scheduler, stage_config={"first": 0, "inner": 0, "last": 1})
+    model = assert_pipeline_as_one_device(
+        TiedEnds(),
+        batches(),
+        given,
+        loss_fn=nn.MSELoss(),
+        settle=lambda m: level and m.hsdp(threshold=0, optimizer_level=level),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01),
+    )
+    assert not model.plan.stages[1].plan.parameters and model.plan.parameters["first.weight"].stage == 0
+
+
+def test_gradients_are_scattered_after_each_micro_batch_from_level_2_on() -> None:
+    """Level 1 adds up whole gradients and scatters them once a step; level 2 adds up parts."""
+    net, x = Chain(width=64), torch.empty(16, 64, dtype=D)
+    given, plans = dict(TWO, stage_config=staged(2)), {}
+    for level in ("level1", "level2", "level3"):
+        hsdp = {"threshold": 0, "optimizer_level": level}
+        plans[level] = sw.plan(net, (x,), nn.MSELoss(), x, devices=4, pipeline=given, hsdp=hsdp)
+    whole = 2 * (64 * 64 + 64) * x.element_size()  # of two layers
+    assert plans["level1"].memory(0)["accumulated"] == whole
+    assert not any("accumulated" in plans[level].memory(0) for level in ("level2", "level3"))
+    assert plans["level1"].peak - plans["level2"].peak == whole
+    counts = {level: Counter((c.op, c.phase) for c in plan.collectives(3)) for level, plan in plans.items()}
+    assert [counts[level]["reduce_scatter", "gradient"] for level in counts] == [4, 4 * 4, 4 * 4]
+    assert [counts[level]["all_gather", "storage"] for level in counts][:2] == [4, 4]
+    assert plans["level1"].cost < plans["level2"].cost < plans["level3"].cost
+
+
+def test_replicas_are_summed_once_a_step_at_every_level() -> None:
+    """Biases below the threshold are whole, and have one sum a step."""
+    net, x = Chain(width=64), torch.empty(16, 64, dtype=D)
+    hsdp = {"threshold": 1, "optimizer_level": "level2"}
+    plan = sw.plan(net, (x,), nn.MSELoss(), x, devices=4, pipeline=dict(TWO, stage_config=staged(2)), hsdp=hsdp)
+    sums = [c for c in plan.collectives(0) if c.phase == "gradient"]
+    assert Counter(c.op for c in sums) == {"reduce_scatter": 2 * 4, "all_reduce": 2}
 
 
 @pytest.mark.parametrize("scheduler", ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"])

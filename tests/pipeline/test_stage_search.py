@@ -56,7 +56,7 @@ def tokens(rows=16):
 
 
 @functools.cache
-def planned(layers=3, micro_batches=8, memory=None):
+def planned(layers=3, micro_batches=8, memory=None, level=None):
     x = tokens()
     return sw.plan(
         gpt(layers),
@@ -67,6 +67,7 @@ def planned(layers=3, micro_batches=8, memory=None):
         parallel_mode="recursive_programming",
         cluster=CLUSTER,
         memory=memory,
+        hsdp=level and {"threshold": 0, "optimizer_level": level},
         pipeline=dict(stages="auto", micro_batches=micro_batches),
     )
 
@@ -279,6 +280,14 @@ def test_what_was_reckoned_is_what_the_pipeline_takes():
     costs = [a.seconds for a in plan.alternatives if a.seconds is not None]
     assert costs == sorted(costs) and len(costs) >= 3
     assert any(a.stages == 1 for a in plan.alternatives), "no pipeline at all is one of them"
+
+
+@pytest.mark.parametrize("level", ["level1", "level2"])
+def test_the_memory_that_was_reckoned_holds_the_gradients_of_the_level(level):
+    """Level 1 accumulates whole gradients of gathered weights, level 2 parts."""
+    plan = planned(level=level)
+    whole = max(sum(stage.plan.accumulated.values()) for stage in plan.stages)
+    assert (whole > 0) == (level == "level1") and 0.9 < plan.peak / plan.chosen.peak <= 1.02
 
 
 def test_the_best_alternative_is_cheaper_than_given_stages():

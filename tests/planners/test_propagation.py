@@ -9,7 +9,7 @@ from typing import Any
 import gpt
 import pytest
 import torch
-from one_device import assert_as_one_device
+from one_device import assert_as_one_device, close
 from propagation_networks import FIRST, MODE, Chain, planned
 from small_networks import Apply, D, draw
 from torch import Tensor, nn
@@ -190,10 +190,33 @@ def test_the_dearer_demand_loses() -> None:
     assert {d.origin for d in of_kind(columns, "add")} == {"last"}
 
 
-def test_no_mark() -> None:
-    with pytest.raises(sw.SettingError, match="no operator") as raised:
-        planned(Chain(), torch.empty(16, 32, dtype=D))
-    assert "sw.shard" in raised.value.legal and "dynamic_programming" in raised.value.legal
+@pytest.mark.parametrize("dataset", ["full_batch", "data_parallel", ((1, 1),)])
+def test_without_a_mark_the_batch_leads(dataset: Any) -> None:
+    x = torch.empty(16, 32, dtype=D)
+    plan = planned(Chain(), x, dataset_strategy=dataset)
+    along = planned(Chain(), x, dataset_strategy=dataset, mode="semi_auto")
+    assert [o.in_strategy for o in plan.operators] == [((8, 1), (1, 1)), ((8, 1),), ((8, 1), (1, 1))]
+    assert plan.cost == along.cost and plan.collectives(3) == along.collectives(3)
+    assert {o.cause for o in plan.operators} == {"batch"} and not plan.notes
+
+
+def test_without_a_mark_operators_follow_the_layout_in_which_the_batch_is_fed(capsys) -> None:
+    """Rows and columns of x are cut: so is the contracted dim of the first product, and what follows keeps the rows."""
+    x = torch.empty(16, 1024, dtype=D)
+    net = Chain()
+    net.w = nn.Parameter(draw(1024, 16))
+    plan = planned(net, x, dataset_strategy=((2, 4),), cluster="a100x8")
+    along = planned(net, x, dataset_strategy=((2, 4),), cluster="a100x8", mode="semi_auto")
+    first, relu, _ = plan.decisions.values()
+    assert plan.cost < along.cost and plan.operator("matmul").in_strategy == ((2, 4), (4, 1))
+    assert plan.operator("relu").in_strategy[0][0] == 2
+    assert (first.cause, first.origin) == ("propagated", "input x") == (relu.cause, relu.origin)
+    assert not [c for c in plan.collectives(0) if c.operator == "matmul" and c.cause == "conversion"]
+    sw.init(devices=8)
+    model = sw.AutoParallel(net, parallel_mode=MODE, cluster="a100x8").dataset_strategy(((2, 4),))
+    close(model(draw(16, 1024)), net(draw(16, 1024)))
+    model.explain("matmul")
+    assert "it follows input x" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.errors import LayoutError, ShardwrightError, StrategyError
 from shardwright.layout import Digit, Digits, Layout, digits_size
-from shardwright.rules import Bound, assignment_of, bind, output_layouts_of, parse
+from shardwright.rules import Bound, assignment_of, bind, held_layouts, output_layouts_of, parse
 
 MATMUL = "m k, k n -> m n"
 
@@ -118,18 +118,26 @@ def test_tuples_and_layouts_of_one_operator_mix_when_they_describe_one_assignmen
 
 def test_layout_and_tuple_that_contradict() -> None:
     error = refused(matmul(), (LAYOUT("dp", "sp"), (4, 1)), 8)
-    assert "splits the shared factor 'k' (size 784) 2 ways, input 1 splits it 4 ways" in str(error)
+    assert (
+        "splits the shared factor 'k' (size 784) 2 ways, input 1 splits it 4 ways: dim 1 of input 0 over 'sp'"
+        in str(error)
+    )
     assert "no axis is left that cuts the factor 'n' 4 ways" in str(refused(matmul(), (LAYOUT("dp", "sp"), (2, 4)), 8))
 
 
 def test_layouts_that_split_a_shared_factor_over_different_devices() -> None:
     error = refused(matmul(), (LAYOUT("dp", "sp"), LAYOUT("mp", "None")), 8)
-    assert "over different devices" in str(error) and error.legal
+    assert (
+        "over different devices: dim 1 of input 0 over 'sp', dim 0 of input 1 over 'mp'" in str(error) and error.legal
+    )
+    error = refused(matmul(), (LAYOUT("dp", ("sp", "mp")), LAYOUT(("mp", "sp"), "None")), 8)
+    assert "dim 1 of input 0 over ('sp', 'mp'), dim 0 of input 1 over ('mp', 'sp')" in str(error)
 
 
 def test_layouts_that_use_one_axis_for_two_factors() -> None:
     error = refused(matmul(), (LAYOUT("dp", "None"), LAYOUT("None", "dp")), 8)
     assert "'m'" in str(error) and "'n'" in str(error) and error.legal
+    assert "over the same devices: dim 0 of input 0 over 'dp', dim 1 of input 1 over 'dp'" in str(error)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
@@ -287,9 +295,31 @@ def test_a_strategy_is_honoured_exactly_or_refused_with_a_legal_one(strategy, de
     except StrategyError as error:
         assignment_of(b, ast.literal_eval(error.legal), devices)
     else:
-        assert b.in_strategy(a) == strategy and b.is_consistent(a)
+        (rows, inner), (other, columns) = strategy
+        gathers = strategy[0] == strategy[1] and inner != other  # the contracted dim of both operands
+        assert b.in_strategy(a) == (((rows, 1), (1, columns)) if gathers else strategy) and b.is_consistent(a)
+        held = held_layouts(b, strategy, devices)
+        assert held == ((Layout.from_cuts(devices, strategy[0]),) * 2 if gathers else None)
         assert devices % math.prod(d.size for d in a.used) == 0
         assert assignment_of(b, tuple(b.input_layout(i, a) for i in range(2)), devices) == a
+
+
+@pytest.mark.parametrize(
+    "devices, strategy, legal",
+    [
+        (8, ((3, 1), (1, 1)), ((4, 1), (1, 1))),
+        (6, ((3, 1), (1, 1)), ((2, 1), (1, 1))),
+        (8, ((5, 2), (2, 1)), ((4, 2), (2, 1))),
+        (8, ((1, 3), (3, 1)), ((1, 4), (4, 1))),
+        (8, ((3, 4), (4, 1)), ((2, 4), (4, 1))),
+        (3, ((3, 1), (1, 1)), ((1, 1), (1, 1))),
+    ],
+)
+def test_the_nearest_cut_that_is_of_use_is_offered(devices: int, strategy: tuple, legal: tuple) -> None:
+    """A dim of 32 that is to be cut 3 ways: 4 ways on 8 devices, 2 ways on 6."""
+    error = refused(matmul(32, 64, 16), strategy, devices)
+    assert ast.literal_eval(error.legal) == legal
+    assignment_of(matmul(32, 64, 16), legal, devices)
 
 
 # -- out_strategy ----------------------------------------------------------------------------------------------------

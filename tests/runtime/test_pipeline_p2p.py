@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from held_bytes import Alive
 from one_device import close
-from pipeline_networks import Chain, batches, setting, staged
+from pipeline_networks import Chain, TiedEnds, batches, setting, staged
 from ranks import RankFailed, run_ranks, run_scenarios
 from small_networks import D, draw, labels
 from torch import Tensor, nn
@@ -153,6 +154,37 @@ def optimizer_parallel_at_every_level(rank: int, world: int) -> None:
         )
         shapes = [layer.bias.to_local().shape for layer in model.net.layers]
         assert shapes == ([(8,), (8,), (0,), (0,)] if rank < 2 else [(0,), (0,), (8,), (8,)])
+
+
+@scenario
+def a_stage_whose_only_trained_parameter_belongs_to_another_one(rank: int, world: int) -> None:
+    """Its ranks train nothing of their own, and call backward and step all the same."""
+    given = dict(stages=2, micro_batches=4, stage_config={"first": 0, "inner": 0, "last": 1})
+    for scheduler, level in (("1f1b", None), ("zero_bubble", "level2")):
+        settle = (lambda m: m) if level is None else (lambda m: m.hsdp(threshold=0, optimizer_level="level2"))
+        model = check(TiedEnds(), given | {"scheduler": scheduler}, rank, feed="data_parallel", settle=settle)
+        held = [p.to_local().numel() for p in model.net.parameters()]
+        assert all(held) if rank < 2 else not any(held)
+
+
+@scenario
+def level_2_holds_parts_of_gradients(rank: int, world: int) -> None:
+    """What a process holds at the most in a step: level 1 has the whole gradients of both layers of its stage, level 2
+    that of one layer at a time."""
+    whole = 2 * 128 * 128 * 8
+    for scheduler in ("1f1b", "zero_bubble"):
+        peaks = {}
+        for level in ("level1", "level2"):
+            net = Chain(width=128)
+            model = sw.AutoParallel(net, nn.MSELoss()).dataset_strategy("full_batch")
+            model.pipeline(**dict(TWO, scheduler=scheduler)).hsdp(threshold=16, optimizer_level=level)
+            with Alive() as alive:
+                for _ in range(2):
+                    net.zero_grad()
+                    alive.peak = alive.now()
+                    model(*batches(1, width=128)[0]).backward()
+            peaks[level] = alive.peak
+        assert peaks["level1"] - peaks["level2"] > whole / 4, (scheduler, peaks)
 
 
 @scenario

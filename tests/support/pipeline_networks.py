@@ -47,6 +47,29 @@ class Chain(nn.Module):
         return self.layers[3](third + first if self.skip else third)
 
 
+class Weight(nn.Module):
+    """A layer whose weight belongs to another one as well."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+class TiedEnds(nn.Module):
+    """The first and the last layer have one weight, and nothing else; between them are two layers."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        weight = nn.Parameter(draw(width, width, seed=3) / 4)
+        self.first, self.inner, self.last = Weight(weight), Chain(width=width), Weight(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.inner(torch.relu(self.first(x)))))
+
+
 def staged(count: int, path: str = "layers") -> dict[str, int]:
     """The `stage_config` of a `Chain` in so many stages."""
     return {f"{path}.{i}": stage for i, stage in enumerate(CUTS[count])}

@@ -284,7 +284,7 @@ class LocalExecutor:
         before = union(*(self._held[a] for a in node.args), after)
         run = converting(axes, source, layout, before, after, local)
         back = converting(axes, terms, source.without_partial(), before, after, local)
-        if run is None or back is None:
+        if run is None or back is None or self.lowered.plan.own is not None:
             before = after = axes.sizes
             run, back = self._listed(instruction.forward, before, after), self._listed(total, before, after)
         return _Ways(instruction.forward, total, run, back), after

@@ -1,0 +1,226 @@
+"""Calls of a forward that a captured program would repeat wrongly or leave out: prints and logs, hooks, numbers taken
+out of tensors.
+
+    print, a log                    recorded, and repeated at each call of the program
+    the same of a tensor's values   an error: no tensor has values while a model is captured. A number that was taken
+                                    out of a tensor by ``item()`` is a symbol of torch then, such as ``zuf0``
+    a hook on a tensor or module    an error
+    a collective of torch           an error (`manual.refused_collective`)
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import logging
+import re
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PACKAGE_FOLDER, CaptureError
+from ..torch_private import hooks_of_all_modules
+from .manual import refused_collective
+from .side_effects import Effects, Logged, Printed
+from .source_lines import calling_line, is_users
+
+__all__ = ["refuse_backward_hooks", "watched_calls"]
+
+_PYTHON = sysconfig.get_path("stdlib") + "/"
+_VALUELESS = re.compile(r"(Fake|Functional)Tensor\(")
+
+#: The text of a number without a value, which `_VALUELESS` finds.
+_UNKNOWN = "FakeTensor(a number)"
+
+
+@contextlib.contextmanager
+def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[None]:
+    """Record prints and logs of a forward in `effects` instead of writing them, and refuse hooks on its tensors.
+
+    Args:
+        effects: receives the texts.
+        running: returns True while the forward runs.
+    """
+
+    def note_text(stream: Any, text: str) -> None:
+        if _VALUELESS.search(text):
+            raise CaptureError(
+                "the forward prints the values of tensors, which are not there while it is captured: what a tensor "
+                "holds, and what item() takes out of it, is known once the program runs",
+                legal="a text without tensors, or a further output of the forward that is printed outside",
+            )
+        last = effects.entries[-1] if effects.entries else None
+        if isinstance(last, Printed) and last.stream == stream:
+            effects.entries[-1] = Printed(stream, last.text + text)
+        else:
+            effects.entries.append(Printed(stream, text))
+
+    def without_value(kind: type, name: str) -> Callable[..., str]:
+        plain = getattr(kind, name)
+
+        def text(self: Any, *args: Any) -> str:
+            unknown = isinstance(self, torch.SymBool) or not self.node.has_hint()
+            return _UNKNOWN if unknown and running() and _by_user() else plain(self, *args)
+
+        return text
+
+    def without_collective(name: str) -> Callable[..., Any]:
+        plain = getattr(groups, name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            error = refused_collective(name, calling_line()) if running() and threading.get_ident() == thread else None
+            if error is not None:
+                raise error
+            return plain(self, *args, **kwargs)
+
+        return call
+
+    thread = threading.get_ident()  # other threads, of a save in the background say, go on
+    groups = getattr(sys.modules.get("torch.distributed"), "ProcessGroup", None)
+    plain_print, plain_handle = builtins.print, logging.Logger.handle
+
+    def print_(*args: Any, **kwargs: Any) -> None:
+        file = kwargs.get("file")
+        if file is None or isinstance(file, _Stream) or not running() or not _by_user():
+            plain_print(*args, **kwargs)
+            return
+        text = io.StringIO()
+        plain_print(*args, **{**kwargs, "file": text, "flush": False})
+        note_text(file, text.getvalue())
+
+    def handle(self: logging.Logger, record: logging.LogRecord) -> None:
+        if not running() or not _by_user() or _once():
+            plain_handle(self, record)
+            return
+        text = record.getMessage()
+        if _VALUELESS.search(text):
+            raise CaptureError(
+                "the forward logs the values of tensors, which are not there while it is captured: what a tensor "
+                "holds, and what item() takes out of it, is known once the program runs",
+                legal="a text without tensors, or a further output of the forward that is logged outside",
+            )
+        effects.entries.append(Logged(self, record.levelno, text, record.pathname, record.lineno))
+
+    def refused(name: str) -> Callable[..., Any]:
+        plain = getattr(torch.Tensor, name)
+
+        def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if running() and _by_user():
+                raise CaptureError(
+                    f"the forward calls {name} on a tensor, which the captured program would leave out",
+                    legal="a torch.autograd.Function with that backward, or a further output of the forward on "
+                    f"which {name} is called outside",
+                )
+            return plain(self, *args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, ours in (
+            (builtins, "print", print_),
+            (logging.Logger, "handle", handle),
+            *((torch.Tensor, n, refused(n)) for n in _TENSOR_HOOKS),
+            *((kind, n, without_value(kind, n)) for kind in _NUMBERS for n in ("__str__", "__repr__", "__format__")),
+            *((groups, n, without_collective(n)) for n in _COLLECTIVES if hasattr(groups, n)),
+            (sys, "stdout", _Stream(sys.stdout, "stdout", note_text, running)),
+            (sys, "stderr", _Stream(sys.stderr, "stderr", note_text, running)),
+        ):
+            if name in vars(owner):  # as stored: getattr of a class unwraps methods of C++
+                stack.callback(setattr, owner, name, vars(owner)[name])
+            else:
+                stack.callback(delattr, owner, name)
+            setattr(owner, name, ours)
+        yield
+
+
+#: Methods of a process group that torch's own collectives end in, where these leave no operator in the program.
+_COLLECTIVES = (
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "scatter",
+    "send",
+)
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+
+
+class _Stream:
+    """A stream that records the writes of the user's forward, and passes all other writes on."""
+
+    def __init__(self, stream: Any, name: str, note: Callable[[Any, str], None], running: Callable[[], bool]) -> None:
+        self._stream, self._name, self._note, self._running = stream, name, note, running
+
+    def write(self, text: str) -> int:
+        if self._running() and _by_user():
+            self._note(self._name, text)
+            return len(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _frames() -> Iterator[FrameType]:
+    """The frames of the current call from the innermost, without frames of Shardwright."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
+            yield frame
+        frame = frame.f_back
+
+
+def _by_user() -> bool:
+    """True where the user's code is the caller, directly or through Python's library; warnings are Python's own."""
+    for frame in _frames():
+        file = frame.f_code.co_filename
+        if is_users(file):
+            return True
+        if not file.startswith((_PYTHON, "<frozen")) or "-packages/" in file or file.endswith("/warnings.py"):
+            return False
+    return False
+
+
+def _once() -> bool:
+    """True for a message that is given once, by `logger.warning_once` of transformers, say."""
+    for depth, frame in enumerate(_frames()):
+        if frame.f_code.co_name.endswith("_once"):
+            return True
+        if depth > 8:
+            break
+    return False
+
+
+def refuse_backward_hooks(modules: list[tuple[str, nn.Module]]) -> None:
+    """Refuse hooks of modules that run in the backward.
+
+    Raises:
+        CaptureError: with the line of the hook.
+    """
+    everyones = hooks_of_all_modules()
+    for path, hooks in [
+        *((path, vars(m)[kind]) for path, m in modules for kind in ("_backward_hooks", "_backward_pre_hooks")),
+        ("all modules", everyones.backward),
+        ("all modules", everyones.backward_pre),
+    ]:
+        for hook in hooks.values():
+            code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+            line = None if code is None else f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
+            raise CaptureError(
+                f"{path} has a hook that runs in its backward, which the captured program would leave out",
+                source=line,
+                legal="a torch.autograd.Function in the forward, a hook of a parameter, or "
+                "register_full_backward_hook on the AutoParallel model",
+            )
