@@ -31,6 +31,7 @@ from ..cluster import Cluster
 from ..errors import SettingError
 from ..graph import Op, Value, leaves
 from ..layout import Digits, Layout, digits_size, merge
+from ..partition.gradient_fusion import AUTO, PIECE
 from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, Ref
 from ..partition.rematerialization import RecomputedInstruction, Regather
 from ..redistribution import CollectiveKind, Redistribution, RedistributionStep
@@ -39,10 +40,6 @@ from .primitives import Line, OperatorWork, collective_lines, links_of, signatur
 __all__ = ["CostModel", "Price", "PricedCollective"]
 
 Shapes = Sequence[tuple[int, ...]]
-
-# Bytes of a full bucket of gradients, and bytes per rank of its group at which a bucket is full already. Same values as
-# in the runtime (`runtime/distributed/gradients.py`).
-BUCKET, PIECE = 16 << 20, 2 << 20
 
 
 @dataclass(frozen=True)
@@ -326,7 +323,7 @@ class CostModel:
 def _bucket(gradient: Redistribution, sent: _Sent, nbytes: float) -> float:
     """The bytes of the bucket that a parameter's gradient shares; 0 for a large one, or one that needs more than
     a sum."""
-    full = min(BUCKET, digits_size(sent.digits) * PIECE)
+    full = min(AUTO, digits_size(sent.digits) * PIECE)
     alone = nbytes * sent.fraction >= full
     return float(full) if not alone and gradient.is_all_reduce else 0.0
 

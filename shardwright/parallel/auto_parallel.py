@@ -34,8 +34,7 @@ from ..layout import Layout
 from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
 from ..pytree_objects import opened
 from ..runtime.compilation import Compilation
-from ..runtime.distributed.gradient_fusion import Accumulation
-from ..runtime.optimizer_guard import watch_steps
+from ..runtime.optimizer_guard import Accumulation, watch_steps
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram, make_program
 from ..settings import Settings

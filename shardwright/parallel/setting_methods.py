@@ -17,13 +17,13 @@ from torch import nn
 
 from ..capture.annotations import pipelining
 from ..errors import SettingError
+from ..partition.gradient_fusion import Fusion, fusion_of
 from ..partition.parameter_sharding import OptimizerParallel
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..planfile.load_save import read_document
 from ..planfile.parameter_file import ParameterStrategies
 from ..planners.planning_problem import PLANNERS
 from ..runtime.compilation import Compilation
-from ..runtime.distributed.gradient_fusion import Fusion, fusion_of
 from ..settings import Settings
 from ..sharded_plan import Plan
 from ..torch_private import gradient_hooks

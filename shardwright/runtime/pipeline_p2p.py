@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..graph import Value
 from ..layout import Layout
+from ..partition.gradient_fusion import Fusion
 from ..pipeline.pipeline_plan import PipelinePlan, Stage
 from ..process import Runtime
 from ..redistribution import digits_value
@@ -23,13 +24,12 @@ from ..torch_private import number_of_groups
 from .compilation import Compilation
 from .device_seed import place_seed
 from .distributed.buckets import GradientSums
-from .distributed.gradient_fusion import Accumulation, Fusion
 from .distributed.gradients import of_stage
 from .distributed.parameters import ParameterPlacement, ShardedState
 from .distributed.process_groups import ProcessGroups
 from .distributed.rank_executor import RankExecutor
 from .lower import Lowered, lower
-from .optimizer_guard import set_empty_aside
+from .optimizer_guard import Accumulation, set_empty_aside
 from .pipeline_step import PipelineProgram, StageBody
 from .stage_links import link_of
 

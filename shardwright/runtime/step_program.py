@@ -21,6 +21,7 @@ from ..capture.side_effects import Effects
 from ..device_modules import moved
 from ..graph import Value
 from ..layout import Layout
+from ..partition.gradient_fusion import Fusion
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..process import Runtime, stream
 from ..pytree_objects import closed, holds_objects
@@ -29,11 +30,11 @@ from .call_boundary import handings, kept_apart, put_back
 from .compilation import Compilation, keep_in_place
 from .deferred_init import materialize, put_in_place
 from .device_seed import place_seed
-from .distributed.gradient_fusion import Accumulation, Fusion
 from .distributed.parameter_hooks import with_rank_dim
 from .freed import freed
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lower import Lowered, lower
+from .optimizer_guard import Accumulation
 from .pipeline_step import PipelineProgram, local_pipeline
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ collectives          the steps of a redistribution as collectives
 shared_memory        collectives of the ranks of one host, through memory that they share
 parameters, dtensors          parameters: DTensors outside, plain tensors inside
 gradients, buckets            gradients: DTensors of the parameters, summed in buckets
-gradient_fusion      which gradients are summed together
 gradient_edits       gradients that the user edits between backward and step
 gradient_norms       norms of gradients and GradScaler's check, in one all-reduce
 local_steps          steps of optimizers on each rank's slices

@@ -37,13 +37,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...layout import Digit, Digits, digits_size, group_of
+from ...partition.gradient_fusion import Due, Fusion
 from ...redistribution import CollectiveKind, Redistribution, digits_value, redistribution
 from ...redistribution.redistribution_search import refine
 from ...torch_private import at_backward_end, backward_number, local_tensor, spec_of
+from ..optimizer_guard import Accumulation
 from . import collectives as transport
 from .collectives import Bound, arrangements, begin_scatter, bind_all, reduced, rings
 from .dtensors import beginning, leaf_of
-from .gradient_fusion import Accumulation, Due, Fusion
 from .gradients import Unsummed, hand_over, keep_unsummed, take_unsummed, unsummed_over
 from .process_groups import Group, ProcessGroups, Rider
 from .watchdog import WaitPoint, waiting

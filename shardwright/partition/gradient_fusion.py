@@ -1,4 +1,4 @@
-"""Gradient fusion: which gradients are summed together, and whether a backward sums at all.
+"""Gradient fusion: which gradients are summed together.
 
 A sum of many small gradients is sent as one bucket. Example: 8 layers of 1024 x 1024 in float32 have 32 MiB of
 gradients, which are two buckets of 16 MiB (`AUTO`).
@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from ...errors import SettingError
+from ..errors import SettingError
 
-__all__ = ["Accumulation", "Due", "Fusion", "fusion_of"]
+__all__ = ["Due", "Fusion", "fusion_of"]
 
 
 # Bytes of a bucket in automatic mode: the fastest of 0.25 to 64 MiB for four and eight Gloo processes, and within 5 %
@@ -95,8 +95,8 @@ class Fusion:
             library: True where a library such as NCCL sums them, False on Gloo.
         """
         if self.ends is not None:
-            parts: dict[Hashable, list[str]] = {}
-            last = {}
+            parts: dict[tuple[int, Hashable], list[str]] = {}
+            last: dict[tuple[int, Hashable], int] = {}
             for place, due in enumerate(gradients):
                 key = (bisect_right(self.ends, due.index), due.kind)
                 parts.setdefault(key, []).append(due.name)
@@ -115,20 +115,6 @@ class Fusion:
             if sum(d.nbytes for d in bucket) >= limit:
                 full.append(tuple(d.name for d in open_.pop(due.kind)))
         return (*full, *(tuple(d.name for d in bucket) for bucket in open_.values()))
-
-
-@dataclass
-class Accumulation:
-    """The state of `AutoParallel.no_sync`: whether gradients of a backward stay unsummed, and the parameters that have
-    such.
-
-    Attributes:
-        open: True while gradients stay unsummed.
-        kept: id of a parameter -> the parameter, for those that hold an unsummed gradient, or did.
-    """
-
-    open: bool = False
-    kept: dict[int, Any] = field(default_factory=dict)
 
 
 def fusion_of(given: Any) -> Fusion:
