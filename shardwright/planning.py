@@ -122,6 +122,7 @@ def make_plan(
             {},
             own=own,
             cluster=cluster,
+            comm_memory=settings.allowance,
         )
         _ = made.program
         return made
@@ -157,8 +158,9 @@ def make_plan(
             cluster=cluster,
             found=same.found,
             optimizer=optimizer,
+            comm_memory=settings.allowance,
         )
-        if memory is None or made.peak <= memory:
+        if memory is None or made.unscheduled.peak <= memory:
             _ = made.program
             return made
     problem = PlanningProblem(
@@ -191,6 +193,7 @@ def make_plan(
             cluster=cluster,
             found=found,
             optimizer=optimizer,
+            comm_memory=settings.allowance,
         )
         _ = made.program  # raises where the plan cannot be partitioned
         return made
@@ -246,7 +249,7 @@ def _cheapest(
             made = plan_of(other)
         except ShardwrightError:  # this mode has no plan of these marks
             continue
-        if made.cost >= plan.cost * (1 - 1e-9) or (memory is not None and made.peak > memory):
+        if made.cost >= plan.cost * (1 - 1e-9) or (memory is not None and made.unscheduled.peak > memory):
             continue
         assert result.found is not None
         bound, note = result.found.bound, f"the plan of {mode}: the search found nothing as cheap"
@@ -441,6 +444,7 @@ def plan(
     param_strategies: Any = None,
     pipeline: Mapping[str, Any] | None = None,
     mixed_precision: Any = None,
+    comm_memory: Any = None,
     search_memory: Any = None,
     search_progress: Any = None,
 ) -> Plan | PipelinePlan:
@@ -473,6 +477,8 @@ def plan(
             bytes per element.
         mixed_precision: the dtypes in which parameters are stored and read, and their gradients summed, as
             `AutoParallel` takes it.
+        comm_memory: bytes by which messages under way may raise the peak of a device's memory, as `AutoParallel` takes
+            it.
         search_memory: the growth of host memory allowed to the process during a search: bytes or text such as "2GB";
             None: half of the free memory. A search that would need more keeps less, so its plan may be farther from
             its bound.
@@ -508,6 +514,7 @@ def plan(
         param_strategies=param_strategies,
         pipeline=pipeline,
         mixed_precision=mixed_precision,
+        comm_memory=comm_memory,
         search_memory=search_memory,
         search_progress=search_progress,
     )

@@ -93,6 +93,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--memory", metavar="SIZE", help='what a device may hold, such as "70GB", or "cluster" for its own'
     )
     parser.add_argument(
+        "--comm-memory",
+        metavar="SIZE",
+        help='by how much messages under way may raise the peak of a device, such as "2GB" (default: two blocks)',
+    )
+    parser.add_argument(
         "--search-memory",
         metavar="SIZE",
         help='by how much host memory the search may grow, such as "2GB" (default: half of what is free)',
@@ -205,6 +210,7 @@ def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
             ("parallel_mode", arguments.mode),
             ("memory", arguments.memory),
             ("strategies", arguments.strategies),
+            ("comm_memory", arguments.comm_memory),
             ("search_memory", arguments.search_memory),
         )
         if value

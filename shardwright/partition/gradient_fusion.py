@@ -29,8 +29,9 @@ AUTO = 16 << 20
 PIECE = 2 << 20
 
 
-# The same on a library such as NCCL, whatever the number of ranks: DistributedDataParallel's default.
-LIBRARY = 25 << 20
+# The same on a library such as NCCL, whatever the number of ranks: DistributedDataParallel's default. Assumed: four
+# times as much where ranks of several hosts sum, since a start takes longer through the network.
+LIBRARY, HOSTS = 25 << 20, 100 << 20
 
 
 LEGAL = (
@@ -49,6 +50,7 @@ class Due:
         kind: gradients travel together only with those of equal kind (ranks, dtype).
         index: of the parameter among the trained ones, in the model's order.
         ranks: the number of ranks over which it is summed.
+        hosts: True where these ranks are on several hosts.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Due:
     kind: Hashable
     index: int
     ranks: int
+    hosts: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class Fusion:
 
     Attributes:
         limit: bytes at which a bucket is full, and from which a gradient travels by itself; 0: every gradient by
-            itself; None: on a library `LIBRARY`, on Gloo `AUTO`, and at most `PIECE` for each rank.
+            itself; None: on a library `LIBRARY`, over several hosts `HOSTS`; on Gloo `AUTO`, and at most `PIECE` for
+            each rank.
         ends: in place of `limit`, indices of parameters before which a new bucket begins.
     """
 
@@ -105,7 +109,9 @@ class Fusion:
         full: list[tuple[str, ...]] = []
         open_: dict[Hashable, list[Due]] = {}
         for due in gradients:
-            most, pieces = (LIBRARY, LIBRARY) if library else (AUTO, due.ranks * PIECE)
+            most, pieces = AUTO, due.ranks * PIECE
+            if library:
+                most = pieces = HOSTS if due.hosts else LIBRARY
             limit = min(most, pieces) if self.limit is None else self.limit
             if due.nbytes >= min(limit, pieces):  # by itself: in a bucket it would be in memory twice
                 full.append((due.name,))

@@ -611,7 +611,7 @@ def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], 
     Args:
         together: True where micro-batches share gathered parameters that are saved for the backward.
     """
-    line = plan.timeline
+    line = plan.memory_under(plan.stage_schedule if together else plan.schedule)
     crosses = lambda h: h.start < line.forward < h.stop
     standing = {
         id(h)

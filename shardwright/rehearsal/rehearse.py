@@ -271,7 +271,12 @@ class _Rehearsed:
             replace(i, target=self.clock.timed(i)) if isinstance(i, LocalOp) else i for i in plan.program.instructions
         )
         made = self._with_constants(plan)
-        vars(made).update(program=replace(plan.program, instructions=instructions), regions=plan.regions)
+        vars(made).update(
+            program=replace(plan.program, instructions=instructions),
+            regions=plan.regions,
+            schedule=plan.schedule,
+            stage_schedule=plan.stage_schedule,
+        )
         return made
 
     def _with_constants(self, plan: Plan) -> Plan:

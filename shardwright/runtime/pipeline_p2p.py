@@ -70,8 +70,11 @@ def process_pipeline(
         groups = held.groups
         lowered = lower(stage.plan)
         seed_device = place_seed(lowered, runtime.device) if compiled else None
-        body = RankExecutor(lowered, groups, compiled, scatters=True, outside=stage.plan.gathered_once)
-        sums = GradientSums(body.sums, body.types, groups, fusion, accumulation, followed=body.followed)
+        trained = [name for name, p in parameters.items() if name in lowered.parameters and p.requires_grad]
+        schedule = stage.plan.scheduled(not groups.exchanges, fusion, trained, stage=True)
+        outside = stage.plan.gathered_once
+        body = RankExecutor(lowered, groups, schedule, compiled, scatters=True, outside=outside)
+        sums = GradientSums(body.sums, body.types, groups, schedule, accumulation, followed=body.followed)
         leaves = held.leaves(holder, sums, set(lowered.parameters))
         body.attach(parameters)
         counts = None if stage.counts is None else _counting(lower(stage.counts), held, runtime)

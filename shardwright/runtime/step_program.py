@@ -233,9 +233,11 @@ def _on_processes(
         )
     else:
         held.take_buffers(holder, runtime.device)
-    body = ProcessProgram(lowered, held.groups, compiled)
+    trained = [name for name, parameter in holder.named_parameters() if parameter.requires_grad]
+    schedule = plan.scheduled(not held.groups.exchanges, fusion, trained)
+    body = ProcessProgram(lowered, held.groups, schedule, compiled)
     leaves = held.leaves(
-        holder, GradientSums(body.sums, body.types, held.groups, fusion, accumulation, body.scattered, body.followed)
+        holder, GradientSums(body.sums, body.types, held.groups, schedule, accumulation, body.scattered, body.followed)
     )
     body.attach(dict(holder.named_parameters()))
     state = [leaves[n] for n in lowered.parameters] + [held.buffers[n] for n in lowered.buffers]
