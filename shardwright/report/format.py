@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..cost.communication_schedule import Message, block_of
 from ..errors import PlanError
 from ..graph import Value, short_dtype
 from ..layout import Layout
@@ -27,6 +28,7 @@ __all__ = [
     "header",
     "held_lines",
     "layout_text",
+    "message_line",
     "results_lines",
     "size_text",
     "sources",
@@ -104,6 +106,35 @@ def written_line(
     if types:
         parts.append(types)
     return "  ".join(parts) + (f"   # {comment}" if comment else "")
+
+
+#: Words for the messages of each role: of the values, or of a block.
+_ROLES = {"gather": "weights", "sum": "gradients", "scatter": "gradients", "redistribution": ""}
+
+
+def message_line(action: str, number: int, message: Message, ranks: tuple[int, ...]) -> str:
+    """``issue 3: all_gather  {ranks: (0, 1), bytes: 64}   # weights of blocks.1: up.weight``, or ``wait 3   # …``.
+
+    Args:
+        action: "issue" or "wait".
+        number: of the message.
+        message: the message.
+        ranks: its ranks.
+    """
+    names = list(dict.fromkeys(m.name for m in message.members))
+    blocks = {block_of(name) for name in names}
+    whose = _ROLES[message.role]
+    if len(blocks) == 1 and whose and (block := blocks.pop()):
+        whose, names = f"{whose} of {block}", [name[len(block) + 1 :] for name in names]
+    if action == "wait":
+        return f"wait {number}   # {message.kind}, {whose or names[0]}"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    said = ", ".join(names[:3]) + more
+    again = ", again" * (message.again and message.role == "gather")
+    return (
+        f"issue {number}: {message.kind}  {{ranks: {ranks}, bytes: {message.bytes}}}   "
+        f"# {f'{whose}{again}: ' if whose else ''}{said}"
+    )
 
 
 def where(name: str, module: str, source: str) -> str:
