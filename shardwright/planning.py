@@ -39,6 +39,7 @@ from .pipeline.stage_search import UNITS_BY, AutomaticStages, check_automatic
 from .pipeline.stages import units_of
 from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, planners
 from .planners.replanning import at_other_sizes
+from .planners.storage_choice import fastest_storage, storages
 from .settings import Settings
 from .sharded_plan import Plan
 from .solver.search_memory import SearchBudget, spending
@@ -90,15 +91,16 @@ def make_plan(
     parallel_mode, dataset_strategy = settings.parallel_mode, settings.dataset_strategy
     on_missing_rule, uneven, strategies = settings.on_missing_rule, settings.uneven, settings.strategies
     hsdp = None if settings.hsdp is None else replace(settings.hsdp, whole=whole)
+    automatic = hsdp if hsdp is not None and hsdp.is_automatic else None
     cluster = Cluster.of(settings.cluster, devices)
     memory, optimizer = memory_of(settings.memory, cluster), settings.optimizer
     fitting = planners(fits_memory=True)
-    if memory is not None and parallel_mode not in fitting:
+    if memory is not None and parallel_mode not in fitting and (automatic is None or parallel_mode not in PLANNERS):
         follows = parallel_mode in planners(searches=True)
         raise SettingError(
             f"memory={settings.memory!r} limits what is searched; {parallel_mode} "
             + ("follows marks, whatever memory that takes" if follows else "searches nothing"),
-            legal=f"no memory=, or parallel_mode={' or '.join(map(repr, fitting))}",
+            legal=f'no memory=, or parallel_mode={" or ".join(map(repr, fitting))}, or hsdp(optimizer_level="auto")',
         )
     if parallel_mode == "stand_alone":
         fed = input_placement(graph, 1, "full_batch")
@@ -163,6 +165,8 @@ def make_plan(
         if memory is None or made.unscheduled.peak <= memory:
             _ = made.program
             return made
+    if automatic is not None:  # strategies are searched under one storage
+        hsdp = replace(automatic, optimizer_level="level1" if memory is None else "level3")
     problem = PlanningProblem(
         graph,
         devices,
@@ -177,7 +181,7 @@ def make_plan(
         cut=replace(CUT, whole=whole),
     )
 
-    def plan_of(result: Decisions) -> Plan:
+    def plan_of(result: Decisions, kept: OptimizerParallel | None = hsdp) -> Plan:
         decisions, carries, found, storage = result
         # With a limit of memory a search has decided the recomputed operators too.
         ops = graph.ops if memory is None else tuple(decisions[op.name].op for op in graph.ops)
@@ -189,7 +193,7 @@ def make_plan(
             decisions,
             carries,
             stored,
-            hsdp or storage,
+            kept or storage,
             cluster=cluster,
             found=found,
             optimizer=optimizer,
@@ -229,6 +233,9 @@ def make_plan(
         )
     else:
         result = mode(problem)
+    if automatic is not None:
+        choices = storages(automatic, cluster, devices, stored is not None)
+        return fastest_storage(lambda kept: plan_of(result._replace(hsdp=None), kept), choices, hsdp, memory)
     return plan_of(result) if plan is None or plan.decisions is not result.decisions else plan
 
 
@@ -314,6 +321,11 @@ def make_pipeline(
     """
     parallel_mode, setting, strategies = settings.parallel_mode, settings.pipeline, settings.strategies
     assert setting is not None
+    if settings.hsdp is not None and settings.hsdp.is_automatic:
+        raise SettingError(
+            'hsdp(optimizer_level="auto") compares steps of a model without a pipeline',
+            legal='"level1", "level2" or "level3" in a pipeline',
+        )
     if parallel_mode not in PLANNERS:
         raise SettingError(f"a pipeline in {parallel_mode}", legal=", ".join(PLANNERS))
     if setting.stages == "auto" and automatic is not None:

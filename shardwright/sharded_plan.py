@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from .cluster import Cluster
-from .cost.communication_schedule import CommunicationSchedule, schedule_of
-from .cost.cost_model import CostModel, Price
+from .cost.communication_pass import schedule_of
+from .cost.communication_schedule import CommunicationSchedule
+from .cost.cost_model import CostModel, Price, StepInTime
 from .cost.memory_timeline import MemoryTimeline, optimizer_bytes, timeline
 from .errors import PlanError
 from .graph import Graph, Value
@@ -342,9 +343,20 @@ class Plan(SavedPlan):
         """The price of a step on the plan's cluster, by parts."""
         return CostModel(Cluster.of(self.cluster, self.devices), self.devices).plan(self)
 
+    @cached_property
+    def in_time(self) -> StepInTime:
+        """A step whose messages travel beside computation, as `schedule` says; see `Price.elapsed`."""
+        return CostModel(Cluster.of(self.cluster, self.devices), self.devices).in_time(self, self.schedule)
+
+    @cached_property
+    def stage_in_time(self) -> StepInTime:
+        """The same of one micro-batch of a stage of a pipeline, without the work that is done once a step."""
+        costs = CostModel(Cluster.of(self.cluster, self.devices), self.devices)
+        return costs.in_time(self, self.stage_schedule, once=False)
+
     @property
     def cost(self) -> float:
-        """Seconds of one step by `price`; plans are compared by it."""
+        """Seconds of one step by `price`, as a sum; plans are compared by it, and bounds are proved of it."""
         return self.price.total
 
     @property

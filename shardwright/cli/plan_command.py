@@ -103,7 +103,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help='by how much host memory the search may grow, such as "2GB" (default: half of what is free)',
     )
     parser.add_argument("--quiet", action="store_true", help="say nothing while it searches")
-    parser.add_argument("--hsdp", choices=("level1", "level2", "level3"), help="optimizer parallel, by its level")
+    parser.add_argument(
+        "--hsdp", choices=("level1", "level2", "level3", "auto"), help="optimizer parallel, by its level"
+    )
     parser.add_argument(
         "--pipeline",
         type=pipeline_of,
@@ -398,7 +400,8 @@ def simulate(arguments: argparse.Namespace) -> int:
     """Simulate a step of a plan, and return the exit code."""
     from ..cluster import Cluster  # noqa: PLC0415  needed only by some of the commands
     from ..pipeline.pipeline_plan import moments, timeline_of  # noqa: PLC0415  imports torch
-    from ..report.timeline import picture, simulated, trace  # noqa: PLC0415  imports torch
+    from ..report.table_parts import beside_lines  # noqa: PLC0415  imports torch
+    from ..report.timeline import headline, picture, simulated, trace  # noqa: PLC0415  imports torch
     from ..sharded_plan import Plan  # noqa: PLC0415  imports torch
 
     if arguments.picture is not None and not arguments.picture.lower().endswith(".svg"):
@@ -412,16 +415,27 @@ def simulate(arguments: argparse.Namespace) -> int:
         ranks = [range(plan.devices)]
         if not isinstance(plan, Plan):
             ranks = [plan.stages[made.placement.index(group)].ranks for group in range(made.groups)]
-        simulated(simulation, ranks, Cluster.of(plan.cluster, plan.devices).memory)
+        if isinstance(plan, Plan):
+            said = list(beside_lines(plan))
+            beside = {"messages beside computation": plan.in_time}
+        else:
+            said = [f"with messages beside computation, as on a library: {headline(timeline_of(plan, beside=True))}"]
+            beside = {
+                f"messages beside computation, stage {stage.number}, one micro-batch": stage.plan.stage_in_time
+                for stage in plan.stages
+            }
+        simulated(simulation, ranks, Cluster.of(plan.cluster, plan.devices).memory, beside=said)
         names = [f"ranks {each[0]}-{each[-1]}" if len(each) > 1 else f"rank {each[0]}" for each in ranks]
         if arguments.trace is not None:
             within = {stage: moments(each) for stage, each in enumerate(plans)}
             if sum(map(len, within.values())) * made.micro_batches > OPERATORS:
                 within = {}
                 print("the trace is without operators, which would be too many")
-            Path(arguments.trace).write_text(json.dumps(trace(simulation, names, operators=within)), encoding="utf-8")
+            written = trace(simulation, names, operators=within, beside=beside if within else None)
+            Path(arguments.trace).write_text(json.dumps(written), encoding="utf-8")
         if arguments.picture is not None:
-            Path(arguments.picture).write_text(picture(simulation, names), encoding="utf-8")
+            drawn = picture(simulation, names, beside=plan.in_time if isinstance(plan, Plan) else None)
+            Path(arguments.picture).write_text(drawn, encoding="utf-8")
     except Nothing as error:
         arguments.parser.error(str(error))
     except (ShardwrightError, OSError) as error:

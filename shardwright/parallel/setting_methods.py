@@ -210,12 +210,15 @@ class SettingMethods(_Module):
                 `shardwright.no_optimizer_parallel` names it.
             optimizer_level: "level1": parameters and the optimizer's state are cut; under `no_sync` gradients are
                 whole. "level2": gradients are cut as well. "level3": weights are also resharded after the forward,
-                and gathered again for the backward. (With `compile` the compiler decides which weights gathered under
+                and gathered again for the backward. "auto": whole parameters, level1 or level3, over all replicas or
+                those of one host: the fastest step, with messages beside computation, that fits into `memory`, which
+                may then be given in every mode. (With `compile` the compiler decides which weights gathered under
                 "level1" and "level2" are saved, and gradients are cut.)
 
         Raises:
             SettingError: after the first call, or an unknown value. At the first call: a `shard_size` that does not
-                divide the replicas of a parameter.
+                divide the replicas of a parameter; "auto" in a pipeline.
+            PlanError: at the first call: with "auto", nothing fits into `memory`.
         """
         self._plan_with("hsdp", hsdp=OptimizerParallel(shard_size, threshold, optimizer_level))
         return self

@@ -108,10 +108,6 @@ def written_line(
     return "  ".join(parts) + (f"   # {comment}" if comment else "")
 
 
-#: Words for the messages of each role: of the values, or of a block.
-_ROLES = {"gather": "weights", "sum": "gradients", "scatter": "gradients", "redistribution": ""}
-
-
 def message_line(action: str, number: int, message: Message, ranks: tuple[int, ...]) -> str:
     """``issue 3: all_gather  {ranks: (0, 1), bytes: 64}   # weights of blocks.1: up.weight``, or ``wait 3   # …``.
 
@@ -121,20 +117,15 @@ def message_line(action: str, number: int, message: Message, ranks: tuple[int, .
         message: the message.
         ranks: its ranks.
     """
+    if action == "wait":
+        return f"wait {number}   # {message}"
     names = list(dict.fromkeys(m.name for m in message.members))
     blocks = {block_of(name) for name in names}
-    whose = _ROLES[message.role]
-    if len(blocks) == 1 and whose and (block := blocks.pop()):
-        whose, names = f"{whose} of {block}", [name[len(block) + 1 :] for name in names]
-    if action == "wait":
-        return f"wait {number}   # {message.kind}, {whose or names[0]}"
+    if len(blocks) == 1 and (block := blocks.pop()) and message.role in ("gather", "scatter"):
+        names = [name[len(block) + 1 :] for name in names]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    said = ", ".join(names[:3]) + more
-    again = ", again" * (message.again and message.role == "gather")
-    return (
-        f"issue {number}: {message.kind}  {{ranks: {ranks}, bytes: {message.bytes}}}   "
-        f"# {f'{whose}{again}: ' if whose else ''}{said}"
-    )
+    said = "" if [message.whose] == names else f": {', '.join(names[:3])}{more}"
+    return f"issue {number}: {message.kind}  {{ranks: {ranks}, bytes: {message.bytes}}}   # {message.whose}{said}"
 
 
 def where(name: str, module: str, source: str) -> str:

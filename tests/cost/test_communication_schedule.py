@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.cost.communication_schedule import CommunicationSchedule, Message, block_of, own_redistribution
+from shardwright.cost.cost_model import CostModel, StreamSpan
 from shardwright.partition.gradient_fusion import HOSTS, LIBRARY, Due, Fusion
 from shardwright.partition.local_program import LocalOp, Redistribute, SearchResult, made_by, reads
 from shardwright.partition.rematerialization import hands_on
@@ -26,6 +27,7 @@ from shardwright.partition.rematerialization import hands_on
 LAYERS, DEVICES = 4, 8
 LEVELS = ("level1", "level2", "level3")
 PLANS = ("data_parallel", "dp2 x tp4", *LEVELS, "level1 recompute", "level3 recompute", "dp2 x tp4 level3")
+PLANS = (*PLANS, "level1 halves", "level3 halves")  # in parts over two neighbours, summed over the four pairs
 
 
 class TokenLoss(nn.Module):
@@ -55,7 +57,9 @@ def planned(kind: str) -> sw.Plan:
         tokens,
         devices=DEVICES,
         parallel_mode="semi_auto" if "tp4" in kind else "data_parallel",
-        hsdp=None if level is None else {"threshold": 0, "optimizer_level": level},
+        hsdp=None
+        if level is None
+        else {"threshold": 0, "optimizer_level": level, "shard_size": 2 if "halves" in kind else -1},
     )
 
 
@@ -70,12 +74,17 @@ def sent_by(plan: sw.Plan) -> Iterator[tuple[int, int]]:
             yield places[id(instruction)], moment
 
 
+def members_of(plan: sw.Plan) -> list[tuple[int, int]]:
+    """(place, moment) of the members of all messages, but for the second half of a scatter."""
+    messages = [message for message in plan.schedule.messages if message.role != "follow"]
+    return sorted((m.place, m.moment) for message in messages for m in message.members)
+
+
 @pytest.mark.parametrize("kind", PLANS)
 def test_each_collective_of_the_step_is_issued_once_and_waited_for_once(kind: str) -> None:
     plan = planned(kind)
     schedule = plan.schedule
-    members = [(m.place, m.moment) for message in schedule.messages for m in message.members]
-    assert sorted(members) == sorted(sent_by(plan)) and len(set(members)) == len(members)
+    assert members_of(plan) == sorted(sent_by(plan))
     issued, waited = Counter[int](), Counter[int]()
     for _, action, number in schedule.order:
         (issued if action == "issue" else waited)[number] += 1
@@ -110,8 +119,19 @@ def test_a_block_has_one_scatter_for_each_set_of_ranks(kind: str) -> None:
     scatters = [message for _, message in plan.schedule.of("scatter")]
     keys = [(block_of(message.members[0].name), message.digits) for message in scatters]
     assert len(keys) == len(set(keys)) and len(scatters) >= LAYERS
-    assert all(message.wait == plan.schedule.end for message in scatters)
     assert all(message.issue == message.members[-1].moment for message in scatters)
+    if "halves" not in kind:
+        assert all(message.wait == plan.schedule.end for message in scatters)
+        return
+    # A scatter is waited for as the next one is issued; there the sum over further replicas begins, until the end.
+    issues = [message.issue for message in scatters]
+    assert [message.wait for message in scatters] == [*issues[1:], plan.schedule.end]
+    follows = {message.members: message for _, message in plan.schedule.of("follow")}
+    assert len(follows) == len(scatters)
+    for message in scatters:
+        follow = follows[message.members]
+        assert (follow.issue, follow.wait) == (message.wait, plan.schedule.end)
+        assert (follow.kind, 2 * follow.bytes) == ("all_reduce", message.bytes)
 
 
 @pytest.mark.parametrize("kind", ["data_parallel", "dp2 x tp4"])
@@ -260,8 +280,7 @@ def test_the_peak_stays_within_the_allowance(kind: str) -> None:
         assert plan.schedule.allowance == allowance
         assert plan.peak <= plan.unscheduled.peak + allowance
         assert plan.memory(0).get("under way", 0) == round(plan.peak - plan.unscheduled.peak)
-        members = [(m.place, m.moment) for message in plan.schedule.messages for m in message.members]
-        assert sorted(members) == sorted(sent_by(plan))
+        assert members_of(plan) == sorted(sent_by(plan))
     assert whole.peak <= whole.unscheduled.peak + most
 
 
@@ -327,8 +346,7 @@ def test_random_allowances_of_random_branches(seed: int) -> None:
     )
     schedule = plan.schedule
     assert plan.peak <= plan.unscheduled.peak + schedule.allowance
-    members = [(m.place, m.moment) for message in schedule.messages for m in message.members]
-    assert sorted(members) == sorted(sent_by(plan))
+    assert members_of(plan) == sorted(sent_by(plan))
     born = {o.name: k for k, i in enumerate(plan.program.instructions) for o in made_by(i)}
     for place, (issue, use) in schedule.splits.items():
         move = plan.program.instructions[place]
@@ -363,3 +381,87 @@ def test_on_gloo_sums_alone_travel() -> None:
     assert not schedule.splits and not list(schedule.of("gather")) and not list(schedule.of("scatter"))
     assert all(message.issue == message.wait for message in schedule.messages if message.role != "sum")
     assert list(planned("data_parallel").scheduled(False, Fusion(), names).of("sum"))
+
+
+# -- a step in time ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_step_in_time_is_computation_and_what_stays_exposed(kind: str) -> None:
+    plan = planned(kind)
+    price, step = plan.price, plan.in_time
+    assert step.compute == pytest.approx(price.compute)
+    assert (price.elapsed, price.exposed) == (step.total, step.total - step.compute)
+    assert (
+        price.compute < price.elapsed <= price.total * (1 + 1e-9) and 0 < price.exposed <= price.communication * 1.001
+    )
+    assert sum(seconds for _, seconds in step.waits) == pytest.approx(price.exposed)
+    streams: dict[str, list[StreamSpan]] = {}
+    for span in step.spans:
+        streams.setdefault(span.stream, []).append(span)
+    assert set(streams) == {"computation", "NVLink 4"}
+    for spans in streams.values():
+        assert all(a.stop <= b.start * (1 + 1e-9) for a, b in zip(spans, spans[1:]))
+    assert sum(s.stop - s.start for s in streams["computation"]) == pytest.approx(step.compute)
+    assert 0 < step.forward < step.total
+    if "halves" in kind:
+        return
+    # Where each message takes time of its own, a step takes the sum of its seconds, or less: several travel as one.
+    alone = replace(
+        plan.schedule, messages=tuple(replace(m, issue=m.wait) for m in plan.schedule.messages), splits={}, early={}
+    )
+    slow = CostModel(plan.cluster, plan.devices).in_time(plan, alone)
+    assert price.elapsed <= slow.total * (1 + 1e-9) <= price.total * (1 + 2e-9)
+
+
+def test_a_step_in_time_by_hand() -> None:
+    """Level 1 of three layers: only the first gather and the last scatter are exposed, where links are fast enough."""
+    level = sw.Level("links", DEVICES, 1e12, 1e-12)
+    cluster = sw.Cluster("by hand", (level,), 1e12, {"float32": 1e12}, 1e18, 1e-12)
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
+        x = torch.empty(8 * 512, 512)
+    plan = sw.plan(
+        net,
+        (x,),
+        nn.MSELoss(),
+        x,
+        devices=DEVICES,
+        cluster=cluster,
+        parallel_mode="data_parallel",
+        dataset_strategy="data_parallel",
+        hsdp={"threshold": 0},
+    )
+    weight = 512 * 512 * 4
+    gather = scatter = 7 / 8 * weight / 1e12  # seconds on the links
+    layer = 2 * 512**3 / 1e12  # seconds of a product
+    assert gather < layer
+    # One product a layer in the forward; two in the backward, but for the first layer, whose input needs no gradient.
+    assert plan.in_time.compute == pytest.approx((3 + 2 + 2 + 1) * layer, rel=1e-3)
+    assert plan.price.communication == pytest.approx(3 * gather + 3 * scatter, rel=1e-2)
+    assert plan.price.exposed == pytest.approx(gather + scatter, rel=1e-2)
+    # With links so slow that they are never idle, computation hides behind them instead.
+    slow = replace(plan, cluster=replace(cluster, levels=(replace(level, bandwidth=1e12 / 5000),)))
+    last = slow.in_time.spans[-1]
+    assert last.stream == "links" and slow.price.elapsed == last.stop
+    # Forward: the links from the first gather to the last; then the backward of the last layer, and three scatters.
+    expected = 5000 * 3 * gather + layer + 2 * layer + 5000 * 3 * scatter
+    assert slow.price.elapsed == pytest.approx(expected, rel=1e-2)
+
+
+def test_a_step_without_messages_takes_what_it_computes() -> None:
+    net, x = nn.Linear(8, 8), torch.empty(4, 8)
+    plan = sw.plan(net, (x,), nn.MSELoss(), x, parallel_mode="stand_alone")
+    assert plan.price.elapsed == pytest.approx(plan.cost) and plan.price.exposed == pytest.approx(0)
+    two = CostModel(plan.cluster, 1).plan(plan, micro_batches=2)
+    assert (two.elapsed, two.exposed) == (two.total, two.communication)
+
+
+def test_levels_of_links_work_side_by_side() -> None:
+    """Gradients that are summed over hosts leave the links inside a host to others."""
+    with torch.device("meta"):
+        net, loss = GPT(vocabulary=32, length=8, layers=2, width=32, heads=8), TokenLoss()
+        tokens = torch.empty(32, 8, dtype=torch.int64)
+    mark(net, loss, 2, 8)
+    plan = sw.plan(net, (tokens,), loss, tokens, devices=16, cluster="h100x8x2")
+    assert {span.stream for span in plan.in_time.spans} == {"computation", "NVLink 4", "InfiniBand NDR"}

@@ -2,6 +2,7 @@
 
 rank_executor        the program on one rank
 compiled_parts       parts of a program that only a compiled program has
+scheduled_collectives      collectives in two parts, issued and waited for where the schedule says
 process_groups       the ranks that differ from this one in some digits alone
 collectives          the steps of a redistribution as collectives
 shared_memory        collectives of the ranks of one host, through memory that they share

@@ -43,7 +43,7 @@ from ...redistribution.redistribution_search import refine
 from ...torch_private import at_backward_end, backward_number, local_tensor, spec_of
 from ..optimizer_guard import Accumulation
 from . import collectives as transport
-from .collectives import Bound, arrangements, begin_scatter, bind_all, reduced, rings
+from .collectives import Bound, arrangements, begin_scatter, bind_all, reduce_in_place, reduced, rings
 from .dtensors import beginning, leaf_of
 from .gradients import Unsummed, hand_over, keep_unsummed, take_unsummed, unsummed_over
 from .process_groups import Group, ProcessGroups, Rider
@@ -67,7 +67,7 @@ class Scatter:
             waited for at once.
 
     Attributes:
-        overlap: the parts of a single reduce-scatter that travels with a message; None without one.
+        overlap: the parts of a reduce-scatter that travels with a message; None without one.
     """
 
     def __init__(
@@ -166,24 +166,26 @@ class Scatter:
 
 
 class _Overlap(NamedTuple):
-    """The parts of a scatter that is one reduce-scatter.
+    """The parts of a scatter that is one reduce-scatter, possibly with a sum over further replicas after it.
 
     Attributes:
-        digits, group: the ranks.
+        group: the ranks.
         pieces: term -> what is sent to the ranks, one after the other.
         arranged: what is received -> part.
+        further: the ranks over which the part is then summed; None: none.
     """
 
-    digits: Digits
     group: Group
     pieces: Bound
     arranged: Bound
+    further: Group | None
 
     @classmethod
     def of(cls, scatter: Redistribution, shape: tuple[int, ...], groups: ProcessGroups) -> _Overlap:
-        """The parts of a scatter of one step."""
-        (step,) = scatter.steps
-        return cls(step.digits, groups.seen(step.digits), *arrangements(step.geometry(tuple(shape))))
+        """The parts of a scatter, alone or with a sum over further replicas."""
+        first, *more = scatter.steps
+        further = groups.seen(more[0].digits) if more else None
+        return cls(groups.seen(first.digits), *arrangements(first.geometry(tuple(shape))), further)
 
 
 class _ScatterBucket:
@@ -229,14 +231,25 @@ class _ScatterSum:
         pieces = [s.overlap.pieces(t).view(n, -1) for s, t in came if s.overlap is not None]
         self._sizes = [p.shape[1] for p in pieces]
         flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+        self._further = first.further
         with waiting(place):
             self._out, self._work = begin_scatter(first.group, flat.reshape(-1))
 
+    @property
+    def follows(self) -> bool:
+        """True where the parts are still to be summed over further replicas."""
+        return self._further is not None
+
     def turn(self) -> None:
-        """Nothing: a library goes on by itself."""
+        """Wait for the scatter, and issue the sum over further replicas, if one is to follow."""
+        if self._further is not None:
+            with waiting(self._place):
+                self._work.wait()
+                self._work, self._further = reduce_in_place(self._further, self._out), None
 
     def finish(self, rank: int) -> None:
         """Wait for the sum, and hand the parts over."""
+        self.turn()
         with waiting(self._place):
             self._work.wait()
         for scatter, part in zip(self._scatters, self._out.split(self._sizes)):
@@ -522,8 +535,11 @@ class GradientSums:
                 self.finish(bucket.number)
 
     def finish(self, number: int) -> None:
-        """Wait for a message of scatters, if it is under way."""
+        """Wait for a message of scatters, if it is under way. A sum that follows is issued."""
         for started in [s for s in self._travelling if isinstance(s, _ScatterSum) and s.number == number]:
+            if started.follows:
+                started.turn()
+                continue
             self._travelling.remove(started)
             started.finish(self._groups.rank)
 
@@ -574,7 +590,8 @@ class GradientSums:
         """Start and finish the remaining sums at the end of the backward."""
         self._backward = -1
         for scatters in self._scatter_buckets.values():
-            self._begin_scatters(scatters)
+            if not scatters.started:
+                self._begin_scatters(scatters)
         if self._accumulation.open:
             self._finish_travelling()
             for bucket in self._buckets:
@@ -589,6 +606,9 @@ class GradientSums:
         self._accumulation.kept.clear()
 
     def _finish_travelling(self) -> None:
+        for started in self._travelling:
+            if isinstance(started, _ScatterSum):
+                started.turn()
         for started in self._travelling:
             started.finish(self._groups.rank)
         self._travelling.clear()

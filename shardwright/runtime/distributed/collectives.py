@@ -71,6 +71,7 @@ __all__ = [
     "joined_digits",
     "permuted",
     "permuted_sizes",
+    "reduce_in_place",
     "reduce_scatter",
     "reduced",
     "reduced_slice",
@@ -300,7 +301,12 @@ def begin_scatter(group: Group, x: Tensor, reduction: str = "sum") -> tuple[Tens
 def begin_reduce(group: Group, x: Tensor, reduction: str = "sum") -> tuple[Tensor, Any]:
     """A library's all-reduce under way, and its work: the shape stays."""
     out = x.clone(memory_format=torch.contiguous_format)
-    return out, group.group.allreduce([out], _REDUCES[reduction])
+    return out, reduce_in_place(group, out, reduction)
+
+
+def reduce_in_place(group: Group, x: Tensor, reduction: str = "sum") -> Any:
+    """The work of a library's all-reduce under way, which writes to the contiguous `x`."""
+    return group.group.allreduce([x], _REDUCES[reduction])
 
 
 def begin_exchange(

@@ -23,7 +23,7 @@ from shardwright.runtime.distributed.process_groups import ProcessGroups
 
 LAYERS, BATCH, LENGTH, VOCABULARY, RANKS = 4, 16, 8, 32, 4
 LEVELS = ("level1", "level2", "level3")
-PLANS = ("data_parallel", "marks", *LEVELS, "level1 recompute", "level3 recompute")
+PLANS = ("data_parallel", "marks", *LEVELS, "level1 recompute", "level3 recompute", "level1 halves", "level3 halves")
 
 
 class TokenLoss(nn.Module):
@@ -46,7 +46,7 @@ def tokens(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def wrapped(net: GPT, plan: str, world: int, **given: Any) -> sw.AutoParallel:
-    """data_parallel, marks (2 replicas of a tensor-parallel model), or a level of hsdp."""
+    """data_parallel, marks (2 replicas of a tensor-parallel model), or a level of hsdp, over all or over two."""
     loss = TokenLoss()
     if plan.endswith("recompute"):
         for block in net.blocks:
@@ -56,7 +56,8 @@ def wrapped(net: GPT, plan: str, world: int, **given: Any) -> sw.AutoParallel:
     mode = "semi_auto" if plan == "marks" else "data_parallel"
     made = sw.AutoParallel(net, loss, parallel_mode=mode, **given)
     if plan.partition(" ")[0] in LEVELS:
-        made.hsdp(threshold=0, optimizer_level=plan.partition(" ")[0])
+        size = 2 if plan.endswith("halves") else -1
+        made.hsdp(threshold=0, shard_size=size, optimizer_level=plan.partition(" ")[0])
     return made.dataset_strategy("full_batch")
 
 
@@ -117,7 +118,7 @@ def test_what_runs_is_the_schedule(plan: str) -> None:
             assert ran(backward) == scheduled(model.plan.schedule, True)
 
 
-@pytest.mark.parametrize("plan", ["level1", "level3", "level3 recompute"])
+@pytest.mark.parametrize("plan", ["level1", "level3", "level3 recompute", "level3 halves"])
 @pytest.mark.parametrize("allowance", [0, "60KB", "200KB"])
 def test_with_an_allowance_too(plan: str, allowance: Any) -> None:
     forward, backward, model = logs(plan, comm_memory=allowance)
@@ -349,7 +350,9 @@ SCENARIOS = {
     for accumulate in (False, True)
 }
 SCENARIOS |= {
-    f"{level} within {size}": steps(level, False, comm_memory=size) for level in LEVELS for size in (0, "60KB")
+    f"{level} within {size}": steps(level, False, comm_memory=size)
+    for level in (*LEVELS, "level3 halves")
+    for size in (0, "60KB")
 }
 SCENARIOS |= {f"two backwards, {level}": two_backwards(level) for level in ("level1", "level3")}
 SCENARIOS |= {f"branches, {kind}": branched(kind) for kind in BRANCHES}
