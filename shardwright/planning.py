@@ -41,6 +41,7 @@ from .planners.memory_fit import TooLittleMemoryError
 from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, planners
 from .planners.replanning import at_other_sizes
 from .planners.semi_auto import held_parameters
+from .planners.storage_choice import fastest_storage, storages
 from .pytree_objects import with_tensors
 from .settings import KEYWORDS_ELSEWHERE, Settings
 from .sharded_plan import Plan
@@ -93,15 +94,16 @@ def make_plan(
     parallel_mode, dataset_strategy = settings.parallel_mode, settings.dataset_strategy
     on_missing_rule, uneven, strategies = settings.on_missing_rule, settings.uneven, settings.strategies
     hsdp = None if settings.hsdp is None else replace(settings.hsdp, whole=whole)
+    automatic = hsdp if hsdp is not None and hsdp.is_automatic else None
     cluster = Cluster.of(settings.cluster, devices)
     memory, optimizer = memory_of(settings.memory, cluster), settings.optimizer
     fitting = planners(fits_memory=True)
-    if memory is not None and parallel_mode not in fitting:
+    if memory is not None and parallel_mode not in fitting and (automatic is None or parallel_mode not in PLANNERS):
         follows = parallel_mode in planners(searches=True)
         raise SettingError(
             f"memory={settings.memory!r} limits what is searched; {parallel_mode} "
             + ("follows marks, whatever memory that takes" if follows else "searches nothing"),
-            legal=f"no memory=, or parallel_mode={' or '.join(map(repr, fitting))}",
+            legal=f'no memory=, or parallel_mode={" or ".join(map(repr, fitting))}, or hsdp(optimizer_level="auto")',
         )
     if parallel_mode == "stand_alone":
         fed = input_placement(graph, 1, "full_batch")
@@ -125,6 +127,7 @@ def make_plan(
             {},
             own=own,
             cluster=cluster,
+            comm_memory=settings.allowance,
         )
         _ = made.program
         return made
@@ -143,6 +146,8 @@ def make_plan(
         graph, mode, stored = strategies.onto(
             graph, devices, mode, stored, on_missing_rule=on_missing_rule, uneven=uneven, first=used is None
         )
+    if automatic is not None:  # strategies are searched under one storage
+        hsdp = replace(automatic, optimizer_level="level1" if memory is None else "level3")
     problem = PlanningProblem(
         graph,
         devices,
@@ -177,12 +182,13 @@ def make_plan(
             cluster=cluster,
             found=same.found,
             optimizer=optimizer,
+            comm_memory=settings.allowance,
         )
-        if memory is None or made.peak <= memory:
+        if memory is None or made.unscheduled.peak <= memory:
             _ = made.program
             return made
 
-    def plan_of(result: Decisions) -> Plan:
+    def plan_of(result: Decisions, kept: OptimizerParallel | None = hsdp) -> Plan:
         decisions, carries, found, storage = result
         # With a limit of memory a search has decided the recomputed operators too.
         ops = graph.ops if memory is None else tuple(decisions[op.name].op for op in graph.ops)
@@ -194,10 +200,11 @@ def make_plan(
             decisions,
             carries,
             stored,
-            hsdp or storage,
+            kept or storage,
             cluster=cluster,
             found=found,
             optimizer=optimizer,
+            comm_memory=settings.allowance,
         )
         _ = made.program  # raises where the plan cannot be partitioned
         return made
@@ -240,6 +247,9 @@ def make_plan(
         )
     else:
         result = mode(problem)
+    if automatic is not None:
+        choices = storages(automatic, cluster, devices, stored is not None)
+        return fastest_storage(lambda kept: plan_of(result._replace(hsdp=None), kept), choices, hsdp, memory)
     return plan_of(result) if plan is None or plan.decisions is not result.decisions else plan
 
 
@@ -263,7 +273,7 @@ def _cheapest(
         except ShardwrightError:  # this mode has no plan of these marks
             continue
         dearer = plan is not None and made.cost >= plan.cost * (1 - 1e-9)
-        if dearer or (memory is not None and made.peak > memory):
+        if dearer or (memory is not None and made.unscheduled.peak > memory):
             continue
         said = f"{TAKEN}{mode}, {made.cost * 1e6:.4g} µs a step: the search found "
         said += f"nothing below {plan.cost * 1e6:.4g} µs" if plan is not None else "none that fits in the memory"
@@ -336,6 +346,11 @@ def make_pipeline(
     """
     parallel_mode, setting, strategies = settings.parallel_mode, settings.pipeline, settings.strategies
     assert setting is not None
+    if settings.hsdp is not None and settings.hsdp.is_automatic:
+        raise SettingError(
+            'hsdp(optimizer_level="auto") compares steps of a model without a pipeline',
+            legal='"level1", "level2" or "level3" in a pipeline',
+        )
     if parallel_mode not in PLANNERS:
         raise SettingError(f"a pipeline in {parallel_mode}", legal=", ".join(PLANNERS))
     if setting.stages == "auto" and automatic is not None:
@@ -467,6 +482,7 @@ def plan(
     param_strategies: Any = None,
     pipeline: Mapping[str, Any] | None = None,
     mixed_precision: Any = None,
+    comm_memory: Any = None,
     search_memory: Any = None,
     search_progress: Any = None,
 ) -> Plan | PipelinePlan:
@@ -499,6 +515,8 @@ def plan(
             bytes per element.
         mixed_precision: the dtypes in which parameters are stored and read, and their gradients summed, as
             `AutoParallel` takes it.
+        comm_memory: bytes by which messages under way may raise the peak of a device's memory, as `AutoParallel` takes
+            it.
         search_memory: the growth of host memory allowed to the process during a search: bytes or text such as "2GB";
             None: half of the free memory. A search that would need more keeps less, so its plan may be farther from
             its bound.
@@ -540,6 +558,7 @@ def plan(
         param_strategies=param_strategies,
         pipeline=pipeline,
         mixed_precision=mixed_precision,
+        comm_memory=comm_memory,
         search_memory=search_memory,
         search_progress=search_progress,
     )

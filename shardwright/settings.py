@@ -93,6 +93,10 @@ class Settings:
         param_strategies: the storage layouts of parameters.
         pipeline: the pipeline; None: none.
         mixed_precision: the dtypes in which parameters are stored and read, and their gradients summed.
+        comm_memory: bytes by which messages under way (weights gathered ahead of their use, gradients that are being
+            sent) may raise the peak of a device's memory, on a library such as NCCL: bytes or text such as "2GB"; 0:
+            the peak stays as it is; None: twice the weights and gradients of the largest block. With `memory` the
+            peak stays within that, too.
         search_memory: the growth of host memory allowed to the process during a search: bytes or text such as "2GB";
             None: half of the free memory, and at most 3 GB.
         search_progress: called with a `SearchProgress` every few seconds of a search; None: a line of it goes to the
@@ -117,6 +121,7 @@ class Settings:
     param_strategies: ParameterStrategies | None = None
     pipeline: PipelineSettings | None = None
     mixed_precision: MixedPrecision | None = None
+    comm_memory: str | float | None = None
     search_memory: str | float | None = None
     search_progress: Callable[[SearchProgress], Any] | bool | None = None
 
@@ -166,7 +171,19 @@ class Settings:
                 legal=", ".join(PLANNERS),
             )
         optimizer_bytes(self.optimizer)  # raises for an unknown optimizer
-        _ = self.budget
+        _ = self.budget, self.allowance
+
+    @property
+    def allowance(self) -> float | None:
+        """`comm_memory` in bytes.
+
+        Raises:
+            SettingError: no amount of memory.
+        """
+        given = self.comm_memory
+        if given is None or (given == 0 and not isinstance(given, bool)):
+            return given if given is None else 0.0
+        return parse_bytes(given, "comm_memory", '"2GB", "512MiB", a number of bytes, or 0')
 
     @property
     def budget(self) -> tuple[float | None, Callable[[SearchProgress], Any] | bool | None]:

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 from .cluster import Cluster
-from .cost.cost_model import CostModel, Price
+from .cost.communication_pass import schedule_of
+from .cost.communication_schedule import CommunicationSchedule
+from .cost.cost_model import CostModel, Price, StepInTime
 from .cost.memory_timeline import MemoryTimeline, optimizer_bytes, timeline
 from .errors import PlanError
 from .graph import Graph, Value
 from .layout import Layout, group_of
+from .partition.gradient_fusion import Fusion
 from .partition.hybrid_parallel import OwnPrograms, own_programs
 from .partition.local_program import (
     TAKEN,
@@ -188,7 +191,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class Plan(SavedPlan):
-    """The strategy and placement of every operator on every device; made by `shardwright.plan`."""
+    """The strategy and placement of every operator on every device; made by `shardwright.plan`.
+
+    Attributes:
+        comm_memory: bytes by which messages under way may raise the peak; None: the default of the schedule.
+    """
 
     graph: Graph
     devices: int
@@ -202,6 +209,7 @@ class Plan(SavedPlan):
     cluster: Cluster | None = None
     found: SearchResult | None = None
     optimizer: Any = "adam"
+    comm_memory: float | None = None
 
     @cached_property
     def program(self) -> LocalProgram:
@@ -343,9 +351,20 @@ class Plan(SavedPlan):
         """The price of a step on the plan's cluster, by parts."""
         return CostModel(Cluster.of(self.cluster, self.devices), self.devices).plan(self)
 
+    @cached_property
+    def in_time(self) -> StepInTime:
+        """A step whose messages travel beside computation, as `schedule` says; see `Price.elapsed`."""
+        return CostModel(Cluster.of(self.cluster, self.devices), self.devices).in_time(self, self.schedule)
+
+    @cached_property
+    def stage_in_time(self) -> StepInTime:
+        """The same of one micro-batch of a stage of a pipeline, without the work that is done once a step."""
+        costs = CostModel(Cluster.of(self.cluster, self.devices), self.devices)
+        return costs.in_time(self, self.stage_schedule, once=False)
+
     @property
     def cost(self) -> float:
-        """Seconds of one step by `price`; plans are compared by it."""
+        """Seconds of one step by `price`, as a sum; plans are compared by it, and bounds are proved of it."""
         return self.price.total
 
     @property
@@ -381,6 +400,7 @@ class Plan(SavedPlan):
             "recomputed", with recomputation: the most recomputed bytes at one time.
             "gathered", with optimizer parallel or mixed precision: the weights gathered, or cast to the computation's
             dtype, at one time: all of them or, where they are resharded after the forward, the largest.
+            "under way", where messages raise the peak: the bytes by which they do.
         """
         parameters = sum(i.local_bytes for t in (self.program.parameters, self.program.buffers) for i in t.values())
         gradients = sum(i.local_bytes for i in self.program.parameters.values() if i.value.requires_grad)
@@ -415,6 +435,8 @@ class Plan(SavedPlan):
             out["gathered"] = sum(size for size, again in gathered if not again) + max(
                 (size for size, again in gathered if again), default=0
             )
+        if more := round(self.peak - self.unscheduled.peak):
+            out["under way"] = more
         return out
 
     @cached_property
@@ -469,13 +491,67 @@ class Plan(SavedPlan):
         }
 
     @cached_property
-    def timeline(self) -> MemoryTimeline:
-        """The memory of a device at every moment of a step."""
+    def unscheduled(self) -> MemoryTimeline:
+        """The memory of a device at every moment of a step that waits for each message where it issues it."""
         return timeline(self, self.optimizer)
+
+    @cached_property
+    def schedule(self) -> CommunicationSchedule:
+        """Where each collective is issued and waited for, on a library such as NCCL."""
+        return self._scheduled(True, None, None, False)
+
+    @cached_property
+    def stage_schedule(self) -> CommunicationSchedule:
+        """The same for a stage of a pipeline, in one micro-batch."""
+        return self._scheduled(True, None, None, True)
+
+    def scheduled(
+        self, library: bool, fusion: Fusion, order: Sequence[str], stage: bool = False
+    ) -> CommunicationSchedule:
+        """Where each collective is issued and waited for.
+
+        Args:
+            library: True where a library such as NCCL carries the messages, False on Gloo.
+            fusion: the buckets of sums of gradients.
+            order: names of the trained parameters in the order of the model.
+            stage: True for a stage of a pipeline.
+        """
+        if library and fusion == Fusion():
+            return self.stage_schedule if stage else self.schedule
+        return self._scheduled(library, fusion, order, stage)
+
+    def _scheduled(
+        self, library: bool, fusion: Fusion | None, order: Sequence[str] | None, stage: bool
+    ) -> CommunicationSchedule:
+        cluster = Cluster.of(self.cluster, self.devices)
+        return schedule_of(
+            self.program,
+            self.backward,
+            self.unscheduled if library else MemoryTimeline((), 0, ()),
+            scatters=self.hsdp is not None,
+            allowance=self.comm_memory,
+            limit=None if self.found is None else self.found.limit,
+            fusion=fusion,
+            order=order,
+            several_hosts=lambda digits: any(units > 1 for units in cluster.units(digits)[1:]),
+            library=library,
+            stage=stage,
+            outside=self.gathered_once if stage else (),
+        )
+
+    @cached_property
+    def timeline(self) -> MemoryTimeline:
+        """The memory of a device at every moment of a step, with the messages under way."""
+        return self.memory_under(self.schedule)
+
+    def memory_under(self, schedule: CommunicationSchedule) -> MemoryTimeline:
+        """The memory of a device at every moment of a step, with the messages under way of a schedule."""
+        return replace(self.unscheduled, held=(*self.unscheduled.held, *schedule.allocations))
 
     @property
     def peak(self) -> float:
-        """The most bytes that a device holds at any moment of a step; a limit of memory applies to it."""
+        """The most bytes that a device holds at any moment of a step, messages under way included; a limit of memory
+        applies to it."""
         return self.timeline.peak
 
     def _dropped(self, region: Region) -> Iterator[int]:
@@ -497,7 +573,8 @@ class Plan(SavedPlan):
         return short_hash(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield f"{self.devices} {self.mode}" + (f" {self.hsdp.optimizer_level}" if self.hsdp is not None else "")
+        level = "" if self.hsdp is None else f" {self.hsdp.optimizer_level}"
+        yield f"{self.devices} {self.mode}{level}" + ("" if self.comm_memory is None else f" {self.comm_memory}")
         for instance in (*self.program.inputs, *self.program.parameters.values(), *self.program.buffers.values()):
             yield f"{instance.name} {instance.value.shape} {instance.value.dtype} {instance.layout}"
         for i in self.program.instructions:

@@ -58,11 +58,14 @@ def test_a_model_has_the_settings_that_were_given(tmp_path) -> None:
         {"on_missing_rule": "ignore"},
         {"optimizer": "lion"},
         {"search_memory": "1MB"},
+        {"comm_memory": "much"},
+        {"comm_memory": -1},
+        {"comm_memory": True},
         {"search_progress": "loud"},
         {"hsdp": {"optimizer_level": "level4"}},
         {"pipeline": {"stage": 2}},
     ],
-    ids=lambda wrong: next(iter(wrong)),
+    ids=lambda wrong: " ".join(map(str, *wrong.items())),
 )
 def test_a_wrong_value_is_an_error_with_a_legal_one(wrong: dict[str, Any]) -> None:
     with pytest.raises(sw.SettingError) as raised:

@@ -93,12 +93,19 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--memory", metavar="SIZE", help='what a device may hold, such as "70GB", or "cluster" for its own'
     )
     parser.add_argument(
+        "--comm-memory",
+        metavar="SIZE",
+        help='by how much messages under way may raise the peak of a device, such as "2GB" (default: two blocks)',
+    )
+    parser.add_argument(
         "--search-memory",
         metavar="SIZE",
         help='by how much host memory the search may grow, such as "2GB" (default: half of what is free)',
     )
     parser.add_argument("--quiet", action="store_true", help="say nothing while it searches")
-    parser.add_argument("--hsdp", choices=("level1", "level2", "level3"), help="optimizer parallel, by its level")
+    parser.add_argument(
+        "--hsdp", choices=("level1", "level2", "level3", "auto"), help="optimizer parallel, by its level"
+    )
     parser.add_argument(
         "--pipeline",
         type=pipeline_of,
@@ -205,6 +212,7 @@ def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
             ("parallel_mode", arguments.mode),
             ("memory", arguments.memory),
             ("strategies", arguments.strategies),
+            ("comm_memory", arguments.comm_memory),
             ("search_memory", arguments.search_memory),
         )
         if value
@@ -393,7 +401,8 @@ def simulate(arguments: argparse.Namespace) -> int:
     from ..cluster import Cluster  # noqa: PLC0415  needed only by some of the commands
     from ..json_files.json_values import write_text  # noqa: PLC0415  imports torch
     from ..pipeline.pipeline_plan import moments, timeline_of  # noqa: PLC0415  imports torch
-    from ..report.timeline import picture, simulated, trace  # noqa: PLC0415  imports torch
+    from ..report.table_parts import beside_lines  # noqa: PLC0415  imports torch
+    from ..report.timeline import headline, picture, simulated, trace  # noqa: PLC0415  imports torch
     from ..sharded_plan import Plan  # noqa: PLC0415  imports torch
 
     if arguments.picture is not None and not arguments.picture.lower().endswith(".svg"):
@@ -407,17 +416,27 @@ def simulate(arguments: argparse.Namespace) -> int:
         ranks = [range(plan.devices)]
         if not isinstance(plan, Plan):
             ranks = [plan.stages[made.placement.index(group)].ranks for group in range(made.groups)]
-        simulated(simulation, ranks, Cluster.of(plan.cluster, plan.devices).memory)
+        if isinstance(plan, Plan):
+            said = list(beside_lines(plan))
+            beside = {"messages beside computation": plan.in_time}
+        else:
+            said = [f"with messages beside computation, as on a library: {headline(timeline_of(plan, beside=True))}"]
+            beside = {
+                f"messages beside computation, stage {stage.number}, one micro-batch": stage.plan.stage_in_time
+                for stage in plan.stages
+            }
+        simulated(simulation, ranks, Cluster.of(plan.cluster, plan.devices).memory, beside=said)
         names = [f"ranks {each[0]}-{each[-1]}" if len(each) > 1 else f"rank {each[0]}" for each in ranks]
         if arguments.trace is not None:
             within = {stage: moments(each) for stage, each in enumerate(plans)}
             if sum(map(len, within.values())) * made.micro_batches > OPERATORS:
                 within = {}
                 print("the trace is without operators, which would be too many")
-            text = json.dumps(trace(simulation, names, operators=within))
+            text = json.dumps(trace(simulation, names, operators=within, beside=beside if within else None))
             write_text(arguments.trace, text, SettingError, "the trace")
         if arguments.picture is not None:
-            write_text(arguments.picture, picture(simulation, names), SettingError, "the picture")
+            drawn = picture(simulation, names, beside=plan.in_time if isinstance(plan, Plan) else None)
+            write_text(arguments.picture, drawn, SettingError, "the picture")
     except Nothing as error:
         arguments.parser.error(str(error))
     except (ShardwrightError, OSError) as error:

@@ -12,9 +12,18 @@ The part that runs once a step: redistributions of parameters from their storage
 Exceptions run in each micro-batch: gathers of weights that are resharded after the forward, and sums of gradients
 that are stored cut while they accumulate.
 
-The partitioned program is priced, so the price is that of the program that runs. Communication is taken not to
-overlap with computing, and copies that join the pieces of a tensor are not counted; but that of a slice for its halos
-is, as it is much larger than what is sent.
+The partitioned program is priced, so the price is that of the program that runs. Copies that join the pieces of a
+tensor are not counted; but that of a slice for its halos is, as it is much larger than what is sent.
+
+There are two figures of a step. `Price.total` is the sum of all seconds: plans are compared by it, and bounds are
+proved of it, since it is a sum over operators and edges. `Price.elapsed` is the step in time (`StepInTime`): messages
+are issued and waited for as the schedule of communication says, on a library such as NCCL,
+
+    computation    one stream, in the order of the program; waits for a message until it has come
+    level of links one stream each; a message occupies the levels that its ranks cross, from its issue on, in the order
+                   of issue; it takes no longer than its members by themselves
+
+and `Price.exposed` is the part of it in which the computation waits for messages. elapsed = compute + exposed.
 
 Example: among 8 ranks a bucket has 16 MiB, and a replicated weight's gradient of 4 MiB costs a quarter of the time of
 a 16 MiB all-reduce.
@@ -24,7 +33,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,18 +41,58 @@ from ..cluster import Cluster
 from ..errors import SettingError
 from ..graph import Op, Value, leaves
 from ..layout import Digits, Layout, digits_size, merge
-from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, Ref
+from ..partition.gradient_fusion import AUTO, PIECE
+from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, Ref, made_by
 from ..partition.rematerialization import RecomputedInstruction, Regather
 from ..redistribution import CollectiveKind, Redistribution, RedistributionStep
+from .communication_schedule import CommunicationSchedule, Message, own_redistribution
 from .primitives import Line, OperatorWork, collective_lines, links_of, signature, work_of
 
-__all__ = ["CostModel", "Price", "PricedCollective"]
+__all__ = ["CostModel", "Price", "PricedCollective", "StepInTime", "StreamSpan"]
 
 Shapes = Sequence[tuple[int, ...]]
 
-# Bytes of a full bucket of gradients, and bytes per rank of its group at which a bucket is full already. Same values as
-# in the runtime (`runtime/distributed/gradients.py`).
-BUCKET, PIECE = 16 << 20, 2 << 20
+
+@dataclass(frozen=True)
+class StreamSpan:
+    """A part of a step in time.
+
+    Attributes:
+        stream: "computation", or the name of a level of links.
+        what: the operator; of a message, its kind and the values that it moves.
+        half: "forward" or "backward".
+        start, stop: seconds since the begin of the step.
+    """
+
+    stream: str
+    what: str
+    half: str
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class StepInTime:
+    """A step whose messages are issued and waited for as a schedule says.
+
+    Attributes:
+        compute: seconds of computation.
+        forward: seconds from the begin of the step to the end of the forward.
+        total: seconds of the step.
+        spans: in the order of their starts; those of one stream do not overlap.
+        waits: (number of a message, seconds that the computation waits for it), those of no wait left out.
+    """
+
+    compute: float
+    forward: float
+    total: float
+    spans: tuple[StreamSpan, ...] = ()
+    waits: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the computation waits."""
+        return max(0.0, self.total - self.compute)
 
 
 @dataclass(frozen=True)
@@ -84,6 +133,7 @@ class Price:
             partial sums that it produces; name of an output or buffer -> the cost of the redistributions that it asks
             for.
         collectives: each collective, the most expensive first.
+        in_time: returns the step in time; None for several micro-batches.
     """
 
     total: float
@@ -94,6 +144,17 @@ class Price:
     once: float
     by_operator: dict[str, float] = field(default_factory=dict)
     collectives: tuple[PricedCollective, ...] = ()
+    in_time: Callable[[], StepInTime] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of a step whose messages travel beside computation; of several micro-batches `total`."""
+        return self.total if self.in_time is None else self.in_time().total
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of a step in which the computation waits for messages."""
+        return self.communication if self.in_time is None else self.in_time().exposed
 
 
 @dataclass(frozen=True)
@@ -327,11 +388,35 @@ class CostModel:
             raise SettingError(f"micro_batches={micro_batches!r}", legal="a whole number of at least 1")
         return _Pricing(self, plan, micro_batches).run()
 
+    def collectives_of(self, entry: Any, back: bool) -> list[tuple[_Sent, float, float]]:
+        """(step, bytes of a rank's own input, seconds) of each collective of an instruction, or of a step of a
+        backward."""
+        ran, conversion = own_redistribution(entry, back)
+        if conversion is None:
+            return []
+        forwards = conversion is ran.forward
+        nbytes = _moved(ran, forwards) if isinstance(ran, Redistribute) else ran.source.value.nbytes
+        gradient = not forwards and ran.cause == "parameter"
+        return [
+            (step, nbytes * step.fraction, step.seconds(nbytes, _bucket(conversion, step, nbytes) if gradient else 0.0))
+            for step in self.sends(conversion)
+        ]
+
+    def in_time(self, plan: Any, schedule: CommunicationSchedule, once: bool = True) -> StepInTime:
+        """A step of a plan in time.
+
+        Args:
+            plan: a `Plan`.
+            schedule: where its messages are issued and waited for.
+            once: False leaves out the instructions that run once a step for any number of micro-batches.
+        """
+        return _Play(self, plan, schedule, once).run()
+
 
 def _bucket(gradient: Redistribution, sent: _Sent, nbytes: float) -> float:
     """The bytes of the bucket that a parameter's gradient shares; 0 for a large one, or one that needs more than
     a sum."""
-    full = min(BUCKET, digits_size(sent.digits) * PIECE)
+    full = min(AUTO, digits_size(sent.digits) * PIECE)
     alone = nbytes * sent.fraction >= full
     return float(full) if not alone and gradient.is_all_reduce else 0.0
 
@@ -353,15 +438,7 @@ class _Pricing:
 
     def __init__(self, costs: CostModel, plan: Any, micro_batches: int) -> None:
         self.costs, self.plan, self.micro_batches = costs, plan, micro_batches
-        program = plan.program
-        seed = () if program.seed is None else (program.seed,)
-        made = (o for i in program.instructions for o in (i.outputs if isinstance(i, LocalOp) else (i.target,)))
-        tables = (program.parameters, program.buffers, program.constants)
-        self.known = {
-            i.name: i
-            for i in (*program.inputs, *seed, *(i for t in tables for i in t.values()), *made)
-            if i is not None
-        }
+        self.known = _instances(plan.program)
         self.sums = {"forward": 0.0, "backward": 0.0, "compute": 0.0, "communication": 0.0, "once": 0.0}
         self.by_operator: dict[str, float] = {}
         self.collectives: list[PricedCollective] = []
@@ -374,18 +451,20 @@ class _Pricing:
         for instruction in self.plan.backward:
             self.add("backward", instruction, self.costs.backward(instruction, self.known))
         self.collectives.sort(key=lambda c: -c.seconds)
-        total = self.sums["forward"] + self.sums["backward"]
-        return Price(total, **self.sums, by_operator=self.by_operator, collectives=tuple(self.collectives))
+        total, plan = self.sums["forward"] + self.sums["backward"], self.plan
+        return Price(
+            total,
+            **self.sums,
+            by_operator=self.by_operator,
+            collectives=tuple(self.collectives),
+            in_time=(lambda: plan.in_time) if self.micro_batches == 1 else None,
+        )
 
     def add(self, half: str, instruction: Any, seconds: float) -> None:
         ran, forwards = _ran(half, instruction)
-        phase, conversion = half, None
-        if isinstance(ran, GlobalExtreme):
-            conversion = ran.forward
-        elif isinstance(ran, Redistribute):
-            conversion = ran.forward if forwards else ran.backward
-            if ran.cause == "parameter":
-                phase = "storage" if forwards else "gradient"
+        phase = half
+        if isinstance(ran, Redistribute) and ran.cause == "parameter":
+            phase = "storage" if forwards else "gradient"
         once = (
             self.sums_once or (isinstance(ran, Redistribute) and not ran.forward.steps)
             if phase == "gradient"
@@ -393,13 +472,9 @@ class _Pricing:
         )
         times = 1 if once else self.micro_batches
         sent = 0.0
-        for step in self.costs.sends(conversion) if conversion is not None else ():
-            nbytes = _moved(ran, forwards) if isinstance(ran, Redistribute) else ran.source.value.nbytes
-            price = step.seconds(nbytes, _bucket(conversion, step, nbytes) if phase == "gradient" else 0.0)
+        for step, nbytes, price in self.costs.collectives_of(instruction, half == "backward"):
             operator = _causing(step, ran) if forwards else ran.operator
-            self.collectives.append(
-                PricedCollective(step.kind, step.digits, nbytes * step.fraction, price * times, phase, operator)
-            )
+            self.collectives.append(PricedCollective(step.kind, step.digits, nbytes, price * times, phase, operator))
             self.charge(operator, price * times)
             sent += price
         self.charge(ran.operator, (seconds - sent) * times)
@@ -427,3 +502,107 @@ def _causing(step: _Sent, instruction: Any) -> str:
     completes = step.kind.reduces and getattr(instruction, "cause", "") != "parameter"
     producer = getattr(instruction, "producer", "") if completes else ""
     return producer or instruction.operator
+
+
+# -- a step in time
+
+
+def _instances(program: Any) -> dict[str, PlacedValue]:
+    """The tensors of a local program, by name."""
+    seed = () if program.seed is None else (program.seed,)
+    tables = (program.parameters, program.buffers, program.constants)
+    made = (o for i in program.instructions for o in made_by(i))
+    return {i.name: i for i in (*program.inputs, *seed, *(i for t in tables for i in t.values()), *made)}
+
+
+#: The halves of a step.
+HALVES = ("forward", "backward")
+
+
+class _Play:
+    """A step in time, moment by moment.
+
+    Attributes:
+        now: seconds at which the computation has come.
+        free: by level of links, the seconds from which on it is free.
+        ends: by message, the seconds at which it has come.
+    """
+
+    def __init__(self, costs: CostModel, plan: Any, schedule: CommunicationSchedule, once: bool) -> None:
+        self.costs, self.plan, self.schedule, self.once = costs, plan, schedule, once
+        self.known = _instances(plan.program)
+        self.entries = [(i, False) for i in plan.program.instructions] + [(i, True) for i in plan.backward]
+        self.now, self.compute = 0.0, 0.0
+        self.free = [0.0] * len(costs.cluster.levels)
+        self.ends: dict[int, float] = {}
+        self.spans: list[StreamSpan] = []
+        self.waits: dict[int, float] = {}
+
+    def run(self) -> StepInTime:
+        due, forward = list(reversed(self.schedule.order)), None
+        for moment, (entry, back) in enumerate(self.entries):
+            if back and forward is None:
+                while due and self.schedule.messages[due[-1][2]].issue < moment:  # results that nothing reads before
+                    self.act(*due.pop())
+                forward = self.now
+            while due and due[-1][0] <= moment:
+                self.act(*due.pop())
+            if self.once or not self.plan.once(entry):
+                self.work(entry, back)
+        while due:
+            self.act(*due.pop())
+        spans = sorted(self.spans, key=lambda span: (span.start, span.stop))
+        waits = sorted(self.waits.items(), key=lambda entry: -entry[1])
+        return StepInTime(self.compute, self.now if forward is None else forward, self.now, tuple(spans), tuple(waits))
+
+    def work(self, entry: Any, back: bool) -> None:
+        """Compute an instruction; what it sends is a message of its own."""
+        seconds = (self.costs.backward if back else self.costs.forward)(entry, self.known)
+        seconds -= sum(price for _, _, price in self.costs.collectives_of(entry, back))
+        if seconds > 0:
+            self.spans.append(StreamSpan("computation", entry.operator, HALVES[back], self.now, self.now + seconds))
+            self.now += seconds
+            self.compute += seconds
+
+    def act(self, moment: int, action: str, number: int) -> None:
+        """Issue a message, or wait for it."""
+        message = self.schedule.messages[number]
+        if message.role == "sum" and not self.once:
+            return
+        back = message.issue >= self.schedule.forward
+        first, *rest = self.seconds(message, back)
+        if action == "issue":
+            self.ends[number] = self.send(self.now, message, message.digits, first, back)
+            return
+        ready = self.ends[number]
+        for digits, seconds in rest:  # further steps of a redistribution
+            ready = self.send(max(self.now, ready), message, digits, seconds, back)
+        if ready > self.now:
+            self.waits[number] = ready - self.now
+            self.now = ready
+
+    def send(self, since: float, message: Message, digits: Digits, seconds: float, back: bool) -> float:
+        """Occupy the levels that a collective crosses, as soon as all of them are free. The end is returned."""
+        levels = [k for k, units in enumerate(self.costs.cluster.units(merge(digits))) if units > 1]
+        start = max(since, *(self.free[k] for k in levels), 0.0)
+        for k in levels:
+            self.free[k] = start + seconds
+            if seconds:
+                name = self.costs.cluster.levels[k].name
+                self.spans.append(StreamSpan(name, str(message), HALVES[back], start, start + seconds))
+        return start + seconds
+
+    def seconds(self, message: Message, back: bool) -> list[Any]:
+        """Seconds of the message's collective; then (ranks, seconds) of each further step of a redistribution."""
+        each = []
+        for member in message.members:
+            known = member.moment < len(self.entries)  # else no gradient reaches it
+            entry, half = self.entries[member.moment] if known else (self.plan.program.instructions[member.place], back)
+            each.append(self.costs.collectives_of(entry, half))
+        step = int(message.role == "follow")
+        apart = sum(steps[step][2] for steps in each)
+        if message.role != "redistribution":
+            if len(each) == 1:
+                return [apart]
+            return [min(apart, self.costs.collective(message.kind, message.digits, message.bytes))]
+        return [apart, *((step.digits, seconds) for step, _, seconds in each[0][1:])]

@@ -36,8 +36,7 @@ from ..layout import Layout
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..pytree_objects import opened, with_tensors
 from ..runtime.compilation import Compilation
-from ..runtime.distributed.gradient_fusion import Accumulation
-from ..runtime.optimizer_guard import watch_steps
+from ..runtime.optimizer_guard import Accumulation, watch_steps
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram, make_program
 from ..settings import KEYWORDS_ELSEWHERE, Settings
@@ -166,6 +165,10 @@ class AutoParallel(CallPlanning, nn.Module):
         mixed_precision: a `MixedPrecision`, or an argument of `MixedPrecision.of`: optimizer and checkpoints see
             parameters of their own dtype, the model computes in a second dtype, gradients are summed in a third.
             None: dtypes as the model has them.
+        comm_memory: bytes by which messages under way may raise the peak of a device's memory: weights that are
+            gathered ahead of their use, gradients that are being sent. Bytes or text such as "2GB"; 0: the peak stays
+            as it is, so that messages are under way at other moments alone; None: twice the weights and gradients of
+            the largest block. On Gloo nothing is under way but sums of gradients.
         search_memory: the host memory by which the process may grow during the search: bytes or text such as "2GB";
             None: half of the free memory, and at most 3 GB.
         search_progress: a function that a long search calls every few seconds; None: a line on a terminal; False:
@@ -199,6 +202,7 @@ class AutoParallel(CallPlanning, nn.Module):
         max_programs: int = 64,
         varying: Sequence[int] = (),
         mixed_precision: Any = None,
+        comm_memory: Any = None,
         search_memory: Any = None,
         search_progress: Any = None,
     ) -> None:
@@ -219,6 +223,7 @@ class AutoParallel(CallPlanning, nn.Module):
             memory=memory,
             optimizer=optimizer,
             mixed_precision=mixed_precision,
+            comm_memory=comm_memory,
             search_memory=search_memory,
             search_progress=search_progress,
         )

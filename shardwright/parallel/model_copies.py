@@ -22,7 +22,7 @@ from ..capture.annotations import CUT
 from ..capture.export import ModelAndLoss
 from ..errors import SettingError
 from ..runtime.deferred_init import put_in_place, substitute
-from ..runtime.distributed.gradient_fusion import Accumulation
+from ..runtime.optimizer_guard import Accumulation
 from .setting_methods import SettingMethods
 
 __all__ = ["Followers", "copied"]

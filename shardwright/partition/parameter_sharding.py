@@ -26,6 +26,9 @@ __all__ = ["OptimizerParallel", "ParameterSharding", "stored_layouts"]
 #: weights after the forward.
 LEVELS = ("level1", "level2", "level3")
 
+#: The level that leaves the choice to the planning (`planners.storage_choice`); no plan has it.
+AUTO_LEVEL = "auto"
+
 
 @dataclass(frozen=True)
 class OptimizerParallel:
@@ -34,7 +37,7 @@ class OptimizerParallel:
     Args:
         shard_size: the number of replicas over which a parameter is cut; -1: all.
         threshold: KB (1024 bytes) of a whole parameter from which on it is cut.
-        optimizer_level: "level1", "level2" or "level3".
+        optimizer_level: "level1", "level2" or "level3"; in a user's setting also "auto".
         whole: names of the parameters that are left out.
         kept: at "level3", names of the parameters whose gathered weights are saved for the backward nevertheless.
 
@@ -54,8 +57,9 @@ class OptimizerParallel:
             raise SettingError(f"hsdp: shard_size={size!r}", legal="-1 for all replicas, or a whole number above 0")
         if not isinstance(threshold, (int, float)) or isinstance(threshold, bool) or not threshold >= 0:
             raise SettingError(f"hsdp: threshold={threshold!r}", legal="KB, a number of at least 0")
-        if self.optimizer_level not in LEVELS:
-            raise SettingError(f"hsdp: optimizer_level={self.optimizer_level!r}", legal=", ".join(map(repr, LEVELS)))
+        if self.optimizer_level not in (*LEVELS, AUTO_LEVEL):
+            legal = ", ".join(map(repr, (*LEVELS, AUTO_LEVEL)))
+            raise SettingError(f"hsdp: optimizer_level={self.optimizer_level!r}", legal=legal)
 
     @classmethod
     def of(cls, given: OptimizerParallel | Mapping[str, Any] | None) -> OptimizerParallel | None:
@@ -72,6 +76,11 @@ class OptimizerParallel:
                 f"hsdp: {given!r}", legal='{"shard_size": -1, "threshold": 64, "optimizer_level": "level1"}'
             )
         return cls(**given)
+
+    @property
+    def is_automatic(self) -> bool:
+        """True where the planning chooses the level."""
+        return self.optimizer_level == AUTO_LEVEL
 
     @property
     def accumulates_whole(self) -> bool:

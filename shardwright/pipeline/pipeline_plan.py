@@ -600,23 +600,31 @@ def moments(plan: Plan) -> tuple[Moment, ...]:
     )
 
 
-def timeline_of(plan: Plan | PipelinePlan) -> Simulation:
+def timeline_of(plan: Plan | PipelinePlan, beside: bool = False) -> Simulation:
     """The timeline of one step of a plan.
+
+    Args:
+        plan: the plan.
+        beside: False: every message takes time of its own, as plans are priced. True: messages travel beside
+            computation, as the schedule of communication says (`Price.elapsed`).
 
     A plan without a pipeline is one stage and one micro-batch, with its bytes at every moment (`Plan.timeline`). For
     a stage of a pipeline, the bytes are the maximum during a forward, and during a backward.
     """
-    return _of_one(plan) if isinstance(plan, Plan) else _of_stages(plan)
+    return _of_one(plan, beside) if isinstance(plan, Plan) else _of_stages(plan, beside)
 
 
-def _of_one(plan: Plan) -> Simulation:
+def _of_one(plan: Plan, beside: bool) -> Simulation:
     fixed, kept, held = _held(plan, together=False)
     seconds = [[m.seconds for m in moments(plan) if m.half == half] for half in ("forward", "backward")]
     one = schedule("gpipe", 1, 1) if plan.backward else forward_only((0,), 1)
+    halves = [sum(half) for half in seconds]
+    if beside:
+        halves = [plan.in_time.forward, plan.in_time.total - plan.in_time.forward]
     return simulate(
         one,
-        [sum(seconds[0])],
-        [sum(seconds[1])],
+        halves[:1],
+        halves[1:],
         fixed=[fixed],
         kept=[kept],
         devices=[plan.devices],
@@ -638,7 +646,7 @@ def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], 
         together: True where micro-batches share gathered parameters that are saved for the backward, and accumulate
             their gradients.
     """
-    line = plan.timeline
+    line = plan.memory_under(plan.stage_schedule if together else plan.schedule)
     crosses = lambda h: h.start < line.forward < h.stop
     standing = {
         id(h)
@@ -655,7 +663,7 @@ def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], 
     )
 
 
-def _of_stages(plan: PipelinePlan) -> Simulation:
+def _of_stages(plan: PipelinePlan, beside: bool) -> Simulation:
     costs = CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
     each: dict[str, list] = {name: [] for name in ("forward", "backward", "begin", "end", "fixed", "kept", "running")}
     devices = [0] * plan.schedule.groups
@@ -665,9 +673,10 @@ def _of_stages(plan: PipelinePlan) -> Simulation:
         two = CostModel(Cluster.of(stage.plan.cluster, stage.devices), stage.devices).plan(stage.plan, 2)
         forward, backward = two.forward - one.forward, two.backward - one.backward
         fixed, kept, held = _held(stage.plan, together=True)
+        own = stage.plan.stage_in_time if beside else None
         values = (
-            forward,
-            backward,
+            forward if own is None else own.forward,
+            backward if own is None else own.total - own.forward,
             max(0.0, one.forward - forward),
             max(0.0, one.backward - backward),
             fixed,

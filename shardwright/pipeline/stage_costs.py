@@ -408,7 +408,10 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
         more = two[operator] - price
         seconds[unit_of(operator)] += more
         once[unit_of(operator)] += max(0.0, price - more)
-    line, makers = (plan.timeline, {o.name: unit_of(i.operator) for i in plan.program.instructions for o in made_by(i)})
+    line, makers = (
+        plan.unscheduled,
+        {o.name: unit_of(i.operator) for i in plan.program.instructions for o in made_by(i)},
+    )
     makers.update(units.homes)
     for table in (plan.graph.inputs, plan.graph.buffers.values()):
         makers.update((v.name, units.readers[v.name][0]) for v in table if v.name in units.readers)

@@ -104,6 +104,8 @@ def parts_of(plan: Plan, word: bool = True) -> Parts:
     if plan.found is not None and plan.found.limit is not None:
         limit = plan.found.limit
         head["memory"] = int(limit) if float(limit).is_integer() else limit
+    if plan.comm_memory is not None:
+        head["comm_memory"] = plan.comm_memory
     head["cluster"] = None if plan.cluster is None else plan.cluster.to_dict()
     head["total"] = {
         "seconds": plan.cost,

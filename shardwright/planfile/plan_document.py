@@ -139,6 +139,19 @@ class DocumentHead:
         return given
 
     @property
+    def comm_memory(self) -> float | None:
+        """Bytes by which messages under way may raise the peak; None: the default, or the document has no such
+        field."""
+        given = self.words.get("comm_memory")
+        if given is None:
+            return None
+        if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given < math.inf:
+            raise self.wrong(
+                f"comm_memory: {given!r}", "bytes, a number of at least 0, or no such field", "comm_memory"
+            )
+        return float(given)
+
+    @property
     def memory(self) -> float | None:
         """The limit of the search, in bytes a device; None: memory was ignored, or the document has no such field."""
         given = self.words.get("memory")
@@ -484,7 +497,18 @@ class PlanDocument(DocumentHead):
         settled = self.settled(graph, devices)
         memory, found = self.memory, self.found(fed)
         made = Plan(
-            graph, devices, mode, fed, decisions, carries, settled, hsdp, own, self.cluster, optimizer=self.optimizer
+            graph,
+            devices,
+            mode,
+            fed,
+            decisions,
+            carries,
+            settled,
+            hsdp,
+            own,
+            self.cluster,
+            optimizer=self.optimizer,
+            comm_memory=self.comm_memory,
         )
         try:
             _ = made.program

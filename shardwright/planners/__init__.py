@@ -13,6 +13,7 @@ plan_search          the part that all searching planners share
 memory_problem       the same problem with bytes and a limit
 remat_states         the choice between saving and recomputing a value
 implied_inputs       devices that marks imply; the whole batch of which a process feeds a part
+storage_choice       the storage of parameters with the fastest step: hsdp(optimizer_level="auto")
 replanning           a plan reused at other sizes of the inputs
 """
 

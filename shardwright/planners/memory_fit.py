@@ -123,7 +123,7 @@ def fits(search: Search, decided: Decisions, limit: float, optimizer: Any = "ada
         search.hsdp,
         optimizer=optimizer,
     )
-    return plan.peak <= limit
+    return plan.unscheduled.peak <= limit
 
 
 def limited(decided: Decisions, limit: float) -> Decisions:
@@ -227,7 +227,7 @@ class _Fitting:
             optimizer=self.optimizer,
         )
         found = replace(made.found, limit=self.limit) if made.found is not None else None
-        return made._replace(decisions=decisions, found=found, hsdp=hsdp), plan.timeline
+        return made._replace(decisions=decisions, found=found, hsdp=hsdp), plan.unscheduled
 
     def refused(self, walked: MemoryTimeline, fits: str) -> TooLittleMemoryError:
         totals = walked.totals()

@@ -26,6 +26,7 @@ from ..cost.cost_model import CostModel
 from ..cost.memory_timeline import optimizer_bytes
 from ..errors import PlanError, SettingError
 from ..launch.device_choice import accelerators, asked_device
+from ..partition.gradient_fusion import Fusion
 from ..partition.local_program import LocalOp
 from ..partition.rematerialization import RecomputedInstruction
 from ..partition.uneven import true_slice
@@ -35,8 +36,8 @@ from ..process import Runtime, playing, stream
 from ..pytree_objects import opened
 from ..report.format import size_text
 from ..runtime.distributed.dtensors import beginning, to_dtensor
-from ..runtime.distributed.gradient_fusion import Accumulation, Fusion
 from ..runtime.distributed.parameters import ShardedState
+from ..runtime.optimizer_guard import Accumulation
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import make_program
 from ..sharded_plan import Plan
@@ -270,7 +271,12 @@ class _Rehearsed:
             replace(i, target=self.clock.timed(i)) if isinstance(i, LocalOp) else i for i in plan.program.instructions
         )
         made = self._with_constants(plan)
-        vars(made).update(program=replace(plan.program, instructions=instructions), regions=plan.regions)
+        vars(made).update(
+            program=replace(plan.program, instructions=instructions),
+            regions=plan.regions,
+            schedule=plan.schedule,
+            stage_schedule=plan.stage_schedule,
+        )
         return made
 
     def _with_constants(self, plan: Plan) -> Plan:

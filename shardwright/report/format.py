@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..cost.communication_schedule import Message, block_of
 from ..errors import PlanError
 from ..graph import Value, short_dtype
 from ..layout import Layout
@@ -27,6 +28,7 @@ __all__ = [
     "header",
     "held_lines",
     "layout_text",
+    "message_line",
     "results_lines",
     "size_text",
     "sources",
@@ -104,6 +106,26 @@ def written_line(
     if types:
         parts.append(types)
     return "  ".join(parts) + (f"   # {comment}" if comment else "")
+
+
+def message_line(action: str, number: int, message: Message, ranks: tuple[int, ...]) -> str:
+    """``issue 3: all_gather  {ranks: (0, 1), bytes: 64}   # weights of blocks.1: up.weight``, or ``wait 3   # …``.
+
+    Args:
+        action: "issue" or "wait".
+        number: of the message.
+        message: the message.
+        ranks: its ranks.
+    """
+    if action == "wait":
+        return f"wait {number}   # {message}"
+    names = list(dict.fromkeys(m.name for m in message.members))
+    blocks = {block_of(name) for name in names}
+    if len(blocks) == 1 and (block := blocks.pop()) and message.role in ("gather", "scatter"):
+        names = [name[len(block) + 1 :] for name in names]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    said = "" if [message.whose] == names else f": {', '.join(names[:3])}{more}"
+    return f"issue {number}: {message.kind}  {{ranks: {ranks}, bytes: {message.bytes}}}   # {message.whose}{said}"
 
 
 def where(name: str, module: str, source: str) -> str:

@@ -9,6 +9,12 @@
     %5 = matmul(%4, %w1)  f32[16, 196], f32[196, 512] -> f32[16, 512]   # matmul1  net.py:41
     %6 = all_reduce(%5)  {ranks: (4, 5, 6, 7), bytes: 32768}  f32[16, 512] -> f32[16, 512]   # completes %5
 
+   The line of a collective stands where its result is needed. Two further lines say where a library such as NCCL
+   issues a message that is under way beside other work, and where it is waited for (`Plan.schedule`):
+
+    issue 3: all_gather  {ranks: (0, 1, 2, 3), bytes: 65536}   # weights of blocks.1: up.weight, down.weight
+    wait 3   # all_gather, weights of blocks.1
+
 3. A pipeline (`staged_texts`) has the schedule of the rank's group, and the program of each of its stages, for one
    micro-batch:
 
@@ -24,10 +30,12 @@ alone, and needs no other rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..cost.communication_schedule import CommunicationSchedule
 from ..errors import PlanError
 from ..graph import Value
 from ..json_files.json_values import write_text
@@ -44,6 +52,7 @@ from .format import (
     header,
     held_lines,
     layout_text,
+    message_line,
     results_lines,
     sources,
     types_text,
@@ -188,7 +197,25 @@ class Execute:
         self.lines: list[str] = []
         self.gradients: dict[str, list[str]] = {}  # instance name -> the gradients of its uses so far
         self.again: dict[str, str] = {}  # instance name -> the number of the recomputed value
+        self.schedule, count = self.scheduled(), len(plan.program.instructions)
+        self.moments = {id(i): moment for moment, i in enumerate(plan.program.instructions)}
+        self.back_moments = {id(i): moment for moment, i in enumerate(plan.backward, count)}
+        self.due: dict[bool, list[tuple[int, str, int]]] = {False: [], True: []}  # of the forward, of the backward
+        for moment, actions in self.schedule.actions.items():
+            for action, number in actions:
+                self.due[self.schedule.messages[number].issue >= count].append((moment, action, number))
         self.region: Any = None  # the recomputed region of the latest line
+
+    def scheduled(self) -> CommunicationSchedule:
+        """Where the messages are issued and waited for."""
+        return self.plan.schedule
+
+    def messages(self, moment: float, back: bool = False) -> None:
+        """Write what is issued and waited for up to a moment of the forward, or of the backward."""
+        while self.due[back] and self.due[back][0][0] <= moment:
+            _, action, number = self.due[back].pop(0)
+            message = self.schedule.messages[number]
+            self.lines.append(message_line(action, number, message, self.group(message.digits)))
 
     def run(self) -> list[str]:
         self.forward(self.plan.program.instructions)
@@ -203,10 +230,12 @@ class Execute:
     def forward(self, instructions: Iterable[Any]) -> None:
         self.lines.append("# forward")
         for instruction in instructions:
+            self.messages(self.moments[id(instruction)])
             if isinstance(instruction, LocalOp):
                 self.compute(instruction)
             else:
                 self.convert(instruction)
+        self.messages(math.inf)
 
     def results(self) -> None:
         program = self.plan.program
@@ -322,6 +351,7 @@ class Execute:
     def back(self, instructions: Iterable[Any]) -> None:
         """Write the backwards of instructions."""
         for instruction in instructions:
+            self.messages(self.back_moments[id(instruction)], back=True)
             if isinstance(instruction, LocalOp):
                 self.compute_backward(instruction)
             elif isinstance(instruction, Redistribute):
@@ -334,6 +364,7 @@ class Execute:
                 self.extreme_backward(instruction)
 
     def final(self) -> None:
+        self.messages(math.inf, back=True)
         program = self.plan.program
         final = [f"{name}: {self.total(i.name)}" for name, i in program.parameters.items() if i.name in self.gradients]
         self.lines.append(f"gradients {{{', '.join(final)}}}" if final else "# no parameter has a gradient")
@@ -559,6 +590,9 @@ class _Staged(Execute):
         ]
         outputs = stage.plan.program.outputs
         self.results_of_model, self.sent = outputs[: len(stage.results)], outputs[len(stage.results) :]
+
+    def scheduled(self) -> CommunicationSchedule:
+        return self.plan.stage_schedule
 
     def run(self) -> list[str]:
         """The lines of the stage's program."""

@@ -28,6 +28,7 @@ __all__ = [
     "NOTES",
     "UNLIMITED",
     "alternatives_of",
+    "beside_lines",
     "cuts_of",
     "memory_line",
     "narrow",
@@ -213,6 +214,21 @@ def total(plan: Plan, sent: Iterable[Collective], when: str = "in a step") -> st
     return f"a rank sends {when}: {parts}, together {size_text(plan.sent)}"
 
 
+def beside_lines(plan: Plan) -> Iterator[str]:
+    """The step whose messages travel beside computation: its time, and the messages that are waited for longest."""
+    price, step = plan.price, plan.in_time
+    if not price.communication:
+        return
+    yield (
+        f"with messages beside computation, as on a library such as NCCL, a step takes {time_text(price.elapsed)}: "
+        f"computing {time_text(step.compute)}, waiting for messages {time_text(price.exposed)} of their "
+        f"{time_text(price.communication)}"
+    )
+    longest = [f"{plan.schedule.messages[number]} ({time_text(seconds)})" for number, seconds in step.waits[:WAITS]]
+    if longest:
+        yield f"waited for longest: {'; '.join(longest)}"
+
+
 def parameters(plan: Plan) -> Table:
     """The table of parameters: shapes, cuts, layouts and bytes on a device."""
     cut = plan.hsdp is not None or any(p.storage != p.layout for p in plan.parameters.values())
@@ -261,8 +277,8 @@ def _cut(parameter: ParameterPlan) -> str:
     return f"cut over {further}" if further > 1 else parameter.note or ""
 
 
-#: The numbers of communications and of notes that are shown.
-DEAREST, NOTES = 10, 20
+#: The numbers of communications and of notes that are shown, and of messages that are waited for.
+DEAREST, NOTES, WAITS = 10, 20, 3
 
 
 #: The number of alternatives that are shown.

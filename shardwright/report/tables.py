@@ -23,7 +23,19 @@ from ..pipeline.pipeline_plan import PipelinePlan
 from ..sharded_plan import Plan
 from .format import size_text, time_text
 from .pipeline_tables import explain_pipeline, summary_of_pipeline
-from .table_parts import DEAREST, LEGEND, NOTES, UNLIMITED, memory_line, narrow, parameters, rows, total, wide
+from .table_parts import (
+    DEAREST,
+    LEGEND,
+    NOTES,
+    UNLIMITED,
+    beside_lines,
+    memory_line,
+    narrow,
+    parameters,
+    rows,
+    total,
+    wide,
+)
 
 __all__ = ["explain", "summary"]
 
@@ -92,6 +104,8 @@ def summary(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
         f"a step takes {time_text(price.total)}: forward {forward}, backward {backward}; computing {computing}, "
         f"communication {sending}"
     )
+    for line in beside_lines(plan):
+        say(line)
     if plan.bound is None:
         say(
             "no lower bound was proved"

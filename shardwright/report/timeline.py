@@ -5,6 +5,9 @@
    nanosecond.
 2. `picture`: SVG, with a row for each group.
 3. `simulated`: text in a terminal: the time of a step, each group's waiting time and memory, and the schedule's grid.
+
+All three also show a step whose messages travel beside computation (`cost.cost_model.StepInTime`): a row for the
+computation and one for each level of links.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..cost.cost_model import StepInTime, StreamSpan
 from ..pipeline.pipeline_plan import Moment
 from ..pipeline.schedules import Action
 from ..pipeline.simulate import Once, Simulation, Span
@@ -64,6 +68,7 @@ def trace(
     names: Sequence[str] | None = None,
     ranks: Sequence[Sequence[int]] | None = None,
     operators: Mapping[int, Sequence[Moment]] | None = None,
+    beside: Mapping[str, StepInTime] | None = None,
 ) -> dict[str, Any]:
     """A step in the Trace Event Format: complete events for actions, counters for bytes.
 
@@ -73,6 +78,8 @@ def trace(
         ranks: by group, its ranks, each of which gets a row; None: one row a group.
         operators: by stage, the moments of its forward and its backward; drawn below each action, stretched to its
             length.
+        beside: title -> a step, or a micro-batch of a stage, whose messages travel beside computation: a process with
+            a row for the computation and one for each level of links.
     """
     events: list[dict[str, Any]] = []
     for group in range(simulation.schedule.groups):
@@ -95,6 +102,14 @@ def trace(
             {"ph": "C", "name": "memory", "pid": group, "ts": stamp, "args": {"bytes": nbytes}}
             for stamp, nbytes in _counts(simulation, group)
         ]
+    for pid, (title, step) in enumerate((beside or {}).items(), simulation.schedule.groups):
+        events += [
+            {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": title}},
+            {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}},
+        ]
+        for row, (stream, spans) in enumerate(_streams(step).items()):
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": row, "args": {"name": stream}})
+            events += [_event(span.what, span.half, span.start, span.stop, pid, row, {}) for span in spans]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -105,6 +120,14 @@ def trace(
             "micro-batches": simulation.schedule.micro_batches,
         },
     }
+
+
+def _streams(step: StepInTime) -> dict[str, list[StreamSpan]]:
+    """The spans of each stream, computation first."""
+    out: dict[str, list[StreamSpan]] = {"computation": []}
+    for span in step.spans:
+        out.setdefault(span.stream, []).append(span)
+    return out
 
 
 def _stamp(seconds: float) -> float:
@@ -177,7 +200,12 @@ FONT, SMALL, WIDE = 11.0, 8.0, 0.58
 NARROW, WIDEST, EACH = 880, 2600, 36
 
 
-def picture(simulation: Simulation, names: Sequence[str] | None = None, title: str | None = None) -> str:
+def picture(
+    simulation: Simulation,
+    names: Sequence[str] | None = None,
+    title: str | None = None,
+    beside: StepInTime | None = None,
+) -> str:
     """A step as SVG: a row for each group, its spans coloured by kind and labelled where there is room, its memory
     below; an axis of time; bubble and peaks as text.
 
@@ -185,13 +213,18 @@ def picture(simulation: Simulation, names: Sequence[str] | None = None, title: s
         simulation: the simulated step.
         names: the names of the groups.
         title: None: `headline`.
+        beside: the step whose messages travel beside computation, in further rows: its computation, and each level of
+            links.
     """
-    return "\n".join(_Picture(simulation, names, title or headline(simulation)).lines()) + "\n"
+    return "\n".join(_Picture(simulation, names, title or headline(simulation), beside).lines()) + "\n"
 
 
 class _Picture:
-    def __init__(self, simulation: Simulation, names: Sequence[str] | None, title: str) -> None:
+    def __init__(
+        self, simulation: Simulation, names: Sequence[str] | None, title: str, beside: StepInTime | None
+    ) -> None:
         self.simulation, self.title = simulation, title
+        self.streams = {} if beside is None else _streams(beside)
         made = simulation.schedule
         self.groups = range(made.groups)
         self.names = [_name(simulation, group, names) for group in self.groups]
@@ -201,12 +234,14 @@ class _Picture:
         self.pitch = ROW + GAP + (HELD if self.holds else 0)
         peaks = [f"peak {size_text(simulation.peak(group))}" for group in self.groups]
         self.labels = list(zip(self.names, peaks if self.holds else [""] * made.groups))
-        self.left = MARGIN + 10 + FONT * WIDE * max((len(text) for pair in self.labels for text in pair), default=0)
+        texts = [*(text for pair in self.labels for text in pair), *self.streams]
+        self.left = MARGIN + 10 + FONT * WIDE * max(map(len, texts), default=0)
         # wide enough that an average action has EACH pixels, after the bubble has taken its share of the axis
         actions = max((len(row) for row in simulation.by_group), default=1)
         self.span = min(max(NARROW, EACH * actions / max(0.05, 1 - simulation.bubble)), WIDEST)
         self.width = self.left + self.span + MARGIN + 8
-        self.bottom = HEAD + self.pitch * made.groups
+        self.below = HEAD + self.pitch * made.groups
+        self.bottom = self.below + (ROW // 2 + 4) * len(self.streams)
         self.height = self.bottom + 40
         # stage -> the number of earlier stages of its group: later stages are paler
         self.depth = {
@@ -228,7 +263,23 @@ class _Picture:
         yield from self.axis()
         for group in self.groups:
             yield from self.row(group)
+        for number, stream in enumerate(self.streams):
+            yield from self.stream(stream, self.below + (ROW // 2 + 4) * number)
         yield "</svg>"
+
+    def stream(self, name: str, top: float) -> Iterator[str]:
+        """The row of one stream of the step whose messages travel beside computation."""
+        height = ROW / 2
+        yield _text(self.left - 10, top + height - 2, name, anchor="end", size=SMALL + 1, fill="#444444")
+        yield f'<path d="M{self.left:.1f} {top}h{self.span:.1f}v{height}h{-self.span:.1f}z" fill="{WAITS}"/>'
+        for span in self.streams[name]:
+            x, width = self.x(span.start), self.x(span.stop) - self.x(span.start)
+            colour = KINDS["F" if span.half == "forward" else "B"][1]
+            said = f"{span.what}: {time_text(span.stop - span.start)} from {time_text(span.start)}"
+            yield (
+                f'<rect class="stream" x="{x:.2f}" y="{top}" width="{width:.2f}" height="{height}" fill="{colour}">'
+                f"<title>{escape(said)}</title></rect>"
+            )
 
     def legend(self) -> Iterator[str]:
         kinds = [kind for kind in KINDS if any(_kind(span) == kind for span in self.simulation.spans)]
@@ -344,7 +395,13 @@ def _text(
 LINES, COLUMNS = 64, 120
 
 
-def simulated(simulation: Simulation, ranks: Sequence[range], memory: float, file: IO[str] | None = None) -> None:
+def simulated(
+    simulation: Simulation,
+    ranks: Sequence[range],
+    memory: float,
+    file: IO[str] | None = None,
+    beside: Sequence[str] = (),
+) -> None:
     """Print a simulated step: its time, each group's work, waiting and memory, and the schedule.
 
     Args:
@@ -352,11 +409,14 @@ def simulated(simulation: Simulation, ranks: Sequence[range], memory: float, fil
         ranks: by group, its ranks.
         memory: the bytes of a device's memory.
         file: the file to print to; None: standard output.
+        beside: lines of the step whose messages travel beside computation (`beside_lines`).
     """
     console = Console(file=file, highlight=False, soft_wrap=True)
     console = console if console.is_terminal else Console(file=file, highlight=False, width=200)
     say = lambda text: console.print(Text(text))
     say(headline(simulation))
+    for line in beside:
+        say(line)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for name in ("ranks", "stages", "works", "waits", "always holds", "peak memory"):
         table.add_column(name, justify="left" if name in ("ranks", "stages") else "right", overflow="fold")

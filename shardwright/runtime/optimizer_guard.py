@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..errors import SettingError
 
 __all__ = [
+    "Accumulation",
     "before_next_step",
     "close_to_steps",
     "not_summed",
@@ -34,6 +36,21 @@ __all__ = [
     "successor_of",
     "watch_steps",
 ]
+
+
+@dataclass
+class Accumulation:
+    """The state of `AutoParallel.no_sync`: whether gradients of a backward stay unsummed, and the parameters that have
+    such.
+
+    Attributes:
+        open: True while gradients stay unsummed.
+        kept: id of a parameter -> the parameter, for those that hold an unsummed gradient, or did.
+    """
+
+    open: bool = False
+    kept: dict[int, Any] = field(default_factory=dict)
+
 
 _REPLACED, _SUCCESSOR, _CLOSED = "_shardwright_replaced", "_shardwright_successor", "_shardwright_closed"
 

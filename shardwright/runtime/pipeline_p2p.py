@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..graph import Value
 from ..layout import Layout
+from ..partition.gradient_fusion import Fusion
 from ..partition.local_program import Redistribute
 from ..pipeline.pipeline_plan import PipelinePlan, Stage
 from ..process import Runtime
@@ -24,13 +25,12 @@ from ..torch_private import number_of_groups
 from .compilation import Compilation
 from .device_seed import place_seed
 from .distributed.buckets import GradientSums
-from .distributed.gradient_fusion import Accumulation, Fusion
 from .distributed.gradients import of_stage
 from .distributed.parameters import ParameterPlacement, ShardedState
 from .distributed.process_groups import ProcessGroups
 from .distributed.rank_executor import RankExecutor
 from .lower import Lowered, lower
-from .optimizer_guard import set_empty_aside
+from .optimizer_guard import Accumulation, set_empty_aside
 from .pipeline_step import PipelineProgram, StageBody
 from .stage_links import link_of
 
@@ -71,8 +71,11 @@ def process_pipeline(
         groups = held.groups
         lowered = lower(stage.plan)
         seed_device = place_seed(lowered, runtime.device) if compiled else None
-        body = RankExecutor(lowered, groups, compiled, scatters=True, outside=stage.plan.gathered_once)
-        sums = GradientSums(body.sums, body.types, groups, fusion, accumulation, followed=body.followed)
+        trained = [name for name, p in parameters.items() if name in lowered.parameters and p.requires_grad]
+        schedule = stage.plan.scheduled(not groups.exchanges, fusion, trained, stage=True)
+        outside = stage.plan.gathered_once
+        body = RankExecutor(lowered, groups, schedule, compiled, scatters=True, outside=outside)
+        sums = GradientSums(body.sums, body.types, groups, schedule, accumulation, followed=body.followed)
         leaves = held.leaves(holder, sums, set(lowered.parameters))
         body.attach(parameters)
         counts = None if stage.counts is None else _counting(lower(stage.counts), held, runtime)

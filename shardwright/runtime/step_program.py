@@ -21,6 +21,7 @@ from ..capture.side_effects import Effects
 from ..device_modules import moved
 from ..graph import Value
 from ..layout import Layout
+from ..partition.gradient_fusion import Fusion
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..process import Runtime, stream
 from ..pytree_objects import closed, holds_objects
@@ -29,11 +30,11 @@ from .call_boundary import handings, kept_apart, leading_on, put_back, shared
 from .compilation import Compilation, keep_in_place
 from .deferred_init import materialize, put_in_place
 from .device_seed import place_seed
-from .distributed.gradient_fusion import Accumulation, Fusion
 from .distributed.parameter_hooks import with_rank_dim
 from .freed import freed
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lower import Lowered, lower
+from .optimizer_guard import Accumulation
 from .pipeline_step import PipelineProgram, local_pipeline
 
 if TYPE_CHECKING:
@@ -232,9 +233,11 @@ def _on_processes(
         )
     else:
         held.take_buffers(holder, runtime.device)
-    body = ProcessProgram(lowered, held.groups, compiled)
+    trained = [name for name, parameter in holder.named_parameters() if parameter.requires_grad]
+    schedule = plan.scheduled(not held.groups.exchanges, fusion, trained)
+    body = ProcessProgram(lowered, held.groups, schedule, compiled)
     leaves = held.leaves(
-        holder, GradientSums(body.sums, body.types, held.groups, fusion, accumulation, body.scattered, body.followed)
+        holder, GradientSums(body.sums, body.types, held.groups, schedule, accumulation, body.scattered, body.followed)
     )
     body.attach(dict(holder.named_parameters()))
     state = [leaves[n] for n in lowered.parameters] + [held.buffers[n] for n in lowered.buffers]

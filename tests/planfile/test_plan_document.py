@@ -55,6 +55,7 @@ def test_what_is_loaded_is_what_was_saved(name: str, tmp_path: Path) -> None:
         "cluster",
         "found",
         "optimizer",
+        "comm_memory",
         "regions",
     ):
         assert getattr(loaded, name) == getattr(plan, name), name
@@ -107,6 +108,7 @@ def test_a_document_has_all_that_a_plan_has() -> None:
         "cluster",
         "found",
         "optimizer",
+        "comm_memory",
     }
 
 

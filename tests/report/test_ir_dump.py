@@ -111,6 +111,32 @@ def test_a_dump_has_the_collectives_of_the_plan(tutorial, rank):
         assert expected and collectives(execute_text(plan, rank)) == expected
 
 
+def test_messages_under_way_are_dumped_where_they_are_issued_and_waited_for():
+    net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+    x = torch.empty(16, 16, device="meta")
+    hsdp = {"threshold": 0, "optimizer_level": "level3"}
+    plan = sw.plan(net, (x,), nn.MSELoss(), x, devices=8, parallel_mode="data_parallel", hsdp=hsdp)
+    text = execute_text(plan, 5)
+    forward, _, backward = text.partition("# backward")
+    found = re.search(
+        rf"\nissue (\d+): all_gather  \{{ranks: {re.escape(ALL)}, bytes: 128\}}   # weights of 1: weight\n", forward
+    )
+    assert found is not None
+    at = lambda part, line: part.index(f"\n{line}")
+    # The second layer's weight is issued before the first layer computes, and waited for in front of its gather's line.
+    assert found.start() < forward.index("= linear(") < at(forward, f"wait {found[1]} ")
+    assert re.search(rf"\nwait {found[1]}   # all_gather, weights of 1\n%\d+ = all_gather\(%1.weight\)", forward)
+    # Scatters are waited for at the end, gathers of the backward one layer ahead.
+    numbers = re.findall(r"\nissue (\d+): reduce_scatter", backward)
+    assert len(numbers) == 3
+    end = backward.index("\ngradients {")
+    waits = [at(backward, f"wait {number}") for number in numbers]
+    assert waits == sorted(waits) and "=" not in backward[waits[0] : end]
+    assert re.search(r"\nissue \d+: all_gather .*   # weights of 1, again: weight\n", backward)
+    for action, number, kind in re.findall(r"^(issue|wait) (\d+)(?::|   #) (\w+)", text, re.M):
+        assert plan.schedule.messages[int(number)].kind == kind and action in ("issue", "wait")
+
+
 def test_every_value_is_defined_before_it_is_used(tutorial):
     for plan in (tutorial, planned(Mixed()), planned(Mixed(), parallel_mode="data_parallel")):
         for text in (begin_text(plan, 3), execute_text(plan, 3)):

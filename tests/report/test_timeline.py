@@ -20,6 +20,7 @@ from shardwright.cli.main import main
 from shardwright.pipeline.pipeline_plan import Moment, timeline_of
 from shardwright.pipeline.schedules import Schedule, schedule
 from shardwright.pipeline.simulate import Simulation, simulate
+from shardwright.report.format import time_text
 from shardwright.report.timeline import FONT, KINDS, SMALL, WIDE, headline, picture, trace
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -266,7 +267,8 @@ def test_simulate_reads_the_plan_of_a_pipeline(
     assert headline(made) in out and made.schedule.grid().strip() in out
     events = json.loads(written.read_text())["traceEvents"]
     consistent(events, made, [[0], [0]])
-    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["ranks 0-3", "ranks 4-7"]
+    named = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert named[:2] == ["ranks 0-3", "ranks 4-7"]
     for stage in plan.stages:
         assert {e["name"] for e in complete(events, stage.number, 1)} & set(stage.plan.decisions)
     _, boxes, texts = read(drawn.read_text())
@@ -275,6 +277,49 @@ def test_simulate_reads_the_plan_of_a_pipeline(
     assert main(command) == 0
     assert "the trace is without operators" in capsys.readouterr().out
     assert not complete(json.loads(written.read_text())["traceEvents"], 0, 1)
+
+
+def test_messages_beside_computation_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(hsdp={"optimizer_level": "level3", "threshold": 0})
+    path, written, drawn = (tmp_path / name for name in ("plan.json", "t.json", "p.svg"))
+    plan.save(path)
+    assert main(["simulate", str(path), "--trace", str(written), "--picture", str(drawn)]) == 0
+    out = capsys.readouterr().out
+    assert f"a step takes {time_text(plan.price.elapsed)}: computing {time_text(plan.price.compute)}" in out
+    assert f"waiting for messages {time_text(plan.price.exposed)} of" in out and "waited for longest: " in out
+    events = json.loads(written.read_text())["traceEvents"]
+    named = {e["args"]["name"]: (e["pid"], e["tid"]) for e in events if e["name"] == "thread_name" and e["pid"] == 1}
+    assert list(named) == ["computation", "NVLink 4"]
+    for stream, row in named.items():
+        spans = [span for span in plan.in_time.spans if span.stream == stream]
+        found = complete(events, *row)
+        assert [e["name"] for e in found] == [span.what for span in spans] and spans
+        assert [e["ts"] for e in found] == pytest.approx([span.start * 1e6 for span in spans], abs=1e-3)
+    # The gather of the second layer's weight stands beside the computation of the first layer.
+    gathers = [span for span in plan.in_time.spans if span.stream == "NVLink 4" and span.what.startswith("all_gather")]
+    first = next(span for span in plan.in_time.spans if span.stream == "computation")
+    assert any(span.start < first.stop for span in gathers)
+    streams = [r for r in ET.fromstring(drawn.read_text()).iter(f"{SVG}rect") if r.get("class") == "stream"]
+    assert len(streams) == len(plan.in_time.spans)
+    assert {"computation", "NVLink 4"} <= {t.text for t in ET.fromstring(drawn.read_text()).iter(f"{SVG}text")}
+
+
+def test_messages_of_stages_beside_computation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(
+        pipeline=dict(stages=2, micro_batches=4, stage_config={"a": 0, "b": 1, "c": 1}),
+        hsdp={"optimizer_level": "level3", "threshold": 0},
+    )
+    path, written = tmp_path / "plan.json", tmp_path / "t.json"
+    plan.save(path)
+    assert main(["simulate", str(path), "--trace", str(written)]) == 0
+    alone, beside = timeline_of(plan), timeline_of(plan, beside=True)
+    assert beside.total < alone.total and plan.cost == alone.total
+    assert f"with messages beside computation, as on a library: {headline(beside)}" in capsys.readouterr().out
+    names = [e["args"]["name"] for e in json.loads(written.read_text())["traceEvents"] if e["name"] == "process_name"]
+    assert names[2:] == [f"messages beside computation, stage {s}, one micro-batch" for s in range(2)]
+    for stage in plan.stages:
+        spans = [s for s in beside.spans if s.group == stage.number and str(s.action).endswith("F0")]
+        assert spans[0].stop - spans[0].start == pytest.approx(stage.plan.stage_in_time.forward)
 
 
 def test_simulate_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,10 +94,12 @@ class CollectiveLog:
     Attributes:
         sent: the collectives.
         operators: the number of operators called so far.
+        events: ("issue" or "wait", the collective), in order; the first wait for each alone.
     """
 
     sent: list[Sent] = field(default_factory=list)
     operators: int = 0
+    events: list[tuple[str, Sent]] = field(default_factory=list)
 
     def kinds(self) -> list[tuple[str, torch.dtype]]:
         """Kind and dtype of each, in order."""
@@ -115,12 +117,14 @@ class CollectiveLog:
         """Add a collective of a tensor, or of a list of them."""
         tensors = [given] if isinstance(given, Tensor) else list(given)
         self.sent.append(Sent(kind, tensors[0].dtype, sum(x.nbytes for x in tensors), ranks, self.operators))
+        self.events.append(("issue", self.sent[-1]))
         return self.sent[-1]
 
     def finish(self, one: Sent) -> None:
         """Note the first wait for a collective."""
         if one.waited is None:
             one.waited = self.operators
+            self.events.append(("wait", one))
 
 
 class _Work:

@@ -133,6 +133,9 @@ PLANS: dict[str, Callable[[], sw.Plan]] = {
     "tutorial, data_parallel": lambda: tutorial(parallel_mode="data_parallel", dataset_strategy="data_parallel"),
     "tutorial, stand_alone": lambda: tutorial(parallel_mode="stand_alone"),
     "tutorial, hsdp": lambda: tutorial(hsdp={"shard_size": 2, "threshold": 0, "optimizer_level": "level3"}),
+    "tutorial, hsdp, allowance": lambda: tutorial(
+        hsdp={"threshold": 0, "optimizer_level": "level3"}, comm_memory="1MB"
+    ),
     "tutorial, on a cluster": lambda: tutorial(cluster="h100x8"),
     "tutorial, propagated": lambda: tutorial(parallel_mode="sharding_propagation"),
     "tutorial, searched": lambda: tutorial(parallel_mode="dynamic_programming", cluster="h100x8"),

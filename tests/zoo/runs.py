@@ -18,12 +18,13 @@ from shardwright.capture.graph_reader import MarkUse
 from shardwright.cluster import Cluster
 from shardwright.graph import Graph, Op
 from shardwright.layout import digits_size
+from shardwright.partition.gradient_fusion import Fusion
 from shardwright.planners.search_space import assignments, atoms_of
 from shardwright.planning import make_plan
 from shardwright.process import Runtime
 from shardwright.pytree_objects import opened
 from shardwright.rules import bound_rule, find_rule
-from shardwright.runtime.distributed.gradient_fusion import Accumulation, Fusion
+from shardwright.runtime.optimizer_guard import Accumulation
 from shardwright.runtime.step_program import make_program
 from shardwright.settings import Settings
 from shardwright.sharded_plan import Plan

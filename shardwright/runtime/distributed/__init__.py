@@ -2,12 +2,12 @@
 
 rank_executor        the program on one rank
 compiled_parts       parts of a program that only a compiled program has
+scheduled_collectives      collectives in two parts, issued and waited for where the schedule says
 process_groups       the ranks that differ from this one in some digits alone
 collectives          the steps of a redistribution as collectives
 shared_memory        collectives of the ranks of one host, through memory that they share
 parameters, dtensors          parameters: DTensors outside, plain tensors inside
 gradients, buckets            gradients: DTensors of the parameters, summed in buckets
-gradient_fusion      which gradients are summed together
 gradient_edits       gradients that the user edits between backward and step
 gradient_norms       norms of gradients and GradScaler's check, in one all-reduce
 local_steps          steps of optimizers on each rank's slices

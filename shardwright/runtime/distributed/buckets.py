@@ -28,7 +28,7 @@ no term is kept: all are scattered.)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -36,19 +36,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...layout import Digit, Digits, digits_size, group_of
-from ...redistribution import CollectiveKind, Redistribution, digits_value, redistribution
+from ...cost.communication_schedule import CommunicationSchedule
+from ...layout import Digit, Digits, group_of
+from ...redistribution import Redistribution, digits_value, redistribution
 from ...redistribution.redistribution_search import refine
 from ...torch_private import at_backward_end, backward_number, local_tensor, spec_of
+from ..optimizer_guard import Accumulation
 from . import collectives as transport
-from .collectives import Bound, arrangements, begin_scatter, bind_all, reduced, rings
+from .collectives import Bound, arrangements, begin_scatter, bind_all, reduce_in_place, reduced, rings
 from .dtensors import beginning, leaf_of
-from .gradient_fusion import Accumulation, Due, Fusion
 from .gradients import Unsummed, hand_over, keep_unsummed, take_unsummed, unsummed_over
 from .process_groups import Group, ProcessGroups, Rider
 from .watch.positions import WaitPoint, waiting
 
-__all__ = ["GradientSums", "Scatter", "SumInTurns", "block_of"]
+__all__ = ["GradientSums", "Scatter", "SumInTurns"]
 
 
 class Scatter:
@@ -62,10 +63,11 @@ class Scatter:
         held: the dtype of the parameter, in which terms are kept.
         sums: the dtype in which terms are summed.
         keeps: True where terms stay unsummed under `no_sync`; False where each is scattered at once.
+        message: number of the message of the schedule with which it travels while the backward goes on; None: it is
+            waited for at once.
 
     Attributes:
-        overlap: on a library, the parts of a single reduce-scatter that can travel while the backward goes on; None:
-            the scatter is waited for at once.
+        overlap: the parts of a reduce-scatter that travels with a message; None without one.
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class Scatter:
         held: torch.dtype,
         sums: torch.dtype,
         keeps: bool = True,
+        message: int | None = None,
     ) -> None:
+        self.message = message
         self.name, self.scatter, self._rank, self._keeps = name, scatter, groups.rank, keeps
         self._held, self._sums_in = held, sums
         whole, part = scatter.source.without_partial(), scatter.target
@@ -86,9 +90,7 @@ class Scatter:
         self._others = common(scatter.source.partial, part.replicas)
         self._parameter: nn.Parameter | None = None
         self._sums: GradientSums | None = None
-        self.overlap: _Overlap | None = None
-        if not groups.exchanges and not held.is_complex and sums in _SUMMED_AS_THEY_ARE:
-            self.overlap = _Overlap.of(scatter, shape, groups)
+        self.overlap = None if message is None else _Overlap.of(scatter, shape, groups)
 
     @staticmethod
     def fits(scatter: Redistribution) -> bool:
@@ -151,11 +153,10 @@ class Scatter:
         parameter.grad = kept
         sums.keep(parameter)
 
-    @property
-    def together(self) -> Hashable:
-        """Scatters of equal keys travel together: of one block, dtype and set of ranks."""
-        assert self.overlap is not None
-        return block_of(self.name), self._sums_in, self.overlap.digits
+    def finish(self) -> None:
+        """Wait for the message that it travels with, if the message is under way."""
+        if self._sums is not None and self.message is not None:
+            self._sums.finish(self.message)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Scatter) and (self.name, self.scatter) == (other.name, other.scatter)
@@ -164,45 +165,41 @@ class Scatter:
         return hash((self.name, self.scatter))
 
 
-#: Dtypes that libraries sum.
-_SUMMED_AS_THEY_ARE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
 class _Overlap(NamedTuple):
-    """The parts of a scatter that is one reduce-scatter.
+    """The parts of a scatter that is one reduce-scatter, possibly with a sum over further replicas after it.
 
     Attributes:
-        digits, group: the ranks.
+        group: the ranks.
         pieces: term -> what is sent to the ranks, one after the other.
         arranged: what is received -> part.
+        further: the ranks over which the part is then summed; None: none.
     """
 
-    digits: Digits
     group: Group
     pieces: Bound
     arranged: Bound
+    further: Group | None
 
     @classmethod
-    def of(cls, scatter: Redistribution, shape: tuple[int, ...], groups: ProcessGroups) -> _Overlap | None:
-        """The parts; None for a scatter of other steps."""
-        steps = scatter.steps
-        if len(steps) != 1 or steps[0].pattern is not CollectiveKind.REDUCE_SCATTER or steps[0].reduction != "sum":
-            return None
-        digits = steps[0].digits
-        return cls(digits, groups.seen(digits), *arrangements(steps[0].geometry(tuple(shape))))
+    def of(cls, scatter: Redistribution, shape: tuple[int, ...], groups: ProcessGroups) -> _Overlap:
+        """The parts of a scatter, alone or with a sum over further replicas."""
+        first, *more = scatter.steps
+        further = groups.seen(more[0].digits) if more else None
+        return cls(groups.seen(first.digits), *arrangements(first.geometry(tuple(shape))), further)
 
 
 class _ScatterBucket:
-    """The scatters of one block of the model, of one dtype and over the same ranks.
+    """The scatters of one message.
 
     Attributes:
+        number: of the message.
         scatters: the scatters.
         terms: one entry a scatter, None until it comes.
         started: True once the terms are under way in this backward.
     """
 
-    def __init__(self, scatters: list[Scatter], place: WaitPoint) -> None:
-        self.scatters, self.place = scatters, place
+    def __init__(self, number: int, scatters: list[Scatter], place: WaitPoint) -> None:
+        self.number, self.scatters, self.place = number, scatters, place
         self.clear()
 
     def clear(self) -> None:
@@ -214,44 +211,49 @@ class _ScatterBucket:
         """The sum of the terms that have come, under way; None: none has."""
         came = [(s, t) for s, t in zip(self.scatters, self.terms) if t is not None]
         self.terms, self.started = [None] * len(self.scatters), True
-        return _ScatterSum(came, self.place) if came else None
+        return _ScatterSum(self.number, came, self.place) if came else None
 
 
 class _ScatterSum:
     """Reduce-scatters of several gradients as one, under way.
 
     Args:
+        number: of the message.
         came: the scatters and their terms.
         place: the wait point.
     """
 
-    def __init__(self, came: Sequence[tuple[Scatter, Tensor]], place: WaitPoint) -> None:
+    def __init__(self, number: int, came: Sequence[tuple[Scatter, Tensor]], place: WaitPoint) -> None:
+        self.number = number
         first = came[0][0].overlap
         assert first is not None
         n, self._scatters, self._place = first.group.size, [scatter for scatter, _ in came], place
         pieces = [s.overlap.pieces(t).view(n, -1) for s, t in came if s.overlap is not None]
         self._sizes = [p.shape[1] for p in pieces]
         flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+        self._further = first.further
         with waiting(place):
             self._out, self._work = begin_scatter(first.group, flat.reshape(-1))
 
+    @property
+    def follows(self) -> bool:
+        """True where the parts are still to be summed over further replicas."""
+        return self._further is not None
+
     def turn(self) -> None:
-        """Nothing: a library goes on by itself."""
+        """Wait for the scatter, and issue the sum over further replicas, if one is to follow."""
+        if self._further is not None:
+            with waiting(self._place):
+                self._work.wait()
+                self._work, self._further = reduce_in_place(self._further, self._out), None
 
     def finish(self, rank: int) -> None:
         """Wait for the sum, and hand the parts over."""
+        self.turn()
         with waiting(self._place):
             self._work.wait()
         for scatter, part in zip(self._scatters, self._out.split(self._sizes)):
             scatter.take(part)
-
-
-def block_of(name: str) -> str:
-    """The block of the model that a parameter belongs to: the path up to its first number (``blocks.3`` of
-    ``blocks.3.up.weight``), else the path of its module."""
-    path = name.split(".")
-    end = next((i + 1 for i, part in enumerate(path) if part.isdigit()), len(path) - 1)
-    return ".".join(path[:end])
 
 
 def common(some: Digits, others: Digits) -> Digits:
@@ -441,7 +443,7 @@ class GradientSums:
             gradients come; parameters that are not named need no sum.
         types: parameter -> the dtype of its sum, where that is not its own.
         groups: the process groups. All ranks must construct the sums of a program at the same point.
-        fusion: the division of gradients into buckets.
+        schedule: the buckets of gradients, and where messages are waited for.
         accumulation: the state of `no_sync`, shared by all programs of a model.
         scattered: a `Scatter` for each parameter stored in parts whose gradient the program itself reduces.
         followed: parameters after whose gradient the backward's next redistribution gathers over the ranks of its
@@ -453,44 +455,43 @@ class GradientSums:
         digits: dict[str, Digits],
         types: Mapping[str, torch.dtype],
         groups: ProcessGroups,
-        fusion: Fusion,
+        schedule: CommunicationSchedule,
         accumulation: Accumulation,
         scattered: Sequence[Scatter] = (),
         followed: Collection[str] = (),
     ) -> None:
-        self._digits, self._groups, self._fusion, self._accumulation = digits, groups, fusion, accumulation
+        self._digits, self._groups, self._schedule, self._accumulation = digits, groups, schedule, accumulation
         self._types, self._type_of = types, dict[nn.Parameter, torch.dtype]()  # by name; by parameter
         self._scattered, self._followed = scattered, followed
         self._buckets: list[_Bucket] = []
         self._next = 0  # the bucket that is to start next
         self._backward = -1
         self._travelling: list[_Sum | _ScatterSum] = []
-        self._scatter_buckets: dict[Hashable, _ScatterBucket] = {}
+        self._scatter_buckets: dict[int, _ScatterBucket] = {}
         for over in dict.fromkeys(digits.values()):
             groups.of(over)
 
     def leaves(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         """A plain leaf on the storage of each DTensor parameter, by name. Gradients of the leaves are handed
         over to the parameters."""
-        trained = {name: i for i, name in enumerate(n for n, p in parameters.items() if p.requires_grad)}
-        out, due = {}, []
+        trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        out = {}
         for name, parameter in parameters.items():
             with torch.no_grad():
                 out[name] = leaf_of(parameter)
             out[name].requires_grad_(parameter.requires_grad)
-        for name, digits in self._digits.items():
-            if name in trained:
-                held = out[name].dtype
-                dtype = self._type_of[parameters[name]] = self._types.get(name, held)
-                nbytes = out[name].numel() * dtype.itemsize
-                due.append(Due(name, nbytes, (digits, held, dtype), trained[name], digits_size(digits)))
-        for names in self._fusion.buckets(due, library=not self._groups.exchanges):
-            digits = self._digits[names[0]]
+        summed = {name for name in trained if name in self._digits}
+        for name in summed:
+            self._type_of[parameters[name]] = self._types.get(name, out[name].dtype)
+        for _, message in self._schedule.of("sum"):
+            names = [member.name for member in message.members if member.name in summed]
+            if not names:
+                continue
             bucket = _Bucket(
                 [parameters[n] for n in names],
-                digits,
+                message.digits,
                 self._groups,
-                self._place(names, digits),
+                self._place(names, message.digits),
                 names[-1] in self._followed,
                 self._type_of[parameters[names[0]]],
             )
@@ -500,25 +501,24 @@ class GradientSums:
         for name in trained:
             if name not in self._digits:
                 out[name].register_post_accumulate_grad_hook(partial(self._complete, parameters[name]))
-        together: dict[Hashable, list[Scatter]] = {}
+        together: dict[int, list[Scatter]] = {}
         for scatter in self._scattered:
             scatter.attach(parameters[scatter.name], self)
-            if scatter.overlap is not None:
-                together.setdefault(scatter.together, []).append(scatter)
-        for key, scatters in together.items():
-            overlap = scatters[0].overlap
-            assert overlap is not None
-            self._scatter_buckets[key] = _ScatterBucket(
-                scatters, self._place([s.name for s in scatters], overlap.digits)
-            )
+            if scatter.message is not None:
+                together.setdefault(scatter.message, []).append(scatter)
+        for number, scatters in together.items():
+            digits = self._schedule.messages[number].digits
+            place = self._place([s.name for s in scatters], digits)
+            self._scatter_buckets[number] = _ScatterBucket(number, scatters, place)
         return out
 
     def scatter(self, scatter: Scatter, term: Tensor) -> None:
         """Note a term of a scatter that travels while the backward goes on; a block's terms travel together."""
-        bucket = self._scatter_buckets[scatter.together]
+        assert scatter.message is not None
+        bucket = self._scatter_buckets[scatter.message]
         place = next(k for k, each in enumerate(bucket.scatters) if each is scatter)
         if bucket.started:  # a second gradient of one backward
-            self._travelling.append(_ScatterSum([(scatter, term)], bucket.place))
+            self._travelling.append(_ScatterSum(bucket.number, [(scatter, term)], bucket.place))
             return
         held = bucket.terms[place]
         bucket.terms[place] = term if held is None else held + term
@@ -526,9 +526,22 @@ class GradientSums:
             self._begin_scatters(bucket)
 
     def _begin_scatters(self, bucket: _ScatterBucket) -> None:
+        for other in self._schedule.early.get(bucket.number, ()):
+            self.finish(other)
         begun = bucket.begin()
         if begun is not None:
             self._travelling.append(begun)
+            if not self._schedule.messages[bucket.number].apart:
+                self.finish(bucket.number)
+
+    def finish(self, number: int) -> None:
+        """Wait for a message of scatters, if it is under way. A sum that follows is issued."""
+        for started in [s for s in self._travelling if isinstance(s, _ScatterSum) and s.number == number]:
+            if started.follows:
+                started.turn()
+                continue
+            self._travelling.remove(started)
+            started.finish(self._groups.rank)
 
     @property
     def accumulates(self) -> bool:
@@ -577,7 +590,8 @@ class GradientSums:
         """Start and finish the remaining sums at the end of the backward."""
         self._backward = -1
         for scatters in self._scatter_buckets.values():
-            self._begin_scatters(scatters)
+            if not scatters.started:
+                self._begin_scatters(scatters)
         if self._accumulation.open:
             self._finish_travelling()
             for bucket in self._buckets:
@@ -592,6 +606,9 @@ class GradientSums:
         self._accumulation.kept.clear()
 
     def _finish_travelling(self) -> None:
+        for started in self._travelling:
+            if isinstance(started, _ScatterSum):
+                started.turn()
         for started in self._travelling:
             started.finish(self._groups.rank)
         self._travelling.clear()

@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...cost.communication_schedule import PLAIN
 from ...layout import Digits, group_of
 from ...redistribution import CollectiveKind, Geometry, Redistribution, RedistributionStep, digits_value
 from ...torch_private import (
@@ -58,7 +59,9 @@ __all__ = [
     "Bound",
     "all_reduce",
     "arrangements",
+    "begin_exchange",
     "begin_gather",
+    "begin_reduce",
     "begin_scatter",
     "bind",
     "bind_all",
@@ -68,6 +71,8 @@ __all__ = [
     "gather",
     "joined_digits",
     "permuted",
+    "permuted_sizes",
+    "reduce_in_place",
     "reduce_scatter",
     "reduced",
     "reduced_slice",
@@ -231,9 +236,6 @@ GATHERED_PIECES = 8 << 20
 # ring, for numbers of 32 or 64 bits: its turns are many, but each has a part of the bytes.
 RING = 64 << 10
 
-#: The dtypes that every library moves and sums.
-_PLAIN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_PLAIN |= {torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64}
 #: The dtype of the parts of a complex number, which are moved and summed in its place.
 _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 #: The dtype in which numbers are summed that libraries do not know; the sum of integers wraps as theirs.
@@ -243,20 +245,20 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 def moved(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     """`run`, which moves elements of the contiguous `x`, on a dtype that libraries have: complex numbers as their
     parts, others that libraries lack as bytes, several for each element."""
-    if x.dtype in _PLAIN:
+    if x.dtype in PLAIN:
         return run(x)
     return run(x.resolve_conj().view(_PARTS.get(x.dtype, torch.uint8))).view(x.dtype)
 
 
 def carried(x: Tensor) -> Tensor:
     """The memory of a contiguous tensor on a dtype that libraries have; flat, where it has another one itself."""
-    return x if x.dtype in _PLAIN else x.view(-1).view(_PARTS.get(x.dtype, torch.uint8))
+    return x if x.dtype in PLAIN else x.view(-1).view(_PARTS.get(x.dtype, torch.uint8))
 
 
 def summed(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     """`run`, which sums tensors, on a dtype that libraries have: complex numbers as their parts along a further dim,
     others that libraries lack in a wider dtype."""
-    if x.dtype in _PLAIN:
+    if x.dtype in PLAIN:
         return run(x)
     if x.is_complex():
         return torch.view_as_complex(run(torch.view_as_real(x.resolve_conj())))
@@ -297,6 +299,27 @@ def begin_scatter(group: Group, x: Tensor, reduction: str = "sum") -> tuple[Tens
     return out, scatter_flat(group.group, out, x, _SCATTERS[reduction])
 
 
+def begin_reduce(group: Group, x: Tensor, reduction: str = "sum") -> tuple[Tensor, Any]:
+    """A library's all-reduce under way, and its work: the shape stays."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    return out, reduce_in_place(group, out, reduction)
+
+
+def reduce_in_place(group: Group, x: Tensor, reduction: str = "sum") -> Any:
+    """The work of a library's all-reduce under way, which writes to the contiguous `x`."""
+    return group.group.allreduce([x], _REDUCES[reduction])
+
+
+def begin_exchange(
+    group: Group, x: Tensor, sends: Sequence[int] = (), receives: Sequence[int] = ()
+) -> tuple[Tensor, Any]:
+    """An all-to-all under way, as `exchange` takes it, and its work."""
+    # The group's own method, private too: half the latency of the functional one, and seven eighths of that where no
+    # numbers of elements are given.
+    received = x.new_empty(sum(receives)) if receives else torch.empty_like(x)
+    return received, group.group.alltoall_base(received, x, list(receives), list(sends))
+
+
 def _library_gather(group: Group, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return functional_wait(functional_all_gather(x, group.size, group.name))
@@ -317,8 +340,8 @@ def _library_reduce(group: Group, x: Tensor, reduction: str) -> Tensor:
     """A library's all-reduce: the shape stays."""
     if torch.compiler.is_compiling():
         return functional_wait(functional_all_reduce(x, reduction, group.name))
-    out = x.clone(memory_format=torch.contiguous_format)
-    group.group.allreduce([out], _REDUCES[reduction]).wait()
+    out, work = begin_reduce(group, x, reduction)
+    work.wait()
     return out
 
 
@@ -332,25 +355,31 @@ def exchange(group: Group, x: Tensor, sends: Sequence[int] = (), receives: Seque
     """
     if not receives and (host := group.through_memory(x)) is not None:
         return host.exchange(x)
-    if x.dtype not in _PLAIN:
+    if x.dtype not in PLAIN:
         many = x.element_size() // _PARTS.get(x.dtype, torch.uint8).itemsize
         return moved(x, lambda y: exchange(group, y, [many * n for n in sends], [many * n for n in receives]))
     if not torch.compiler.is_compiling():
-        # The group's own method, private too: half the latency of the functional one, and seven eighths of that where
-        # no numbers of elements are given.
-        received = x.new_empty(sum(receives)) if receives else torch.empty_like(x)
-        group.group.alltoall_base(received, x, list(receives), list(sends)).wait()
+        received, work = begin_exchange(group, x, sends, receives)
+        work.wait()
         return received
     equal = [len(x) // group.size] * group.size
     return functional_wait(functional_all_to_all(x, list(receives) or equal, list(sends) or equal, group.name))
 
 
+def permuted_sizes(step: RedistributionStep, geometry: Geometry, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The elements that a permute sends to each rank of the group, and receives from each."""
+    piece = math.prod(geometry.after) // geometry.pieces  # a permute keeps the size
+    to, source = step.partners(rank)
+    return (
+        tuple(piece if r in to else 0 for r in range(step.size)),
+        tuple(piece if r in source else 0 for r in range(step.size)),
+    )
+
+
 def permuted(group: Group, step: RedistributionStep, geometry: Geometry, rank: int) -> Callable[[Tensor], Tensor]:
     """A permute: each rank sends `Geometry.pieces` pieces, not to all ranks."""
-    pieces, piece = geometry.pieces, math.prod(geometry.after) // geometry.pieces  # a permute keeps the size
-    to, source = step.partners(rank)
-    sends = tuple(piece if r in to else 0 for r in range(step.size))
-    receives = tuple(piece if r in source else 0 for r in range(step.size))
+    pieces, (sends, receives) = geometry.pieces, permuted_sizes(step, geometry, rank)
+    _, source = step.partners(rank)
     ranks = group_of(rank, step.digits)
     sources = [(r, step.partners(ranks[r])[0].index(group.position)) for r in source]
 

@@ -7,8 +7,9 @@ same program for all ranks in one process.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ...cost.communication_schedule import CommunicationSchedule
 from ...layout import Digits, group_of, merge
 from ...partition.local_program import GlobalExtreme, Redistribute
 from ...redistribution import CollectiveKind, Redistribution, redistribution
@@ -25,10 +27,22 @@ from ..local.local_executor import ties
 from ..local.operators import plain_function
 from ..lower import Lowered, cast, extreme, move, sum_of_gradient
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
-from .buckets import Scatter, block_of
-from .collectives import Bound, arrangements, begin_gather, bind_all
+from .buckets import Scatter
+from .collectives import Bound, arrangements, bind_all
 from .compiled_parts import BoundSum, SumsEnd, gathered_again, late_scatter
-from .process_groups import Group, ProcessGroups
+from .process_groups import ProcessGroups
+from .scheduled_collectives import (
+    BlockGather,
+    GatherAgain,
+    IssuedGather,
+    IssuedHalf,
+    SplitRedistribute,
+    SplitSteps,
+    WaitedGather,
+    WaitedHalf,
+    WeightOfBlock,
+    taken,
+)
 from .watch.positions import WaitPoint, noted
 
 __all__ = ["RankExecutor"]
@@ -118,29 +132,47 @@ class BoundRedistribute(nn.Module):
         return self.label
 
 
-class BoundGather(BoundRedistribute):
-    """The redistribution of a weight whose gathered value is not kept for the backward."""
+class BoundWeight(BoundRedistribute):
+    """The redistribution of a stored weight.
 
-    def __init__(
-        self, forward_steps: Steps, backward_steps: Steps, label: str, name: str, unkept: RegatheredWeights
-    ) -> None:
+    Attributes:
+        taken: the weight in the message with which it is gathered, and its number there; None: it is gathered by
+            itself.
+        unkept: None: the gathered weight is kept for the backward. Otherwise the backward gathers it again.
+        again: the steps of the gather in the backward.
+        later: the message of that gather, and the weight's number in it; None: by itself.
+        parameter: in a list, so that it is not registered as the module's.
+    """
+
+    def __init__(self, forward_steps: Steps, backward_steps: Steps, label: str, name: str) -> None:
         super().__init__(forward_steps, backward_steps, label)
-        self.name, self.unkept = name, unkept
-        self.again: Steps | None = None  # those of the backward, where they differ
-        self.parameter: list[Tensor] = []  # in a list, so that it is not registered as the module's
+        self.name = name
+        self.taken: tuple[WeightOfBlock, int] | None = None
+        self.unkept: RegatheredWeights | None = None
+        self.again = forward_steps
+        self.later: tuple[GatherAgain, int] | None = None
+        self.parameter: list[Tensor] = []
 
-    def forward(self, x: Tensor) -> Tensor:
-        gathered, stored = super().forward(x), x.detach()
-        # Some writes raise the version of the parameter, others that of its local tensor.
-        steps = self.forward_steps if self.again is None else self.again
-        self.unkept.note(self.name, (stored, *self.parameter), (gathered,), lambda: (_run(stored, steps),))
+    def forward(self, x: Tensor, parts: Sequence[Tensor] | None = None) -> Tensor:
+        if self.taken is None or parts is None:
+            gathered = super().forward(x)
+        else:
+            weight, index = self.taken
+            gathered = taken(x, parts[index], weight, self.backward_steps)
+        if self.later is not None:
+            gather, index = self.later
+            gather.stored[index] = x.detach()
+        if self.unkept is not None:
+            # Some writes raise the version of the parameter, others that of its local tensor.
+            stored, steps = x.detach(), self.again
+            self.unkept.note(self.name, (stored, *self.parameter), (gathered,), lambda: (_run(stored, steps),))
         return gathered
 
     __call__ = forward
 
 
 class CompiledGather(BoundRedistribute):
-    """The same in a compiled program, whose backward gathers again by itself."""
+    """A weight that is not kept for the backward, in a compiled program, whose backward gathers again by itself."""
 
     def forward(self, x: Tensor) -> Tensor:
         return gathered_again(super().forward, x) if x.requires_grad and torch.is_grad_enabled() else super().forward(x)
@@ -150,107 +182,6 @@ class CompiledGather(BoundRedistribute):
 
 def _cast(dtype: torch.dtype) -> Steps:
     return (Cast(dtype),)
-
-
-class BlockGather:
-    """The all-gathers of the weights of one block as one, on a library.
-
-    The forward begins the gather of a block one block ahead of its first use, and each weight is taken where it is
-    used. A backward that gathers again does the same in the opposite order, for the weights that were asked for in an
-    earlier backward. A weight that is not under way is gathered by itself.
-
-    Args:
-        group: the ranks.
-
-    Attributes:
-        members: the weights, in the order of their first use.
-        before: the block that the forward uses before this one, and the backward after it; None for the first.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self.members: list[WeightOfBlock] = []
-        self.before: BlockGather | None = None
-        self._group = group
-        self._stored: list[Tensor] = []
-        self._ahead: dict[int, tuple[Tensor, Any]] = {}  # of the forward: member -> what is received, and its work
-        self._again: dict[int, tuple[Tensor, Any]] = {}  # of the backward
-        self._asked: set[int] = set()  # members that a backward has gathered again
-        self._went_back = False
-
-    def begin(self, stored: Sequence[Tensor]) -> None:
-        """Begin the gather of a forward."""
-        self._stored, self._again, self._went_back = [x.detach() for x in stored], {}, False
-        self._ahead = self._begun(range(len(self.members)))
-
-    def _begun(self, which: Iterable[int]) -> dict[int, tuple[Tensor, Any]]:
-        which = list(which)
-        with torch.no_grad():
-            pieces = [self.members[k].pieces(self._stored[k].to(self.members[k].dtype)) for k in which]
-            if len({p.dtype for p in pieces}) > 1:  # autocast casts some weights of a block: all travel as bytes
-                pieces = [p.view(torch.uint8) for p in pieces]
-            received, work = begin_gather(self._group, pieces[0] if len(pieces) == 1 else torch.cat(pieces))
-        parts = received.view(self._group.size, -1).split([len(p) for p in pieces], 1)
-        return {k: (part, work) for k, part in zip(which, parts)}
-
-    def take(self, index: int, x: Tensor) -> Tensor:
-        """A weight of the forward, from its part `x` on this rank."""
-        if index not in self._ahead:
-            return self.members[index].alone(x)
-        return self._waited(index, self._ahead.pop(index))
-
-    def take_again(self, index: int, x: Tensor) -> Tensor:
-        """A weight of the backward."""
-        if index not in self._asked:
-            self._asked.add(index)
-            return self.members[index].alone(x)
-        if index not in self._again:
-            self._go_back()
-        if self.before is not None and not self.before._went_back:
-            self.before._go_back()
-        return self._waited(index, self._again.pop(index))
-
-    def _go_back(self) -> None:
-        self._went_back = True
-        if self._asked:
-            self._again = self._begun(sorted(self._asked))
-
-    def _waited(self, index: int, under_way: tuple[Tensor, Any]) -> Tensor:
-        part, work = under_way
-        work.wait()
-        member = self.members[index]
-        return member.arranged(part.reshape(-1).view(member.dtype))
-
-
-class WeightOfBlock(NamedTuple):
-    """A weight of a `BlockGather`.
-
-    Attributes:
-        dtype: in which it is gathered.
-        pieces: part -> what is sent to all ranks.
-        arranged: what is received -> the weight.
-        alone: part -> the weight, by a gather of its own.
-    """
-
-    dtype: torch.dtype
-    pieces: Bound
-    arranged: Bound
-    alone: Bound
-
-
-class BoundAhead(nn.Module):
-    """The node that begins the gathers of a block."""
-
-    def __init__(self, gathers: Sequence[BlockGather]) -> None:
-        super().__init__()
-        self.gathers = gathers
-
-    def forward(self, *stored: Tensor) -> None:
-        at = 0
-        for gather in self.gathers:
-            gather.begin(stored[at : at + len(gather.members)])
-            at += len(gather.members)
-
-    __call__ = forward
 
 
 class BoundExtreme(nn.Module):
@@ -289,6 +220,15 @@ class BoundSaver(nn.Module):
         return self.saver(runs, watched, lambda: self.target(*args, **kwargs))
 
 
+class _Event(NamedTuple):
+    """A node that the schedule puts before the instruction number `place`; `order` is its place among others
+    (`CommunicationSchedule.order`)."""
+
+    place: int
+    order: tuple[int, int, int]
+    run: Callable[[], None]
+
+
 class RankExecutor:
     """A lowered program on one rank.
 
@@ -297,6 +237,8 @@ class RankExecutor:
     Args:
         lowered: the program.
         groups: this rank's process groups.
+        schedule: where each message is issued and waited for; None: everything is waited for where it is issued, and
+            no gradient is summed late.
         compiled: the way ``torch.compile`` compiles the program, or None. The compiler then chooses what is
             recomputed in the backward, gradients are scattered as they come, and on a library they are summed by the
             program itself (`compiled_parts`).
@@ -306,8 +248,7 @@ class RankExecutor:
 
     Attributes:
         sums: parameter -> the digits over which its gradient is summed once it is complete, where the program does
-            not sum it. The order is that in which gradients come: by the parameter's first use, last use first; among
-            the parameters of one operator, the last first.
+            not sum it. The order is that of the schedule's buckets.
         types: parameter -> the dtype of this sum.
         followed: the parameters of `sums` after whose gradient the backward's next redistribution gathers over the
             same digits.
@@ -322,45 +263,43 @@ class RankExecutor:
         self,
         lowered: Lowered,
         groups: ProcessGroups,
+        schedule: CommunicationSchedule | None = None,
         compiled: Compilation | None = None,
         scatters: bool = False,
         outside: Collection[str] = (),
     ) -> None:
-        self.lowered, self.groups, self._scatters = lowered, groups, scatters
+        self.lowered, self.groups, self._scatters, self._outside = lowered, groups, scatters, outside
+        self.schedule = schedule or CommunicationSchedule((), 0, 0, 0.0, library=False)
         self.gathers: dict[str, BoundRedistribute] = {}
         self.types: dict[str, torch.dtype] = {}
         self._eager = not compiled
         self._late: dict[int, Bound] = {}  # by id of an instruction: its backward, which does not wait
-        self._of_block: dict[torch.fx.Node, tuple[BlockGather, int]] = {}
         self._unkept: RegatheredWeights | None = None
         self._lines = {op.name: op.source for op in lowered.plan.graph.ops}
+        self._instructions = lowered.plan.program.instructions
+        self._places = {id(i): k for k, i in enumerate(self._instructions)}
         self.scattered: list[Scatter] = []
-        root = nn.Module()
-        graph = torch.fx.Graph()
+        self._splits = self.schedule.splits if self._eager else {}
+        self._scatter_messages = {m.place: n for n, message in self.schedule.of("scatter") for m in message.members}
+        root = self._root = nn.Module()
+        graph = self._graph = torch.fx.Graph()
         env: dict[torch.fx.Node, torch.fx.Node] = {}
-        sums: list[tuple[int, str, Digits]] = []
+        sums: dict[str, Digits] = {}
+        last: dict[str, int] = {}
         number = {node: i for i, node in enumerate(lowered.graph.nodes)}
-        passed: set[torch.fx.Node] = set()
+        late = {m.place: m.name for _, message in self.schedule.of("sum") for m in message.members}
         summed: set[torch.fx.Node] = set()  # parameters whose gradients the program sums itself
         # In a pipeline micro-batches share one sum; on Gloo the buckets of `GradientSums` are faster.
         inside: list[torch.fx.Node] | None = [] if compiled and not groups.exchanges and not scatters else None
         regions, targets = LoweredRegions(lowered, lambda n: n.name), {}
         runs: torch.fx.Node | None = None
-        ahead = self._blocks(outside) if self._eager and not groups.exchanges else {}
+        self._taken: dict[int, tuple[WeightOfBlock, int]] = {}  # by place: a weight, and its number in its message
+        self._later: dict[int, tuple[GatherAgain, int]] = {}  # likewise, of the backward
+        self._parts: dict[int, torch.fx.Node] = {}  # by place: the node that has waited for the weight's message
+        events = self._events(env)
         for node in lowered.graph.nodes:
-            if node in ahead:
-                begun, stored = ahead[node]
-                name = f"ahead_{len(module_table(root))}"
-                root.add_module(name, BoundAhead(begun))
-                graph.call_module(name, tuple(env[x] for x in stored))
-            if regions.regions and runs is None and node.op != "placeholder":
-                runs = graph.call_module("regions")
-            for region, key, value, copy in regions.reads.get(node, ()):
-                graph.call_function(keep, (runs, region, key, env[value], copy))
+            place = self._places.get(id(node.meta.get("instruction")))
             if node.op == "placeholder" and node.meta["instance"].value.name in lowered.parameters:
-                sole = sum_of_gradient(node)
-                if sole is not None:
-                    passed.add(sole)
                 if inside is not None and self._summed_late(node):
                     inside.append(node)
             elif node.op != "placeholder" and inside:
@@ -369,20 +308,24 @@ class RankExecutor:
                 for i, parameter in enumerate(inside):
                     env[parameter] = graph.call_function(operator.getitem, (ends, i))
                 summed, inside = set(inside), None
-            if node in passed and node.args[0] in summed:
+            if regions.regions and runs is None and node.op != "placeholder":
+                runs = graph.call_module("regions")
+            while events and (node.op == "output" or (place is not None and events[0].place <= place)):
+                events.pop(0).run()
+            for region, key, value, copy in regions.reads.get(node, ()):
+                graph.call_function(keep, (runs, region, key, env[value], copy))
+            if place in late and node.args[0] in summed:
                 # Here, and not with its parameter: a backward runs in the opposite order of the forward.
-                instruction, name = node.meta["instruction"], f"sum_{len(module_table(root))}"
-                root.add_module(name, BoundSum(groups.seen(instruction.backward.steps[0].digits), instruction.sums))
-                env[node] = cast(graph, graph.call_module(name, (env[node.args[0]],)), node)
-            elif node in passed:
                 instruction = node.meta["instruction"]
-                name = instruction.source.value.name
-                sums.append(
-                    (min(map(number.__getitem__, node.users), default=0), name, instruction.backward.steps[0].digits)
-                )
+                group = groups.seen(instruction.backward.steps[0].digits)
+                env[node] = cast(graph, self._call("sum", BoundSum(group, instruction.sums), env[node.args[0]]), node)
+            elif place in late:
+                instruction, name = node.meta["instruction"], late[place]
+                sums[name] = instruction.backward.steps[0].digits
+                last[name] = min(map(number.__getitem__, node.users), default=0)
                 self.types[name] = instruction.sums
+                env[node] = env[node.args[0]]
                 if instruction.target.name in outside:
-                    env[node] = env[node.args[0]]
                     self.gathers[name] = BoundRedistribute(
                         _cast(instruction.dtype), _cast(instruction.source.value.dtype), ""
                     )
@@ -391,112 +334,155 @@ class RankExecutor:
             elif node.target is move and node.meta["instruction"].target.name in outside:
                 env[node] = env[node.args[0]]
                 self.gathers[node.meta["instruction"].source.value.name] = self._bound(node.meta["instruction"])
+            elif place in self._splits:
+                if regions.regions:
+                    targets[node] = self._bound(node.meta["instruction"])
             elif node.target is move or node.target is extreme:
-                name = f"convert_{len(module_table(root))}"
-                root.add_module(name, self._bound(node.meta["instruction"], self._of_block.get(node)))
-                targets[node] = getattr(root, name)
-                env[node] = graph.call_module(name, tuple(env[a] for a in node.args))
+                bound = targets[node] = self._bound(node.meta["instruction"])
+                given = tuple(env[a] for a in node.args)
+                if isinstance(bound, BoundWeight):
+                    targets[node] = BoundRedistribute(bound.again, bound.backward_steps, bound.label)
+                    given = (*given, self._parts[place]) if place in self._parts else given
+                env[node] = self._call("convert", bound, *given)
             else:
                 env[node] = graph.node_copy(node, env.__getitem__)
                 if node.op == "call_function":
                     env[node].target = targets[node] = plain_function(node, bool(compiled))
             if node in regions.savers:
-                plain, name = env[node], f"saving_{len(module_table(root))}"
-                root.add_module(name, BoundSaver(regions.savers[node], targets[node]))
-                watched = tuple(env[n] for n in regions.watched(node))
-                env[node] = graph.call_module(name, (runs, watched, *plain.args), plain.kwargs)
+                plain, watched = env[node], tuple(env[n] for n in regions.watched(node))
+                saver = BoundSaver(regions.savers[node], targets[node])
+                env[node] = self._call("saving", saver, runs, watched, *plain.args, **plain.kwargs)
                 graph.erase_node(plain)
         if regions.regions:
             root.add_module("regions", BoundRegions(regions.again(lambda n: _again(n, targets[n]))))
         self.module = torch.fx.GraphModule(root, graph)
-        self._call = compiled.compiled(self.module) if compiled else self.module.forward
-        ordered = sorted(reversed(sums), key=lambda use: -use[0])
-        self.sums = {name: digits for _, name, digits in ordered}
-        self.followed = [name for use, name, digits in ordered if _gathers_next(lowered, use, digits)]
+        self._run = compiled.compiled(self.module) if compiled else self.module.forward
+        buckets = (m.name for _, message in self.schedule.of("sum") for m in message.members)
+        self.sums = {name: sums[name] for name in buckets if name in sums}
+        self.followed = [name for name, digits in self.sums.items() if _gathers_next(lowered, last[name], digits)]
 
     def attach(self, parameters: Mapping[str, Tensor]) -> None:
         """Tell the program the parameters whose local tensors will come in."""
         for part in self.module.children():
-            if isinstance(part, BoundGather):
+            if isinstance(part, BoundWeight):
                 part.parameter = [parameters[part.name]]
 
     def __call__(self, *local: Tensor) -> list[Tensor]:
         if self._unkept is None:
-            return list(self._call(*local))
+            return list(self._run(*local))
         with self._unkept:
-            return list(self._call(*local))
+            return list(self._run(*local))
 
-    def _blocks(
-        self, outside: Collection[str]
-    ) -> dict[torch.fx.Node, tuple[list[BlockGather], tuple[torch.fx.Node, ...]]]:
-        """The gathers of weights that a library does together.
+    def _call(self, kind: str, module: nn.Module, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        """A node that calls a new module."""
+        name = f"{kind}_{len(module_table(self._root))}"
+        self._root.add_module(name, module)
+        return self._graph.call_module(name, args, kwargs)
 
-        Returns:
-            Node -> the gathers that begin before it, and the parameters that they gather: those of a block begin
-                before the first weight of the block before is used.
-        """
-        found: dict[str, dict[Hashable, tuple[BlockGather, list[torch.fx.Node]]]] = {}
-        first: dict[str, torch.fx.Node] = {}
-        for node in self.lowered.graph.nodes:
-            if node.target is not move or node.args[0].op != "placeholder":
+    # -- what the schedule says
+
+    def _events(self, env: dict[torch.fx.Node, torch.fx.Node]) -> list[_Event]:
+        """The nodes that issue messages and wait for them, in the order in which they stand in the program."""
+        events: list[_Event] = []
+        nodes = {
+            self._places[id(n.meta["instruction"])]: n for n in self.lowered.graph.nodes if "instruction" in n.meta
+        }
+        for number, message in self.schedule.of("gather"):
+            members = [m.place for m in message.members]
+            if not self._eager and any(self._instructions[place].again for place in members):
                 continue
-            instruction = node.meta["instruction"]
-            name, steps = instruction.source.value.name, instruction.forward.steps
-            if name not in self.lowered.parameters or instruction.target.name in outside or len(steps) != 1:
-                continue
-            if steps[0].pattern is not CollectiveKind.ALL_GATHER or not instruction.dtype.is_floating_point:
-                continue
-            block, digits = block_of(name), steps[0].digits
-            first.setdefault(block, node)
-            gathers = found.setdefault(block, {})
-            gather, nodes = gathers.setdefault(digits, (BlockGather(self.groups.seen(digits)), []))
-            shape = tuple(instruction.source.local_shape)
-            pieces, arranged = arrangements(steps[0].geometry(shape))
-            single = self._steps(instruction.forward, shape, instruction, "forward")
+            gather = self._block(members, "forward")
+            for index, place in enumerate(members):
+                self._taken[place] = gather.members[index], index
+            stored = [nodes[place].args[0] for place in members]
+            issued: list[torch.fx.Node] = []
+
+            def issue(gather: BlockGather = gather, stored: list[Any] = stored, issued: list[Any] = issued) -> None:
+                issued.append(self._call("issue", IssuedGather(gather), *(env[x] for x in stored)))
+
+            def wait(gather: BlockGather = gather, members: list[int] = members, issued: list[Any] = issued) -> None:
+                waited = self._call("wait", WaitedGather(gather), issued[0])
+                self._parts.update((place, waited) for place in members)
+
+            events += [_Event(message.issue, (1, 0, number), issue), _Event(message.wait, (1, 1, number), wait)]
+        if self._eager:
+            self._gathers_again()
+        for place, (begin, end) in self._splits.items():
+            node, moved = nodes[place], self._split(self._instructions[place])
+            halves: list[torch.fx.Node] = []
+
+            def issue_half(node: Any = node, moved: SplitRedistribute = moved, halves: list[Any] = halves) -> None:
+                halves.append(self._call("issue", IssuedHalf(moved), env[node.args[0]]))
+
+            def wait_half(node: Any = node, moved: SplitRedistribute = moved, halves: list[Any] = halves) -> None:
+                env[node] = self._call("wait", WaitedHalf(moved), halves[0])
+
+            events += [_Event(begin, (0, 0, place), issue_half), _Event(end, (0, 1, place), wait_half)]
+        return sorted(events, key=lambda event: event[:2])
+
+    def _block(self, places: Sequence[int], way: str) -> BlockGather:
+        """The gather of the weights of one message."""
+        members = []
+        for place in places:
+            instruction = self._instructions[place]
+            (step,), shape = instruction.forward.steps, tuple(instruction.source.local_shape)
+            pieces, arranged = arrangements(step.geometry(shape))
+            single = self._steps(instruction.forward, shape, instruction, way)
             alone = partial(_run, steps=(*_cast(instruction.dtype), *single) if instruction.casts else single)
-            self._of_block[node] = gather, len(gather.members)
-            gather.members.append(WeightOfBlock(instruction.dtype, pieces, arranged, alone))
-            nodes.append(node.args[0])
-        out: dict[torch.fx.Node, tuple[list[BlockGather], tuple[torch.fx.Node, ...]]] = {}
-        before: str | None = None
-        last: dict[Hashable, BlockGather] = {}
-        for block, gathers in found.items():
-            begun, stored = out.setdefault(first[before or block], ([], ()))
-            for key, (gather, nodes) in gathers.items():
-                gather.before, last[key] = last.get(key), gather
-                begun.append(gather)
-                stored = (*stored, *nodes)
-            out[first[before or block]] = begun, stored
-            before = block
-        return out
+            members.append(WeightOfBlock(instruction.dtype, pieces, arranged, alone, math.prod(shape)))
+        first = self._instructions[places[0]]
+        place = self._place(first.forward, first, way, len(places) - 1) if self._eager else None
+        return BlockGather(self.groups.seen(first.forward.steps[0].digits), members, place)
 
-    def _bound(
-        self, instruction: Redistribute | GlobalExtreme, of_block: tuple[BlockGather, int] | None = None
-    ) -> nn.Module:
+    def _gathers_again(self) -> None:
+        """The gathers of the backward."""
+        made: dict[int, GatherAgain] = {}
+        for number, message in self.schedule.of("gather", again=True):
+            before = partial(_finish, self.scattered, self.schedule.early.get(number, ()))
+            made[number] = GatherAgain(self._block([m.place for m in message.members], "backward"), before)
+            for index, member in enumerate(message.members):
+                self._later[member.place] = made[number], index
+        at = {m.moment: (n, k) for n in made for k, m in enumerate(self.schedule.messages[n].members)}
+        for number, gather in made.items():
+            asked, index = at[self.schedule.messages[number].issue]
+            made[asked].begins.setdefault(index, []).append(gather)
+
+    def _split(self, instruction: Redistribute) -> SplitRedistribute:
+        there, back = instruction.forward, instruction.backward
+        source, target = tuple(instruction.source.local_shape), tuple(instruction.target.local_shape)
+        of = lambda steps, way: (
+            self._place(steps, instruction, way) if steps is not None and steps.collectives else None
+        )
+        return SplitRedistribute(
+            SplitSteps(there, source, self.groups, of(there, "forward")),
+            SplitSteps(back, target, self.groups, of(back, "backward")),
+            str(there),
+        )
+
+    # -- redistributions
+
+    def _bound(self, instruction: Redistribute | GlobalExtreme) -> nn.Module:
         forward = self._steps(instruction.forward, instruction.source.local_shape, instruction, "forward")
         if isinstance(instruction, Redistribute) and instruction.casts:
             forward = (*_cast(instruction.dtype), *forward)
-        if of_block is not None:
-            gather, index = of_block
-            forward = noted((partial(gather.take, index),), self._place(instruction.forward, instruction, "forward"))
         if isinstance(instruction, GlobalExtreme):
             layout = instruction.source.layout
             summed = redistribution(layout.without_partial().with_partial(layout.partial), layout.without_partial())
             counts = self._steps(summed, instruction.source.local_shape, instruction, "backward")
             return BoundExtreme(forward, counts, instruction.dims)
         backward = self._backward(instruction)
-        label = str(instruction.forward)
-        if not instruction.again:
-            return BoundRedistribute(forward, backward, label)
-        if not self._eager:
+        label, place = str(instruction.forward), self._places[id(instruction)]
+        if instruction.again and not self._eager:
             return CompiledGather(forward, backward, label)
-        self._unkept = self._unkept or RegatheredWeights()
-        bound = BoundGather(forward, backward, label, instruction.source.value.name, self._unkept)
-        if of_block is not None:
-            gather, index = of_block
-            bound.again = noted(
-                (partial(gather.take_again, index),), self._place(instruction.forward, instruction, "backward")
-            )
+        if not instruction.again and place not in self._taken and place not in self._later:
+            return BoundRedistribute(forward, backward, label)
+        bound = BoundWeight(forward, backward, label, instruction.source.value.name)
+        bound.taken, bound.later = self._taken.get(place), self._later.get(place)
+        if bound.later is not None:
+            gather, index = bound.later
+            bound.again = (partial(gather.take, index),)
+        if instruction.again:
+            bound.unkept = self._unkept = self._unkept or RegatheredWeights()
         return bound
 
     def _backward(self, instruction: Redistribute) -> Steps:
@@ -524,6 +510,7 @@ class RankExecutor:
                     held,
                     instruction.sums,
                     hsdp.accumulates_whole,
+                    self._scatter_messages.get(self._places[id(instruction)]),
                 )
             )
             return noted((self.scattered[-1],), self._place(instruction.backward, instruction, "backward"))
@@ -560,11 +547,15 @@ class RankExecutor:
         bound = bind_all(steps, shape, self.groups.rank, self.groups)
         return noted(bound, self._place(steps, instruction, way)) if steps.collectives and self._eager else bound
 
-    def _place(self, steps: Redistribution, instruction: Redistribute | GlobalExtreme, way: str) -> WaitPoint:
+    def _place(
+        self, steps: Redistribution, instruction: Redistribute | GlobalExtreme, way: str, more: int = 0
+    ) -> WaitPoint:
+        """The wait point of a redistribution, or of a message of it and `more` others."""
         kinds = " and ".join(dict.fromkeys(step.kind for step in steps.collectives))
         line = self._lines.get(instruction.operator, "")
         value = instruction.source.value.name
-        of = "" if value == instruction.operator else f" of {value!r}"
+        others = f" and {more} other weights" if more else ""
+        of = others if value == instruction.operator else f" of {value!r}{others}"
         ranks = sorted({r for step in steps.collectives for r in group_of(self.groups.rank, step.digits)})
         return WaitPoint(
             f"the {kinds}{of} for operator {instruction.operator!r}{f' ({line})' if line else ''}"
@@ -572,6 +563,12 @@ class RankExecutor:
             tuple(self.groups.base + r for r in ranks),
             way == "backward",
         )
+
+
+def _finish(scattered: Sequence[Scatter], numbers: Sequence[int]) -> None:
+    """Wait for messages of scatters, if they are under way."""
+    for number in numbers:
+        next(scatter for scatter in scattered if scatter.message == number).finish()
 
 
 def _gathers_next(lowered: Lowered, use: int, digits: Digits) -> bool:

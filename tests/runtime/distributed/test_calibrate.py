@@ -19,11 +19,12 @@ from torch import nn
 import shardwright as sw
 from shardwright.cli.main import main
 from shardwright.cluster import Cluster, Level
-from shardwright.cost.cost_model import BUCKET, PIECE, CostModel
+from shardwright.cost.cost_model import CostModel
 from shardwright.errors import SettingError
 from shardwright.layout import Digit
+from shardwright.partition.gradient_fusion import AUTO, PIECE
 from shardwright.redistribution import CollectiveKind
-from shardwright.runtime.distributed import calibrate, gradient_fusion as fusion
+from shardwright.runtime.distributed import calibrate
 from shardwright.runtime.distributed.calibrate import KINDS, Timing, fit, levels_of
 
 DEVICES = 8
@@ -103,8 +104,7 @@ def test_ranks_that_make_no_levels_are_named(hosts: list[str]) -> None:
 
 def test_gradients_that_are_summed_travel_in_the_runtimes_buckets() -> None:
     """Measured steps show it: 32 sums of small gradients do not take 32 latencies."""
-    assert (BUCKET, PIECE) == (fusion.AUTO, fusion.PIECE)
-    full = min(BUCKET, DEVICES * PIECE)
+    full = min(AUTO, DEVICES * PIECE)
     costs = costs_of(1e-3, 3e8)
     over = Digit(DEVICES, 1)
     for nbytes in (4, 4096, full):

@@ -26,8 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardwright as sw
 from shardwright.layout import Digit, Layout
+from shardwright.partition.gradient_fusion import AUTO, PIECE, Due, Fusion, fusion_of
 from shardwright.runtime.distributed.dtensors import to_dtensor
-from shardwright.runtime.distributed.gradient_fusion import AUTO, PIECE, Due, Fusion, fusion_of
 from shardwright.runtime.distributed.process_groups import ProcessGroups
 
 BATCHES = [(draw(8, 8, seed=s), draw(8, 8, seed=s + 10)) for s in range(3)]

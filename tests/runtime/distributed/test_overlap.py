@@ -1,6 +1,6 @@
-"""Communication beside computation on libraries: what travels together, when it is issued, when it is waited for.
+"""Communication beside computation on libraries: what runs is the schedule of the plan.
 
-Counts and order are of rank 3 of 8 on torch's "fake" group. Numbers are of four Gloo processes that take the same path.
+Order and memory are of rank 3 of 8 on torch's "fake" group. Numbers are of four Gloo processes that take the same path.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from collective_log import CollectiveLog, collective_log, rank_of_eight
 from gpt import GPT, mark
+from held_bytes import Alive
 from ranks import all_passed, run_ranks, run_scenarios
 from small_networks import D
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.runtime.distributed.buckets import block_of
+from shardwright.cost.communication_schedule import CommunicationSchedule, block_of
 from shardwright.runtime.distributed.process_groups import ProcessGroups
 
 LAYERS, BATCH, LENGTH, VOCABULARY, RANKS = 4, 16, 8, 32, 4
 LEVELS = ("level1", "level2", "level3")
-#: Bytes of the gradient of a slice of the table of positions, which the program sums before it is put into the table.
-POSITIONS = LENGTH * 32 * 8
+PLANS = ("data_parallel", "marks", *LEVELS, "level1 recompute", "level3 recompute", "level1 halves", "level3 halves")
 
 
 class TokenLoss(nn.Module):
@@ -45,39 +45,154 @@ def tokens(seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randint(VOCABULARY, (BATCH, LENGTH)), torch.randint(VOCABULARY, (BATCH, LENGTH))
 
 
-def wrapped(net: GPT, plan: str, world: int) -> sw.AutoParallel:
-    """data_parallel, marks (2 replicas of a tensor-parallel model), or a level of hsdp."""
+def wrapped(net: GPT, plan: str, world: int, **given: Any) -> sw.AutoParallel:
+    """data_parallel, marks (2 replicas of a tensor-parallel model), or a level of hsdp, over all or over two."""
     loss = TokenLoss()
     if plan.endswith("recompute"):
         for block in net.blocks:
             sw.recompute(block)
     if plan == "marks":
         mark(net, loss, 2, world // 2)
-    made = sw.AutoParallel(net, loss, parallel_mode="semi_auto" if plan == "marks" else "data_parallel")
+    mode = "semi_auto" if plan == "marks" else "data_parallel"
+    made = sw.AutoParallel(net, loss, parallel_mode=mode, **given)
     if plan.partition(" ")[0] in LEVELS:
-        made.hsdp(threshold=0, optimizer_level=plan.partition(" ")[0])
+        size = 2 if plan.endswith("halves") else -1
+        made.hsdp(threshold=0, shard_size=size, optimizer_level=plan.partition(" ")[0])
     return made.dataset_strategy("full_batch")
 
 
-def logs(plan: str, fusion: float | None = None) -> tuple[CollectiveLog, CollectiveLog, sw.AutoParallel]:
-    """The collectives of a forward and of its backward, on rank 3 of 8."""
-    net, (x, y) = gpt(), tokens()
+Logs = tuple[CollectiveLog, CollectiveLog]
+
+
+def logged(model: Any, *inputs: Tensor) -> Logs:
+    """The collectives of a forward and of its backward."""
+    with collective_log() as forward:
+        loss = model(*inputs)
+    with collective_log() as backward:
+        loss.backward()
+    return forward, backward
+
+
+def logs(plan: str, fusion: float | None = None, **given: Any) -> tuple[CollectiveLog, CollectiveLog, sw.AutoParallel]:
+    """The same of the second step, on rank 3 of 8."""
+    net, batch = gpt(), tokens()
     with rank_of_eight(rank=3):
-        model = wrapped(net, plan, 8)
+        model = wrapped(net, plan, 8, **given)
         if fusion is not None:
             model.comm_fusion(allreduce=fusion)
-        model(x, y).backward()
-        with collective_log() as forward:
-            loss = model(x, y)
-        with collective_log() as backward:
-            loss.backward()
-    return forward, backward, model
+        model(*batch).backward()
+        return (*logged(model, *batch), model)
+
+
+Events = list[tuple[str, str, int]]
+
+
+def ran(log: CollectiveLog) -> Events:
+    """("issue" or "wait", kind, bytes), in order."""
+    return [(action, one.kind, one.bytes) for action, one in log.events]
+
+
+def scheduled(schedule: CommunicationSchedule, back: bool) -> Events:
+    """The same, as the schedule has it. A permute is an all_to_all to the process group."""
+    out = []
+    for _, action, number in schedule.order:
+        message = schedule.messages[number]
+        if (message.issue >= schedule.forward) == back:
+            kind = "all_to_all" if message.kind == "permute" else str(message.kind)
+            out.append((action, kind, message.bytes))
+    return out
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_runs_is_the_schedule(plan: str) -> None:
+    """From the first step on, every collective is issued and waited for in the order of the schedule."""
+    net, batch = gpt(), tokens()
+    with rank_of_eight(rank=3):
+        model = wrapped(net, plan, 8)
+        for _ in range(2):
+            forward, backward = logged(model, *batch)
+            assert ran(forward) == scheduled(model.plan.schedule, False)
+            assert ran(backward) == scheduled(model.plan.schedule, True)
+
+
+@pytest.mark.parametrize("plan", ["level1", "level3", "level3 recompute", "level3 halves"])
+@pytest.mark.parametrize("allowance", [0, "60KB", "200KB"])
+def test_with_an_allowance_too(plan: str, allowance: Any) -> None:
+    forward, backward, model = logs(plan, comm_memory=allowance)
+    assert ran(forward) == scheduled(model.plan.schedule, False)
+    assert ran(backward) == scheduled(model.plan.schedule, True)
+
+
+def test_buckets_of_the_users_size_are_those_of_the_schedule() -> None:
+    _, backward, model = logs("data_parallel", fusion=0.05)
+    program = next(iter(model._programs.values()))
+    schedule = program.body.schedule
+    assert len(list(schedule.of("sum"))) >= 3 > len(list(model.plan.schedule.of("sum")))
+    assert ran(backward) == scheduled(schedule, True)
+
+
+class Towers(nn.Module):
+    """Two branches; the result of the first is redistributed beside the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 32, bias=False, dtype=D), nn.Linear(16, 32, bias=False, dtype=D)
+        self.join = sw.Operator(torch.add)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        a = self.first(x)
+        return self.join(torch.sin(torch.tanh(self.second(y))), a)
+
+
+#: From the rows of the batch (an all-to-all, which is its own transpose), or from terms of a sum (a reduce-scatter, and
+#: an all-gather back; an all-reduce, and nothing back).
+BRANCHES = {
+    "all_to_all": (lambda n: ((n, 1), (1, 1)), lambda n: (1, n)),
+    "reduce_scatter": (lambda n: ((1, n), (1, n)), lambda n: (1, n)),
+    "all_reduce": (lambda n: ((1, n), (1, n)), lambda n: (1, 1)),
+    "all_gather": (lambda n: ((n, 1), (1, 1)), lambda n: (1, 1)),
+}
+
+
+def towers(kind: str, world: int, net: Towers | None = None) -> sw.AutoParallel:
+    net = Towers() if net is None else net
+    branch, join = BRANCHES[kind]
+    sw.shard(net.first, branch(world))
+    sw.shard(net.second, branch(world))
+    net.join.shard((join(world),) * 2)
+    return sw.AutoParallel(net, nn.MSELoss()).dataset_strategy("full_batch")
+
+
+def branches() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    x, y = torch.randn(2, 16, 16, dtype=D).requires_grad_().unbind()
+    return x.detach().requires_grad_(), y.detach().requires_grad_(), torch.randn(16, 32, dtype=D)
+
+
+@pytest.mark.parametrize("kind", BRANCHES)
+def test_a_redistribution_travels_beside_another_branch(kind: str) -> None:
+    with rank_of_eight(rank=3):
+        model = towers(kind, 8)
+        model(*branches()).backward()
+        forward, backward = logged(model, *branches())
+    schedule = model.plan.schedule
+    assert schedule.splits
+    assert ran(forward) == scheduled(schedule, False) and ran(backward) == scheduled(schedule, True)
+    moved = [one for one in forward.sent if one.kind == kind and one.waited is not None]
+    assert max(one.waited - one.issued for one in moved) >= 3  # a product, tanh and sin
+
+
+# -- counts ------------------------------------------------------------------------------------------------------------
 
 
 def test_sums_of_gradients_are_waited_for_at_the_end_alone() -> None:
     _, backward, _ = logs("data_parallel", fusion=0.05)
-    assert set(backward.counts()) == {"all_reduce"} and len(backward.sent) >= 3
-    sums = [each for each in backward.sent if each.bytes > POSITIONS]
+    sums = [each for each in backward.sent if each.kind == "all_reduce" and each.bytes > LENGTH * 32 * 8]
+    assert len(sums) >= 3
     last_issued = max(each.issued for each in sums)
     assert all(each.waited is not None and each.waited >= last_issued for each in sums)
     assert sums[0].issued < backward.operators // 2  # the first is issued while the backward computes
@@ -86,59 +201,61 @@ def test_sums_of_gradients_are_waited_for_at_the_end_alone() -> None:
 def test_a_bucket_of_a_library_has_25_mebibytes_on_any_number_of_ranks() -> None:
     _, backward, model = logs("data_parallel")
     assert sum(p.numel() for p in model.parameters()) * 8 < 25 << 20
-    assert [each.kind for each in backward.sent if each.bytes > POSITIONS] == ["all_reduce"]
+    assert [each.kind for each in backward.sent if each.bytes > LENGTH * 32 * 8] == ["all_reduce"]
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_block_has_one_scatter_which_nothing_waits_for_before_the_end(level: str) -> None:
-    _, backward, model = logs(level)
+def test_a_block_has_one_gather_and_one_scatter(level: str) -> None:
+    forward, backward, model = logs(level)
     blocks = {block_of(name) for name, _ in model.named_parameters()}
+    assert forward.counts()["all_gather"] == len(blocks)
+    assert backward.counts()["all_gather"] <= (len(blocks) if level == "level3" else 0)
     scatters = [each for each in backward.sent if each.kind == "reduce_scatter"]
     assert len(scatters) <= len(blocks)
     assert sum(each.bytes for each in scatters) >= 8 * 0.9 * sum(p.numel() for p in model.parameters())
     last_issued = max(each.issued for each in scatters)
     assert all(each.waited is not None and each.waited >= last_issued for each in scatters)
     assert scatters[0].issued < backward.operators // 2
+    # A layer's weights travel while the layer before computes, forward and backward.
+    for log in (forward, backward):
+        gathers = [each for each in log.sent if each.kind == "all_gather"]
+        layers = [each for each in gathers if 2 * each.bytes > max(g.bytes for g in gathers)]
+        assert len(layers) == (LAYERS if log is forward or level == "level3" else 0)
+        assert all(layer.waited is not None and layer.waited - layer.issued > 20 for layer in layers[1:])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_weights_of_a_block_are_gathered_together_one_block_ahead(level: str) -> None:
-    forward, backward, model = logs(level)
-    blocks = {block_of(name) for name, _ in model.named_parameters()}
-    gathers = [each for each in forward.sent if each.kind == "all_gather"]
-    assert len(gathers) == len(blocks)
-    layers = [each for each in gathers if each.bytes == max(g.bytes for g in gathers)]
-    assert len(layers) == LAYERS
-    for before, layer in zip(layers, layers[1:]):
-        assert layer.waited is not None and before.waited is not None
-        assert layer.issued < before.waited < layer.waited  # it travels while the layer before computes
-        assert layer.waited - layer.issued > 20
-    again = [each for each in backward.sent if each.kind == "all_gather"]
-    if level != "level3":
-        assert not again
-        return
-    assert len(again) <= len(blocks)
-    layers = [each for each in again if each.bytes > max(g.bytes for g in again) // 2]
-    assert len(layers) == LAYERS
-    assert all(layer.waited is not None and layer.waited - layer.issued > 20 for layer in layers[1:])
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_first_backward_gathers_each_weight_by_itself_and_the_next_one_together() -> None:
-    net, (x, y) = gpt(), tokens()
+def peak(plan: str, comm_memory: Any) -> tuple[int, sw.Plan]:
+    """The most bytes that a step holds beyond what stands before it, on rank 3 of 8."""
+    net, batch = gpt(), tokens()
     with rank_of_eight(rank=3):
-        model = wrapped(net, "level3", 8)
-        counts = []
-        for _ in range(3):
-            loss = model(x, y)
-            with collective_log() as backward:
-                loss.backward()
-            counts.append(backward.counts()["all_gather"])
-    assert counts[0] > 10 * LAYERS > counts[1] == counts[2]
+        model = wrapped(net, plan, 8, comm_memory=comm_memory)
+
+        def step() -> None:
+            model(*batch).backward()
+            for parameter in model.parameters():
+                parameter.grad = None
+
+        step()
+        with Alive() as alive:
+            step()
+            alive.peak = before = alive.now()
+            model(*batch).backward()
+            return alive.peak - before, model.plan
 
 
-def test_blocks_are_layers_of_the_model() -> None:
-    assert block_of("net.blocks.3.up.weight") == "net.blocks.3"
-    assert block_of("tokens.weight") == "tokens" and block_of("weight") == ""
+@pytest.mark.parametrize("plan", ["level1", "level3", "level3 recompute"])
+def test_measured_memory_stays_within_the_allowance(plan: str) -> None:
+    held, made = peak(plan, 0)
+    assert made.peak == made.unscheduled.peak
+    raised = []
+    for allowance in (50_000, 100_000, None):
+        more, made = peak(plan, allowance)
+        raised.append(more - held)
+        assert more - held <= made.schedule.allowance
+    assert raised[-1] > 40_000  # messages are under way at the peak
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -154,10 +271,10 @@ def as_a_library() -> None:
     ProcessGroups.__init__ = init
 
 
-def steps(plan: str, accumulate: bool) -> Any:
+def steps(plan: str, accumulate: bool, **given: Any) -> Any:
     def scenario(rank: int, world: int) -> None:
         one, net = gpt(), gpt()
-        loss_one, model = TokenLoss(), wrapped(net, plan, world)
+        loss_one, model = TokenLoss(), wrapped(net, plan, world, **given)
         optimizers = [torch.optim.AdamW(n.parameters(), 1e-2) for n in (one, net)]
         for turn in range(3):
             for part in range(2 if accumulate else 1):
@@ -184,11 +301,61 @@ def steps(plan: str, accumulate: bool) -> Any:
     return scenario
 
 
+def two_backwards(level: str) -> Any:
+    """Two losses in one backward, a second backward through one graph, a backward that ends in an error."""
+
+    def scenario(rank: int, world: int) -> None:
+        one, net = gpt(), gpt()
+        loss_one, model = TokenLoss(), wrapped(net, level, world)
+        pairs = [tokens(3), tokens(4)]
+        (loss_one(one(pairs[0][0]), pairs[0][1]) + 3 * loss_one(one(pairs[1][0]), pairs[1][1])).backward()
+        first, second = (model(x, y) for x, y in pairs)
+        (first + second).backward(retain_graph=True)
+        second.backward()
+        third = model(*pairs[1])
+        with pytest.raises(RuntimeError, match="on purpose"):
+            third.register_hook(lambda gradient: (_ for _ in ()).throw(RuntimeError("on purpose")))
+            third.backward()
+        model(*pairs[1]).backward()
+        for (name, p), q in zip(one.named_parameters(), net.parameters()):
+            gradient = q.grad.full_tensor() if hasattr(q.grad, "full_tensor") else q.grad
+            torch.testing.assert_close(gradient, p.grad, rtol=1e-8, atol=1e-12, msg=f"{level}: {name}")
+
+    return scenario
+
+
+def branched(kind: str) -> Any:
+    def scenario(rank: int, world: int) -> None:
+        one, inputs, given = Towers(), branches(), branches()
+        model = towers(kind, world)
+        for _ in range(2):
+            wanted = nn.functional.mse_loss(one(*inputs[:2]), inputs[2])
+            wanted.backward()
+            found = model(*given)
+            found.backward()
+            torch.testing.assert_close(found.detach(), wanted.detach(), rtol=1e-10, atol=1e-12)
+        assert model.plan.schedule.splits
+        for p, q in zip((*one.parameters(), *inputs[:2]), (*model.parameters(), *given[:2])):
+            gradient = q.grad.full_tensor() if hasattr(q.grad, "full_tensor") else q.grad
+            torch.testing.assert_close(gradient, p.grad, rtol=1e-9, atol=1e-12, msg=kind)
+        with torch.no_grad():
+            torch.testing.assert_close(model(*given), wanted.detach(), rtol=1e-10, atol=1e-12)
+
+    return scenario
+
+
 SCENARIOS = {
     f"{plan}{', accumulated' if accumulate else ''}": steps(plan, accumulate)
-    for plan in ("data_parallel", "marks", *LEVELS, "level1 recompute", "level3 recompute")
+    for plan in PLANS
     for accumulate in (False, True)
 }
+SCENARIOS |= {
+    f"{level} within {size}": steps(level, False, comm_memory=size)
+    for level in (*LEVELS, "level3 halves")
+    for size in (0, "60KB")
+}
+SCENARIOS |= {f"two backwards, {level}": two_backwards(level) for level in ("level1", "level3")}
+SCENARIOS |= {f"branches, {kind}": branched(kind) for kind in BRANCHES}
 
 
 def on_a_library(rank: int, world: int) -> Any:

@@ -1,4 +1,4 @@
-"""Gradient fusion: which gradients are summed together, and whether a backward sums at all.
+"""Gradient fusion: which gradients are summed together.
 
 A sum of many small gradients is sent as one bucket. Example: 8 layers of 1024 x 1024 in float32 have 32 MiB of
 gradients, which are two buckets of 16 MiB (`AUTO`).
@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from ...errors import SettingError
+from ..errors import SettingError
 
-__all__ = ["Accumulation", "Due", "Fusion", "fusion_of"]
+__all__ = ["Due", "Fusion", "fusion_of"]
 
 
 # Bytes of a bucket in automatic mode: the fastest of 0.25 to 64 MiB for four and eight Gloo processes, and within 5 %
@@ -29,8 +29,9 @@ AUTO = 16 << 20
 PIECE = 2 << 20
 
 
-# The same on a library such as NCCL, whatever the number of ranks: DistributedDataParallel's default.
-LIBRARY = 25 << 20
+# The same on a library such as NCCL, whatever the number of ranks: DistributedDataParallel's default. Assumed: four
+# times as much where ranks of several hosts sum, since a start takes longer through the network.
+LIBRARY, HOSTS = 25 << 20, 100 << 20
 
 
 LEGAL = (
@@ -49,6 +50,7 @@ class Due:
         kind: gradients travel together only with those of equal kind (ranks, dtype).
         index: of the parameter among the trained ones, in the model's order.
         ranks: the number of ranks over which it is summed.
+        hosts: True where these ranks are on several hosts.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Due:
     kind: Hashable
     index: int
     ranks: int
+    hosts: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class Fusion:
 
     Attributes:
         limit: bytes at which a bucket is full, and from which a gradient travels by itself; 0: every gradient by
-            itself; None: on a library `LIBRARY`, on Gloo `AUTO`, and at most `PIECE` for each rank.
+            itself; None: on a library `LIBRARY`, over several hosts `HOSTS`; on Gloo `AUTO`, and at most `PIECE` for
+            each rank.
         ends: in place of `limit`, indices of parameters before which a new bucket begins.
     """
 
@@ -95,8 +99,8 @@ class Fusion:
             library: True where a library such as NCCL sums them, False on Gloo.
         """
         if self.ends is not None:
-            parts: dict[Hashable, list[str]] = {}
-            last = {}
+            parts: dict[tuple[int, Hashable], list[str]] = {}
+            last: dict[tuple[int, Hashable], int] = {}
             for place, due in enumerate(gradients):
                 key = (bisect_right(self.ends, due.index), due.kind)
                 parts.setdefault(key, []).append(due.name)
@@ -105,7 +109,9 @@ class Fusion:
         full: list[tuple[str, ...]] = []
         open_: dict[Hashable, list[Due]] = {}
         for due in gradients:
-            most, pieces = (LIBRARY, LIBRARY) if library else (AUTO, due.ranks * PIECE)
+            most, pieces = AUTO, due.ranks * PIECE
+            if library:
+                most = pieces = HOSTS if due.hosts else LIBRARY
             limit = min(most, pieces) if self.limit is None else self.limit
             if due.nbytes >= min(limit, pieces):  # by itself: in a bucket it would be in memory twice
                 full.append((due.name,))
@@ -115,20 +121,6 @@ class Fusion:
             if sum(d.nbytes for d in bucket) >= limit:
                 full.append(tuple(d.name for d in open_.pop(due.kind)))
         return (*full, *(tuple(d.name for d in bucket) for bucket in open_.values()))
-
-
-@dataclass
-class Accumulation:
-    """The state of `AutoParallel.no_sync`: whether gradients of a backward stay unsummed, and the parameters that have
-    such.
-
-    Attributes:
-        open: True while gradients stay unsummed.
-        kept: id of a parameter -> the parameter, for those that hold an unsummed gradient, or did.
-    """
-
-    open: bool = False
-    kept: dict[int, Any] = field(default_factory=dict)
 
 
 def fusion_of(given: Any) -> Fusion:

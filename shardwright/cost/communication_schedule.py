@@ -1,0 +1,251 @@
+"""The schedule of communication: where each collective of a program is issued, and where it is waited for.
+
+A program is static, so its messages can begin early and be waited for late. One pass over the instructions
+(`communication_pass`) decides both, once. The runtime, the dumps, the prices in time and `shardwright simulate` read
+the result, which is this value.
+
+    moments      the instructions of the forward in order, then the steps of the backward (`Plan.backward`) in order,
+                 as in `memory_timeline`; the end of the step is one further moment
+    a message    one collective, or several that travel as one: issued before one moment, waited for before another
+
+    role            members                                       issued                    waited for
+    gather          weights of one block, over the same ranks     one block ahead           each weight at its use
+    sum             gradients in one bucket                       with the last of them     at the end
+    scatter         gradients of one block, dtype, set of ranks   with the last of them     at the end
+    follow          the same, summed over further replicas        after the scatter         at the end
+    redistribution  one, of any other value                       as its input comes        at its first use
+
+A scatter that a sum over further replicas follows (parameters in parts over the devices of a host, replicated over
+hosts) is waited for before the next scatter is issued.
+
+Example: blocks A and B under optimizer level 3, moments 0 to 3 the forward, 4 to 9 the backward:
+
+    0 A.w    1 A    2 B.w    3 B    |    4 B.w    5 B    6 B.w's gradient    7 A.w    8 A    9 A.w's gradient
+    gather of A.w: issue 0, wait 0       of B.w: issue 0, wait 2      again B.w: issue 4, wait 4    A.w: issue 4, wait 7
+    scatter of B.w's gradient: issue 6, wait 10                       of A.w's: issue 9, wait 10
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ..layout import Digits
+from ..partition.local_program import GlobalExtreme, LocalOp, Redistribute
+from ..partition.rematerialization import RecomputedInstruction, Regather
+from ..redistribution import CollectiveKind, Redistribution
+from .memory_timeline import Allocation
+
+__all__ = ["PLAIN", "CommunicationSchedule", "Member", "Message", "block_of", "moved_bytes", "own_redistribution"]
+
+#: The dtypes that every library moves and sums. Messages in other dtypes are converted on the way, and travel alone.
+PLAIN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+PLAIN |= {torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64}
+
+Role = Literal["gather", "sum", "scatter", "follow", "redistribution"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One redistribution of a message.
+
+    Attributes:
+        place: its index in `LocalProgram.instructions`.
+        moment: the moment at which it stands in the step: a gather or a redistribution is needed there, the input of a
+            sum or a scatter is there.
+        name: of the value that it moves, or whose gradient it moves.
+    """
+
+    place: int
+    moment: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective, or several of the same ranks that travel as one.
+
+    Attributes:
+        role: see the head of the file.
+        kind: of the first collective.
+        digits: its ranks: those that differ in these digits alone.
+        members: in the order of their moments.
+        issue: the moment before which it is issued.
+        wait: the moment before which it is first waited for.
+        bytes: of a rank's own input.
+        again: True where the step runs an instruction of the forward once more: a weight gathered again, or a
+            recomputation.
+        held: (first moment, end, bytes) of the memory that it holds beyond that of a step which waits at once.
+    """
+
+    role: Role
+    kind: CollectiveKind
+    digits: Digits
+    members: tuple[Member, ...]
+    issue: int
+    wait: int
+    bytes: int
+    again: bool = False
+    held: tuple[tuple[int, int, float], ...] = ()
+
+    @property
+    def apart(self) -> bool:
+        """True where anything stands between its issue and its wait."""
+        return self.issue < self.wait
+
+    def __str__(self) -> str:
+        """``all_gather, weights of blocks.1, again``: its kind and the values that it moves."""
+        return f"{self.kind}, {self.whose}"
+
+    @property
+    def whose(self) -> str:
+        """``weights of blocks.1``, ``gradients``, or the name of a value: what it moves."""
+        blocks = {block_of(member.name) for member in self.members}
+        if self.role == "redistribution":
+            return self.members[0].name
+        what = "weights" if self.role == "gather" else "gradients"
+        of = f" of {blocks.pop()}" if len(blocks) == 1 and "" not in blocks else ""
+        return f"{what}{of}{', again' * self.again}"
+
+
+@dataclass(frozen=True)
+class CommunicationSchedule:
+    """The schedule of one program.
+
+    Attributes:
+        messages: in the order of their issue.
+        forward: the number of moments of the forward.
+        end: the moment after the last one.
+        allowance: bytes by which messages under way may raise the peak.
+        splits: place of a redistribution in two parts -> (the place before which it is issued, the place before which
+            it is waited for). A split serves both directions, of which one may send nothing.
+        early: number of a message -> the numbers of the scatters that are waited for before it is issued.
+        library: True where a library such as NCCL carries the messages, False on Gloo.
+    """
+
+    messages: tuple[Message, ...]
+    forward: int
+    end: int
+    allowance: float
+    splits: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    early: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    library: bool = True
+
+    @cached_property
+    def order(self) -> tuple[tuple[int, str, int], ...]:
+        """Everything that is issued and waited for, in order: (moment, "issue" or "wait", number of the message).
+
+        At one moment what is issued comes before what is waited for, but for a wait that makes room.
+        """
+        out: list[tuple[tuple[Any, ...], tuple[int, str, int]]] = []
+        made_room = {number for numbers in self.early.values() for number in numbers}
+        following = {message.members: number for number, message in self.of("follow")}
+        for number, message in enumerate(self.messages):
+            if message.role == "follow":
+                continue  # with its scatter
+            place = message.members[0].place
+            begun, needed = self.splits.get(place, (place, place))
+            back = message.issue >= self.forward
+            # Where each of the two stands among others of its moment: redistributions in two parts, before the
+            # instruction; weights; what the instruction itself sends. Autograd runs the first in the opposite order.
+            first: tuple[int, ...] = (2, number, 0)
+            second: tuple[int, ...] = (2, number, 1)
+            if message.role == "redistribution" and message.apart:
+                first, second = (
+                    ((0, -needed, -1, -place), (0, -begun, 0, -place)) if back else ((0, 0, place), (0, 1, place))
+                )
+            elif message.role == "gather":
+                first, second = (1, 0, number), (1, 1, number)
+            for k, other in enumerate(self.early.get(number, ())):
+                at = (message.issue, back, *first, k - len(self.messages))
+                out.append(((*at, 0), (message.issue, "wait", other)))
+                if (follow := following.get(self.messages[other].members)) is not None:
+                    out.append(((*at, 1), (message.issue, "issue", follow)))
+            out.append(((message.issue, back, *first, 0), (message.issue, "issue", number)))
+            follow = following.get(message.members) if message.role == "scatter" else None
+            if follow is not None:
+                out.append(((self.end, True, *second, 1), (self.end, "wait", follow)))
+            if number not in made_room:
+                if follow is not None:
+                    second = (2, -1, number) if message.wait == self.end else (2, number, 1)
+                    out.append(((message.wait, back, *second, 2), (message.wait, "issue", follow)))
+                out.append(((message.wait, back, *second, 1), (message.wait, "wait", number)))
+        return tuple(entry for _, entry in sorted(out, key=lambda pair: pair[0]))
+
+    @cached_property
+    def actions(self) -> dict[int, tuple[tuple[str, int], ...]]:
+        """Moment -> ("issue" or "wait", number of the message), in order, of the messages that are under way while
+        anything else runs."""
+        out: dict[int, list[tuple[str, int]]] = {}
+        for moment, action, number in self.order:
+            if self.messages[number].apart:
+                out.setdefault(moment, []).append((action, number))
+        return {moment: tuple(each) for moment, each in out.items()}
+
+    def of(self, role: Role, again: bool = False) -> Iterator[tuple[int, Message]]:
+        """Yield the messages of a role with their numbers; of gathers those of the forward, or the further ones."""
+        for number, message in enumerate(self.messages):
+            if message.role == role and message.again == again:
+                yield number, message
+
+    @property
+    def allocations(self) -> Iterator[Allocation]:
+        """Yield the memory of the messages under way, as entries of a `MemoryTimeline`."""
+        for number, message in enumerate(self.messages):
+            for start, stop, nbytes in message.held:
+                if stop > start and nbytes:
+                    yield Allocation("under way", f"message {number}", start, stop, nbytes)
+
+    @cached_property
+    def under_way(self) -> float:
+        """The most bytes that messages under way hold at one moment."""
+        held = np.zeros(self.end + 1)
+        for one in self.allocations:
+            held[one.start : one.stop] += one.bytes
+        return float(held.max(initial=0.0))
+
+
+def block_of(name: str) -> str:
+    """The block of the model that a parameter belongs to: the path up to its first number (``blocks.3`` of
+    ``blocks.3.up.weight``), else the path of its module."""
+    path = name.split(".")
+    end = next((i + 1 for i, part in enumerate(path) if part.isdigit()), len(path) - 1)
+    return ".".join(path[:end])
+
+
+def own_redistribution(entry: Any, back: bool) -> tuple[Any, Redistribution | None]:
+    """The instruction of the forward that a step runs, and the redistribution that it performs; None: a `LocalOp`, or
+    nothing to send.
+
+    Args:
+        entry: an instruction, or a step of `Plan.backward`.
+        back: True in the backward.
+    """
+    if isinstance(entry, (Regather, RecomputedInstruction)):
+        entry, back = entry.move if isinstance(entry, Regather) else entry.instruction, False
+    if isinstance(entry, LocalOp):
+        return entry, None
+    if not back:
+        return entry, entry.forward
+    if entry.backward is None:
+        return entry, None
+    return entry, entry.forward if isinstance(entry, GlobalExtreme) else entry.backward
+
+
+def moved_bytes(instruction: Redistribute | GlobalExtreme, steps: Redistribution) -> int:
+    """Bytes of a rank's own input to the first collective of a redistribution."""
+    back = isinstance(instruction, Redistribute) and steps is not instruction.forward
+    shape = instruction.target.local_shape if back else instruction.source.local_shape
+    dtype = instruction.source.value.dtype
+    if isinstance(instruction, Redistribute):
+        dtype = instruction.sums if back else instruction.dtype
+    for step, before in zip(steps.steps, steps.local_shapes(shape)):
+        if step.communicates:
+            return math.prod(before) * dtype.itemsize
+    return 0

@@ -1,0 +1,396 @@
+"""Collectives of a library in two parts, issued and waited for where the schedule of communication says
+(`cost.communication_schedule`).
+
+1. Weights of one message (`BlockGather`): the parts of several weights are gathered as one. In the forward the nodes
+   `IssuedGather` and `WaitedGather` stand in the program, and each weight takes its share of what was received:
+
+    issue_0 = issue(w1, w2)   …   parts = wait(issue_0)   …   w1 gathered = convert(w1, parts)
+
+2. The same in the backward (`GatherAgain`). A backward asks for weights one by one, in an order that is known: the
+   schedule says at which weight each message is issued.
+3. Other redistributions (`SplitRedistribute`). Each half is an autograd function. Autograd calls them in the opposite
+   order, so the second half issues the transpose and the first half waits for it:
+
+    forward     issue: start          wait: receive
+    backward    wait:  start back     issue: receive back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ...redistribution import CollectiveKind, Geometry, Redistribution, RedistributionStep
+from ...torch_private import at_backward_end, functional_all_gather, functional_wait
+from .collectives import (
+    Bound,
+    arrangements,
+    begin_exchange,
+    begin_gather,
+    begin_reduce,
+    begin_scatter,
+    bind,
+    permuted_sizes,
+)
+from .process_groups import Group, ProcessGroups
+from .watch.positions import WaitPoint, noted
+
+__all__ = [
+    "BlockGather",
+    "GatherAgain",
+    "IssuedGather",
+    "IssuedHalf",
+    "SplitRedistribute",
+    "SplitSteps",
+    "WaitedGather",
+    "WaitedHalf",
+    "WeightOfBlock",
+    "taken",
+]
+
+
+def at(place: WaitPoint | None, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function that is at a wait point while it runs; None: at none."""
+    return run if place is None else noted((run,), place)[0]
+
+
+# -- weights
+
+
+class WeightOfBlock(NamedTuple):
+    """A weight of a `BlockGather`.
+
+    Attributes:
+        dtype: in which it is gathered.
+        pieces: part -> what is sent to all ranks.
+        arranged: what is received -> the weight.
+        alone: part -> the weight, by a gather of its own.
+        numel: elements of a part.
+    """
+
+    dtype: torch.dtype
+    pieces: Bound
+    arranged: Bound
+    alone: Bound
+    numel: int
+
+    def of(self, part: Tensor) -> Tensor:
+        """The weight, from its share of what a `BlockGather` has received."""
+        return self.arranged(part.reshape(-1).view(self.dtype))
+
+
+#: What is received by a gather under way, and its work; None in a program that torch.compile traces.
+Begun = tuple[Tensor, Any]
+
+
+class BlockGather:
+    """The all-gathers of several weights as one.
+
+    Args:
+        group: the ranks.
+        members: the weights, in the order of the message.
+        place: the wait point; None in a program that torch.compile traces.
+    """
+
+    def __init__(self, group: Group, members: Sequence[WeightOfBlock], place: WaitPoint | None) -> None:
+        self.members, self.place, self._group = tuple(members), place, group
+        # Autocast casts some weights of a block: then all travel as bytes.
+        self._as_bytes = len({m.dtype for m in members}) > 1
+        self._sizes = [m.numel * (m.dtype.itemsize if self._as_bytes else 1) for m in members]
+
+    def begin(self, stored: Sequence[Tensor]) -> Begun:
+        """Issue the gather of the weights' parts on this rank."""
+        with torch.no_grad():
+            pieces = [m.pieces(x.detach().to(m.dtype)) for m, x in zip(self.members, stored)]
+            if self._as_bytes:
+                pieces = [p.view(torch.uint8) for p in pieces]
+            sent = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            if torch.compiler.is_compiling():
+                return functional_all_gather(sent, self._group.size, self._group.name), None
+            return begin_gather(self._group, sent)
+
+    def parts(self, begun: Begun) -> tuple[Tensor, ...]:
+        """Wait for the gather. The share of each weight."""
+        received, work = begun
+        if work is None:
+            received = functional_wait(received)
+        else:
+            work.wait()
+        return received.view(self._group.size, -1).split(self._sizes, 1)
+
+
+class IssuedGather(nn.Module):
+    """The node that issues a gather."""
+
+    def __init__(self, gather: BlockGather) -> None:
+        super().__init__()
+        self._begin = at(gather.place, gather.begin)
+
+    def forward(self, *stored: Tensor) -> Begun:
+        return self._begin(stored)
+
+    __call__ = forward  # skips `nn.Module.__call__`: there are no hooks
+
+
+class WaitedGather(nn.Module):
+    """The node that waits for a gather."""
+
+    def __init__(self, gather: BlockGather) -> None:
+        super().__init__()
+        self._parts = at(gather.place, gather.parts)
+
+    def forward(self, begun: Begun) -> tuple[Tensor, ...]:
+        return self._parts(begun)
+
+    __call__ = forward
+
+
+class _Taken(torch.autograd.Function):
+    """A weight from its share of what was received; its gradient goes to the stored part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Tensor, weight: WeightOfBlock, backward: Sequence[Bound]) -> Tensor:
+        ctx.steps = backward
+        return weight.of(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        for step in ctx.steps:
+            gradient = step(gradient)
+        return gradient, None, None, None
+
+
+def taken(x: Tensor, part: Tensor, weight: WeightOfBlock, backward: Sequence[Bound]) -> Tensor:
+    """A weight from its share of what was received.
+
+    Args:
+        x: its part on this rank, which takes the gradient.
+        part: the share.
+        weight: the weight.
+        backward: gradient of the weight -> gradient of `x`.
+    """
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Taken.apply(x, part, weight, backward)
+    return weight.of(part)
+
+
+class GatherAgain:
+    """The gathers of several weights as one, in a backward.
+
+    A weight that is not under way is gathered by itself: in a second backward of one graph, say.
+
+    Args:
+        gather: the weights.
+        before: called before it is issued: waits for what the schedule says.
+
+    Attributes:
+        stored: the weights' parts on this rank, as the latest forward was given them.
+        begins: number of a weight -> the gathers to issue when the backward asks for it.
+    """
+
+    def __init__(self, gather: BlockGather, before: Callable[[], None]) -> None:
+        self.stored: dict[int, Tensor] = {}
+        self.begins: dict[int, list[GatherAgain]] = {}
+        self._members, self._before = gather.members, before
+        self._issue, self._receive = at(gather.place, gather.begin), at(gather.place, gather.parts)
+        self._begun: Begun | None = None
+        self._parts: dict[int, Tensor] = {}
+
+    def take(self, index: int, stored: Tensor) -> Tensor:
+        """A weight that the backward asks for, from its part on this rank."""
+        for other in self.begins.get(index, ()):
+            other.begin()
+        if self._begun is not None:
+            self._parts, self._begun = dict(enumerate(self._receive(self._begun))), None
+        part = self._parts.pop(index, None)
+        weight = self._members[index]
+        return weight.alone(stored) if part is None else weight.of(part)
+
+    def begin(self) -> None:
+        """Issue the gather."""
+        if len(self.stored) < len(self._members):  # a forward without some of them
+            return
+        self._before()
+        self._begun, self._parts = self._issue([self.stored[k] for k in range(len(self._members))]), {}
+        at_backward_end(self._forget)
+
+    def _forget(self) -> None:
+        """Free what the backward has not asked for."""
+        self._begun, self._parts = None, {}
+
+
+# -- other redistributions
+
+
+class SplitSteps:
+    """The steps of a redistribution on one rank, on a library, in two parts: up to the first collective, which is
+    issued, and from its end on.
+
+    Args:
+        steps, shape, groups: as `bind_all` takes them; None: no steps.
+        place: the wait point; None: there is no collective.
+
+    Attributes:
+        sends: True where there is a collective.
+
+    Raises:
+        LayoutError: a dim that its cut does not divide.
+    """
+
+    def __init__(
+        self, steps: Redistribution | None, shape: tuple[int, ...], groups: ProcessGroups, place: WaitPoint | None
+    ) -> None:
+        rank = groups.rank
+        self.place = place
+        each = () if steps is None or 0 in shape else steps.steps
+        shapes = () if steps is None else steps.local_shapes(tuple(shape))
+        first = next((k for k, step in enumerate(each) if step.communicates), len(each))
+        bound = [bind(step, before, rank, groups) for step, before in zip(each, shapes)]
+        self._before, self._after = bound[:first], bound[first + 1 :]
+        self.sends = first < len(each)
+        self._empty = tuple(shapes[-1]) if shapes and 0 in shape else None
+        if self.sends:
+            geometry = each[first].geometry(tuple(shapes[first]))
+            self._pieces, self._arranged = arrangements(geometry)
+            self._issue = BEGINNINGS[each[first].pattern](each[first], geometry, rank, groups)
+
+    def begin(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Issue the first collective: what is received, and its work; without one, the result."""
+        for step in self._before:
+            x = step(x)
+        return self._issue(self._pieces(x)) if self.sends else (x, None)
+
+    def end(self, begun: tuple[Tensor, Any]) -> Tensor:
+        """Wait for the first collective, and take the further steps."""
+        x, work = begun
+        if work is not None:
+            work.wait()
+            x = self._arranged(x)
+        for step in self._after:
+            x = step(x)
+        return x if self._empty is None else x.new_empty(self._empty)
+
+
+#: A collective of each kind on a library, under way: (step, its geometry, rank, process groups) -> a function from the
+#: flat pieces to what is received, and the work.
+BEGINNINGS: dict[
+    CollectiveKind, Callable[[RedistributionStep, Geometry, int, ProcessGroups], Callable[[Tensor], tuple[Tensor, Any]]]
+] = {
+    CollectiveKind.ALL_REDUCE: lambda step, geometry, rank, groups: partial(
+        begin_reduce, groups.seen(step.digits), reduction=step.reduction
+    ),
+    CollectiveKind.ALL_GATHER: lambda step, geometry, rank, groups: partial(begin_gather, groups.seen(step.digits)),
+    CollectiveKind.REDUCE_SCATTER: lambda step, geometry, rank, groups: partial(
+        begin_scatter, groups.seen(step.digits), reduction=step.reduction
+    ),
+    CollectiveKind.ALL_TO_ALL: lambda step, geometry, rank, groups: partial(begin_exchange, groups.seen(step.digits)),
+    CollectiveKind.PERMUTE: lambda step, geometry, rank, groups: _beginning_permute(
+        groups.seen(step.digits), permuted_sizes(step, geometry, rank)
+    ),
+}
+
+
+def _beginning_permute(
+    group: Group, sizes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> Callable[[Tensor], tuple[Tensor, Any]]:
+    return lambda x: begin_exchange(group, x, *sizes)
+
+
+class _Halves:
+    """The two halves of one redistribution in one call: what is under way, in the forward and in the backward."""
+
+    __slots__ = ("back", "there")
+
+    def __init__(self) -> None:
+        self.there: Any = None
+        self.back: Any = None
+
+
+class _Issue(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, move: SplitRedistribute, halves: _Halves) -> Tensor:
+        ctx.move, ctx.halves = move, halves
+        halves.there = move.begin(x)
+        return x.new_empty(0)  # carries autograd's edge to the other half
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, edge: Tensor) -> tuple[Tensor | None, ...]:
+        under_way, ctx.halves.back = ctx.halves.back, None
+        return ctx.move.end_back(under_way), None, None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, move: SplitRedistribute, halves: _Halves) -> Tensor:
+        ctx.move, ctx.halves = move, halves
+        under_way, halves.there = halves.there, None
+        y = move.end(under_way)
+        return y if move.sends else y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.halves.back = ctx.move.begin_back(gradient)
+        return gradient.new_empty(0), None, None
+
+
+class SplitRedistribute:
+    """A redistribution in two parts.
+
+    Args:
+        there: the steps of the forward.
+        back: those of the backward.
+        label: for the text of the program.
+    """
+
+    def __init__(self, there: SplitSteps, back: SplitSteps, label: str) -> None:
+        self.sends, self.label = there.sends, label
+        self.begin, self.end = at(there.place, there.begin), at(there.place, there.end)
+        self.begin_back, self.end_back = at(back.place, back.begin), at(back.place, back.end)
+
+
+class IssuedHalf(nn.Module):
+    """The node that issues a redistribution. Its result goes to the node that waits."""
+
+    def __init__(self, move: SplitRedistribute) -> None:
+        super().__init__()
+        self.move = move
+
+    def forward(self, x: Tensor) -> tuple[Tensor | None, _Halves]:
+        halves = _Halves()
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Issue.apply(x, self.move, halves), halves
+        halves.there = self.move.begin(x)
+        return None, halves
+
+    __call__ = forward
+
+    def extra_repr(self) -> str:
+        return self.move.label
+
+
+class WaitedHalf(nn.Module):
+    """The node that waits for a redistribution."""
+
+    def __init__(self, move: SplitRedistribute) -> None:
+        super().__init__()
+        self.move = move
+
+    def forward(self, issued: tuple[Tensor | None, _Halves]) -> Tensor:
+        edge, halves = issued
+        if edge is not None:
+            return _Wait.apply(edge, self.move, halves)
+        under_way, halves.there = halves.there, None
+        return self.move.end(under_way)
+
+    __call__ = forward
+
+    def extra_repr(self) -> str:
+        return self.move.label
