@@ -469,15 +469,18 @@ class SaveJob:
         first = self.ranks.rank == 0
         if self.places:
             self._each(self._copy)
-            self._each(lambda: folders.finish(self.part, self.step, self.id) if self.leads else None)
+            self._each(lambda: self._finished() if self.leads else None)
             if first:
                 _warn_once(self.places)
         self._each(lambda: self._named() if first else None)
         if self.places:
             self._each(lambda: folders.prune(self.path, self.keep, self.step) if self.leads else None)
 
-    def _named(self) -> None:
+    def _finished(self) -> None:
         folders.finish(self.part, self.step, self.id)
+
+    def _named(self) -> None:
+        self._finished()
         folders.prune(self.path, self.keep, self.step)
 
     def _copy(self) -> None:

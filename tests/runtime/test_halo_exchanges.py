@@ -61,7 +61,7 @@ def padded(x: Tensor, layout: Layout) -> Tensor:
 
 
 def expected(x: Tensor, layout: Layout, halos: tuple[Halo, ...], rank: int) -> Tensor:
-    """What a rank reads, from the whole tensor."""
+    """The rows that a rank reads, from the whole tensor."""
     index = [slice(None) if not digits else None for digits in layout.dims]
     window = x
     for d, digits in enumerate(layout.dims):

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -136,8 +137,8 @@ def on_ranks(rank: int, world: int, folder: str) -> dict:
     out["there"] = os.path.exists(path)  # for every rank once the command has returned
     out["no folder"] = main(["calibrate", "--output", os.path.join(folder, "nowhere", "x.json")])
     out["other number"] = main(["calibrate", "--devices", "3", "--output", path])
-    Cluster.save = lambda self, path: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    out["full disk"] = main(["calibrate", "--rounds", "1", "--output", path])
+    with mock.patch("os.fsync", side_effect=OSError(28, "No space left on device")):
+        out["full disk"] = main(["calibrate", "--rounds", "1", "--output", path])
     return out
 
 

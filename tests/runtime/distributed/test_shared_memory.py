@@ -27,6 +27,7 @@ from shardwright.runtime.distributed import (
 from shardwright.runtime.distributed.buckets import SumInTurns
 from shardwright.runtime.distributed.process_groups import ProcessGroups
 from shardwright.runtime.distributed.shared_memory import SameHost
+from shardwright.runtime.distributed.watch.watchdog import peers
 from shardwright.runtime.local.shards import convert_shards
 
 pytestmark = pytest.mark.skipif(host_memory._calls is None, reason="ranks share memory on Linux alone")
@@ -196,6 +197,7 @@ def test_all_ranks_leave_it_to_gloo(why: str) -> None:
 
 
 def leaves_nothing(rank: int, world: int) -> tuple[set[str], int, int]:
+    peers()  # the watch has descriptors of its own
     before = len(os.listdir("/proc/self/fd"))
     groups = ProcessGroups(world, rank, share=True)
     groups.seen((ALL,)).host.gather(torch.ones(4))
