@@ -273,7 +273,8 @@ def capture_micro(
     Returns:
         Its graph, and that for more rows, which `microbatch.split` compares with it; None for a single micro-batch.
     """
-    graph, *wide = [capture(net, *call, **given) for call in micro_calls(args, kwargs, count)]
+    programs: list[Any] = []  # the second capture follows the first
+    graph, *wide = [capture(net, *call, programs=programs, **given) for call in micro_calls(args, kwargs, count)]
     return graph, wide[0] if wide else None
 
 

@@ -3,6 +3,9 @@
 `torch.export` runs the forward once on fake tensors: nothing is allocated, so a model too large for any one machine can
 be captured. Fake tensors also combine parameters that were never allocated with inputs on an ordinary device. The
 training IR of the export is used unchanged; `graph_reader` reads it into a `Graph`.
+
+Where the model was exported before, a light run of the forward may follow that program (`recapture`): the same graph
+in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -14,11 +17,11 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,9 +48,7 @@ from ..torch_private import (
     pytree,
     recurrent_states,
     recurrent_weights,
-    sizes_reckoned_once,
     stack_lines,
-    storage_id,
     without_cudnn,
 )
 from .annotations import collect_marks, mark_names, whole_shape
@@ -57,14 +58,13 @@ from .memoised_functions import computed_for_real
 from .model_device import device_of, usable
 from .module_hooks import outermost_left_out
 from .observation import Observation
+from .recapture import AsExported, Differs, LightRun, Outline, Program, is_mistake, memory_of, outline
 from .regions import collect_functions, collect_regions
-from .scaling import NotScalable, ScalableGraph, Sizes, is_about_sizes
 from .side_effects import (
     Blamed,
     Effects,
     ForwardOutcome,
     LineFinder,
-    advanced,
     counter,
     depends,
     judged,
@@ -74,9 +74,12 @@ from .side_effects import (
 )
 from .source_lines import is_users, user_frame
 
-__all__ = ["ModelAndLoss", "Recording", "WithLoss", "capture", "capture_scalable"]
+__all__ = ["ModelAndLoss", "Recording", "WithLoss", "capture"]
 
 _LOG = logging.getLogger("shardwright.capture")
+
+#: The most exported programs of one model that later captures may follow: branches of the model's code.
+PROGRAMS = 4
 
 #: Part of torch's message about a model that it cannot follow -> what the user writes instead.
 _INSTEAD = {
@@ -104,11 +107,12 @@ class WithLoss(nn.Module):
 
 @contextlib.contextmanager
 def _fake_state(
-    module: nn.Module, mode: FakeTensorMode, device: torch.device, types: Mapping[int, torch.dtype]
+    module: nn.Module, empty: Callable[..., torch.Tensor], types: Mapping[int, torch.dtype]
 ) -> Iterator[None]:
-    """Replace parameters and buffers by fake tensors, tied ones by one tensor, while the context is active.
+    """Replace parameters and buffers by tensors without elements, tied ones by one tensor, while the context is active.
 
     Args:
+        empty: ``empty(shape, dtype, requires_grad, is_parameter)`` makes one.
         types: the id of each parameter or buffer that operators read in another dtype than its own -> that dtype.
     """
     memo: dict[int, torch.Tensor] = {}
@@ -116,11 +120,12 @@ def _fake_state(
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in memo:
-            with mode:
-                made = torch.empty(whole_shape(tensor), dtype=types.get(id(tensor), tensor.dtype), device=device)
-                memo[id(tensor)] = (
-                    nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-                )
+            memo[id(tensor)] = empty(
+                whole_shape(tensor),
+                types.get(id(tensor), tensor.dtype),
+                tensor.requires_grad and isinstance(tensor, nn.Parameter),
+                isinstance(tensor, nn.Parameter),
+            )
         return memo[id(tensor)]
 
     try:
@@ -168,11 +173,11 @@ def _data_detached() -> Iterator[None]:
     plain: Any = torch.Tensor.data
 
     def get(tensor: torch.Tensor) -> torch.Tensor:
-        ours = isinstance(tensor, FakeTensor) and is_users(sys._getframe(1).f_code.co_filename)
+        ours = isinstance(tensor, (FakeTensor, Outline)) and is_users(sys._getframe(1).f_code.co_filename)
         return tensor.detach() if ours else plain.__get__(tensor)
 
     def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
-        if isinstance(tensor, FakeTensor) and is_users(sys._getframe(1).f_code.co_filename):
+        if isinstance(tensor, (FakeTensor, Outline)) and is_users(sys._getframe(1).f_code.co_filename):
             raise CaptureError(
                 "x.data is assigned while the model runs",
                 source=_calling_line(),
@@ -207,10 +212,6 @@ class Recording:
     effects: Effects | None = None
     guards: Guards | None = None
 
-    def take(self, other: Recording) -> None:
-        """Copy the observations of another capture of the same state of the model."""
-        self.modules, self.reads, self.effects = other.modules, dict(other.reads), other.effects
-
     def add(self, seen: Observation, effects: Effects) -> None:
         """Record one capture.
 
@@ -228,12 +229,12 @@ class Recording:
 
 
 class _Exported(NamedTuple):
-    """The result of one exported run of the forward."""
+    """The result of one run of the forward, and the program by which it was read."""
 
     graph: Graph
     seen: Observation
     outcome: ForwardOutcome
-    sizes: Sizes | None
+    program: Program
 
 
 def capture(
@@ -246,6 +247,7 @@ def capture(
     recording: Recording | None = None,
     hooks_around: bool = False,
     mixed_precision: MixedPrecision | None = None,
+    programs: list[Program] | None = None,
 ) -> Graph:
     """Capture one call of a model.
 
@@ -257,6 +259,8 @@ def capture(
         recording: receives the observed state and side effects of the model.
         hooks_around: the caller runs the model's own hooks at its borders (`module_hooks`).
         mixed_precision: the dtypes in which the model's parameters are stored and read.
+        programs: the exported programs of earlier captures of the model, the latest first: the capture follows one of
+            them, or adds its own. The log of "shardwright.capture" says why it follows none.
 
     Returns:
         The graph of the call.
@@ -266,54 +270,22 @@ def capture(
         CaptureError: `torch.export` could not follow the model, or a side effect of the forward cannot be repeated at
             each call; with the user's line.
     """
-    made = _captured(net, args, dict(kwargs or {}), loss_fn, device, hooks_around, mixed_precision)
+    given = net, args, dict(kwargs or {}), loss_fn, device, hooks_around, mixed_precision
+    made = None
+    if programs:
+        try:
+            made = _captured(*given, programs)
+            programs.remove(made.program)
+        except Differs as reason:
+            _LOG.info("the model is exported anew: %s", str(reason).partition("\n")[0])
+    if made is None:
+        made = _captured(*given)
+    if programs is not None:
+        programs.insert(0, made.program)
+        del programs[PROGRAMS:]
     if recording is not None:
         recording.add(made.seen, made.outcome.effects)
     return made.graph
-
-
-def capture_scalable(
-    net: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any] | None = None,
-    *,
-    vary: Sequence[Collection[int]],
-    recording: Recording,
-    loss_fn: Any = None,
-    device: torch.device | str | None = None,
-    hooks_around: bool = False,
-    mixed_precision: MixedPrecision | None = None,
-) -> ScalableGraph | None:
-    """Capture one call of a model for other sizes of its inputs too.
-
-    Args:
-        net, args, kwargs, loss_fn, device, hooks_around, mixed_precision: as of `capture`.
-        vary: for each tensor of the inputs, in order, the dims whose sizes may vary.
-        recording: of a plain capture at other sizes.
-
-    Returns:
-        The graph with its formulas; None where a number depends on these sizes without a formula, or where the
-            side effects of the forward differ from those of the plain capture. The log of "shardwright.capture" says
-            why.
-
-    Raises:
-        CaptureError: a mistake of this package.
-    """
-    known = recording.effects
-    if known is None or not all(isinstance(place.get(), (int, float)) for place in known.advanced()):
-        return None
-    counters = {place: counter(place.get(), place.path) for place in known.advanced()}
-    try:
-        made = _captured(net, args, dict(kwargs or {}), loss_fn, device, hooks_around, mixed_precision, vary, counters)
-    except NotScalable as reason:
-        _LOG.info("no capture for all sizes, but one for each: %s", str(reason).partition("\n")[0])
-        return None  # a capture of one size may still succeed, or raises the error
-    effects = advanced(made.outcome, counters)
-    if effects is None or effects.described() != known.described():
-        _LOG.info("no capture for all sizes, but one for each: the side effects of the forward depend on the sizes")
-        return None
-    assert made.sizes is not None
-    return ScalableGraph(made.graph, made.sizes)
 
 
 @gc_paused()
@@ -325,13 +297,12 @@ def _captured(
     device: torch.device | str | None,
     hooks_around: bool,
     mixed_precision: MixedPrecision | None,
-    vary: Sequence[Collection[int]] | None = None,
-    counters: Mapping[GuardedPlace, Any] | None = None,
+    programs: Sequence[Program] = (),
 ) -> _Exported:
-    """One capture, as described in `capture` and `capture_scalable`.
+    """One capture, as described in `capture`: by an export, or by a light run that follows one of `programs`.
 
     Raises:
-        NotScalable: with `vary` alone: the symbols in place of sizes may be the cause of the error.
+        Differs: with `programs` alone: the forward follows none of them, or fails on tensors without elements.
     """
     device = usable(device_of(net, loss_fn, (args, kwargs)) if device is None else device, net, loss_fn)
     module = net if loss_fn is None else WithLoss(net, loss_fn)
@@ -341,13 +312,17 @@ def _captured(
     refuse_backward_hooks(modules)
     types, stored = captured_types(mixed_precision, net), masters(mixed_precision, net)
 
-    def fake_input(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
+    def empty(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool, parameter: bool = False) -> torch.Tensor:
+        if programs:
+            return outline(shape, dtype, device, requires_grad, parameter)
         with mode:
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+            made = torch.empty(shape, dtype=dtype, device=device, requires_grad=requires_grad and not parameter)
+            return nn.Parameter(made, requires_grad=requires_grad) if parameter else made
 
-    fake_args, fake_kwargs = pytree.tree_map(fake_input, opened((tuple(args), kwargs)))
+    fake_args, fake_kwargs = pytree.tree_map(
+        lambda x: empty(x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x,
+        opened((tuple(args), kwargs)),
+    )
     tied: dict[int, list[str]] = {}
     for name, tensor in [
         *module.named_parameters(remove_duplicate=False),
@@ -366,14 +341,13 @@ def _captured(
         remembering = computed_for_real(modules, [] if loss_fn is None else [loss_fn])
         watch, hooks = _Watch(module, seen, counters, finder), _hooks_inside(module)
         with (
-            _fake_state(module, mode, device, types),
+            _fake_state(module, empty, types),
             casts(mixed_precision, net),
             cumulative_momentum(module),
             collect_marks() as calls,
             _quiet(),
             collect_functions(_calling_line) as functions,
             collect_regions(module, prefix) as regions,
-            stack_lines(_innermost, _UsersLine),
             _data_detached(),
             remembering,
             seen,
@@ -381,54 +355,44 @@ def _captured(
             watch,
             _objects_opened(module),
             without_cudnn({device.type}),
-            attributes_unchecked(),
-            layouts_unrecorded(),
-            code_written_late(),
-            sizes_reckoned_once(),
         ):
-            program = torch.export.export(
-                module,
-                fake_args,
-                fake_kwargs,
-                strict=False,
-                dynamic_shapes=cast("Any", None if vary is None else _dynamic((fake_args, fake_kwargs), vary)),
+            traced = (
+                LightRun(module, fake_args, fake_kwargs, device, programs)
+                if programs
+                else _program(module, fake_args, fake_kwargs)
             )
         if _hooks_inside(module) != hooks:  # the first forward alone registers hooks
             watch.outcome.effects.assign()
         called = _input_names(net, len(fake_args) - 1) if loss_fn is not None else {}
-        reader = GraphReader(
-            program, calls, mark_names(net), prefix, aliases, called, [f for f, _ in functions], regions
-        )
-        reader.casting = current("cpu", device.type)  # an autocast around the call: its casts are written out too
-        if vary is not None:
-            reader.sizes = Sizes(
-                reader.input_tensors(),
-                [tuple(x.shape) for x in pytree.tree_leaves((fake_args, fake_kwargs)) if isinstance(x, torch.Tensor)],
-            )
-        reader.assigned = [
-            aliases.get(n, n) for n in (buffer_names[id(owner), key] for owner, key, *_ in watch.outcome.updates)
-        ]
-        reader.out_spec, reader.masters = watch.out_spec, stored
-        return _Exported(with_masters(reader.graph()), seen, watch.outcome, reader.sizes)
+        marked, applied = mark_names(net), [f for f, _ in functions]
+
+        def read(program: Program, nodes: AsExported) -> _Exported:
+            reader = GraphReader(program.exported, nodes, calls, marked, prefix, aliases, called, applied, regions)
+            reader.casting = current("cpu", device.type)  # an autocast around the call: its casts are written out too
+            reader.assigned = [
+                aliases.get(n, n) for n in (buffer_names[id(owner), key] for owner, key, *_ in watch.outcome.updates)
+            ]
+            reader.out_spec, reader.masters = watch.out_spec, stored
+            return _Exported(with_masters(reader.graph()), seen, watch.outcome, program)
+
+        return traced.followed(read)
 
     try:
         with outermost_left_out(net, module, loss_fn is None, hooks_around):
-            if vary is None:
-                made = _with_counters(exported)
-            else:
-                assert counters is not None
-                made = exported(counters)
+            made = _with_counters(exported)
         _check_constants(made.graph)
         _check_updates(made.graph)
         return made
+    except Differs:
+        raise
     except ShardwrightError as error:
-        if vary is not None and is_about_sizes(error.__cause__ or error):
-            raise NotScalable(str(error)) from error
+        if programs and not is_mistake(error.__cause__ or error):
+            raise Differs(str(error)) from error
         raised = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         raise (error if error.source else error.located(source=user_frame(raised) or None))  # noqa: B904  same error
     except Exception as error:  # the model's own code and torch raise anything
-        if vary is not None and is_about_sizes(error):
-            raise NotScalable(f"{type(error).__name__}: {error}".removeprefix("Blamed: ")) from error
+        if programs and not is_mistake(error):
+            raise Differs(f"{type(error).__name__}: {error}") from error
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         first = str(error).strip().split("\n\n")[0]
         if any(
@@ -444,14 +408,10 @@ def _captured(
         ) from error
 
 
-def _dynamic(inputs: Any, vary: Sequence[Collection[int]]) -> torch.export.ShapesCollection:
-    """The dims that export traces as symbols."""
-    collection = torch.export.ShapesCollection()
-    tensors = (x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor))
-    for tensor, dims in zip(tensors, vary, strict=True):
-        if dims:
-            collection[tensor] = dict.fromkeys(dims, torch.export.Dim.AUTO)
-    return collection
+def _program(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    """The exported program of a module on fake tensors."""
+    with stack_lines(_innermost, _UsersLine), attributes_unchecked(), layouts_unrecorded(), code_written_late():
+        return Program(torch.export.export(module, args, kwargs, strict=False))
 
 
 def _hooks_inside(module: nn.Module) -> int:
@@ -622,8 +582,8 @@ class _Watch:
         self._seen.restore()
         # Buffers are written one after another: a tensor that shares memory with the old value of a buffer is copied
         # first.
-        old = {storage_id(b.untyped_storage()) for b in self._module.buffers()}
-        return result, [t.clone() if storage_id(t.untyped_storage()) in old else t for *_, t in self.outcome.updates]
+        old = {memory_of(b) for b in self._module.buffers()}
+        return result, [t.clone() if memory_of(t) in old else t for *_, t in self.outcome.updates]
 
 
 def _input_names(net: nn.Module, count: int) -> dict[str, str]:
