@@ -493,15 +493,16 @@ def fakes_uncached() -> Any:
     return mode
 
 
-def shell(kind: type[Tensor], like: Any, storage_offset: int = 0) -> Any:
+def shell(kind: type[Tensor], like: Any, storage_offset: int = 0, parameter: bool = False) -> Any:
     """A tensor of a subclass without elements.
 
     Args:
         kind: the subclass.
         like: (shape, strides, dtype, device, requires_grad).
+        parameter: True where ``isinstance(made, nn.Parameter)`` is to be true.
     """
     shape, strides, dtype, device, requires_grad = like
-    return kind._make_wrapper_subclass(
+    made = kind._make_wrapper_subclass(
         kind,
         shape,
         strides=strides,
@@ -510,6 +511,9 @@ def shell(kind: type[Tensor], like: Any, storage_offset: int = 0) -> Any:
         device=device,
         requires_grad=requires_grad,
     )
+    if parameter:
+        made._is_param = True
+    return made
 
 
 @contextlib.contextmanager

@@ -114,9 +114,14 @@ class Outline(torch.Tensor):
 
     @staticmethod
     def made(
-        form: tuple[Any, ...], requires_grad: bool, offset: int = 0, memory: Any = None, token: Any = None
+        form: tuple[Any, ...],
+        requires_grad: bool,
+        offset: int = 0,
+        memory: Any = None,
+        token: Any = None,
+        parameter: bool = False,
     ) -> Outline:
-        made = shell(Outline, (*form, requires_grad), offset)
+        made = shell(Outline, (*form, requires_grad), offset, parameter)
         made.form, made.token = form, object() if token is None else token
         made.memory = made.token if memory is None else memory
         return made
@@ -137,10 +142,7 @@ def outline(
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    made = Outline.made((tuple(shape), tuple(reversed(strides)), dtype, device), requires_grad)
-    if parameter:
-        made._is_param = True  # isinstance(made, nn.Parameter) asks for it
-    return made
+    return Outline.made((tuple(shape), tuple(reversed(strides)), dtype, device), requires_grad, parameter=parameter)
 
 
 def memory_of(tensor: torch.Tensor) -> Any:
