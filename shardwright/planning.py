@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .capture.annotations import staged_modules, stored_whole
-from .capture.export import capture
+from .capture.export import capture, captures
 from .capture.graph_reader import MarkUse
 from .capture.manual import check_mode, one_slice, own_parameters
 from .capture.regions import with_policy
@@ -273,8 +273,7 @@ def capture_micro(
     Returns:
         Its graph, and that for more rows, which `microbatch.split` compares with it; None for a single micro-batch.
     """
-    programs: list[Any] = []  # the second capture follows the first
-    graph, *wide = [capture(net, *call, programs=programs, **given) for call in micro_calls(args, kwargs, count)]
+    graph, *wide = captures(net, micro_calls(args, kwargs, count), **given)
     return graph, wide[0] if wide else None
 
 

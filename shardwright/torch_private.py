@@ -34,12 +34,13 @@ __all__ = [
     "CHECKPOINT_LOGGER", "COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS", "GradientHooks",
     "HooksOfAllModules", "ModuleHooks", "OpOverload", "OpOverloadPacket", "attributes_unchecked",
     "backward_can_start_at_functions", "buffer_table", "called_above_autograd", "code_written_late", "computation",
-    "default_store", "demand", "exporting", "fakes_uncached", "foreach_edits", "fused_optimizers", "gather_flat",
+    "default_store", "demand", "exporting", "foreach_edits", "fused_optimizers", "gather_flat",
     "gradient_hooks", "group_timeout", "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint", "is_compiled",
     "is_view", "layouts_unrecorded", "local_tensor", "module_table", "move_gradient_hooks", "number_of_groups",
     "operators", "overload_name", "overload_of", "parameter_table", "recurrent_states", "recurrent_weights",
     "register_node", "scatter_flat", "schedule_without_transfers", "schema_of", "shell", "spec_of", "stack_lines",
-    "storage_id", "torch_function", "use_foreach", "version_of", "vmap_function", "without_cudnn", "worker_processes",
+    "storage_id", "torch_function", "untraced", "use_foreach", "version_of", "vmap_function", "without_cudnn",
+    "worker_processes",
 ]
 # fmt: on
 
@@ -59,7 +60,6 @@ _NAMES = {
     "backward_number": ("torch._C._current_graph_task_id", "sums of gradients"),
     "no_python_dispatcher": ("torch._dispatch.python.no_python_dispatcher", "a captured model at other sizes"),
     "no_torch_function": ("torch._C._disabled_torch_function_impl", "a captured model at other sizes"),
-    "disable_current_modes": ("torch.utils._python_dispatch._disable_current_modes", "autograd.Function in a model"),
     "foreach_norm": ("torch._foreach_norm", "clip_grad_norm_"),
     "functional_all_gather": ("torch.ops._c10d_functional.all_gather_into_tensor", "collectives in processes"),
     "functional_all_reduce": ("torch.ops._c10d_functional.all_reduce", "collectives in processes"),
@@ -477,20 +477,12 @@ def code_written_late() -> Iterator[None]:
 def exporting() -> Iterator[None]:
     """Set what a model's code sees of an export inside the ``with`` block: ``torch.compiler.is_exporting()`` is true,
     cuDNN, MKLDNN and NNPACK are off."""
-    with contextlib.ExitStack() as stack:
-        libraries_off = _found("torch.export._trace._ignore_backend_decomps")
-        if libraries_off is not None:
-            stack.enter_context(libraries_off())
-        for name in ("_is_compiling_flag", "_is_exporting_flag"):
-            stack.enter_context(_replaced("torch.compiler", name, True))
+    libraries_off = _found("torch.export._trace._ignore_backend_decomps") or contextlib.nullcontext
+    compiling, exporting = (
+        _replaced("torch.compiler", f"_is_{name}_flag", True) for name in ("compiling", "exporting")
+    )
+    with libraries_off(), compiling, exporting:
         yield
-
-
-def fakes_uncached() -> Any:
-    """A mode of fake tensors without torch's cache, which costs more than it saves where no operator comes twice."""
-    mode = _attribute("FakeTensorMode")(allow_non_fake_inputs=True)
-    mode.cache_enabled = False
-    return mode
 
 
 def shell(kind: type[Tensor], like: Any, storage_offset: int = 0, parameter: bool = False) -> Any:
@@ -524,37 +516,43 @@ def called_above_autograd(handle: Callable[[Any, tuple, dict[str, Any]], Any]) -
     `handle` itself calls run as always.
     """
     feature = "a captured model at other sizes of its inputs"
-    mode = _watching()(handle)
-    with (
-        _needed("torch._dispatch.python.enable_python_dispatcher", feature)(),
-        _needed("torch._dispatch.python.enable_pre_dispatch", feature)(),
-        mode,
-    ):
-        yield
+    dispatcher = _needed("torch._dispatch.python.enable_python_dispatcher", feature)
+    functionality = _needed("torch._C._to_functionality_key", feature)
+    plain, above = _read(OpOverload, "_get_dispatch", feature), _read(torch._C.DispatchKey, "PreDispatch", feature)
+    include = torch._C._dispatch_tls_set_dispatch_key_included
+
+    def chosen(operator: Any, key: Any) -> Any:
+        if functionality(key) != above:
+            return plain(operator, key)
+
+        def stopped(*args: Any, **kwargs: Any) -> Any:
+            include(above, False)
+            try:
+                return handle(operator, args, kwargs)
+            finally:
+                include(above, True)
+
+        return stopped
+
+    with _replaced("torch._ops.OpOverload", "_get_dispatch", chosen), dispatcher():
+        include(above, True)
+        try:
+            yield
+        finally:
+            include(above, False)
 
 
-@functools.cache
-def _watching() -> type:
-    """The class of modes of `called_above_autograd`. Above autograd torch takes its own modes and their subclasses."""
-    feature = "a captured model at other sizes of its inputs"
-    own: Any = _needed("torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode", feature)
-    plain: Any = _attribute("TorchDispatchMode")
-
-    class Watching(own):
-        def __init__(self, handle: Callable[..., Any]) -> None:
-            plain.__init__(self, torch._C.DispatchKey.PreDispatch)
-            self._mode_key, self._handle = torch._C._TorchDispatchModeKey.PROXY, handle
-
-        def __enter__(self) -> Any:
-            return plain.__enter__(self)
-
-        def __exit__(self, *error: Any) -> Any:
-            return plain.__exit__(self, *error)
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-            return self._handle(func, args, kwargs or {})
-
-    return Watching
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Run operators as if no capture were running, inside the ``with`` block."""
+    above, include = "PreDispatch", torch._C._dispatch_tls_set_dispatch_key_included
+    before = torch._C._dispatch_tls_is_dispatch_key_included(above)
+    with _needed("torch.utils._python_dispatch._disable_current_modes", "a function that a capture leaves out")():
+        include(above, False)
+        try:
+            yield
+        finally:
+            include(above, before)
 
 
 @contextlib.contextmanager

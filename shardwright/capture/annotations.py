@@ -161,7 +161,7 @@ class Operator:
         number, place = len(calls), iter(range(1_000_000))
         calls.append(self)
         return number, map_leaves(
-            lambda x: mark(x, number, next(place)) if isinstance(x, torch.Tensor) else x, (args, kwargs)
+            lambda x: MARK(x, number, next(place)) if isinstance(x, torch.Tensor) else x, (args, kwargs)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Operator:
@@ -180,7 +180,7 @@ class Operator:
 
 
 def _leave(number: int, result: Any) -> Any:
-    return map_leaves(lambda x: mark(x, number, -1) if isinstance(x, torch.Tensor) else x, result)
+    return map_leaves(lambda x: MARK(x, number, -1) if isinstance(x, torch.Tensor) else x, result)
 
 
 class _ModuleMark(Operator):

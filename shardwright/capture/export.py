@@ -17,8 +17,9 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from types import FrameType
 from typing import Any, NamedTuple
@@ -74,7 +75,7 @@ from .side_effects import (
 )
 from .source_lines import is_users, user_frame
 
-__all__ = ["ModelAndLoss", "Recording", "WithLoss", "capture"]
+__all__ = ["ModelAndLoss", "Recording", "WithLoss", "capture", "captures"]
 
 _LOG = logging.getLogger("shardwright.capture")
 
@@ -135,8 +136,7 @@ def _fake_state(
                     if tensor is not None:
                         saved.append((held, name, tensor))
                         held[name] = fake(tensor)  # type: ignore[assignment]  # put back at the end
-        with recurrent_weights(module), recurrent_states():
-            yield
+        yield
     finally:
         for held, name, tensor in saved:
             held[name] = tensor
@@ -237,10 +237,26 @@ class _Exported(NamedTuple):
     program: Program
 
 
-def capture(
+def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, **given: Any) -> Graph:
+    """Capture one call of a model.
+
+    Args:
+        net: the model; its parameters may be real, fake or meta.
+        args, kwargs: the inputs of the call with their **global** shapes; real, fake or meta tensors.
+        given: as `captures` takes it.
+
+    Returns:
+        The graph of the call.
+
+    Raises:
+        SettingError, CaptureError: as of `captures`.
+    """
+    return captures(net, [(args, kwargs or {})], **given)[0]
+
+
+def captures(
     net: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any] | None = None,
+    calls: Sequence[tuple[tuple, dict[str, Any]]],
     *,
     loss_fn: Any = None,
     device: torch.device | str | None = None,
@@ -248,69 +264,73 @@ def capture(
     hooks_around: bool = False,
     mixed_precision: MixedPrecision | None = None,
     programs: list[Program] | None = None,
-) -> Graph:
-    """Capture one call of a model.
+) -> list[Graph]:
+    """Capture several calls of a model with the same inputs but for their sizes: later ones follow earlier ones.
 
     Args:
-        net: the model; its parameters may be real, fake or meta.
-        args, kwargs: the inputs of the call with their **global** shapes; real, fake or meta tensors.
-        loss_fn: if given, the last of `args` is its target and the graph ends in the loss.
+        net, calls: the model, and (args, kwargs) of each call, as of `capture`.
+        loss_fn: if given, the last of `args` is its target and the graphs end in the loss.
         device: the device on which the program is to run; None: that of the model (`model_device`).
         recording: receives the observed state and side effects of the model.
         hooks_around: the caller runs the model's own hooks at its borders (`module_hooks`).
         mixed_precision: the dtypes in which the model's parameters are stored and read.
-        programs: the exported programs of earlier captures of the model, the latest first: the capture follows one of
+        programs: the exported programs of earlier captures of the model, the latest first: a capture follows one of
             them, or adds its own. The log of "shardwright.capture" says why it follows none.
 
     Returns:
-        The graph of the call.
+        The graph of each call.
 
     Raises:
         SettingError: a parameter that `mixed_precision` does not support.
         CaptureError: `torch.export` could not follow the model, or a side effect of the forward cannot be repeated at
             each call; with the user's line.
     """
-    given = net, args, dict(kwargs or {}), loss_fn, device, hooks_around, mixed_precision
-    made = None
-    if programs:
-        try:
-            made = _captured(*given, programs)
-            programs.remove(made.program)
-        except Differs as reason:
-            _LOG.info("the model is exported anew: %s", str(reason).partition("\n")[0])
-    if made is None:
-        made = _captured(*given)
-    if programs is not None:
-        programs.insert(0, made.program)
+    graphs: list[Graph] = []
+    programs = [] if programs is None else programs
+    while len(graphs) < len(calls):
+        left, made = calls[len(graphs) :], []
+        if programs:
+            made, reason = _captured(net, left, loss_fn, device, hooks_around, mixed_precision, programs)
+            if reason is not None:
+                _LOG.info("the model is exported anew: %s", str(reason).partition("\n")[0])
+        if len(made) < len(left):
+            made += _captured(net, [left[len(made)]], loss_fn, device, hooks_around, mixed_precision, ())[0]
+        for one in made:
+            if one.program in programs:
+                programs.remove(one.program)
+            programs.insert(0, one.program)
+            if recording is not None:
+                recording.add(one.seen, one.outcome.effects)
+            graphs.append(one.graph)
         del programs[PROGRAMS:]
-    if recording is not None:
-        recording.add(made.seen, made.outcome.effects)
-    return made.graph
+    return graphs
 
 
 @gc_paused()
 def _captured(
     net: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
+    calls: Sequence[tuple[tuple, dict[str, Any]]],
     loss_fn: Any,
     device: torch.device | str | None,
     hooks_around: bool,
     mixed_precision: MixedPrecision | None,
-    programs: Sequence[Program] = (),
-) -> _Exported:
-    """One capture, as described in `capture`: by an export, or by a light run that follows one of `programs`.
+    programs: Sequence[Program],
+) -> tuple[list[_Exported], Differs | None]:
+    """Captures as described in `captures`: by exports, or by light runs that follow one of `programs`.
 
-    Raises:
-        Differs: with `programs` alone: the forward follows none of them, or fails on tensors without elements.
+    Returns:
+        The captures; with `programs` those before the first that follows none, or that fails on tensors without
+        elements, and the reason.
     """
-    device = usable(device_of(net, loss_fn, (args, kwargs)) if device is None else device, net, loss_fn)
+    device = usable(device_of(net, loss_fn, calls[0]) if device is None else device, net, loss_fn)
     module = net if loss_fn is None else WithLoss(net, loss_fn)
     prefix = "" if loss_fn is None else "net"
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     modules = _named_modules(net, loss_fn)
+    functions = [] if loss_fn is None else [loss_fn]
     refuse_backward_hooks(modules)
     types, stored = captured_types(mixed_precision, net), masters(mixed_precision, net)
+    marked = mark_names(net)
 
     def empty(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool, parameter: bool = False) -> torch.Tensor:
         if programs:
@@ -319,80 +339,88 @@ def _captured(
             made = torch.empty(shape, dtype=dtype, device=device, requires_grad=requires_grad and not parameter)
             return nn.Parameter(made, requires_grad=requires_grad) if parameter else made
 
-    fake_args, fake_kwargs = pytree.tree_map(
-        lambda x: empty(x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x,
-        opened((tuple(args), kwargs)),
-    )
+    paths = dict(module.named_modules(remove_duplicate=False))
     tied: dict[int, list[str]] = {}
-    for name, tensor in [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]:
-        tied.setdefault(id(tensor), []).append(bare(name, prefix))
+    for table in (parameter_table, buffer_table):
+        for path, m in paths.items():
+            for key, tensor in table(m).items():
+                if tensor is not None:
+                    tied.setdefault(id(tensor), []).append(bare(f"{path}.{key}" if path else key, prefix))
     aliases = {alias: names[0] for names in tied.values() for alias in names[1:]}
-    buffer_names = {
-        (id(vars(m)["_buffers"]), key): bare(f"{path}.{key}" if path else key, prefix)
-        for path, m in module.named_modules()
-        for key in buffer_table(m)
-    }
 
-    def exported(counters: Mapping[GuardedPlace, Any], finder: LineFinder | None = None) -> _Exported:
-        seen = Observation(modules, [] if loss_fn is None else [("loss_fn", loss_fn)])
-        remembering = computed_for_real(modules, [] if loss_fn is None else [loss_fn])
-        watch, hooks = _Watch(module, seen, counters, finder), _hooks_inside(module)
+    def exported(
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        counters: Mapping[GuardedPlace, Any],
+        finder: LineFinder | None = None,
+    ) -> _Exported:
+        seen = Observation(modules, [("loss_fn", function) for function in functions])
+        watch, hooks = _Watch(module, seen, counters, finder), _hooks_on(paths.values())
         with (
-            _fake_state(module, empty, types),
-            casts(mixed_precision, net),
-            cumulative_momentum(module),
-            collect_marks() as calls,
-            _quiet(),
-            collect_functions(_calling_line) as functions,
+            recurrent_weights(module),
+            collect_marks() as marks,
+            collect_functions(_calling_line) as applied,
             collect_regions(module, prefix) as regions,
-            _data_detached(),
-            remembering,
             seen,
             watched_calls(watch.effects, lambda: watch.running),
             watch,
             _objects_opened(module),
-            without_cudnn({device.type}),
         ):
             traced = (
-                LightRun(module, fake_args, fake_kwargs, device, programs)
-                if programs
-                else _program(module, fake_args, fake_kwargs)
+                LightRun(module, paths, args, kwargs, device, programs) if programs else _program(module, args, kwargs)
             )
-        if _hooks_inside(module) != hooks:  # the first forward alone registers hooks
+        if _hooks_on(paths.values()) != hooks:  # the first forward alone registers hooks
             watch.outcome.effects.assign()
-        called = _input_names(net, len(fake_args) - 1) if loss_fn is not None else {}
-        marked, applied = mark_names(net), [f for f, _ in functions]
+        called = _input_names(net, len(args) - 1) if loss_fn is not None else {}
 
         def read(program: Program, nodes: AsExported) -> _Exported:
-            reader = GraphReader(program.exported, nodes, calls, marked, prefix, aliases, called, applied, regions)
+            reader = GraphReader(
+                program.exported, nodes, marks, marked, prefix, aliases, called, [f for f, _ in applied], regions
+            )
             reader.casting = current("cpu", device.type)  # an autocast around the call: its casts are written out too
-            reader.assigned = [
-                aliases.get(n, n) for n in (buffer_names[id(owner), key] for owner, key, *_ in watch.outcome.updates)
-            ]
+            owners = {id(buffer_table(m)): path for path, m in reversed(paths.items())} if watch.outcome.updates else {}
+            for owner, key, *_ in watch.outcome.updates:
+                path = owners[id(owner)]
+                name = bare(f"{path}.{key}" if path else key, prefix)
+                reader.assigned.append(aliases.get(name, name))
             reader.out_spec, reader.masters = watch.out_spec, stored
             return _Exported(with_masters(reader.graph()), seen, watch.outcome, program)
 
         return traced.followed(read)
 
+    made: list[_Exported] = []
     try:
-        with outermost_left_out(net, module, loss_fn is None, hooks_around):
-            made = _with_counters(exported)
-        _check_constants(made.graph)
-        _check_updates(made.graph)
-        return made
-    except Differs:
-        raise
+        with (
+            outermost_left_out(net, module, loss_fn is None, hooks_around),
+            _fake_state(module, empty, types),
+            recurrent_states(),
+            casts(mixed_precision, net),
+            cumulative_momentum(module),
+            _quiet(),
+            _data_detached(),
+            computed_for_real(modules, functions),
+            without_cudnn({device.type}),
+        ):
+            for call in calls:
+                args, kwargs = pytree.tree_map(
+                    lambda x: empty(x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x,
+                    opened((tuple(call[0]), call[1])),
+                )
+                one = _with_counters(partial(exported, args, kwargs))
+                _check_constants(one.graph)
+                _check_updates(one.graph)
+                made.append(one)
+        return made, None
+    except Differs as reason:
+        return made, reason
     except ShardwrightError as error:
         if programs and not is_mistake(error.__cause__ or error):
-            raise Differs(str(error)) from error
+            return made, Differs(str(error))
         raised = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         raise (error if error.source else error.located(source=user_frame(raised) or None))  # noqa: B904  same error
     except Exception as error:  # the model's own code and torch raise anything
         if programs and not is_mistake(error):
-            raise Differs(f"{type(error).__name__}: {error}") from error
+            return made, Differs(f"{type(error).__name__}: {error}")
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         first = str(error).strip().split("\n\n")[0]
         if any(
@@ -414,9 +442,9 @@ def _program(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return Program(torch.export.export(module, args, kwargs, strict=False))
 
 
-def _hooks_inside(module: nn.Module) -> int:
+def _hooks_on(modules: Iterable[nn.Module]) -> int:
     """The number of forward hooks on the modules of a model."""
-    return sum(len(hooks_of(m).forward) + len(hooks_of(m).forward_pre) for m in module.modules())
+    return sum(len(hooks.forward) + len(hooks.forward_pre) for hooks in map(hooks_of, modules))
 
 
 def _named_modules(net: nn.Module, loss_fn: Any) -> list[tuple[str, nn.Module]]:

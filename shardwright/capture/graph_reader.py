@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from ..autocast import Autocast, Like, casts_of, entered, under, with_dtype
 from ..errors import CaptureError
-from ..graph import Graph, Master, Op, Value, leaves, map_leaves, map_values, values_in
+from ..graph import Graph, Master, Op, Value, argument_names, leaves, map_values, values_in
 from ..rules.indexing import assigned
 from ..rules.normalization import without_side_effects
 from ..rules.recurrent import layer_by_layer, without_dropout
@@ -27,7 +27,7 @@ from ..torch_private import FakeTensor, OpOverload, schema_of
 from .annotations import MARK, Operator
 from .in_place_reader import InPlaceReader, metas_made, tensors_of
 from .mutation import Cell, Memory, View, ViewStep, Writer, serial
-from .recapture import AsExported, says_nothing
+from .recapture import AsExported, says_nothing, written_names
 from .regions import EDGE, OPAQUE, Applied, RecomputeSettings, recomputed_ops, regions, written_out
 from .source_lines import module_path, source_of
 
@@ -105,6 +105,7 @@ class GraphReader(InPlaceReader):
         self.nodes = nodes  # the arguments and results of the program's nodes
         self.args: tuple[Any, ...] = ()  # those of the operator that is being read, with nodes in place of tensors
         self.kwargs: dict[str, Any] = {}
+        self.given: list[torch.fx.Node] = []  # the nodes among them whose values are tensors
         self.grad = torch.is_grad_enabled()  # True where gradients are on at this point of the program
         self.assigned: list[str] = []  # buffers whose new values are the last outputs
         self.out_spec: Any = program.call_spec.out_spec  # nesting of the outputs before the assigned buffers
@@ -262,6 +263,7 @@ class GraphReader(InPlaceReader):
         if isinstance(target, OpOverload):
             if not says_nothing(target):
                 self.args, self.kwargs = self.nodes.arguments(node, self.grad, self.casting)
+                self.given = []
                 self.overload(node, target)
         elif target is operator.getitem:
             source, index = _args(node)
@@ -281,9 +283,7 @@ class GraphReader(InPlaceReader):
             self.region_edge(*self.args)
         elif target is OPAQUE:
             tensors, number = self.args
-            self.cells[node] = self.record(
-                node, self.functions[number], tuple(self.leaf(self.cells[a]) for a in tensors), {}
-            )
+            self.cells[node] = self.record(node, self.functions[number], tuple(self.taken(tensors)), {})
             if self.casting:
                 self.ops[-1] = replace(self.ops[-1], target=under(self.ops[-1].target, self.casting))
         else:
@@ -311,7 +311,7 @@ class GraphReader(InPlaceReader):
         view, memory = cell.view, cell.memory
         value = self.writer.read(view)
         if value.requires_grad and memory.number < begin:
-            step = ViewStep(aten.detach.default, (value,), {}, value, 0, (value.shape,), same=True)
+            step = ViewStep(aten.detach.default, (value,), {}, value, 0, (value.shape,), True)
             return Cell(View(memory, self.emit(step.target, step.args, {})[0], view, step))
         if memory.number >= begin and (value.dtype.is_floating_point or value.dtype.is_complex):
             self.writer.write(memory.whole, self.emit(aten.detach.default, (self.writer.read(memory.whole),), {})[0])
@@ -354,7 +354,7 @@ class GraphReader(InPlaceReader):
         Args:
             args, kwargs: the node's arguments, with values in place of nodes.
         """
-        devices = iter([self.nodes.made(n).device for n in self.sources()])
+        devices = iter([self.nodes.made(n).device for n in self.given])
         plain, named = map_values((args, kwargs), lambda v: Like(v.shape, v.dtype, next(devices)))
         decided = casts_of(target, plain, named, self.casting)
         recorded = tuple(m.dtype for m in leaves(self.nodes.made(node)) if isinstance(m, torch.Tensor))
@@ -468,10 +468,8 @@ class GraphReader(InPlaceReader):
         self.ops[inside[0]] = replace(op, name=path, mark=use)
 
     def operator(self, node: torch.fx.Node, target: Any) -> None:
-        written = [a for a in schema_of(target).arguments if a.alias_info is not None and a.alias_info.is_write]
-        args, kwargs = map_leaves(
-            lambda a: self.leaf(self.cells[a]) if isinstance(a, torch.fx.Node) else a, (self.args, self.kwargs)
-        )
+        written = written_names(target)
+        args, kwargs = self.taken((self.args, self.kwargs))
         if self.casting:
             args, kwargs, whole = self.cast(node, target, tuple(args), kwargs)
             first = len(self.ops)
@@ -481,12 +479,25 @@ class GraphReader(InPlaceReader):
             return
         self.applied(node, target, written, tuple(args), kwargs)
 
-    def applied(self, node: torch.fx.Node, target: Any, written: list[Any], args: tuple, kwargs: dict) -> None:
+    def taken(self, tree: Any) -> Any:
+        """Nested arguments with values in place of nodes, which are noted in `given`."""
+        kind = type(tree)
+        if kind is torch.fx.Node:
+            held = self.cells[tree]
+            if not isinstance(held, Cell):
+                return held
+            self.given.append(tree)
+            return self.read(held)
+        if isinstance(tree, (list, tuple)):
+            return kind([self.taken(branch) for branch in tree])
+        return {name: self.taken(branch) for name, branch in tree.items()} if isinstance(tree, dict) else tree
+
+    def applied(self, node: torch.fx.Node, target: Any, written: Sequence[str], args: tuple, kwargs: dict) -> None:
         """Record an operator in its plain form: without writes into its arguments, without side effects."""
         if written:
-            self.in_place(node, target, [a.name for a in written], tuple(args), kwargs)
+            self.in_place(node, target, written, tuple(args), kwargs)
             return
-        names = [a.name for a in schema_of(target).arguments]
+        names = argument_names(target)
         named = dict(zip(names, args)) | kwargs
         silent = without_side_effects(target, named)
         if silent is not None:
@@ -566,7 +577,7 @@ class GraphReader(InPlaceReader):
         )
         outputs += tuple(Value(f"{name}.{i}", v.shape, v.dtype) for i, v in enumerate(further, len(metas)))
         self.places.append(
-            {i: self.entries[n] for i, n in enumerate(self.sources()) if n in self.entries} if entered else {}
+            {i: self.entries[n] for i, n in enumerate(self.given) if n in self.entries} if entered else {}
         )
         number, seeded = len(self.drawing), torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
         if seeded:

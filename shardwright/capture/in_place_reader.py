@@ -16,7 +16,7 @@ from ..graph import Value, leaves, map_values, values_in
 from ..rules.indexing import overwritten
 from ..rules.normalization import batch_norm
 from ..torch_private import schema_of
-from .mutation import Cell, Memory, View, ViewStep, Writer, gives_back, is_same, plain_form, shares_memory
+from .mutation import Cell, Memory, View, ViewStep, Writer, gives_back, plain_form, shares_memory
 from .recapture import AsExported
 from .source_lines import module_path, source_of
 
@@ -58,14 +58,7 @@ class InPlaceReader:
     nodes: AsExported
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-    def sources(self) -> list[torch.fx.Node]:
-        """The nodes among the arguments of the operator that is being read whose values are tensors."""
-        return [
-            a
-            for a in leaves((self.args, self.kwargs))
-            if isinstance(a, torch.fx.Node) and isinstance(self.cells[a], Cell)
-        ]
+    given: list[torch.fx.Node]
 
     def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
         raise NotImplementedError
@@ -94,21 +87,22 @@ class InPlaceReader:
         cells: Sequence[Cell | None],
     ) -> None:
         """Make each output that shares memory with an input a view of that input."""
-        sources = [n for n in self.sources() if isinstance(self.nodes.made(n), torch.Tensor)]
+        sources = [(n, made) for n in self.given if isinstance(made := self.nodes.made(n), torch.Tensor)]
         metas, back = tensors_of(self.nodes.made(node)), gives_back(target, args, kwargs)
-        sizes = tuple(tuple(m.shape) if m is not None else () for m in metas)
         for i, (cell, meta) in enumerate(zip(cells, metas)):
-            shared = [n for n in sources if cell is not None and (back or shares_memory(self.nodes.made(n), meta))]
+            shared = [n for n, made in sources if cell is not None and (back or shares_memory(made, meta))]
             source = None if not shared else shared[i] if len(shared) == len(cells) else shared[0]
             parent = None if source is None else self.cells[source].view
             if parent is not None and any(v is parent.value for v in values_in((args, kwargs))):
                 assert source is not None and cell is not None
-                same = back or is_same(self.nodes.made(source), meta)
-                step = ViewStep(target, args, kwargs, parent.value, i, sizes, same)
+                sizes = tuple(tuple(m.shape) if m is not None else () for m in metas)
+                step = ViewStep(
+                    target, args, kwargs, parent.value, i, sizes, True if back else (self.nodes.made(source), meta)
+                )
                 cell.view = View(parent.memory, cell.view.value, parent, step)
 
     def in_place(
-        self, node: torch.fx.Node, target: Any, written: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, node: torch.fx.Node, target: Any, written: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Read ``x.relu_()`` as a plain relu; the variable x holds its result from here on."""
         given = dict(zip((a.name for a in schema_of(target).arguments), self.args)) | self.kwargs
@@ -148,7 +142,7 @@ class InPlaceReader:
 
     def turn(self, node: torch.fx.Node, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read ``x.t_()``: the variable views its memory with other dims from here on."""
-        source = self.sources()[0]
+        source = self.given[0]
         cell = self.cells[source]
         before = cell.view
         value = self.record(node, plain, args, kwargs)[0].view.value

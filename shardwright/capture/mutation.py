@@ -79,7 +79,8 @@ class ViewStep:
         seen: the value of the viewed tensor.
         output: index of the output that is the view.
         sizes: the shapes of all outputs, where the operator has several.
-        same: True where the view has the elements of the viewed tensor, in the same dims.
+        whole: True where the view has the elements of the viewed tensor, in the same dims; or the tensors that tell:
+            the viewed one, and the view.
     """
 
     target: Any
@@ -88,7 +89,11 @@ class ViewStep:
     seen: Value
     output: int
     sizes: tuple[tuple[int, ...], ...]
-    same: bool
+    whole: bool | tuple[torch.Tensor, torch.Tensor]
+
+    @property
+    def same(self) -> bool:
+        return self.whole if isinstance(self.whole, bool) else is_same(*self.whole)
 
 
 class View:

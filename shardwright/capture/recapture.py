@@ -32,11 +32,13 @@ from ..autocast import current
 from ..errors import PACKAGE_FOLDER
 from ..torch_private import (
     FakeTensor,
+    FakeTensorMode,
+    buffer_table,
     called_above_autograd,
     exporting,
-    fakes_uncached,
     no_python_dispatcher,
     no_torch_function,
+    parameter_table,
     pytree,
     schema_of,
     shell,
@@ -57,6 +59,7 @@ __all__ = [
     "memory_of",
     "outline",
     "says_nothing",
+    "written_names",
 ]
 
 aten = torch.ops.aten
@@ -206,7 +209,7 @@ def _told(target: Any, args: Any, kwargs: Mapping[str, Any], device: torch.devic
         return type(x)([stand_in(y) for y in x]) if isinstance(x, (list, tuple)) else x
 
     given, named = [stand_in(x) for x in args], {name: stand_in(x) for name, x in kwargs.items()}
-    before = [_placed(t) for t in stand_ins] if _writes(target) else []
+    before = [_placed(t) for t in stand_ins] if written_names(target) else []
     made = target(*given, **named)
     if before and [_placed(t) for t in stand_ins] != before:
         raise Differs(f"{target} changes the dims of its input")
@@ -277,15 +280,15 @@ def _placed(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 @lru_cache(1 << 12)
-def _writes(target: Any) -> bool:
-    """True for an operator that writes into its arguments."""
-    return any(a.alias_info is not None and a.alias_info.is_write for a in schema_of(target).arguments)
+def written_names(target: Any) -> tuple[str, ...]:
+    """The names of the arguments into which an operator writes."""
+    return tuple([a.name for a in schema_of(target).arguments if a.alias_info is not None and a.alias_info.is_write])
 
 
 @lru_cache(1 << 12)
 def says_nothing(target: Any) -> bool:
     """True for an operator without results, such as an assertion of export."""
-    return not schema_of(target).returns and not _writes(target)
+    return not schema_of(target).returns and not written_names(target)
 
 
 # -- exported programs -------------------------------------------------------------------------------------------------
@@ -379,6 +382,7 @@ class LightRun:
 
     Args:
         module: the module; its parameters and buffers are outlines.
+        paths: its modules, by path; a module with several paths has each.
         args, kwargs: the inputs of the call, with outlines in place of tensors.
         device: the device on which the program is to run.
         programs: exported programs of the module, the latest first.
@@ -390,6 +394,7 @@ class LightRun:
     def __init__(
         self,
         module: nn.Module,
+        paths: Mapping[str, nn.Module],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         device: torch.device,
@@ -400,11 +405,12 @@ class LightRun:
         self._programs, self._device_types = programs, sorted({"cpu", device.type})
         self._known: dict[Any, Any] = {}
         self._running: list[nn.Module] = []
-        self._modules = dict(module.named_modules(remove_duplicate=False))
-        self._inputs = pytree.tree_leaves((args, kwargs))
-        self._named: dict[str, torch.Tensor] = {
-            **dict(module.named_parameters(remove_duplicate=False)),
-            **dict(module.named_buffers(remove_duplicate=False)),
+        self._modules, self._inputs = paths, pytree.tree_leaves((args, kwargs))
+        self._named = {
+            f"{path}.{name}" if path else name: tensor
+            for path, m in paths.items()
+            for table in (parameter_table(m), buffer_table(m))
+            for name, tensor in table.items()
         }
         with ExitStack() as stack:
             stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
@@ -466,7 +472,7 @@ class LightRun:
             self._failed = self._failed or f"{target}: {type(error).__name__}: {error}"
             raise
         made = _outlines(results, tensors)
-        if grad and _writes(target) and any(t.requires_grad for t in tensors):
+        if grad and written_names(target) and any(t.requires_grad for t in tensors):
             for x in made if isinstance(made, (list, tuple)) else (made,):
                 if x is not None and x.dtype.is_floating_point:
                     x.requires_grad = True
@@ -480,9 +486,10 @@ class LightRun:
         by_meta = True in told and False not in told
         with ExitStack() as stack:
             stack.enter_context(no_python_dispatcher())
-            stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() and not _writes(target)))
+            stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() and not written_names(target)))
             if not by_meta:
-                stack.enter_context(fakes_uncached())
+                fakes = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                fakes.cache_enabled = False  # no operator comes twice
             return _told(target, args, kwargs, META if by_meta else None)
 
 
@@ -536,7 +543,7 @@ class AsRun(AsExported):
         calls: Sequence[OperatorCall],
         modules: Mapping[str, nn.Module],
         inputs: Sequence[Any],
-        named: Mapping[str, torch.Tensor],
+        named: Mapping[str, torch.Tensor | None],
         constants: Mapping[str, Any],
         outputs: Sequence[Any],
     ) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from .. import autocast
 from ..capture.annotations import staged_modules, stored_whole
-from ..capture.export import ModelAndLoss, Recording, capture
+from ..capture.export import ModelAndLoss, Recording, captures
 from ..capture.manual import check_held, check_mode, one_slice, own_parameters
 from ..capture.model_device import check_inputs, check_values, device_of
 from ..capture.regions import with_policy
@@ -131,7 +131,7 @@ class CallPlanning(SettingMethods):
                         (autocast.current("cpu", self._kind), runtime.device),
                         calls,
                         recording,
-                        partial(capture, self.net, **how),
+                        partial(captures, self.net, **how),
                     )
                 graph = with_policy(graph, settings.recompute)
                 # A compiler's own masks cost no more than fast ones, and fuse (`rules.traced_mask`).

@@ -40,22 +40,22 @@ class GraphCache:
         casting: Hashable,
         calls: Sequence[tuple[tuple, dict[str, Any]]],
         recording: Recording,
-        capture: Callable[..., Graph],
-    ) -> tuple[Graph, ...]:
+        captures: Callable[..., list[Graph]],
+    ) -> list[Graph]:
         """The graphs of inputs that differ in their sizes alone, in the order of `calls`.
 
         Args:
             casting: the state of autocast.
             calls: (args, kwargs) of each.
             recording: receives what the captures observe of the model besides operators.
-            capture: ``capture(args, kwargs, recording=..., programs=...)`` captures the model.
+            captures: ``captures(calls, recording=..., programs=...)`` captures the model.
         """
         key = casting, _kind(*calls[0])
         programs = self._programs.setdefault(key, [])
         self._programs.move_to_end(key)
         while len(self._programs) > KINDS:
             self._programs.popitem(last=False)
-        return tuple(capture(args, kwargs, recording=recording, programs=programs) for args, kwargs in calls)
+        return captures(calls, recording=recording, programs=programs)
 
 
 def _kind(args: tuple, kwargs: dict[str, Any]) -> Hashable:
