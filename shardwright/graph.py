@@ -25,6 +25,7 @@ __all__ = [
     "Pieces",
     "Recompute",
     "Value",
+    "argument_names",
     "changed",
     "key_of",
     "leaves",
@@ -101,12 +102,38 @@ SEED = Value("<seed>", (4,), torch.int64)
 
 def values_in(tree: Any) -> tuple[Value, ...]:
     """The values among the leaves of nested arguments, in call order."""
-    return tuple(leaf for leaf in leaves(tree) if isinstance(leaf, Value))
+    found: list[Value] = []
+    _collect(tree, found)
+    return tuple(found)
+
+
+def _collect(tree: Any, found: list[Value]) -> None:
+    """Append the values among the leaves of nested arguments: `leaves` without a generator for each branch."""
+    kind = type(tree)
+    if kind is Value:
+        found.append(tree)
+    elif kind in _SEQUENCES:
+        for branch in tree:
+            _collect(branch, found)
+    elif kind in _MAPPINGS:
+        for branch in tree.values():
+            _collect(branch, found)
+    elif kind not in _LEAVES and _nests(kind):
+        found.extend(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Value))
 
 
 def map_values(tree: Any, change: Callable[[Value], Any]) -> Any:
     """Nested arguments with every value replaced."""
-    return map_leaves(lambda leaf: change(leaf) if isinstance(leaf, Value) else leaf, tree)
+    kind = type(tree)
+    if kind is Value:
+        return change(tree)
+    if kind in _SEQUENCES:
+        return kind([map_values(branch, change) for branch in tree])
+    if kind in _MAPPINGS:
+        return kind([(key, map_values(branch, change)) for key, branch in tree.items()])
+    if kind in _LEAVES or not _nests(kind):
+        return tree
+    return pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, Value) else leaf, tree)
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -248,7 +275,7 @@ class Op:
     @property
     def argument_names(self) -> tuple[str, ...]:
         """Names of the operator's arguments by its schema."""
-        return _argument_names(self.target)
+        return argument_names(self.target)
 
     def argument(self, name: str, default: Any = None) -> Any:
         """An argument by its schema's name, given by position, by name or by default."""
@@ -286,7 +313,8 @@ class Op:
 
 
 @lru_cache(1 << 12)
-def _argument_names(target: Any) -> tuple[str, ...]:
+def argument_names(target: Any) -> tuple[str, ...]:
+    """Names of the arguments of an operator by its schema."""
     schema = schema_of(target)
     return tuple(a.name for a in schema.arguments) if schema is not None else ()
 

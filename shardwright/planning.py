@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from .capture.annotations import PipelineSettings, staged_modules, stored_whole
-from .capture.export import capture
+from .capture.export import capture, captures
 from .capture.graph_reader import MarkUse
 from .capture.manual import check_mode, one_slice, own_parameters
 from .capture.regions import with_policy
 from .cluster import Cluster, memory_of
 from .cost.cost_model import CostModel
-from .errors import CaptureError, SettingError, ShardwrightError, known_keywords
+from .errors import CaptureError, PlanError, SettingError, ShardwrightError, known_keywords
 from .garbage import gc_paused
 from .graph import Graph
 from .layout import Layout
@@ -225,7 +225,7 @@ def make_plan(
             result, plan = _cheapest(result, problem, plan_of)
             if result is None:
                 assert failed is not None
-                raise failed
+                raise PlanError(failed.message, legal=failed.legal) from failed
             return result
 
         result = (
@@ -308,7 +308,7 @@ def capture_micro(
     Returns:
         Its graph, and that for more rows, which `microbatch.split` compares with it; None for a single micro-batch.
     """
-    graph, *wide = [capture(net, *call, **given) for call in micro_calls(args, kwargs, count, setting)]
+    graph, *wide = captures(net, micro_calls(args, kwargs, count, setting), **given)
     return graph, wide[0] if wide else None
 
 

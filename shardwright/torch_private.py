@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -33,14 +33,13 @@ from .errors import TorchVersionError
 __all__ = [
     "CALLED_INSTEAD", "CHECKPOINT_LOGGER", "COMPILED", "COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS",
     "GradientHooks", "HooksOfAllModules", "ModuleHooks", "OpOverload", "OpOverloadPacket", "attributes_unchecked",
-    "backward_can_start_at_functions", "buffer_table", "code_written_late", "computation", "default_store", "demand",
-    "environment_of", "foreach_edits", "formula_of", "fused_optimizers", "gather_flat", "gradient_hooks",
-    "group_timeout", "holds_at", "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint", "is_view",
-    "layouts_unrecorded", "local_tensor", "module_table", "move_gradient_hooks", "number_at",
-    "number_of_groups", "operators", "overload_name", "overload_of", "parameter_table", "recurrent_states",
-    "recurrent_weights", "register_node", "scatter_flat", "schedule_without_transfers", "schema_of",
-    "sizes_reckoned_once", "spec_of", "stack_lines", "storage_id", "torch_function", "use_foreach", "version_of",
-    "vmap_function", "without_cudnn", "worker_processes",
+    "backward_can_start_at_functions", "buffer_table", "called_above_autograd", "code_written_late", "computation",
+    "default_store", "demand", "exporting", "foreach_edits", "fused_optimizers", "gather_flat", "gradient_hooks",
+    "group_timeout", "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint", "is_view", "layouts_unrecorded",
+    "local_tensor", "module_table", "move_gradient_hooks", "number_of_groups", "operators", "overload_name",
+    "overload_of", "parameter_table", "recurrent_states", "recurrent_weights", "register_node", "scatter_flat",
+    "schedule_without_transfers", "schema_of", "shell", "spec_of", "stack_lines", "storage_id", "torch_function",
+    "untraced", "use_foreach", "version_of", "vmap_function", "without_cudnn", "worker_processes",
 ]
 # fmt: on
 
@@ -59,9 +58,10 @@ _NAMES = {
     "assert_async": ("torch._assert_async", "checking indices of a tensor"),
     "at_backward_end": ("torch.autograd.Variable._execution_engine.queue_callback", "sums of gradients"),
     "backward_number": ("torch._C._current_graph_task_id", "sums of gradients"),
-    "disable_current_modes": ("torch.utils._python_dispatch._disable_current_modes", "autograd.Function in a model"),
     "forbid_hooks": ("torch._C._autograd._saved_tensors_hooks_disable", "torch.func around a parallel model"),
     "forbidden_hooks": ("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", "torch.func around it"),
+    "no_python_dispatcher": ("torch._dispatch.python.no_python_dispatcher", "a captured model at other sizes"),
+    "no_torch_function": ("torch._C._disabled_torch_function_impl", "a captured model at other sizes"),
     "foreach_norm": ("torch._foreach_norm", "clip_grad_norm_"),
     "functional_all_gather": ("torch.ops._c10d_functional.all_gather_into_tensor", "collectives in processes"),
     "functional_all_reduce": ("torch.ops._c10d_functional.all_reduce", "collectives in processes"),
@@ -440,8 +440,7 @@ def attributes_unchecked() -> Iterator[None]:
 def layouts_unrecorded() -> Iterator[None]:
     """Trace operators without ``tensor_meta`` inside the ``with`` block.
 
-    torch reads the strides of every result for it: with symbolic sizes a seventh of a capture. ``val`` has the
-    traced tensor itself.
+    torch reads the strides of every result for it. ``val`` has the traced tensor itself.
     """
     with _replaced("torch.fx.experimental.proxy_tensor", "_extract_tensor_metadata", lambda tensor: None):
         yield
@@ -476,41 +475,84 @@ def code_written_late() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def sizes_reckoned_once() -> Iterator[None]:
-    """Cache the results of operations on two symbolic sizes, inside the ``with`` block.
-
-    A GPT of 12 layers asks 19,000 times for 200 sums, products and comparisons, a third of its capture's time. Sizes
-    that a traced program computes itself are not cached. Without effect where torch has other names for them.
-    """
-    owner = _found("torch.fx.experimental.sym_node.SymNode")
-    tracing = _found("torch.fx.experimental.proxy_tensor.get_proxy_mode")
-    replaced = {name: vars(owner)[name] for name in _RECKONED if name in vars(owner)} if owner and tracing else {}
-    for name, plain in replaced.items():
-        setattr(owner, name, _reckoned_once(plain, tracing))
-    try:
+def exporting() -> Iterator[None]:
+    """Set what a model's code sees of an export inside the ``with`` block: ``torch.compiler.is_exporting()`` is true,
+    cuDNN, MKLDNN and NNPACK are off."""
+    libraries_off = _found("torch.export._trace._ignore_backend_decomps") or contextlib.nullcontext
+    compiling, exporting = (
+        _replaced("torch.compiler", f"_is_{name}_flag", True) for name in ("compiling", "exporting")
+    )
+    with libraries_off(), compiling, exporting:
         yield
-    finally:
-        for name, plain in replaced.items():
-            setattr(owner, name, plain)
 
 
-#: Methods of a symbolic size that take a second one.
-_RECKONED = tuple("_add _sub _mul _int_floordiv _mod _eq _ne _lt _le _gt _ge _sym_max _sym_min".split())
+def shell(kind: type[Tensor], like: Any, storage_offset: int = 0, parameter: bool = False) -> Any:
+    """A tensor of a subclass without elements.
+
+    Args:
+        kind: the subclass.
+        like: (shape, strides, dtype, device, requires_grad).
+        parameter: True where ``isinstance(made, nn.Parameter)`` is to be true.
+    """
+    shape, strides, dtype, device, requires_grad = like
+    made = kind._make_wrapper_subclass(
+        kind,
+        shape,
+        strides=strides,
+        storage_offset=storage_offset,
+        dtype=dtype,
+        device=device,
+        requires_grad=requires_grad,
+    )
+    if parameter:
+        made._is_param = True
+    return made
 
 
-def _reckoned_once(plain: Callable[[Any, Any], Any], tracing: Callable[[], Any]) -> Callable[[Any, Any], Any]:
-    known: dict[tuple, Any] = {}
+@contextlib.contextmanager
+def called_above_autograd(handle: Callable[[Any, tuple, dict[str, Any]], Any]) -> Iterator[None]:
+    """Call ``handle(operator, args, kwargs)`` in place of every operator that is called inside the ``with`` block.
 
-    def reckoned(mine: Any, other: Any) -> Any:
-        if tracing() is not None:
-            return plain(mine, other)
-        # 2 and 2.0 are equal, which the type tells apart; so are symbols of two captures, which the environment does.
-        key = mine.shape_env, mine._expr, mine.pytype, other.shape_env, other._expr, other.pytype
-        if key not in known:
-            known[key] = plain(mine, other)
-        return known[key]
+    The operators are those of an exported program: above autograd and autocast, and not taken apart. Operators that
+    `handle` itself calls run as always.
+    """
+    feature = "a captured model at other sizes of its inputs"
+    mode = _watching()(handle)
+    with (
+        _needed("torch._dispatch.python.enable_python_dispatcher", feature)(),
+        _needed("torch._dispatch.python.enable_pre_dispatch", feature)(),
+        mode,
+    ):
+        yield
 
-    return reckoned
+
+@functools.cache
+def _watching() -> type:
+    """The class of modes of `called_above_autograd`. Above autograd torch takes its own modes and their subclasses."""
+    feature = "a captured model at other sizes of its inputs"
+    own: Any = _needed("torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode", feature)
+    plain: Any = _attribute("TorchDispatchMode")
+
+    class Watching(own):
+        def __init__(self, handle: Callable[..., Any]) -> None:
+            plain.__init__(self, torch._C.DispatchKey.PreDispatch)
+            self._mode_key, self._handle = torch._C._TorchDispatchModeKey.PROXY, handle
+
+        def __enter__(self) -> Any:
+            return plain.__enter__(self)
+
+        def __exit__(self, *error: Any) -> Any:
+            return plain.__exit__(self, *error)
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            return self._handle(func, args, kwargs or {})
+
+    return Watching
+
+
+def untraced() -> Any:
+    """A context manager that runs operators as if no capture were running."""
+    return _needed("torch.utils._python_dispatch._disable_current_modes", "a function that a capture leaves out")()
 
 
 @contextlib.contextmanager
@@ -656,45 +698,3 @@ def schedule_without_transfers(base: type) -> type:
     Its sends and receives follow from a plan, and torch takes seconds to make them for long schedules.
     """
     return type(base.__name__, (base,), {"_prepare_schedule_with_comms": lambda self, order: None})
-
-
-# Symbolic sizes
-
-
-def formula_of(number: Any) -> Any:
-    """The formula of a symbolic number, as sympy has it; a plain number as it is."""
-    return number if isinstance(number, int) else number.node.expr
-
-
-def environment_of(tensor: Tensor) -> Any:
-    """The assumptions of a capture about the symbols in a fake tensor's shape."""
-    return tensor.fake_mode.shape_env  # type: ignore[attr-defined]
-
-
-def number_at(formula: Any, chosen: Mapping[Any, int]) -> int | float:
-    """The value of a formula as Python computes it: sympy rounds roots and quotients otherwise in the last place."""
-    if formula.is_integer:
-        return int(formula.xreplace(_sympy(chosen)))
-    interpret = _needed("torch.utils._sympy.interp.sympy_interp", "a model at other sizes of its inputs")
-    python = _needed("torch.utils._sympy.reference.PythonReferenceAnalysis", "a model at other sizes of its inputs")
-    return float(interpret(python, dict(chosen), formula))
-
-
-def holds_at(environment: Any, chosen: Mapping[Any, int]) -> bool:
-    """True where the sizes are within all assumptions of the capture."""
-    if environment is None:
-        return True
-    for symbol, size in chosen.items():
-        within = environment.var_to_range.get(symbol)
-        if within is not None and not (within.lower <= size <= within.upper):
-            return False
-    at = _sympy(chosen)
-    # Symbols that a guard set equal to others occur in no shape any more, but still in earlier guards.
-    at |= {symbol: formula.xreplace(at) for symbol, formula in environment.replacements.items() if symbol not in at}
-    return all(guard.expr.xreplace(at) == True for guard in environment.guards)  # noqa: E712  a truth value of sympy
-
-
-def _sympy(chosen: Mapping[Any, int]) -> dict[Any, Any]:
-    import sympy  # noqa: PLC0415  half a second to import
-
-    return {symbol: sympy.Integer(size) for symbol, size in chosen.items()}

@@ -88,7 +88,7 @@ LONGEST = (
     "examples_launched",
     "plan_command_large",
     "autocast_lists",
-    "scaling",
+    "graph_cache",
     "integrations",
     "verify_models",
     "pipeline_p2p",

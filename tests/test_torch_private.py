@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,22 +144,38 @@ def test_every_name_is_there_in_this_version() -> None:
 
 
 def test_what_a_capture_leaves_out_is_put_back() -> None:
-    sizes, tracing = (importlib.import_module(f"torch.fx.experimental.{name}") for name in ("sym_node", "proxy_tensor"))
-    places = [
-        (torch.fx.GraphModule, "recompile"),
-        (tracing, "_extract_tensor_metadata"),
-        *((sizes.SymNode, name) for name in torch_private._RECKONED),
-    ]
+    tracing = importlib.import_module("torch.fx.experimental.proxy_tensor")
+    places = [(torch.fx.GraphModule, "recompile"), (tracing, "_extract_tensor_metadata")]
     before = [vars(owner)[name] for owner, name in places]
-    with (
-        pytest.raises(KeyError),
-        torch_private.code_written_late(),
-        torch_private.layouts_unrecorded(),
-        torch_private.sizes_reckoned_once(),
-    ):
+    with pytest.raises(KeyError), torch_private.code_written_late(), torch_private.layouts_unrecorded():
         assert not any(vars(owner)[name] is was for (owner, name), was in zip(places, before))
         raise KeyError
     assert all(vars(owner)[name] is was for (owner, name), was in zip(places, before))
+
+
+def test_operators_are_stopped_above_autograd_and_go_on_afterwards() -> None:
+    seen, x = [], torch.ones(2, 3, requires_grad=True)
+
+    def handle(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        seen.append((str(target), [type(a).__name__ for a in args], torch.compiler.is_exporting()))
+        return target(*args, **kwargs)
+
+    with pytest.raises(KeyError), torch_private.exporting(), torch_private.called_above_autograd(handle):
+        y = torch.nn.functional.linear(x, x, bias=x[:, 0]).t()
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.nn.functional.linear(x, x)
+        torch.arange(3, device="cpu")
+        raise KeyError
+    assert seen == [
+        ("aten.select.int", ["Tensor", "int", "int"], True),
+        ("aten.linear.default", ["Tensor", "Tensor", "Tensor"], True),
+        ("aten.t.default", ["Tensor"], True),
+        ("aten.linear.default", ["Tensor", "Tensor"], True),
+        ("aten.arange.default", ["int"], True),
+    ]
+    assert y.grad_fn is not None and not torch.compiler.is_exporting() and not torch.compiler.is_compiling()
+    torch.ones(2).add(1)
+    assert len(seen) == 5
 
 
 def test_code_that_is_written_late_runs() -> None:
@@ -261,24 +278,3 @@ def test_every_feature_is_named() -> None:
     for module in pkgutil.walk_packages(sw.__path__, "shardwright."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-
-
-def test_sizes_of_two_captures_are_told_apart_after_the_first_has_ended():
-    """The environment of a capture dies with it: the next one may get its id."""
-
-    class Environment:
-        pass
-
-    class Node:
-        pytype = int
-
-        def __init__(self, number):
-            self.shape_env, self._expr, self.number = Environment(), "s0 + 1", number
-
-    reckoned = torch_private._reckoned_once(lambda mine, other: mine.number, lambda: None)
-    found = []
-    for number in range(20):
-        node = Node(number)
-        found.append(reckoned(node, node))
-        del node
-    assert found == list(range(20))

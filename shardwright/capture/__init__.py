@@ -2,6 +2,7 @@
 
 annotations          marks of the user: shard, recompute, set_stage, no_optimizer_parallel
 export               one run of the forward through `torch.export`
+recapture            other sizes: a light run of the forward, which follows an exported program
 graph_reader         the exported program, read into a `Graph`
 in_place_reader      the in-place operators of the exported program
 source_lines         files, lines and modules of the user's code
@@ -16,7 +17,6 @@ model_device         the device of a model
 enclosing_modules    the model with its loss, or a function of models, as one module
 module_hooks         hooks at the borders of the model
 manual               rank-local parameters for ``hybrid_parallel``
-scaling              one symbolic capture for every batch size and sequence length
 """
 
 from __future__ import annotations

@@ -24,11 +24,12 @@ import torch
 from torch import nn
 
 from ..errors import SettingError
-from ..torch_private import pytree
+from ..graph import map_leaves
 from .regions import ATTRIBUTE, RecomputeSettings, region
 
 __all__ = [
     "CUT",
+    "MARK",
     "Operator",
     "PipelineSettings",
     "be_elsewhere",
@@ -66,6 +67,7 @@ def _(x: torch.Tensor, call: int, place: int) -> torch.Tensor:
 
 
 mark.register_autograd(lambda ctx, grad: (grad, None, None))
+MARK = torch.ops.shardwright.mark.default
 
 
 @contextlib.contextmanager
@@ -164,7 +166,9 @@ class Operator:
     ) -> tuple[int, tuple[tuple[Any, ...], dict[str, Any]]]:
         number, place = len(calls), iter(range(1_000_000))
         calls.append(self)
-        return number, pytree.tree_map_only(torch.Tensor, lambda x: mark(x, number, next(place)), (args, kwargs))
+        return number, map_leaves(
+            lambda x: MARK(x, number, next(place)) if isinstance(x, torch.Tensor) else x, (args, kwargs)
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Operator:
         new = object.__new__(type(self))
@@ -182,7 +186,7 @@ class Operator:
 
 
 def _leave(number: int, result: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda x: mark(x, number, -1), result)
+    return map_leaves(lambda x: MARK(x, number, -1) if isinstance(x, torch.Tensor) else x, result)
 
 
 class _ModuleMark(Operator):

@@ -3,6 +3,9 @@
 `torch.export` runs the forward once on fake tensors: nothing is allocated, so a model too large for any one machine can
 be captured. Fake tensors also combine parameters that were never allocated with inputs on an ordinary device. The
 training IR of the export is used unchanged; `graph_reader` reads it into a `Graph`.
+
+Where the model was exported before, a light run of the forward may follow that program (`recapture`): the same graph
+in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,9 +49,7 @@ from ..torch_private import (
     pytree,
     recurrent_states,
     recurrent_weights,
-    sizes_reckoned_once,
     stack_lines,
-    storage_id,
     without_cudnn,
 )
 from .annotations import collect_marks, mark_names, whole_shape
@@ -59,15 +61,18 @@ from .memoised_functions import computed_for_real
 from .model_device import check_call, device_of, usable
 from .module_hooks import outermost_left_out
 from .observation import Observation
+from .recapture import AsExported, Differs, LightRun, Outline, Program, is_mistake, memory_of, outline
 from .regions import collect_functions, collect_regions
-from .scaling import NotScalable, ScalableGraph, Sizes, is_about_sizes
-from .side_effects import Blamed, Effects, ForwardOutcome, LineFinder, advanced, counter, depends, judged, numbered
+from .side_effects import Blamed, Effects, ForwardOutcome, LineFinder, counter, depends, judged, numbered
 from .source_lines import calling_line, is_users, user_frame
 from .watched_calls import refuse_backward_hooks, watched_calls
 
-__all__ = ["ModelAndLoss", "Recording", "capture", "capture_scalable"]
+__all__ = ["ModelAndLoss", "Recording", "capture", "captures"]
 
 _LOG = logging.getLogger("shardwright.capture")
+
+#: The most exported programs of one model that later captures may follow: branches of the model's code.
+PROGRAMS = 4
 
 #: Part of torch's message about a model that it cannot follow -> what the user writes instead.
 _INSTEAD = {
@@ -84,11 +89,12 @@ _INSTEAD = {
 
 @contextlib.contextmanager
 def _fake_state(
-    module: nn.Module, mode: FakeTensorMode, device: torch.device, types: Mapping[int, torch.dtype]
+    module: nn.Module, empty: Callable[..., torch.Tensor], types: Mapping[int, torch.dtype]
 ) -> Iterator[None]:
-    """Replace parameters and buffers by fake tensors, tied ones by one tensor, while the context is active.
+    """Replace parameters and buffers by tensors without elements, tied ones by one tensor, while the context is active.
 
     Args:
+        empty: ``empty(shape, dtype, requires_grad, is_parameter)`` makes one.
         types: the id of each parameter or buffer that operators read in another dtype than its own -> that dtype.
     """
     memo: dict[int, torch.Tensor] = {}
@@ -96,11 +102,12 @@ def _fake_state(
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in memo:
-            with mode:
-                made = torch.empty(whole_shape(tensor), dtype=types.get(id(tensor), tensor.dtype), device=device)
-                memo[id(tensor)] = (
-                    nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-                )
+            memo[id(tensor)] = empty(
+                whole_shape(tensor),
+                types.get(id(tensor), tensor.dtype),
+                tensor.requires_grad and isinstance(tensor, nn.Parameter),
+                isinstance(tensor, nn.Parameter),
+            )
         return memo[id(tensor)]
 
     try:
@@ -110,8 +117,7 @@ def _fake_state(
                     if tensor is not None:
                         saved.append((held, name, tensor))
                         held[name] = fake(tensor)  # type: ignore[assignment]  # put back at the end
-        with recurrent_weights(module), recurrent_states():
-            yield
+        yield
     finally:
         for held, name, tensor in saved:
             held[name] = tensor
@@ -148,11 +154,11 @@ def _data_detached() -> Iterator[None]:
     plain: Any = torch.Tensor.data
 
     def get(tensor: torch.Tensor) -> torch.Tensor:
-        ours = isinstance(tensor, FakeTensor) and is_users(sys._getframe(1).f_code.co_filename)
+        ours = isinstance(tensor, (FakeTensor, Outline)) and is_users(sys._getframe(1).f_code.co_filename)
         return tensor.detach() if ours else plain.__get__(tensor)
 
     def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
-        if isinstance(tensor, FakeTensor) and is_users(sys._getframe(1).f_code.co_filename):
+        if isinstance(tensor, (FakeTensor, Outline)) and is_users(sys._getframe(1).f_code.co_filename):
             raise CaptureError(
                 "x.data is assigned while the model runs",
                 source=calling_line(),
@@ -187,10 +193,6 @@ class Recording:
     effects: Effects | None = None
     guards: Guards | None = None
 
-    def take(self, other: Recording) -> None:
-        """Copy the observations of another capture of the same state of the model."""
-        self.modules, self.reads, self.effects = other.modules, dict(other.reads), other.effects
-
     def add(self, seen: Observation, effects: Effects) -> None:
         """Record one capture.
 
@@ -208,213 +210,207 @@ class Recording:
 
 
 class _Exported(NamedTuple):
-    """The result of one exported run of the forward."""
+    """The result of one run of the forward, and the program by which it was read."""
 
     graph: Graph
     seen: Observation
     outcome: ForwardOutcome
-    sizes: Sizes | None
+    program: Program
 
 
-def capture(
+def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, **given: Any) -> Graph:
+    """Capture one call of a model.
+
+    Args:
+        net: the model; its parameters may be real, fake or meta.
+        args, kwargs: the inputs of the call with their **global** shapes; real, fake or meta tensors.
+        given: as `captures` takes it.
+
+    Returns:
+        The graph of the call.
+
+    Raises:
+        SettingError, CaptureError: as of `captures`.
+    """
+    return captures(net, [(args, kwargs or {})], **given)[0]
+
+
+def captures(
     net: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any] | None = None,
+    calls: Sequence[tuple[tuple, dict[str, Any]]],
     *,
     loss_fn: Any = None,
     device: torch.device | str | None = None,
     recording: Recording | None = None,
     hooks_around: bool = False,
     mixed_precision: MixedPrecision | None = None,
-) -> Graph:
-    """Capture one call of a model.
+    programs: list[Program] | None = None,
+) -> list[Graph]:
+    """Capture several calls of a model with the same inputs but for their sizes: later ones follow earlier ones.
 
     Args:
-        net: the model; its parameters may be real, fake or meta.
-        args, kwargs: the inputs of the call with their **global** shapes; real, fake or meta tensors.
-        loss_fn: if given, the last of `args` is its target and the graph ends in the loss.
+        net, calls: the model, and (args, kwargs) of each call, as of `capture`.
+        loss_fn: if given, the last of `args` is its target and the graphs end in the loss.
         device: the device on which the program is to run; None: that of the model (`model_device`).
         recording: receives the observed state and side effects of the model.
         hooks_around: the caller runs the model's own hooks at its borders (`module_hooks`).
         mixed_precision: the dtypes in which the model's parameters are stored and read.
+        programs: the exported programs of earlier captures of the model, the latest first: a capture follows one of
+            them, or adds its own. The log of "shardwright.capture" says why it follows none.
 
     Returns:
-        The graph of the call.
+        The graph of each call.
 
     Raises:
         SettingError: a parameter that `mixed_precision` does not support.
         CaptureError: `torch.export` could not follow the model, or a side effect of the forward cannot be repeated at
             each call; with the user's line.
     """
-    made = _captured(net, args, dict(kwargs or {}), loss_fn, device, hooks_around, mixed_precision)
-    if recording is not None:
-        recording.add(made.seen, made.outcome.effects)
-    return made.graph
-
-
-def capture_scalable(
-    net: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any] | None = None,
-    *,
-    vary: Sequence[Collection[int]],
-    recording: Recording,
-    loss_fn: Any = None,
-    device: torch.device | str | None = None,
-    hooks_around: bool = False,
-    mixed_precision: MixedPrecision | None = None,
-) -> ScalableGraph | None:
-    """Capture one call of a model for other sizes of its inputs too.
-
-    Args:
-        net, args, kwargs, loss_fn, device, hooks_around, mixed_precision: as of `capture`.
-        vary: for each tensor of the inputs, in order, the dims whose sizes may vary.
-        recording: of a plain capture at other sizes.
-
-    Returns:
-        The graph with its formulas; None where a number depends on these sizes without a formula, or where the
-            side effects of the forward differ from those of the plain capture. The log of "shardwright.capture" says
-            why.
-
-    Raises:
-        CaptureError: a mistake of this package.
-    """
-    known = recording.effects
-    if known is None or not all(isinstance(place.get(), (int, float)) for place in known.advanced()):
-        return None
-    counters = {place: counter(place.get(), place.path) for place in known.advanced()}
-    try:
-        made = _captured(net, args, dict(kwargs or {}), loss_fn, device, hooks_around, mixed_precision, vary, counters)
-    except NotScalable as reason:
-        _LOG.info("no capture for all sizes, but one for each: %s", str(reason).partition("\n")[0])
-        return None  # a capture of one size may still succeed, or raises the error
-    effects = advanced(made.outcome, counters)
-    if effects is None or effects.described() != known.described():
-        _LOG.info("no capture for all sizes, but one for each: the side effects of the forward depend on the sizes")
-        return None
-    assert made.sizes is not None
-    return ScalableGraph(made.graph, made.sizes)
+    graphs: list[Graph] = []
+    programs = [] if programs is None else programs
+    while len(graphs) < len(calls):
+        left = calls[len(graphs) :]
+        made: list[_Exported] = []
+        if programs:
+            made, reason = _captured(net, left, loss_fn, device, hooks_around, mixed_precision, programs)
+            if reason is not None:
+                _LOG.info("the model is exported anew: %s", str(reason).partition("\n")[0])
+        if len(made) < len(left):
+            made += _captured(net, [left[len(made)]], loss_fn, device, hooks_around, mixed_precision, ())[0]
+        for one in made:
+            if one.program in programs:
+                programs.remove(one.program)
+            programs.insert(0, one.program)
+            if recording is not None:
+                recording.add(one.seen, one.outcome.effects)
+            graphs.append(one.graph)
+        del programs[PROGRAMS:]
+    return graphs
 
 
 @gc_paused()
 def _captured(
     net: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
+    calls: Sequence[tuple[tuple, dict[str, Any]]],
     loss_fn: Any,
     device: torch.device | str | None,
     hooks_around: bool,
     mixed_precision: MixedPrecision | None,
-    vary: Sequence[Collection[int]] | None = None,
-    counters: Mapping[GuardedPlace, Any] | None = None,
-) -> _Exported:
-    """One capture, as described in `capture` and `capture_scalable`.
+    programs: Sequence[Program],
+) -> tuple[list[_Exported], Differs | None]:
+    """Captures as described in `captures`: by exports, or by light runs that follow one of `programs`.
 
-    Raises:
-        NotScalable: with `vary` alone: the symbols in place of sizes may be the cause of the error.
+    Returns:
+        The captures; with `programs` those before the first that follows none, or that fails on tensors without
+        elements, and the reason.
     """
-    check_call(net, args, kwargs, loss_fn)
-    device = usable(device_of(net, loss_fn, (args, kwargs)) if device is None else device, net, loss_fn)
+    for args, kwargs in calls:
+        check_call(net, args, kwargs, loss_fn)
+    device = usable(device_of(net, loss_fn, calls[0]) if device is None else device, net, loss_fn)
     module, prefix = (net, "") if loss_fn is None else (WithLoss(net, loss_fn), "net")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     modules = _named_modules(net, loss_fn)
+    functions = user_functions(net, loss_fn)
     refuse_backward_hooks(modules)
     types, stored = captured_types(mixed_precision, net), masters(mixed_precision, net)
+    marked = mark_names(net)
 
-    def fake_input(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
+    def empty(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool, parameter: bool = False) -> torch.Tensor:
+        if programs:
+            return outline(shape, dtype, device, requires_grad, parameter)
         with mode:
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+            made = torch.empty(shape, dtype=dtype, device=device, requires_grad=requires_grad and not parameter)
+            return nn.Parameter(made, requires_grad=requires_grad) if parameter else made
 
-    fake_args, fake_kwargs = pytree.tree_map(fake_input, opened((tuple(args), kwargs)))
+    paths = dict(module.named_modules(remove_duplicate=False))
     tied: dict[int, list[str]] = {}
-    for name, tensor in [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]:
-        tied.setdefault(id(tensor), []).append(bare(name, prefix))
+    for table in (parameter_table, buffer_table):
+        for path, m in paths.items():
+            for key, tensor in table(m).items():
+                if tensor is not None:
+                    tied.setdefault(id(tensor), []).append(bare(f"{path}.{key}" if path else key, prefix))
     aliases = {alias: names[0] for names in tied.values() for alias in names[1:]}
-    buffer_names = {
-        (id(vars(m)["_buffers"]), key): bare(f"{path}.{key}" if path else key, prefix)
-        for path, m in module.named_modules()
-        for key in buffer_table(m)
-    }
 
-    def exported(counters: Mapping[GuardedPlace, Any], finder: LineFinder | None = None) -> _Exported:
-        functions = user_functions(net, loss_fn)
+    def exported(
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        counters: Mapping[GuardedPlace, Any],
+        finder: LineFinder | None = None,
+    ) -> _Exported:
         seen = Observation(modules, functions)
-        remembering = computed_for_real(modules, [function for _, function in functions])
-        watch, hooks = _Watch(module, seen, counters, finder), _hooks_inside(module)
+        watch, hooks = _Watch(module, seen, counters, finder), _hooks_on(paths.values())
         with (
-            _fake_state(module, mode, device, types),
-            casts(mixed_precision, net),
-            cumulative_momentum(module),
-            collect_marks() as calls,
-            _quiet(),
+            recurrent_weights(module),
+            collect_marks() as marks,
             collect_functions(calling_line) as applied,
             collect_regions(module, prefix) as regions,
-            stack_lines(_innermost, _UsersLine),
-            _data_detached(),
-            remembering,
-            scalers_refused(),
             seen,
             watched_calls(watch.effects, lambda: watch.running),
             watch,
             _objects_opened(module),
-            without_cudnn({device.type}),
-            attributes_unchecked(),
-            layouts_unrecorded(),
-            code_written_late(),
-            sizes_reckoned_once(),
         ):
-            program = torch.export.export(
-                module,
-                fake_args,
-                fake_kwargs,
-                strict=False,
-                dynamic_shapes=cast("Any", None if vary is None else _dynamic((fake_args, fake_kwargs), vary)),
+            traced = (
+                LightRun(module, paths, args, kwargs, device, programs) if programs else _program(module, args, kwargs)
             )
-        if _hooks_inside(module) != hooks:  # the first forward alone registers hooks
+        if _hooks_on(paths.values()) != hooks:  # the first forward alone registers hooks
             watch.outcome.effects.assign()
-        called = _input_names(net, len(fake_args) - 1) if loss_fn is not None else {}
-        reader = GraphReader(program, calls, mark_names(net), prefix, aliases, called, [f for f, _ in applied], regions)
-        reader.casting = current("cpu", device.type)  # an autocast around the call: its casts are written out too
-        if vary is not None:
-            reader.sizes = Sizes(
-                reader.input_tensors(),
-                [tuple(x.shape) for x in pytree.tree_leaves((fake_args, fake_kwargs)) if isinstance(x, torch.Tensor)],
-            )
-        reader.assigned = [
-            aliases.get(n, n) for n in (buffer_names[id(owner), key] for owner, key, *_ in watch.outcome.updates)
-        ]
-        reader.out_spec, reader.masters = watch.out_spec, stored
-        return _Exported(with_masters(reader.graph()), seen, watch.outcome, reader.sizes)
+        called = _input_names(net, len(args) - 1) if loss_fn is not None else {}
 
+        def read(program: Program, nodes: AsExported) -> _Exported:
+            reader = GraphReader(
+                program.exported, nodes, marks, marked, prefix, aliases, called, [f for f, _ in applied], regions
+            )
+            reader.casting = current("cpu", device.type)  # an autocast around the call: its casts are written out too
+            owners = {id(buffer_table(m)): path for path, m in reversed(paths.items())} if watch.outcome.updates else {}
+            for owner, key, *_ in watch.outcome.updates:
+                path = owners[id(owner)]
+                name = bare(f"{path}.{key}" if path else key, prefix)
+                reader.assigned.append(aliases.get(name, name))
+            reader.out_spec, reader.masters = watch.out_spec, stored
+            return _Exported(with_masters(reader.graph()), seen, watch.outcome, program)
+
+        return traced.followed(read)
+
+    made: list[_Exported] = []
     try:
-        with outermost_left_out(net, module, loss_fn is None, hooks_around):
-            if vary is None:
-                made = _with_counters(exported)
-            else:
-                assert counters is not None
-                made = exported(counters)
-        _check_constants(made.graph)
-        _check_updates(made.graph)
-        return made
+        with (
+            outermost_left_out(net, module, loss_fn is None, hooks_around),
+            _fake_state(module, empty, types),
+            recurrent_states(),
+            casts(mixed_precision, net),
+            cumulative_momentum(module),
+            _quiet(),
+            _data_detached(),
+            computed_for_real(modules, [function for _, function in functions]),
+            scalers_refused(),
+            without_cudnn({device.type}),
+        ):
+            for call in calls:
+                args, kwargs = pytree.tree_map(
+                    lambda x: empty(x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x,
+                    opened((tuple(call[0]), call[1])),
+                )
+                one = _with_counters(partial(exported, args, kwargs))
+                _check_constants(one.graph)
+                _check_updates(one.graph)
+                made.append(one)
+        return made, None
+    except Differs as reason:
+        return made, reason
     except ShardwrightError as error:
         placed = refused_collective(error)
         if placed is not None:
             raise placed from error
-        if vary is not None and is_about_sizes(error.__cause__ or error):
-            raise NotScalable(str(error)) from error
+        if programs and not is_mistake(error.__cause__ or error):
+            return made, Differs(str(error))
         raised = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         raise (error if error.source else error.located(source=user_frame(raised) or None))  # noqa: B904  same error
     except Exception as error:  # the model's own code and torch raise anything
         placed = refused_collective(error)
         if placed is not None:
             raise placed from error
-        if vary is not None and is_about_sizes(error):
-            raise NotScalable(f"{type(error).__name__}: {error}".removeprefix("Blamed: ")) from error
+        if programs and not is_mistake(error):
+            return made, Differs(f"{type(error).__name__}: {error}")
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         first = str(error).strip().split("\n\n")[0]
         if any(
@@ -434,19 +430,15 @@ def _captured(
         ) from error
 
 
-def _dynamic(inputs: Any, vary: Sequence[Collection[int]]) -> torch.export.ShapesCollection:
-    """The dims that export traces as symbols."""
-    collection = torch.export.ShapesCollection()
-    tensors = (x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor))
-    for tensor, dims in zip(tensors, vary, strict=True):
-        if dims:
-            collection[tensor] = dict.fromkeys(dims, torch.export.Dim.AUTO)
-    return collection
+def _program(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    """The exported program of a module on fake tensors."""
+    with stack_lines(_innermost, _UsersLine), attributes_unchecked(), layouts_unrecorded(), code_written_late():
+        return Program(torch.export.export(module, args, kwargs, strict=False))
 
 
-def _hooks_inside(module: nn.Module) -> int:
+def _hooks_on(modules: Iterable[nn.Module]) -> int:
     """The number of forward hooks on the modules of a model."""
-    return sum(len(hooks_of(m).forward) + len(hooks_of(m).forward_pre) for m in module.modules())
+    return sum(len(hooks.forward) + len(hooks.forward_pre) for hooks in map(hooks_of, modules))
 
 
 def _named_modules(net: nn.Module, loss_fn: Any) -> list[tuple[str, nn.Module]]:
@@ -612,8 +604,8 @@ class _Watch:
         self._seen.restore()
         # Buffers are written one after another: a tensor that shares memory with the old value of a buffer is copied
         # first.
-        old = {storage_id(b.untyped_storage()) for b in self._module.buffers()}
-        return result, [t.clone() if storage_id(t.untyped_storage()) in old else t for *_, t in self.outcome.updates]
+        old = {memory_of(b) for b in self._module.buffers()}
+        return result, [t.clone() if memory_of(t) in old else t for *_, t in self.outcome.updates]
 
 
 def _input_names(net: nn.Module, count: int) -> dict[str, str]:

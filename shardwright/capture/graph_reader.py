@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,17 +19,17 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from ..autocast import Autocast, Like, casts_of, entered, under, with_dtype
 from ..errors import CaptureError
-from ..graph import Graph, Master, Op, Value, map_values, values_in
+from ..graph import Graph, Master, Op, Value, argument_names, leaves, map_values, values_in
 from ..rules.indexing import assigned
 from ..rules.normalization import without_side_effects
 from ..rules.recurrent import layer_by_layer, without_dropout
-from ..torch_private import FakeTensor, OpOverload, pytree, schema_of
-from .annotations import Operator
+from ..torch_private import FakeTensor, OpOverload, schema_of
+from .annotations import MARK, Operator
 from .in_place_reader import InPlaceReader, metas_made, tensors_of
 from .manual import refused_collective
 from .mutation import Cell, Memory, View, ViewStep, Writer, serial
+from .recapture import AsExported, says_nothing, written_names
 from .regions import EDGE, OPAQUE, Applied, RecomputeSettings, recomputed_ops, regions, written_out
-from .scaling import Sizes
 from .source_lines import module_path, source_of
 
 __all__ = ["GraphReader", "MarkUse", "bare"]
@@ -38,9 +37,6 @@ __all__ = ["GraphReader", "MarkUse", "bare"]
 aten = torch.ops.aten
 
 _OWNERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
-
-
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
@@ -77,6 +73,7 @@ class GraphReader(InPlaceReader):
     def __init__(
         self,
         program: Any,
+        nodes: AsExported,
         calls: list[Operator],
         names: dict[int, str],
         prefix: str,
@@ -106,7 +103,11 @@ class GraphReader(InPlaceReader):
         self.casting = Autocast()  # the state of autocast
         self.casts: dict[tuple, Value] = {}  # (value, dtype, module) -> the cast value, while it is shared
         self.uncast: dict[str, Value] = {}  # a cast made for autocast -> the value before the cast
-        self.sizes: Sizes | None = None  # the symbols of a scalable capture
+        self.nodes = nodes  # the arguments and results of the program's nodes
+        self.args: tuple[Any, ...] = ()  # those of the operator that is being read, with nodes in place of tensors
+        self.kwargs: dict[str, Any] = {}
+        self.given: list[torch.fx.Node] = []  # the nodes among them whose values are tensors
+        self.grad = torch.is_grad_enabled()  # True where gradients are on at this point of the program
         self.assigned: list[str] = []  # buffers whose new values are the last outputs
         self.out_spec: Any = program.call_spec.out_spec  # nesting of the outputs before the assigned buffers
         self.masters: Mapping[str, Master] = {}  # storage of parameters whose stored dtype is not the read dtype
@@ -114,16 +115,6 @@ class GraphReader(InPlaceReader):
             int, tuple[int, dict]
         ] = {}  # recomputed region -> number of operators, and the casts, before it
         self.spans: list[tuple[int, int, int]] = []  # region, its first operator, one past its last
-
-    def input_tensors(self) -> list[torch.Tensor]:
-        """The exported program's metadata of the user's tensors, in order."""
-        nodes = [n for n in self.program.graph.nodes if n.op == "placeholder"]
-        metas = [
-            n.meta.get("val")
-            for n, spec in zip(nodes, self.program.graph_signature.input_specs, strict=True)
-            if spec.kind is InputKind.USER_INPUT
-        ]
-        return [m for m in metas if isinstance(m, torch.Tensor)]
 
     def unique(self, name: str) -> str:
         candidate, count = name, 1
@@ -141,12 +132,12 @@ class GraphReader(InPlaceReader):
         buffers: dict[str, Value] = {}
         placeholders = [n for n in self.program.graph.nodes if n.op == "placeholder"]
         for node, spec in zip(placeholders, signature.input_specs, strict=True):
-            meta = node.meta.get("val")
+            meta = self.nodes.source(node, spec)
             if not isinstance(meta, torch.Tensor):
                 self.cells[node] = meta if spec.kind is not InputKind.USER_INPUT else getattr(spec.arg, "value", meta)
                 continue
             if spec.kind is InputKind.USER_INPUT:
-                value = Value(self.unique(node.name), self.shape(meta), meta.dtype, meta.requires_grad)
+                value = Value(self.unique(node.name), tuple(meta.shape), meta.dtype, meta.requires_grad)
                 inputs.append(value)
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 value = Value(self.unique(spec.target), tuple(meta.shape), meta.dtype)
@@ -225,16 +216,14 @@ class GraphReader(InPlaceReader):
             if name in memories and memories[name].version
         }
 
-    def shape(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        return tuple(tensor.shape) if self.sizes is None else self.sizes.shape(tensor)
-
     def leaf(self, held: Any) -> Any:
         return self.read(held) if isinstance(held, Cell) else held
 
     def read(self, cell: Cell) -> Value:
         return self.writer.read(cell.view)
 
-    def walk(self, graph: torch.fx.Graph, owner: torch.fx.GraphModule) -> list[Any]:
+    def walk(self, graph: torch.fx.Graph, owner: torch.fx.GraphModule, inner: bool = False) -> list[Any]:
+        """Read the nodes of a program, or of a region inside it; its results."""
         for node in regions(graph.nodes):
             if isinstance(node, list):
                 self.vmapped(node)
@@ -244,7 +233,8 @@ class GraphReader(InPlaceReader):
             if node.op == "get_attr":
                 self.cells[node] = getattr(owner, str(node.target))
             elif node.op == "output":
-                return [self.cells[a] if isinstance(a, torch.fx.Node) else a for a in _args(node)[0]]
+                results = _args(node)[0] if inner else self.nodes.outputs(_args(node)[0])
+                return [self.cells[a] if isinstance(a, torch.fx.Node) else a for a in results]
             elif node.op == "call_function":
                 try:
                     self.call(node)
@@ -271,25 +261,15 @@ class GraphReader(InPlaceReader):
 
     def call(self, node: torch.fx.Node) -> None:
         target, self.node = node.target, node
-        if self.sizes is not None and isinstance(node.meta.get("val"), _SYMBOLIC):
-            self.cells[node] = self.sizes.of(node.meta["val"])
-        elif self.sizes is not None and target is aten.slice.Tensor and _is_all(node):
-            self.cells[node] = self.cells[_args(node)[0]]  # torch omits this slice where sizes are numbers
-        elif target is torch.ops.shardwright.mark.default:
-            self.mark(node)
-        elif target is EDGE:
-            self.region_edge(*_args(node))
-        elif target is OPAQUE:
-            self.cells[node] = self.record(
-                node, self.functions[_args(node)[1]], tuple(self.leaf(self.cells[a]) for a in _args(node)[0]), {}
-            )
-            if self.casting:
-                self.ops[-1] = replace(self.ops[-1], target=under(self.ops[-1].target, self.casting))
+        if isinstance(target, OpOverload):
+            if not says_nothing(target):
+                self.args, self.kwargs = self.nodes.arguments(node, self.grad, self.casting)
+                self.given = []
+                self.overload(node, target)
         elif target is operator.getitem:
-            held = self.cells[_args(node)[0]]
-            self.cells[node] = held[_args(node)[1]]
-        elif isinstance(target, OpOverload):
-            self.operator(node, target)
+            source, index = _args(node)
+            self.cells[node] = self.cells[source][index]
+            self.nodes.passed(node, self.nodes.made(source)[index])
         elif target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             self.grad_mode(node)
         elif target is torch.ops.higher_order.wrap_with_autocast:
@@ -297,13 +277,26 @@ class GraphReader(InPlaceReader):
         else:
             raise CaptureError(f"{target} holds a program of its own that is not understood", source=source_of(node))
 
+    def overload(self, node: torch.fx.Node, target: Any) -> None:
+        if target is MARK:
+            self.mark(node)
+        elif target is EDGE:
+            self.region_edge(*self.args)
+        elif target is OPAQUE:
+            tensors, number = self.args
+            self.cells[node] = self.record(node, self.functions[number], tuple(self.taken(tensors)), {})
+            if self.casting:
+                self.ops[-1] = replace(self.ops[-1], target=under(self.ops[-1].target, self.casting))
+        else:
+            self.operator(node, target)
+
     def grad_mode(self, node: torch.fx.Node) -> None:
         """Inline a region under torch.no_grad: its results carry no gradient."""
         enabled, sub, *args = _args(node)
-        outside, begin = self.frontier, serial()
-        self.frontier = None if enabled else begin if outside is None else outside
-        results = self.inlined(sub, args)
-        self.frontier, self.node = outside, node
+        outside, begin, grad = self.frontier, serial(), self.grad
+        self.frontier, self.grad = None if enabled else begin if outside is None else outside, enabled
+        results = self.inlined(node, sub, args)
+        self.frontier, self.grad, self.node = outside, grad, node
         self.cells[node] = (
             results if enabled else [self.without_gradient(r, begin) if isinstance(r, Cell) else r for r in results]
         )
@@ -319,7 +312,7 @@ class GraphReader(InPlaceReader):
         view, memory = cell.view, cell.memory
         value = self.writer.read(view)
         if value.requires_grad and memory.number < begin:
-            step = ViewStep(aten.detach.default, (value,), {}, value, 0, (value.shape,), same=True)
+            step = ViewStep(aten.detach.default, (value,), {}, value, 0, (value.shape,), True)
             return Cell(View(memory, self.emit(step.target, step.args, {})[0], view, step))
         if memory.number >= begin and (value.dtype.is_floating_point or value.dtype.is_complex):
             self.writer.write(memory.whole, self.emit(aten.detach.default, (self.writer.read(memory.whole),), {})[0])
@@ -331,24 +324,30 @@ class GraphReader(InPlaceReader):
         outside, casts = self.casting, self.casts
         self.casting = outside.within(device_type, dtype, enabled)
         self.casts = casts if outside else {}
-        self.cells[node] = self.inlined(sub, args)
+        self.cells[node] = self.inlined(node, sub, args)
         self.casting, self.casts = outside, casts
 
     def vmapped(self, region: list[torch.fx.Node]) -> None:
+        self.nodes.written_out(region)
         with entered(self.casting, "cpu", *(name for name, _ in self.casting.dtypes)):
             program, taken, made = written_out(region, lambda node: self.leaf(self.cells[node]))
         for placeholder, node in zip((n for n in program.graph.nodes if n.op == "placeholder"), taken):
             self.cells[placeholder] = self.cells[node]
         outside, self.casting = self.casting, Autocast()  # the casts of the region are already written out
-        self.cells.update(zip(made, self.walk(program.graph, program)))
+        self.cells.update(zip(made, self.walk(program.graph, program, inner=True)))
         self.casting = outside
 
-    def inlined(self, sub: torch.fx.Node, args: list) -> list[Any]:
-        """The results of a region; its placeholders take the arguments."""
+    def inlined(self, node: torch.fx.Node, sub: torch.fx.Node, args: list) -> list[Any]:
+        """The results of a region, the program of `node`; its placeholders take the arguments."""
         owner = self.cells[sub]
         for placeholder, argument in zip((n for n in owner.graph.nodes if n.op == "placeholder"), args):
-            self.cells[placeholder] = self.cells[argument] if isinstance(argument, torch.fx.Node) else argument
-        return self.walk(owner.graph, owner)
+            inner = isinstance(argument, torch.fx.Node)
+            self.cells[placeholder] = self.cells[argument] if inner else argument
+            self.nodes.passed(placeholder, self.nodes.made(argument) if inner else argument)
+        results = self.walk(owner.graph, owner, inner=True)
+        (end,) = (n for n in owner.graph.nodes if n.op == "output")
+        self.nodes.passed(node, [self.nodes.made(a) if isinstance(a, torch.fx.Node) else a for a in _args(end)[0]])
+        return results
 
     def cast(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
         """The arguments as autocast gives them to an operator, and True where the operator has to run under autocast.
@@ -356,15 +355,10 @@ class GraphReader(InPlaceReader):
         Args:
             args, kwargs: the node's arguments, with values in place of nodes.
         """
-        nodes = [
-            a
-            for a in pytree.tree_leaves((_args(node), dict(node.kwargs)))
-            if isinstance(a, torch.fx.Node) and isinstance(self.cells[a], Cell)
-        ]
-        devices = iter([n.meta["val"].device for n in nodes])
+        devices = iter([self.nodes.made(n).device for n in self.given])
         plain, named = map_values((args, kwargs), lambda v: Like(v.shape, v.dtype, next(devices)))
         decided = casts_of(target, plain, named, self.casting)
-        recorded = tuple(m.dtype for m in pytree.tree_leaves(node.meta.get("val")) if isinstance(m, torch.Tensor))
+        recorded = tuple(m.dtype for m in leaves(self.nodes.made(node)) if isinstance(m, torch.Tensor))
         if decided.made is not None and decided.made != recorded:
             raise CaptureError(
                 f"internal error: under {self.casting} {target} of {[v.dtype for v in values_in((args, kwargs))]} "
@@ -408,7 +402,7 @@ class GraphReader(InPlaceReader):
         return cast
 
     def mark(self, node: torch.fx.Node) -> None:
-        source, call, place = _args(node)
+        source, call, place = self.args
         self.cells[node] = self.cells[source]
         if place >= 0:
             self.begun.setdefault(call, len(self.ops))
@@ -485,12 +479,8 @@ class GraphReader(InPlaceReader):
         placed = refused_collective(name, source_of(node)) if "c10d" in space else None
         if placed is not None:
             raise placed
-        written = [a for a in schema_of(target).arguments if a.alias_info is not None and a.alias_info.is_write]
-        if not schema_of(target).returns and not written:
-            return  # an assertion of export
-        args, kwargs = pytree.tree_map(
-            lambda a: self.leaf(self.cells[a]) if isinstance(a, torch.fx.Node) else a, (_args(node), dict(node.kwargs))
-        )
+        written = written_names(target)
+        args, kwargs = self.taken((self.args, self.kwargs))
         if self.casting:
             args, kwargs, whole = self.cast(node, target, tuple(args), kwargs)
             first = len(self.ops)
@@ -500,16 +490,29 @@ class GraphReader(InPlaceReader):
             return
         self.applied(node, target, written, tuple(args), kwargs)
 
-    def applied(self, node: torch.fx.Node, target: Any, written: list[Any], args: tuple, kwargs: dict) -> None:
+    def taken(self, tree: Any) -> Any:
+        """Nested arguments with values in place of nodes, which are noted in `given`."""
+        kind = type(tree)
+        if kind is torch.fx.Node:
+            held = self.cells[tree]
+            if not isinstance(held, Cell):
+                return held
+            self.given.append(tree)
+            return self.read(held)
+        if isinstance(tree, (list, tuple)):
+            return kind([self.taken(branch) for branch in tree])
+        return {name: self.taken(branch) for name, branch in tree.items()} if isinstance(tree, dict) else tree
+
+    def applied(self, node: torch.fx.Node, target: Any, written: Sequence[str], args: tuple, kwargs: dict) -> None:
         """Record an operator in its plain form: without writes into its arguments, without side effects."""
         if written:
-            self.in_place(node, target, [a.name for a in written], tuple(args), kwargs)
+            self.in_place(node, target, written, tuple(args), kwargs)
             return
-        names = [a.name for a in schema_of(target).arguments]
+        names = argument_names(target)
         named = dict(zip(names, args)) | kwargs
         silent = without_side_effects(target, named)
         if silent is not None:
-            self.running_statistics(node, silent, named, dict(zip(names, _args(node))) | dict(node.kwargs))
+            self.running_statistics(node, silent, named, dict(zip(names, self.args)) | self.kwargs)
             return
         recurrent = without_dropout(target, named)
         if recurrent is not None:
@@ -523,9 +526,9 @@ class GraphReader(InPlaceReader):
         cells = self.record(node, target, tuple(args), kwargs)
         if target is not aten.lift_fresh_copy.default:  # a copy, though the fake tensors may share memory
             self.find_views(node, target, tuple(args), kwargs, cells)
-        if _is_view(target) and _args(node) and _args(node)[0] in self.entries:
-            self.entries[node] = self.entries[_args(node)[0]]
-        self.cells[node] = cells[0] if isinstance(node.meta.get("val"), torch.Tensor) else cells
+        if _is_view(target) and self.args and self.args[0] in self.entries:
+            self.entries[node] = self.entries[self.args[0]]
+        self.cells[node] = cells[0] if isinstance(self.nodes.made(node), torch.Tensor) else cells
 
     def emit(self, target: Any, args: tuple, kwargs: dict) -> list[Value]:
         """Append an operator that computes a part of the current node; its outputs."""
@@ -556,9 +559,9 @@ class GraphReader(InPlaceReader):
             metas: tensors with the shapes and dtypes of the outputs, where they are not those of the node.
             entered: True where the operator's inputs are those of the node.
         """
-        metas = metas or tensors_of(node.meta.get("val"))
-        shapes = [self.shape(m) if isinstance(m, torch.Tensor) else (m,) for m in metas]
-        if any(isinstance(s, _SYMBOLIC) for shape in shapes for s in shape):
+        metas = metas or tensors_of(self.nodes.made(node))
+        shapes = [tuple(m.shape) if isinstance(m, torch.Tensor) else (m,) for m in metas]
+        if any(isinstance(s, (torch.SymInt, torch.SymFloat, torch.SymBool)) for shape in shapes for s in shape):
             on = [tuple(v.shape) for v in values_in((args, kwargs))]
             raise CaptureError(
                 f"what {target} gives, called on {on}, depends on the values of tensors",
@@ -584,12 +587,9 @@ class GraphReader(InPlaceReader):
             for i, m in enumerate(metas)
         )
         outputs += tuple(Value(f"{name}.{i}", v.shape, v.dtype) for i, v in enumerate(further, len(metas)))
-        nodes = [
-            a
-            for a in pytree.tree_leaves((_args(node), dict(node.kwargs)))
-            if isinstance(a, torch.fx.Node) and isinstance(self.cells[a], Cell)
-        ]
-        self.places.append({i: self.entries[n] for i, n in enumerate(nodes) if n in self.entries and entered})
+        self.places.append(
+            {i: self.entries[n] for i, n in enumerate(self.given) if n in self.entries} if entered else {}
+        )
         number, seeded = len(self.drawing), torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
         if seeded:
             self.drawing.append(name)
@@ -607,13 +607,6 @@ class GraphReader(InPlaceReader):
             )
         )
         return [Cell(v) if v is not None else None for v in outputs]
-
-
-def _is_all(node: torch.fx.Node) -> bool:
-    """True where a slice takes all of a dim, ``x[:]``."""
-    given = _args(node)[2:]
-    start, end, step = given + (None, None, 1)[len(given) :]
-    return start in (None, 0) and end in (None, sys.maxsize) and step == 1
 
 
 def _is_view(target: Any) -> bool:

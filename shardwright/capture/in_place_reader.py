@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from ..errors import CaptureError
-from ..graph import Value, map_values, values_in
+from ..graph import Value, leaves, map_values, values_in
 from ..rules.indexing import overwritten
 from ..rules.normalization import batch_norm
-from ..torch_private import pytree, schema_of
-from .mutation import Cell, Memory, View, ViewStep, Writer, gives_back, is_same, plain_form, shares_memory
+from ..torch_private import schema_of
+from .mutation import Cell, Memory, View, ViewStep, Writer, gives_back, plain_form, shares_memory
+from .recapture import AsExported
 from .source_lines import module_path, source_of
 
 __all__ = ["InPlaceReader", "metas_made", "tensors_of"]
@@ -54,6 +55,10 @@ class InPlaceReader:
     frontier: int | None
     aliases: dict[str, str]
     prefix: str
+    nodes: AsExported
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: list[torch.fx.Node]
 
     def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
         raise NotImplementedError
@@ -82,39 +87,26 @@ class InPlaceReader:
         cells: Sequence[Cell | None],
     ) -> None:
         """Make each output that shares memory with an input a view of that input."""
-        sources = [
-            n
-            for n in pytree.tree_leaves((node.args, dict(node.kwargs)))
-            if isinstance(n, torch.fx.Node) and isinstance(self.cells[n], Cell)
-        ]
-        metas = tensors_of(node.meta.get("val"))
-        sizes = tuple(tuple(m.shape) if m is not None else () for m in metas)
+        sources = [(n, made) for n in self.given if isinstance(made := self.nodes.made(n), torch.Tensor)]
+        metas, back = tensors_of(self.nodes.made(node)), gives_back(target, args, kwargs)
         for i, (cell, meta) in enumerate(zip(cells, metas)):
-            shared = [
-                n
-                for n in sources
-                if cell is not None
-                and isinstance(n.meta.get("val"), torch.Tensor)
-                and (shares_memory(n.meta["val"], meta) or gives_back(target, args, kwargs))
-            ]
+            shared = [n for n, made in sources if cell is not None and (back or shares_memory(made, meta))]
             source = None if not shared else shared[i] if len(shared) == len(cells) else shared[0]
             parent = None if source is None else self.cells[source].view
             if parent is not None and any(v is parent.value for v in values_in((args, kwargs))):
                 assert source is not None and cell is not None
-                same = gives_back(target, args, kwargs) or is_same(source.meta["val"], meta)
-                step = ViewStep(target, args, kwargs, parent.value, i, sizes, same)
+                sizes = tuple(tuple(m.shape) if m is not None else () for m in metas)
+                step = ViewStep(
+                    target, args, kwargs, parent.value, i, sizes, True if back else (self.nodes.made(source), meta)
+                )
                 cell.view = View(parent.memory, cell.view.value, parent, step)
 
     def in_place(
-        self, node: torch.fx.Node, target: Any, written: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, node: torch.fx.Node, target: Any, written: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Read ``x.relu_()`` as a plain relu; the variable x holds its result from here on."""
-        given = dict(zip((a.name for a in schema_of(target).arguments), node.args)) | dict(node.kwargs)
-        changed = [
-            self.cells.get(n)
-            for n in pytree.tree_leaves([given[name] for name in written])
-            if isinstance(n, torch.fx.Node)
-        ]
+        given = dict(zip((a.name for a in schema_of(target).arguments), self.args)) | self.kwargs
+        changed = [self.cells.get(n) for n in leaves([given[name] for name in written]) if isinstance(n, torch.fx.Node)]
         plain = plain_form(target)
         if (
             torch.Tag.inplace_view in target.tags
@@ -146,11 +138,11 @@ class InPlaceReader:
             assert cell is not None
             if value is not cell.view.value:
                 self.store(node, cell, value)
-        self.cells[node] = changed[0] if isinstance(node.meta.get("val"), torch.Tensor) else changed
+        self.cells[node] = changed[0] if isinstance(self.nodes.made(node), torch.Tensor) else changed
 
     def turn(self, node: torch.fx.Node, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read ``x.t_()``: the variable views its memory with other dims from here on."""
-        (source, *_) = node.all_input_nodes
+        source = self.given[0]
         cell = self.cells[source]
         before = cell.view
         value = self.record(node, plain, args, kwargs)[0].view.value
@@ -164,7 +156,9 @@ class InPlaceReader:
             return None
         assert self.node is not None
         diagonal = self.emit(
-            aten.full.default, ([min(rows, columns)], fill), {"dtype": x.dtype, "device": self.node.meta["val"].device}
+            aten.full.default,
+            ([min(rows, columns)], fill),
+            {"dtype": x.dtype, "device": self.nodes.made(self.node).device},
         )[0]
         return self.emit(aten.diagonal_scatter.default, (x, diagonal), {})[0]
 

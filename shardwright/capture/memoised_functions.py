@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError
-from ..torch_private import DisableTorchFunction, FakeTensor, disable_current_modes, pytree
+from ..torch_private import DisableTorchFunction, FakeTensor, pytree, untraced
 from .guards import MISSING, GuardedPlace
 from .source_lines import is_users
 
@@ -73,7 +73,7 @@ class _StandIn:
                 "captured program would at each call",
                 legal=_LEGAL,
             )
-        with DisableTorchFunction(), disable_current_modes():
+        with DisableTorchFunction(), untraced():
             made = self.function(*args, **kwargs)
         if any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(made)):
             self.function.cache_clear()

@@ -21,7 +21,8 @@ import torch
 from ..errors import CaptureError
 from ..graph import Value, map_values
 from ..rules.indexing import assigned
-from ..torch_private import formula_of, overload_name, schema_of, storage_id
+from ..torch_private import overload_name, schema_of
+from .recapture import memory_of
 
 __all__ = [
     "Cell",
@@ -78,7 +79,8 @@ class ViewStep:
         seen: the value of the viewed tensor.
         output: index of the output that is the view.
         sizes: the shapes of all outputs, where the operator has several.
-        same: True where the view has the elements of the viewed tensor, in the same dims.
+        whole: True where the view has the elements of the viewed tensor, in the same dims; or the tensors that tell:
+            the viewed one, and the view.
     """
 
     target: Any
@@ -87,7 +89,11 @@ class ViewStep:
     seen: Value
     output: int
     sizes: tuple[tuple[int, ...], ...]
-    same: bool
+    whole: bool | tuple[torch.Tensor, torch.Tensor]
+
+    @property
+    def same(self) -> bool:
+        return self.whole if isinstance(self.whole, bool) else is_same(*self.whole)
 
 
 class View:
@@ -348,18 +354,14 @@ def _is_written(argument: Any) -> bool:
 
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True where two tensors of a capture are views of one memory."""
-    return storage_id(a.untyped_storage()) == storage_id(b.untyped_storage())
+    return memory_of(a) == memory_of(b)
 
 
 def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True where two tensors that share memory are the same elements in the same dims.
-
-    Where sizes are symbols, this holds at all sizes.
-    """
+    """True where two tensors that share memory are the same elements in the same dims."""
 
     def place(t: torch.Tensor) -> tuple:
-        numbers = [formula_of(n) for n in (*t.shape, *t.stride(), t.storage_offset())]
-        return t.dim(), numbers, t.dtype, t.is_conj(), t.is_neg()
+        return t.shape, t.stride(), t.storage_offset(), t.dtype, t.is_conj(), t.is_neg()
 
     return place(a) == place(b)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 import random
 import sys
 import types
@@ -151,7 +152,11 @@ class Observation:
     def _before(self, owner: Any) -> Any:
         """A copy of a dict or container as it was before the forward."""
         if isinstance(owner, dict):
-            return {key: self._replaced.get((id(owner), key), value) for key, value in dict.items(owner)}
+            held = dict(dict.items(owner))
+            for (owned, key), number in self._replaced.items():
+                if owned == id(owner) and key in held:
+                    held[key] = number
+            return held
         return set(owner) if isinstance(owner, set) else list(owner)
 
     def _kept(self, owner: Any, path: str) -> _Kept:
@@ -404,6 +409,8 @@ class Observation:
         self._on = False
         for kept in self._spaces:
             space, before, path = kept.owner, kept.begun, kept.path
+            if _same_entries(space, before):
+                continue
             for key in {**before, **dict(dict.items(space))}:
                 old, new = before.get(key, MISSING), dict.get(space, key, MISSING)
                 if old is not new and (id(space), key) not in self._own:
@@ -552,12 +559,20 @@ def names_read(code: types.CodeType) -> tuple[NameRead, ...]:
     return tuple(found)
 
 
+def _same_entries(held: dict, before: dict) -> bool:
+    """True where two dicts have the same keys in the same order, and the same objects."""
+    return (
+        dict.__len__(held) == len(before)
+        and all(map(operator.eq, dict.keys(held), before))
+        and all(map(operator.is_, dict.values(held), before.values()))
+    )
+
+
 def _refill(held: Any, before: Any) -> None:
     """Restore the contents of a container."""
     if isinstance(held, dict):
-        if list(dict.keys(held)) != list(before):
+        if not _same_entries(held, before):
             dict.clear(held)
-        if dict.__len__(held) != len(before) or any(dict.__getitem__(held, k) is not v for k, v in before.items()):
             dict.update(held, before)
     elif isinstance(held, set):
         if held != before:

@@ -45,10 +45,10 @@ from ..torch_private import (
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
-    disable_current_modes,
     in_place_of_checkpoint,
     make_fx,
     pytree,
+    untraced,
     version_of,
     vmap_function,
 )
@@ -260,7 +260,7 @@ def _tried(applied: Applied, tensors: Sequence[Tensor], line: Callable[[], str |
     dirty = FunctionCtx.mark_dirty
     FunctionCtx.mark_dirty = refused  # type: ignore[method-assign, assignment]  # put back below
     try:
-        with DisableTorchFunction(), disable_current_modes(), FakeTensorMode(), torch.enable_grad():
+        with DisableTorchFunction(), untraced(), FakeTensorMode(), torch.enable_grad():
             fakes = [
                 torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
                 for x in tensors

@@ -17,6 +17,9 @@ __all__ = ["calling_line", "is_users", "module_path", "source_of", "stack_level"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
 
+#: Key of a node's metadata that holds its line.
+_LINE = "shardwright_line"
+
 _TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
 
 
@@ -52,11 +55,16 @@ def calling_line() -> str | None:
 
 
 def source_of(node: torch.fx.Node) -> str:
-    trace = node.meta.get("stack_trace") or ""
-    return user_frame([(m["file"], int(m["line"])) for m in _FRAME.finditer(trace)])
+    """``file.py:41``, the user's line of a node; read once a node."""
+    line = node.meta.get(_LINE)
+    if line is None:
+        trace = node.meta.get("stack_trace") or ""
+        line = node.meta[_LINE] = user_frame([(m["file"], int(m["line"])) for m in _FRAME.finditer(trace)])
+    return line
 
 
 def module_path(node: torch.fx.Node, prefix: str) -> str:
+    """The path of the module that calls a node, without the path `prefix` of the user's model."""
     stack = node.meta.get("nn_module_stack")
-    path = list(stack.values())[-1][0] if stack else ""
+    path = stack[next(reversed(stack))][0] if stack else ""
     return path.removeprefix(prefix).removeprefix(".") if path.startswith(prefix) else path

@@ -158,10 +158,8 @@ class AutoParallel(CallPlanning, nn.Module):
             state an element.
         max_programs: the number of programs that are kept, one for each set of input shapes and state of the model.
             The least recently used program is dropped first, and built anew when it is needed.
-        varying: dims of the inputs whose sizes differ from call to call, such as (0, 1) for batch and sequence: the
-            first call also captures the model with symbols for these dims, which takes longer, and no later call has
-            to. Without it the second size triggers that capture. With several `buckets` the dims are dim 0 and the
-            sequence dim.
+        varying: dims of the inputs whose sizes differ from call to call, such as (0, 1) for batch and sequence: no
+            `RecaptureWarning` announces them. With several `buckets` dim 0 and the sequence dim are such dims.
         mixed_precision: a `MixedPrecision`, or an argument of `MixedPrecision.of`: optimizer and checkpoints see
             parameters of their own dtype, the model computes in a second dtype, gradients are summed in a third.
             None: dtypes as the model has them.
@@ -515,12 +513,12 @@ class AutoParallel(CallPlanning, nn.Module):
         others = [key for key in self._programs if key[1][1] is self._entry]
         known = [key for key in others if _shapes(key) != _shapes(feed) and key[3].hold()]
         if known:
-            if not self._warned and not self._varying():
+            before, now = _shapes(known[0]), _shapes(feed)
+            if not self._warned and not _differing(before, now) <= self._varying():
                 self._warned = True
                 warnings.warn(
-                    f"inputs of shapes {_shapes(feed)} after {_shapes(known[0])}: a program is made for each shape, "
-                    "which takes longest for this second one; further ones are not announced. AutoParallel(…, "
-                    "varying=(0, 1)) prepares the first call for dims that vary",
+                    f"inputs of shapes {now} after {before}: a program is planned for each set of shapes; further ones "
+                    "are not announced. AutoParallel(…, varying=(0, 1)) says which dims vary",
                     RecaptureWarning,
                     stacklevel=stack_level(),
                 )
@@ -712,6 +710,13 @@ def _place_of(module: nn.Module) -> tuple[dict[str, Any], str, torch.device] | N
     """The table and the name of the first parameter, or else buffer, and its device; None: there is none."""
     tables = (getattr(part, kind) for kind in ("_parameters", "_buffers") for part in module.modules())
     return next(((t, name, held.device) for t in tables for name, held in t.items() if held is not None), None)
+
+
+def _differing(before: list[tuple[int, ...]], now: list[tuple[int, ...]]) -> set[int]:
+    """The dims in which the shapes of two calls differ; -1 where the calls have other tensors."""
+    if [len(shape) for shape in before] != [len(shape) for shape in now]:
+        return {-1}
+    return {d for a, b in zip(before, now) for d, (x, y) in enumerate(zip(a, b)) if x != y}
 
 
 def _shapes(key: tuple[Any, ...]) -> list[tuple[int, ...]]:

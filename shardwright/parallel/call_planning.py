@@ -1,7 +1,7 @@
 """The plan of one call of a wrapped model, on which all ranks agree.
 
 1. The global inputs of the call follow from the local ones and the `dataset_strategy`.
-2. The model is captured at these sizes (`graph_cache`); a pipeline captures one micro-batch.
+2. The model is captured at these sizes (`graph_cache`); a pipeline captures one micro-batch, and one of more rows.
 3. `planning.make_plan` or `planning.make_pipeline` plans the graph.
 4. In processes the ranks compare their plans, settings, first values and random state (`Agreement`). A rank whose
    planning failed tells the others, so that none waits for it.
@@ -20,7 +20,7 @@ import torch
 from .. import autocast
 from ..capture.annotations import staged_modules, stored_whole
 from ..capture.enclosing_modules import FunctionOfModels
-from ..capture.export import ModelAndLoss, Recording, capture, capture_scalable
+from ..capture.export import ModelAndLoss, Recording, captures
 from ..capture.manual import check_held, check_mode, one_slice, own_parameters
 from ..capture.model_device import check_inputs, check_values, device_of
 from ..capture.regions import with_policy
@@ -168,9 +168,7 @@ class CallPlanning(SettingMethods):
                         (autocast.current("cpu", self._kind), runtime.device, self._entry),
                         calls,
                         recording,
-                        partial(capture, self.net, **how),
-                        partial(capture_scalable, self.net, **how),
-                        self._varying(),
+                        partial(captures, self.net, **how),
                     )
                 graph = with_policy(graph, settings.recompute)
                 # A compiler's own masks cost no more than fast ones, and fuse (`rules.traced_mask`).
@@ -258,10 +256,10 @@ class CallPlanning(SettingMethods):
         """Plans of one kind, the latest first: candidates for the plan of the same model at other sizes."""
         return [program.plan for program in reversed(self._programs.values()) if isinstance(program.plan, kind)]
 
-    def _varying(self) -> tuple[int, ...]:
+    def _varying(self) -> set[int]:
         """The dims of the inputs that are known beforehand to differ in size from call to call."""
-        buckets, varying = self._running.buckets, self._running.varying
-        return varying if varying or buckets is None or len(buckets.seq) == 1 else (0, buckets.dim)
+        buckets, varying = self._running.buckets, {*self._running.varying}
+        return varying if buckets is None or len(buckets.seq) == 1 else varying | {0, buckets.dim}
 
     def _groups(self, devices: int | None) -> int:
         """The number of device groups of a pipeline, where it is known and divides `devices`; else 1."""

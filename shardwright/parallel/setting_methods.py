@@ -58,7 +58,7 @@ class ProgramSettings:
         fusion: the buckets of gradients.
         compiled: the way of ``torch.compile``; None: the program runs operator by operator.
         max_programs: the number of programs that are kept.
-        varying: dims of the inputs whose sizes differ from call to call.
+        varying: dims of the inputs whose sizes differ from call to call, which no warning announces.
         buckets: lengths to which sequences are padded; None: none.
 
     Raises:
@@ -301,8 +301,7 @@ class SettingMethods(_Module):
 
         Each call is padded on the right to the shortest bucket that holds it. Padding is masked, its labels are
         ignored by the loss, and results are cut back to the sequence's own length. Where each process feeds its own
-        part of the batch, all processes take the longest bucket that one of them needs. With several buckets the
-        first call captures the model for all of them (``varying``).
+        part of the batch, all processes take the longest bucket that one of them needs.
 
             model.buckets(seq=[512, 1024, 2048])
 

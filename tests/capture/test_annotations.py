@@ -191,7 +191,7 @@ def test_unmarked_operators_keep_the_name_of_their_attribute() -> None:
 
     net = Net()
     names = [op.name for op in planned(net).operators]
-    assert names == ["first", "gate", "gate_1", "relu_2", "steps.0", "steps.1", "exp", "add", "inner.op"]
+    assert names == ["first", "gate", "gate_1", "relu_2", "steps.0", "steps.1", "exp_1", "add", "inner.op"]
     assert all(op.cause != "mark" for op in planned(net).operators)
     plan = planned(net, marks={"gate": ((2, 4),), "steps.1": ((1, 8),)})
     assert plan.operator("gate").in_strategy == ((2, 4),) and plan.operator("gate_1").in_strategy == ((8, 1),)

@@ -502,22 +502,15 @@ def _noted(monkeypatch, name):
 
 @pytest.fixture
 def captures(monkeypatch):
-    """The shapes of every plain capture."""
+    """The shapes of every capture."""
     return _noted(monkeypatch, "capture")
 
 
-@pytest.fixture
-def scalable_captures(monkeypatch):
-    """The shapes of every capture that serves further sizes too."""
-    return _noted(monkeypatch, "capture_scalable")
-
-
-def test_captured_once_for_each_signature(captures, scalable_captures) -> None:
-    """At the first size of training and of evaluation a plain capture each; at the second size of training one that
-    scales, which serves the third. A program for each of the four, made once."""
+def test_captured_once_for_each_signature(captures) -> None:
+    """At each size of training and of evaluation a program, made once."""
     net = Marked()
     model = parallel(net, CROSS_ENTROPY)
-    first, second = [(16, 8), (16,)], [(32, 8), (32,)]
+    first, second, third = ([(rows, 8), (rows,)] for rows in (16, 32, 8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for x, t in BATCHES:
@@ -530,17 +523,17 @@ def test_captured_once_for_each_signature(captures, scalable_captures) -> None:
         assert captures == [first] * 2  # evaluation is another program, and no surprise
         model.train()
         model(X, T)
-    assert captures == [first] * 2 and not scalable_captures
+    assert captures == [first] * 2
     with pytest.warns(sw.RecaptureWarning, match=r"\(32, 8\).*\(16, 8\)") as caught:
         for rows in (32, 32, 8, 8):
             close(model(draw(rows, 8), labels(rows)), CROSS_ENTROPY(net(draw(rows, 8)), labels(rows)))
-    assert (captures, scalable_captures) == ([first] * 2, [second])
+    assert captures == [first, first, second, third]
     assert len(caught) == 1 and "test_auto_parallel.py" in caught[0].filename
     programs = list(model._programs.values())
     assert len(programs) == 4
     model.train(False)
     model(X, T)
-    assert (captures, scalable_captures) == ([first] * 2, [second])
+    assert captures == [first, first, second, third]
     assert set(model._programs.values()) == set(programs)
     assert model.plan.graph.inputs[0].shape == (16, 8)  # of the latest call
 

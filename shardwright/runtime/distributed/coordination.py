@@ -92,8 +92,10 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def error_words(error: Exception) -> dict[str, Any]:
-    """An error as values that `json_values` takes."""
-    words: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
+    """An error as values that `json_values` takes. An error of a class that users do not know is one of its base."""
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    known = next((kind for kind in kinds if kind in errors.__all__), kinds[0])
+    words: dict[str, Any] = {"kind": known, "message": str(error)}
     if isinstance(error, ShardwrightError):
         strategy = error.strategy if error.strategy is None or isinstance(error.strategy, str) else repr(error.strategy)
         words |= {"message": error.message, "operator": error.operator, "source": error.source, "strategy": strategy}

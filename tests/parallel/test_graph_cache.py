@@ -1,4 +1,4 @@
-"""A model called with many sizes: one capture that scales, one plan that is reused, the results of one device."""
+"""A model called with many sizes: one export, one plan that is reused, the results of one device."""
 
 import copy
 import logging
@@ -9,6 +9,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from capture_count import counted_captures
 from gpt import GPT
 from ranks import run_ranks
 from small_networks import D, draw, labels
@@ -16,12 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwright as sw
-from shardwright.capture.export import Recording, capture, capture_scalable
-from shardwright.capture.graph_reader import GraphReader
-from shardwright.capture.observation import Observation
 from shardwright.planners.planning_problem import PLANNERS
-
-parallel = import_module("shardwright.parallel.call_planning")
 
 
 @pytest.fixture(autouse=True)
@@ -61,67 +57,6 @@ class Branching(nn.Module):
         return x.reshape(rows * length, -1).sum() * rows / length**0.5
 
 
-class Pooled(nn.Module):
-    """A convolution net whose height and width may be others."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(2, 4, 3, padding=1, dtype=D), nn.GroupNorm(2, 4, dtype=D)
-        self.head = nn.Linear(4, 4, dtype=D)
-
-    def forward(self, x):
-        x = F.max_pool2d(F.relu(self.norm(self.conv(x))), 2)
-        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1)).logsumexp(-1).mean()
-
-
-def images(rows, height, width):
-    return draw(rows, 2, height, width, seed=rows)
-
-
-CASES = {
-    "language": (Language, lambda b, s: labels(b * s, 16).view(b, s), (12, 32)),
-    "branching": (Branching, lambda b, s: draw(b, s, 8), (12, 20)),
-    "pooled": (Pooled, images, (8, 12, 12)),
-}
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("case", CASES)
-def test_a_graph_at_other_sizes_is_the_one_that_is_captured_there(case, seed):
-    build, inputs, most = CASES[case]
-    net, choose, scaled = build(), random.Random(seed), 0
-    vary = [(0, 2, 3) if case == "pooled" else (0, 1)]
-    x = inputs(*(choose.randint(4, m) for m in most))
-    recording = Recording()
-    plain = capture(net, (x,), recording=recording)
-    scalable = capture_scalable(net, (x,), vary=vary, recording=recording)
-    assert scalable.at([tuple(x.shape)]).inputs == plain.inputs
-    for _ in range(4):
-        y = inputs(*(choose.randint(4, m) for m in most))
-        made = scalable.at([tuple(y.shape)])
-        if made is None:  # only where torch or the model makes a difference between the sizes
-            assert case == "pooled" or (case == "branching" and (x.shape[1] > 10) != (y.shape[1] > 10))
-        else:
-            scaled += 1
-            assert scalable.like(capture(net, (y,)), [tuple(y.shape)]) is not None
-    assert scaled or case == "pooled"
-
-
-def test_a_capture_writes_no_code_and_reckons_sizes_once(monkeypatch):
-    sizes = import_module("torch.fx.experimental.sym_node").SymNode
-    written, reckoned = [], []
-    monkeypatch.setattr(torch.fx.Graph, "python_code", _counted(torch.fx.Graph.python_code, "code", written))
-    monkeypatch.setattr(sizes, "_mul", _counted(sizes._mul, "product", reckoned))
-    counts = []
-    for layers in (1, 3):
-        net, recording = Language(layers), Recording()
-        capture(net, (labels(32, 16).view(4, 8),), recording=recording)
-        assert capture_scalable(net, (labels(96, 16).view(8, 12),), vary=[(0, 1)], recording=recording) is not None
-        counts.append(len(reckoned))
-        reckoned.clear()
-    assert not written and counts[0] == counts[1]  # further layers are of the same sizes
-
-
 def test_calls_of_one_form_are_split_once(monkeypatch):
     splitter, seen = import_module("shardwright.pipeline.microbatch_values").MicrobatchRewriter, []
     monkeypatch.setattr(splitter, "_of_rows", _counted(splitter._of_rows, "rows", seen))
@@ -140,16 +75,8 @@ def test_calls_of_one_form_are_split_once(monkeypatch):
 
 @pytest.fixture
 def captures(monkeypatch):
-    """The names of the captures, in order."""
-    seen = []
-    for name in ("capture", "capture_scalable"):
-
-        def noted(*args, _made=getattr(parallel, name), _name=name, **kwargs):
-            seen.append(_name)
-            return _made(*args, **kwargs)
-
-        monkeypatch.setattr(parallel, name, noted)
-    return seen
+    """The kinds of captures, in order."""
+    return counted_captures(monkeypatch)
 
 
 def step(model, x):
@@ -160,7 +87,7 @@ def step(model, x):
 
 
 @pytest.mark.parametrize("mode", ["data_parallel", "semi_auto", "recursive_programming", "dynamic_programming"])
-def test_further_sizes_are_neither_captured_nor_searched_and_run_as_on_one_device(mode, captures, monkeypatch):
+def test_further_sizes_are_neither_exported_nor_searched_and_run_as_on_one_device(mode, captures, monkeypatch):
     plain = Language()
     model = sw.AutoParallel(copy.deepcopy(plain), parallel_mode=mode, cluster=FREE)
     model.dataset_strategy("full_batch")
@@ -173,9 +100,8 @@ def test_further_sizes_are_neither_captured_nor_searched_and_run_as_on_one_devic
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(others, gradients, rtol=1e-9, atol=1e-12)
         strategies.append([o.in_strategy for o in model.plan.operators])
-    assert captures.count("capture") == 1
-    assert captures.count("capture_scalable") == 2  # the rows alone differed at first, then the length too
-    assert captures.count(mode) == 1
+    assert captures.count("export") == captures.count(mode) == 1
+    assert captures.count("light run") == 4  # the last sizes have a program
     assert all(s == strategies[0] for s in strategies)
     assert any(cut > 1 for strategy in strategies[0] for cuts in strategy for cut in cuts)
     if model.plan.found is not None:
@@ -198,7 +124,7 @@ def test_a_loss_that_has_found_two_sizes_equal_and_a_loop_of_several_lines(seed,
         torch.testing.assert_close(loss, wanted)
         for found, one in zip(model.parameters(), plain.parameters()):
             torch.testing.assert_close(found.grad, one.grad)
-    assert captures == ["capture", "capture_scalable"]
+    assert captures[0] == "export" and {*captures[1:]} == {"light run"}
 
 
 def _counted(planner, name, seen):
@@ -230,25 +156,23 @@ def test_sizes_that_cuts_do_not_divide_as_before_are_planned_anew():
 def test_a_branch_on_a_size_is_another_program(captures):
     plain = Branching()
     model = sw.AutoParallel(copy.deepcopy(plain)).dataset_strategy("full_batch")
-    for rows, length in ((4, 6), (8, 6), (8, 12), (8, 9), (12, 20), (4, 6), (16, 9)):
+    for rows, length in ((4, 6), (8, 6), (8, 12), (8, 9), (12, 20), (4, 6), (16, 9), (1, 11), (1, 5)):
         x = draw(rows, length, 8, seed=rows)
         (wanted, gradients), (found, others) = step(plain, x), step(model, x)
         torch.testing.assert_close(found, wanted)
         torch.testing.assert_close(others, gradients)
-    assert captures.count("capture_scalable") <= 4
-    assert captures.count("capture") <= 4
+    assert captures.count("export") == 2
 
 
-def test_a_batch_of_one_row_is_captured_by_itself_and_the_log_says_why(caplog):
-    caplog.set_level("INFO", logger="shardwright.capture")
+def test_a_batch_of_one_row_is_a_size_like_others(captures):
     plain = Language()
     model = sw.AutoParallel(copy.deepcopy(plain)).dataset_strategy("full_batch")
-    for rows in (4, 1, 8, 1, 2):
+    for rows in (4, 1, 8, 2):
         x = labels(rows * 8, 16, seed=rows).view(rows, 8)
         (wanted, gradients), (found, others) = step(plain, x), step(model, x)
         torch.testing.assert_close(found, wanted)
         torch.testing.assert_close(others, gradients)
-    assert "a size of 0 or 1 broadcasts" in caplog.text
+    assert captures == ["export", *["light run"] * 3]
 
 
 def test_a_limit_of_memory_holds_for_a_reused_plan():
@@ -298,19 +222,15 @@ def compared(plain, model, sizes):
 
 
 @pytest.mark.parametrize("mode", ["data_parallel", "recursive_programming"])
-def test_a_pipeline_is_neither_captured_nor_searched_at_further_sizes(mode, captures, monkeypatch):
+def test_a_pipeline_is_neither_exported_nor_searched_at_further_sizes(mode, captures, monkeypatch):
     mine = PLANNERS[mode]
     monkeypatch.setitem(PLANNERS, mode, replace(mine, decide=_counted(mine.decide, mode, captures)))
     plain, choose = Language(layers=2), random.Random(5)
     model = piped(plain, mode, cluster=FREE)
     compared(plain, model, [(8, 16)])
-    assert captures.count("capture") == 2  # of a micro-batch, and of twice the rows
-    compared(plain, model, [(16, 24)])
-    assert captures.count("capture_scalable") == 1  # for both
-    before = captures.copy()
-    compared(plain, model, [(8 * choose.randint(1, 4), 8 * choose.randint(1, 4)) for _ in range(5)])
-    assert captures == before
-    assert captures.count("capture") == 2 and captures.count(mode) == 2
+    assert captures == ["export", "light run", mode, mode]  # of a micro-batch, and of twice the rows
+    compared(plain, model, [(16, 24), *((8 * choose.randint(1, 4), 8 * choose.randint(1, 4)) for _ in range(5))])
+    assert captures.count("export") == 1 and captures.count(mode) == 2
     assert any(cut > 1 for o in model.plan.operators for cuts in o.in_strategy for cut in cuts)
 
 
@@ -320,15 +240,13 @@ def test_a_pipeline_whose_stages_are_chosen_keeps_them_at_further_sizes(captures
     model.pipeline(stages="auto", micro_batches=2)
     compared(plain, model, [(8, 16), (16, 24)])
     assert isinstance(model.plan, sw.PipelinePlan)
-    before, stages = captures.copy(), model.plan.chosen.stages
+    stages = model.plan.chosen.stages
     compared(plain, model, [(16, 16), (8, 32), (24, 8)])
-    assert captures == before and model.plan.chosen.stages == stages
+    assert captures.count("export") == 1 and model.plan.chosen.stages == stages
 
 
 def test_a_pipeline_that_is_called_at_several_lines():
-    """A micro-batch of the second call is as large as the larger one of the first, at whose line that was captured.
-    (Captures
-    are not counted here: an operator's line would be that of the function that counts.)"""
+    """A micro-batch of the second call is as large as the larger one of the first."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(D)
     model = sw.AutoParallel(copy.deepcopy(plain), nn.MSELoss()).dataset_strategy("full_batch")
@@ -345,8 +263,7 @@ def test_a_pipeline_of_micro_batches_of_one_row(captures):
     plain = Language(layers=2)
     model = piped(plain, micro_batches=4)
     compared(plain, model, [(4, 8), (4, 12), (8, 12), (4, 16), (16, 20), (12, 24)])
-    assert captures.count("capture") == 2 + 2  # a size of 1 is never a symbol
-    assert captures.count("capture_scalable") == 1
+    assert captures.count("export") == 1
 
 
 def test_a_pipeline_of_a_model_with_branches_on_a_size(captures):
@@ -369,8 +286,7 @@ def test_a_pipeline_of_a_model_with_branches_on_a_size(captures):
         (wanted, gradients), (found, others) = step(plain, x), step(model, x)
         torch.testing.assert_close(found, wanted)
         torch.testing.assert_close(others, gradients)
-    assert captures.count("capture_scalable") <= 4
-    assert captures.count("capture") <= 2 + 2 + 1
+    assert captures.count("export") == 2
 
 
 # -- what the forward does besides its result --------------------------------------------------------------------------
@@ -445,17 +361,17 @@ def effects(model, x, capsys, caplog):
 
 
 @pytest.mark.parametrize(
-    "kind, pipeline, most",
+    "kind, pipeline",
     [
-        (Counting, False, (1, 1)),
-        (Counting, True, (2, 1)),
-        (Telling, False, (None, None)),
-        (Printing, False, (None, None)),
-        (Diverting, False, (None, 4)),
-        (CountingLong, False, (None, 4)),
+        (Counting, False),
+        (Counting, True),
+        (Telling, False),
+        (Printing, False),
+        (Diverting, False),
+        (CountingLong, False),
     ],
 )
-def test_what_is_done_besides_the_result_is_done_at_every_size(kind, pipeline, most, captures, capsys, caplog):
+def test_what_is_done_besides_the_result_is_done_at_every_size(kind, pipeline, captures, capsys, caplog):
     plain, choose = kind(layers=2), random.Random(3)
     model = piped(plain) if pipeline else sw.AutoParallel(copy.deepcopy(plain)).dataset_strategy("full_batch")
     for rows, length in (
@@ -468,8 +384,7 @@ def test_what_is_done_besides_the_result_is_done_at_every_size(kind, pipeline, m
         (wanted, done), (found, others) = effects(plain, x, capsys, caplog), effects(model, x, capsys, caplog)
         torch.testing.assert_close(found, wanted)
         assert others == done
-    for name, count in zip(("capture", "capture_scalable"), most):
-        assert count is None or captures.count(name) <= count
+    assert captures.index("light run") == captures.count("export") <= 3  # counters of the first capture
 
 
 def test_a_count_that_the_program_depends_on_is_refused_at_every_size():
@@ -492,22 +407,18 @@ def test_a_count_that_the_program_depends_on_is_refused_at_every_size():
 
 
 @pytest.mark.parametrize("pipeline", [False, True])
-def test_dims_that_are_said_to_vary_are_symbols_from_the_first_call_on(pipeline, captures, recwarn):
+def test_dims_that_are_said_to_vary_are_not_announced(pipeline, recwarn):
     plain, choose = Language(layers=2), random.Random(7)
     model = (
         piped(plain, varying=(0, 1))
         if pipeline
         else sw.AutoParallel(copy.deepcopy(plain), varying=(0, 1)).dataset_strategy("full_batch")
     )
-    compared(plain, model, [(8, 16)])
-    first = ["capture"] * (2 if pipeline else 1) + ["capture_scalable"]
-    assert captures == first
-    compared(plain, model, [(4 * choose.randint(1, 4), choose.randint(2, 32)) for _ in range(5)])
-    assert captures == first
+    compared(plain, model, [(8, 16), *((4 * choose.randint(1, 4), choose.randint(2, 32)) for _ in range(4))])
     assert not any(issubclass(w.category, sw.RecaptureWarning) for w in recwarn)
 
 
-def test_buckets_are_sizes_that_vary(captures):
+def test_buckets_are_sizes_that_vary(captures, recwarn):
     plain = Language()
     model = (
         sw.AutoParallel(copy.deepcopy(plain))
@@ -516,29 +427,24 @@ def test_buckets_are_sizes_that_vary(captures):
     )
     for rows, length in ((8, 16), (8, 32), (16, 8)):
         compared(plain, model, [(rows, length)])
-    assert captures == ["capture", "capture_scalable"]
+    assert captures == ["export", "light run", "light run"]
+    assert not any(issubclass(w.category, sw.RecaptureWarning) for w in recwarn)
 
 
-def test_dims_that_vary_otherwise_than_was_said():
+def test_dims_that_vary_otherwise_than_was_said_are_announced_once():
     plain = Branching()
-    for varying in ((0, 1, 2), (2,), (0, 7)):  # one that the model fixes; one that no input has
+    for varying, dim in (((), 0), ((1,), 0), ((0,), 1), ((0, 2, 7), 1)):
         model = sw.AutoParallel(copy.deepcopy(plain), varying=varying).dataset_strategy("full_batch")
-        for rows, length in ((4, 6), (8, 6), (8, 12), (3, 5), (1, 7)):
-            x = draw(rows, length, 8, seed=rows)
-            (wanted, gradients), (found, others) = step(plain, x), step(model, x)
-            torch.testing.assert_close(found, wanted)
-            torch.testing.assert_close(others, gradients)
+        with pytest.warns(
+            sw.RecaptureWarning, match=r"\(4, 6, 8\)\] after .* planned for each set of shapes"
+        ) as caught:
+            for rows, length in ((3, 6) if dim == 0 else (4, 5), (4, 6), (8, 6), (8, 12), (1, 7)):
+                x = draw(rows, length, 8, seed=rows)
+                torch.testing.assert_close(model(x), plain(x))
+        assert len(caught) == 1
     for wrong in (0, (-1,), (1.5,), "01", (True,)):
         with pytest.raises(sw.SettingError, match="varying"):
             sw.AutoParallel(plain, varying=wrong)
-
-
-def _at_two_sizes(plain):
-    """A model called with 8 rows, then with 16: the second call asks for a capture for all sizes."""
-    model = sw.AutoParallel(copy.deepcopy(plain)).dataset_strategy("full_batch")
-    for rows in (8, 16):
-        x = labels(rows * 8, 16, seed=rows).view(rows, 8)
-        torch.testing.assert_close(model(x), plain(x))
 
 
 class Picking(Language):
@@ -556,45 +462,14 @@ class Picking(Language):
 
 
 @pytest.mark.parametrize("by_count", [True, False])
-def test_sizes_that_depend_on_values_are_left_to_the_capture_of_one_size(by_count, captures, caplog):
-    with caplog.at_level(logging.INFO, "shardwright.capture"), pytest.raises(sw.CaptureError, match="data-dep|values"):
-        _at_two_sizes(Picking(by_count))
-    assert captures == ["capture", "capture_scalable", "capture"]
-    (said,) = [r.getMessage() for r in caplog.records if r.name == "shardwright.capture"]
-    reasons = ("GuardOnDataDependentSymNode",)  # torch 2.9 stops at the guard in both cases
-    assert any(reason in said for reason in (reasons if by_count else (*reasons, "depends on the values"))), said
-
-
-@pytest.mark.parametrize(
-    "build, why",
-    [
-        (Telling, "the forward assigns a SymInt to net.rows"),
-        (Printing, "unsupported format string passed to SymInt"),
-        (Diverting, "the side effects of the forward depend on the sizes"),
-    ],
-)
-def test_the_log_says_why_a_capture_does_not_scale(build, why, captures, caplog):
-    with caplog.at_level(logging.INFO, "shardwright.capture"):
-        _at_two_sizes(build())
-    assert captures == ["capture", "capture_scalable", "capture"]
-    (said,) = [r.getMessage() for r in caplog.records if r.name == "shardwright.capture"]
-    assert said.startswith("no capture for all sizes") and why in said and "\n" not in said
-
-
-@pytest.mark.parametrize("owner, name", [(Observation, "_note"), (GraphReader, "operator"), (GraphReader, "graph")])
-def test_a_mistake_in_the_capture_is_no_reason_to_capture_each_size(owner, name, monkeypatch):
-    """A method that was renamed: the captures of one size have it, the capture with symbols does not."""
-    calls, plain = import_module("shardwright.capture.export"), Language()
-    made = calls.capture_scalable
-
-    def broken(*args, **kwargs):
-        with monkeypatch.context() as patch:
-            patch.delattr(owner, name)
-            return made(*args, **kwargs)
-
-    monkeypatch.setattr(parallel, "capture_scalable", broken)
-    with pytest.raises(sw.CaptureError, match=f"AttributeError.*{name}"):
-        _at_two_sizes(plain)
+def test_sizes_that_depend_on_values_are_left_to_an_export(by_count, captures):
+    plain = Picking(by_count)
+    model = sw.AutoParallel(copy.deepcopy(plain)).dataset_strategy("full_batch")
+    x = labels(64, 16, seed=8).view(8, 8)
+    torch.testing.assert_close(model(x), plain(x))
+    with pytest.raises(sw.CaptureError, match="data-dep|values"):
+        model(labels(128, 16, seed=16).view(16, 8))
+    assert captures == ["export", "light run", "export"]
 
 
 def _on_ranks(rank, world):
@@ -631,9 +506,7 @@ SIZES = ((4, 8), (8, 12), (12, 16), (4, 16), (8, 20), (4, 8))
 
 def _a_pipeline_on_ranks(rank, world, feed):
     sw.init()
-    seen = []
-    for name in ("capture", "capture_scalable"):
-        setattr(parallel, name, _counted(getattr(parallel, name), name, seen))
+    seen = counted_captures()
     model = sw.AutoParallel(Language(layers=2), max_programs=4).dataset_strategy(feed)
     model.pipeline(stages=2, micro_batches=2, stage_config={"net.blocks.0": 0, "net.blocks.1": 1, "net.norm": 1})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -652,7 +525,7 @@ def _a_pipeline_on_ranks(rank, world, feed):
 
 
 @pytest.mark.parametrize("world, feed", [(2, "full_batch"), (4, "data_parallel")])
-def test_a_pipeline_across_processes_is_captured_twice_for_all_sizes(world, feed):
+def test_a_pipeline_across_processes_is_exported_once_for_all_sizes(world, feed):
     plain = Language(layers=2)
     optimizer, wanted = torch.optim.SGD(plain.parameters(), lr=0.1), []
     for number, (rows, length) in enumerate(SIZES):
@@ -664,32 +537,5 @@ def test_a_pipeline_across_processes_is_captured_twice_for_all_sizes(world, feed
     for losses, weights, seen, counts in run_ranks(_a_pipeline_on_ranks, world, feed):
         assert losses == pytest.approx(wanted, rel=1e-10)
         torch.testing.assert_close(weights, dict(plain.state_dict()), rtol=1e-9, atol=1e-12)
-        assert seen == ["capture", "capture", "capture_scalable"]  # of a micro-batch and of twice the rows; of both
-        assert counts == [2, *[3] * (len(SIZES) - 1)]
-
-
-def test_nested_arguments_are_walked_as_pytree_does():
-    from collections import OrderedDict, namedtuple
-
-    from torch.fx.immutable_collections import immutable_dict, immutable_list
-    from torch.utils import _pytree as pytree
-
-    from shardwright.graph import leaves, map_leaves
-
-    pair = namedtuple("pair", "a b")
-    tree = (
-        1,
-        [2.0, None, immutable_list([True, slice(1, 2)])],
-        {"k": (torch.int64, "x"), "j": []},
-        torch.Size([3, 4]),
-        immutable_dict({"m": pair(5, [6])}),
-        OrderedDict(z=7, a=8),
-        pair(9, {"n": ()}),
-        torch.device("cpu"),
-    )
-    assert list(leaves(tree)) == pytree.tree_leaves(tree)
-    seen = []
-    mine, theirs = map_leaves(lambda x: seen.append(x) or (x,), tree[:3]), pytree.tree_map(lambda x: (x,), tree[:3])
-    assert repr(mine) == repr(theirs) and seen == pytree.tree_leaves(tree[:3])
-    assert [type(x) for x in map_leaves(lambda x: x, tree)] == [type(x) for x in pytree.tree_map(lambda x: x, tree)]
-    assert map_leaves(lambda x: x, tree) == tree
+        assert seen == ["export", *["light run"] * (len(seen) - 1)]
+        assert counts == [2, 4, 6, 8, 10, 12]  # of a micro-batch and of twice the rows; a program is forgotten

@@ -1,0 +1,654 @@
+"""Recapture: a captured model at other inputs, by a light run of its forward.
+
+torch.export takes about a millisecond an operator. The exported program of an earlier call already has everything that
+does not depend on sizes: the operators, their names, modules and lines. A light run of the forward gives the rest:
+
+    exported at [8, 16]      linear(x, w), view(linear, [32, 64]), relu(view)
+    light run at [24, 16]    linear(x, w), view(linear, [96, 64]), relu(view)
+    graph at [24, 16]        the exported program, read with the numbers and shapes of the light run
+
+The forward runs on outlines: tensors with a shape and without elements. Each operator is stopped above autograd, where
+exported programs have theirs. Its result is an outline too. A call on tensors without elements gives the outline once
+for all operators of one form: 12 equal layers cost what one costs.
+
+The graph is that of an export at these inputs, because the model's own code has run on them. A size of 1, a branch on a
+size, or a number made of sizes needs no rule of its own. Where the forward calls other operators than the exported
+program, or calls them in other modules or on other tensors, the two differ (`Differs`), and the model is exported anew.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.export.graph_signature import InputKind
+
+from ..autocast import current
+from ..errors import PACKAGE_FOLDER
+from ..torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    buffer_table,
+    called_above_autograd,
+    exporting,
+    no_python_dispatcher,
+    no_torch_function,
+    parameter_table,
+    pytree,
+    schema_of,
+    shell,
+    storage_id,
+)
+from .annotations import MARK
+from .regions import EDGE, OPAQUE
+from .source_lines import module_path
+
+__all__ = [
+    "AsExported",
+    "AsRun",
+    "Differs",
+    "LightRun",
+    "Outline",
+    "Program",
+    "is_mistake",
+    "memory_of",
+    "outline",
+    "says_nothing",
+    "written_names",
+]
+
+aten = torch.ops.aten
+
+Read = TypeVar("Read")
+
+#: Errors by which a mistake in a program shows.
+_MISTAKES = (AttributeError, LookupError, NameError, TypeError, AssertionError)
+
+#: Namespaces of operators that are no part of an exported program.
+_BESIDE = ("profiler", "prim")
+
+#: Operators to which export gives another name.
+_EXPORTED = {aten.lift_fresh.default: aten.lift_fresh_copy.default}
+
+#: Calls of one operator that `Program.by_meta` compares.
+_COMPARED = 8
+
+META = torch.device("meta")
+
+
+class Differs(Exception):
+    """A light run does not follow an exported program; the message is the reason."""
+
+
+def is_mistake(error: BaseException) -> bool:
+    """True for a mistake of this package; False where tensors without elements may be the cause of an error.
+
+    The model and torch raise anything on such tensors. A mistake is an error of a kind in `_MISTAKES` whose innermost
+    line is a line of this package. Special methods do not count, since they pass the model's own calls on (marks,
+    stand-ins, attributes).
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = frames and frames[-1].filename.startswith(PACKAGE_FOLDER) and not frames[-1].name.startswith("__")
+    return bool(ours and isinstance(error, _MISTAKES))
+
+
+# -- tensors of a light run --------------------------------------------------------------------------------------------
+
+
+class Outline(torch.Tensor):
+    """A tensor of a light run: shape, strides, dtype and device, without elements.
+
+    Attributes:
+        form: shape, strides, dtype and device, as a key.
+        token: what stands for this tensor: torch may make several Python objects of it.
+        memory: what views of one tensor have in common.
+    """
+
+    form: tuple[Any, ...]
+    token: Any
+    memory: Any
+
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def made(
+        form: tuple[Any, ...],
+        requires_grad: bool,
+        offset: int = 0,
+        memory: Any = None,
+        token: Any = None,
+        parameter: bool = False,
+    ) -> Outline:
+        made = shell(Outline, (*form, requires_grad), offset, parameter)
+        made.form, made.token = form, object() if token is None else token
+        made.memory = made.token if memory is None else memory
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        x = args[0] if args else None
+        if func is aten.detach.default and type(x) is Outline:  # torch wraps the result of a factory once more
+            return Outline.made(x.form, False, int(x.storage_offset()), x.memory, x.token)
+        raise Differs(f"{func} is called where the light run does not see it")
+
+
+def outline(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool, parameter: bool = False
+) -> Outline:
+    """A contiguous tensor that is an input, a parameter or a buffer of a light run."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return Outline.made((tuple(shape), tuple(reversed(strides)), dtype, device), requires_grad, parameter=parameter)
+
+
+def memory_of(tensor: torch.Tensor) -> Any:
+    """The memory of a tensor: the same for its views, and for no other tensor."""
+    return tensor.memory if type(tensor) is Outline else storage_id(tensor.untyped_storage())
+
+
+def _is(one: Any, other: Any) -> bool:
+    """True where two Python objects are the same tensor."""
+    return one is other or (type(one) is type(other) is Outline and one.token is other.token)
+
+
+# -- operators on tensors without elements -----------------------------------------------------------------------------
+
+
+class _Result(NamedTuple):
+    """A result of an operator, for all calls of one form.
+
+    Args:
+        form, requires_grad, offset: of its outline; the offset counts from that of the tensor which it views.
+        viewed: index of the tensor argument whose memory it shares; None: it has its own.
+        same: True where it is that argument itself.
+    """
+
+    form: tuple[Any, ...]
+    requires_grad: bool
+    offset: int
+    viewed: int | None
+    same: bool
+
+
+def _told(target: Any, args: Any, kwargs: Mapping[str, Any], device: torch.device | None) -> Any:
+    """The results of an operator as `_Result`s, by a call on stand-ins of its arguments.
+
+    Args:
+        device: the device of the stand-ins; None: that of each argument.
+
+    Raises:
+        Differs: results that are no plain tensors, or an operator that changes the dims of its input.
+    """
+    tensors: list[torch.Tensor] = []
+    stand_ins: list[torch.Tensor] = []
+    named_device: list[torch.device] = []
+
+    def stand_in(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            tensors.append(x)
+            stand_ins.append(
+                torch.empty_strided(
+                    x.shape,
+                    x.stride(),
+                    dtype=x.dtype,
+                    device=x.device if device is None else device,
+                    requires_grad=x.requires_grad and torch.is_grad_enabled(),
+                )
+            )
+            return stand_ins[-1]
+        if type(x) is torch.device:
+            named_device.append(x)
+            return x if device is None else device
+        return type(x)([stand_in(y) for y in x]) if isinstance(x, (list, tuple)) else x
+
+    given, named = [stand_in(x) for x in args], {name: stand_in(x) for name, x in kwargs.items()}
+    before = [_placed(t) for t in stand_ins] if written_names(target) else []
+    made = target(*given, **named)
+    if before and [_placed(t) for t in stand_ins] != before:
+        raise Differs(f"{target} changes the dims of its input")
+    memories = [storage_id(t.untyped_storage()) for t in stand_ins]
+
+    def result(x: Any) -> Any:
+        if x is None:
+            return None
+        if isinstance(x, (list, tuple)):
+            return type(x)([result(y) for y in x])
+        if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_conj() or x.is_neg():
+            raise Differs(f"{target} gives what no outline can hold")
+        itself = next((i for i, t in enumerate(stand_ins) if t is x), None)
+        memory = storage_id(x.untyped_storage())
+        viewed = next((i for i, m in enumerate(memories) if m == memory), None) if itself is None else itself
+        on = x.device if device is None else _common_device(tensors, named_device)
+        form, offset = (tuple(x.shape), x.stride(), x.dtype, on), int(x.storage_offset())
+        return _Result(form, x.requires_grad, offset, viewed, itself is not None)
+
+    return result(made)
+
+
+def _common_device(tensors: Sequence[torch.Tensor], named: Sequence[torch.device]) -> torch.device:
+    """The device of a result: the one that is named, or that of the arguments with dims."""
+    if named:
+        return named[0]
+    return next((t.device for t in tensors if t.dim()), tensors[0].device if tensors else torch.get_default_device())
+
+
+def _outlines(results: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The outlines of an operator's results. A result that is an argument is that argument.
+
+    Args:
+        results: `_Result`s.
+        tensors: the tensors among the arguments, in order.
+    """
+    if type(results) is _Result:
+        if results.viewed is None:
+            return Outline.made(results.form, results.requires_grad)
+        viewed = tensors[results.viewed]
+        if results.same and type(viewed) is Outline:
+            return viewed
+        offset = results.offset + int(viewed.storage_offset())
+        return Outline.made(results.form, results.requires_grad, offset, memory_of(viewed))
+    return None if results is None else type(results)([_outlines(r, tensors) for r in results])
+
+
+def _form(x: Any, tensors: list[torch.Tensor]) -> Any:
+    """An argument as a key: equal for calls with equal results, but for the tensors themselves.
+
+    Args:
+        tensors: receives the tensors in the argument.
+    """
+    kind = type(x)
+    if kind is Outline:
+        tensors.append(x)
+        return x.form, x.requires_grad
+    if isinstance(x, torch.Tensor):
+        tensors.append(x)
+        return (tuple(x.shape), x.stride(), x.dtype, x.device), x.requires_grad
+    if isinstance(x, (list, tuple)):
+        return kind, tuple([_form(y, tensors) for y in x])
+    return kind, x
+
+
+def _placed(x: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(x.shape), x.stride(), x.storage_offset(), storage_id(x.untyped_storage())
+
+
+@lru_cache(1 << 12)
+def written_names(target: Any) -> tuple[str, ...]:
+    """The names of the arguments into which an operator writes."""
+    return tuple([a.name for a in schema_of(target).arguments if a.alias_info is not None and a.alias_info.is_write])
+
+
+@lru_cache(1 << 12)
+def says_nothing(target: Any) -> bool:
+    """True for an operator without results, such as an assertion of export."""
+    return not schema_of(target).returns and not written_names(target)
+
+
+# -- exported programs -------------------------------------------------------------------------------------------------
+
+
+class Program:
+    """An exported program that later captures of the model may follow.
+
+    Args:
+        exported: the result of torch.export.
+    """
+
+    def __init__(self, exported: Any) -> None:
+        self.exported = exported
+        self._by_meta: dict[Any, bool | None] = {}
+        self._nodes: dict[Any, list[torch.fx.Node]] | None = None
+
+    def followed(self, read: Callable[[Program, AsExported], Read]) -> Read:
+        """The result of ``read(program, nodes)`` for the program itself."""
+        return read(self, AsExported())
+
+    def by_meta(self, target: Any) -> bool | None:
+        """True where tensors on the meta device tell of an operator what fake tensors have told in this program; None
+        for an operator that the program does not call.
+
+        Meta tensors take a fifth of the time. But autocast leaves them alone, and kernels of a device may lay out their
+        results in their own way, which fake tensors follow.
+        """
+        if target not in self._by_meta:
+            if self._nodes is None:
+                self._nodes = {}
+                for module in self.exported.graph_module.modules():
+                    for node in getattr(getattr(module, "graph", None), "nodes", ()):
+                        self._nodes.setdefault(node.target, []).append(node)
+            nodes = self._nodes.get(target, [])
+            step = -(-len(nodes) // _COMPARED) or 1
+            self._by_meta[target] = all(map(_agrees, nodes[::step])) if nodes else None
+        return self._by_meta[target]
+
+
+def _agrees(node: torch.fx.Node) -> bool:
+    """True where a call on the meta device gives the traced results of an operator."""
+    args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+    given: list[torch.Tensor] = []
+    try:
+        _form((args, tuple(kwargs.values())), given)
+        with torch.no_grad():
+            told = _told(node.target, args, kwargs, META)
+    except (Differs, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False
+    memories = [storage_id(t.untyped_storage()) for t in given]
+
+    def same(result: Any, traced: Any) -> bool:
+        if isinstance(traced, (list, tuple)):
+            return isinstance(result, (list, tuple)) and all(map(same, result, traced))
+        if not isinstance(traced, torch.Tensor) or result is None:
+            return result is traced
+        memory = storage_id(traced.untyped_storage())
+        return result.form == (tuple(traced.shape), traced.stride(), traced.dtype, traced.device) and (
+            memory not in memories if result.viewed is None else memory == memories[result.viewed]
+        )
+
+    return same(told, node.meta.get("val"))
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+class OperatorCall(NamedTuple):
+    """One operator call of a light run.
+
+    Args:
+        target, args, kwargs: as called.
+        made: the result: an outline, or several.
+        module: the innermost module that was running.
+        grad: True where gradients were on.
+        casting: the state of autocast.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: Any
+    module: nn.Module
+    grad: bool
+    casting: Any
+
+
+class LightRun:
+    """A finished run of a module on outlines.
+
+    Args:
+        module: the module; its parameters and buffers are outlines.
+        paths: its modules, by path; a module with several paths has each.
+        args, kwargs: the inputs of the call, with outlines in place of tensors.
+        device: the device on which the program is to run.
+        programs: exported programs of the module, the latest first.
+
+    Raises:
+        Differs: the module, or an operator, needs elements.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        paths: Mapping[str, nn.Module],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        programs: Sequence[Program],
+    ) -> None:
+        self._calls: list[OperatorCall] = []
+        self._failed: str | None = None
+        self._programs, self._device_types = programs, sorted({"cpu", device.type})
+        self._known: dict[Any, Any] = {}
+        self._running: list[nn.Module] = []
+        self._modules, self._inputs = paths, pytree.tree_leaves((args, kwargs))
+        self._named = {
+            f"{path}.{name}" if path else name: tensor
+            for path, m in paths.items()
+            for table in (parameter_table(m), buffer_table(m))
+            for name, tensor in table.items()
+        }
+        with ExitStack() as stack:
+            stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)
+            stack.callback(setattr, nn.Module, "__call__", nn.Module.__call__)
+            nn.Module.__call__ = self._entered(nn.Module.__call__)  # type: ignore[method-assign]  # put back at the end
+            stack.enter_context(exporting())
+            stack.enter_context(called_above_autograd(self._called))
+            made = module(*args, **kwargs)
+        if self._failed is not None:  # the model's code may have caught the error, and gone on
+            raise Differs(self._failed)
+        self._outputs = pytree.tree_leaves(made)
+
+    def followed(self, read: Callable[[Program, AsExported], Read]) -> Read:
+        """The result of ``read(program, nodes)`` for the first program that the run follows.
+
+        Raises:
+            Differs: there is none.
+        """
+        reasons = []
+        for program in self._programs:
+            nodes = AsRun(
+                self._calls, self._modules, self._inputs, self._named, program.exported.constants, self._outputs
+            )
+            try:
+                return read(program, nodes)
+            except Differs as reason:
+                reasons.append(reason)
+        raise reasons[0]
+
+    def _entered(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """``nn.Module.__call__`` that notes the module which is running."""
+        running = self._running
+
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            running.append(module)
+            try:
+                return plain(module, *args, **kwargs)
+            finally:
+                running.pop()
+
+        return __call__
+
+    def _called(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The results of an operator, in its place."""
+        if target.namespace in _BESIDE:
+            return target(*args, **kwargs)
+        grad, casting = torch.is_grad_enabled(), current(*self._device_types)
+        tensors: list[torch.Tensor] = []
+        try:
+            form = _form(args, tensors), _form(tuple(kwargs.items()), tensors) if kwargs else ()
+            if target is MARK or target is EDGE:  # the number of a call changes nothing
+                form = form[0][1][:1]
+            key = target, form, grad, casting.dtypes, torch.get_default_dtype()
+            results = self._known.get(key)
+            if results is None:
+                results = self._known[key] = self._results(target, args, kwargs)
+        except Exception as error:
+            self._failed = self._failed or f"{target}: {type(error).__name__}: {error}"
+            raise
+        made = _outlines(results, tensors)
+        if grad and written_names(target) and any(t.requires_grad for t in tensors):
+            for x in made if isinstance(made, (list, tuple)) else (made,):
+                if x is not None and x.dtype.is_floating_point:
+                    x.requires_grad = True
+        if not says_nothing(target):
+            self._calls.append(OperatorCall(target, args, kwargs, made, self._running[-1], grad, casting))
+        return made
+
+    def _results(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The results of an operator as `_Result`s."""
+        told = [] if current(*self._device_types) else [program.by_meta(target) for program in self._programs]
+        by_meta = True in told and False not in told
+        with ExitStack() as stack:
+            stack.enter_context(no_python_dispatcher())
+            stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() and not written_names(target)))
+            if not by_meta:
+                fakes = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                fakes.cache_enabled = False  # no operator comes twice
+            return _told(target, args, kwargs, META if by_meta else None)
+
+
+# -- arguments and results of the nodes of an exported program ---------------------------------------------------------
+
+
+class AsExported:
+    """The nodes of an exported program with their own arguments and results."""
+
+    def source(self, node: torch.fx.Node, spec: Any) -> Any:
+        """The tensor, or the plain input, that a placeholder of the program stands for."""
+        return node.meta.get("val")
+
+    def arguments(self, node: torch.fx.Node, grad: bool, casting: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) of an operator, with nodes in the place of tensors.
+
+        Args:
+            grad, casting: the state of gradients and of autocast at this point of the program.
+        """
+        return node.args, dict(node.kwargs)
+
+    def made(self, node: torch.fx.Node) -> Any:
+        """The results of a node, as tensors without elements."""
+        return node.meta.get("val")
+
+    def passed(self, node: torch.fx.Node, made: Any) -> None:
+        """Note the results of a node that is no operator."""
+
+    def written_out(self, region: list[torch.fx.Node]) -> None:
+        """Note that a region is traced again, and read from there."""
+
+    def outputs(self, nodes: Sequence[Any]) -> list[Any]:
+        """The outputs of the program: nodes, and plain values."""
+        return list(nodes)
+
+
+class AsRun(AsExported):
+    """The nodes of an exported program with the arguments and results of a light run.
+
+    Args:
+        calls: the operators of the run.
+        modules: the modules of the run, by path.
+        inputs: the inputs of the run, in the order of the program's.
+        named: parameters and buffers of the run, by their names in the program.
+        constants: the constants of the program.
+        outputs: the outputs of the run, in the order of the program's.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[OperatorCall],
+        modules: Mapping[str, nn.Module],
+        inputs: Sequence[Any],
+        named: Mapping[str, torch.Tensor | None],
+        constants: Mapping[str, Any],
+        outputs: Sequence[Any],
+    ) -> None:
+        self._calls: Iterator[OperatorCall] = iter(calls)
+        self._modules, self._inputs, self._named = modules, iter(inputs), named
+        self._constants, self._outputs = constants, outputs
+        self._made: dict[torch.fx.Node, Any] = {}
+        self._unseen: dict[torch.fx.Node, Any] = {}  # the constants
+
+    def source(self, node: torch.fx.Node, spec: Any) -> Any:
+        if spec.kind is InputKind.USER_INPUT:
+            held = next(self._inputs)
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            held = self._named.get(spec.target)
+            if held is None:
+                raise Differs(f"{spec.target} is gone")
+        else:
+            held = self._unseen[node] = self._constants.get(spec.target)
+        self._made[node] = held
+        return held
+
+    def arguments(self, node: torch.fx.Node, grad: bool, casting: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        target, call = node.target, next(self._calls, None)
+        while call is not None and call.target is aten.detach.default and target is not call.target:
+            call = next(self._calls, None)  # a detach without use, which export drops
+        if call is None or target is not _EXPORTED.get(call.target, call.target):
+            raise Differs(f"the forward calls {getattr(call, 'target', 'nothing')} where it called {target}")
+        # A call of a torch.autograd.Function turns gradients off around its forward.
+        if (call.grad != grad and target is not OPAQUE) or call.casting.dtypes != casting.dtypes:
+            raise Differs(f"{target} is called under other settings of gradients or autocast")
+        path = module_path(node, "").partition("@")[0]
+        if self._modules.get(path, call.module) is not call.module:
+            raise Differs(f"{target} is called in another module than {path!r}")
+        args = self._positional(node, call.args)
+        kwargs = self._matched(node, dict(node.kwargs), call.kwargs)
+        self._made[node] = call.made
+        return args, kwargs
+
+    def _positional(self, node: torch.fx.Node, theirs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments by position. Both sides omit the last ones where they have their defaults."""
+        mine = node.args
+        if any(isinstance(a, torch.fx.Node) for a in mine[len(theirs) :]):
+            raise Differs(f"{node.target} is called with other arguments")
+        further = (None,) * (len(theirs) - len(mine))
+        return tuple([self._matched(node, a, b) for a, b in zip((*mine, *further), theirs)])
+
+    def _matched(self, node: torch.fx.Node, mine: Any, theirs: Any) -> Any:
+        """An argument of the run with nodes in the place of tensors.
+
+        Args:
+            mine: the argument of the exported node.
+            theirs: the argument in the run.
+        """
+        if isinstance(mine, torch.fx.Node):
+            if not _is(self._made.get(mine), theirs) and not self._is_constant(mine, theirs):
+                raise Differs(f"{node.target} is called on another tensor")
+            return mine
+        if isinstance(theirs, torch.Tensor):
+            raise Differs(f"{node.target} is called on another tensor")
+        if isinstance(mine, (list, tuple)) and isinstance(theirs, (list, tuple)):
+            if len(mine) == len(theirs):
+                return type(mine)([self._matched(node, a, b) for a, b in zip(mine, theirs)])
+            if not any(isinstance(x, (torch.fx.Node, torch.Tensor)) for x in (*mine, *theirs)):
+                return type(mine)(theirs)
+        elif isinstance(mine, dict) and isinstance(theirs, dict):
+            if mine.keys() == theirs.keys():
+                return {name: self._matched(node, a, theirs[name]) for name, a in mine.items()}
+        elif not isinstance(mine, (list, tuple, dict)) and not isinstance(theirs, (list, tuple, dict)):
+            return theirs
+        raise Differs(f"{node.target} is called with other arguments")
+
+    def _is_constant(self, node: torch.fx.Node, tensor: Any) -> bool:
+        """True where a tensor with elements that the run meets is the constant of the program."""
+        mine = self._unseen.get(node)
+        same = (
+            mine is not None
+            and isinstance(tensor, torch.Tensor)
+            and not isinstance(tensor, (Outline, FakeTensor))
+            and not isinstance(mine, FakeTensor)
+            and (mine.dtype, mine.shape, mine.device) == (tensor.dtype, tensor.shape, tensor.device)
+            and torch.equal(mine, tensor)
+        )
+        if same:
+            self._made[node] = tensor
+        return same
+
+    def made(self, node: torch.fx.Node) -> Any:
+        return self._made.get(node)
+
+    def passed(self, node: torch.fx.Node, made: Any) -> None:
+        self._made[node] = made
+
+    def written_out(self, region: list[torch.fx.Node]) -> None:
+        raise Differs("torch.vmap is traced again")
+
+    def outputs(self, nodes: Sequence[Any]) -> list[Any]:
+        left = next((c for c in self._calls if c.target is not aten.detach.default), None)
+        if left is not None:
+            raise Differs(f"the forward calls {left.target} at its end")
+        if len(nodes) != len(self._outputs):
+            raise Differs("the forward returns another number of values")
+        for node, made in zip(nodes, self._outputs):
+            if isinstance(node, torch.fx.Node):
+                if not _is(self._made.get(node), made) and not self._is_constant(node, made):
+                    raise Differs("the forward returns another tensor")
+            elif isinstance(made, torch.Tensor):
+                raise Differs("the forward returns another tensor")
+        return [node if isinstance(node, torch.fx.Node) else made for node, made in zip(nodes, self._outputs)]

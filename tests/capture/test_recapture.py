@@ -1,0 +1,403 @@
+"""A captured model at other inputs: the graph of a light run is that of an export, or the model is exported anew."""
+
+import functools
+import itertools
+import logging
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from capture_count import counted_captures
+from gpt import GPT
+from small_networks import Apply, D, Marked, draw, labels
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import shardwright as sw
+from shardwright.capture.export import Recording, capture
+from shardwright.capture.recapture import Differs, Outline, Program
+from shardwright.capture.regions import Applied
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    return counted_captures(monkeypatch)
+
+
+def same(made, alone):
+    """Two graphs are the same, lines and constants too."""
+    for mine, theirs in itertools.zip_longest(made.ops, alone.ops):
+        if isinstance(theirs.target, Applied):  # each call has its own
+            assert str(mine.target) == str(theirs.target)
+            mine = replace(mine, target=theirs.target)
+        assert mine == theirs and mine.source == theirs.source
+    assert made.constants.keys() == alone.constants.keys()
+    assert all(torch.equal(x, alone.constants[name]) for name, x in made.constants.items())
+    assert replace(made, ops=(), constants={}) == replace(alone, ops=(), constants={})
+
+
+def followed(captures, net, *calls, **given):
+    """Capture a model at the first inputs, then at the others: each graph is that of an export.
+
+    Returns:
+        For each of the others, True where its capture followed an earlier export.
+    """
+    programs, follows = [], []
+    for args in calls:
+        given_here = dict(given) | (args.pop() if isinstance(args, list) else {})
+        del captures[:]
+        made = capture(net, tuple(args), programs=programs, **given_here)
+        follows.append("export" not in captures)
+        same(made, capture(net, tuple(args), **given_here))
+    assert not follows[0]
+    return follows[1:]
+
+
+# -- models that are followed at every size ----------------------------------------------------------------------------
+
+
+class Language(nn.Module):
+    """A small GPT with its loss."""
+
+    def __init__(self, layers=1, length=32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = GPT(vocabulary=16, length=length, layers=layers, width=16, heads=4).to(D)
+
+    def forward(self, tokens):
+        return F.cross_entropy(self.net(tokens).flatten(0, 1), tokens.flatten())
+
+
+class Pooled(nn.Module):
+    """A convolution net whose height and width may be others, with running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 4, 3, padding=1, dtype=D), nn.BatchNorm2d(4, dtype=D)
+        self.head = nn.Linear(4, 4, dtype=D)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.norm(self.conv(x)), inplace=True), 2)
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1)).logsumexp(-1).mean()
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, by):
+        ctx.by = by
+        return x * by, x.new_zeros(x.shape[0])
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        return gradient * ctx.by, None
+
+
+class Averaging(nn.Module):
+    """Buffers that are assigned, and changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.register_buffer("average", torch.zeros(8, dtype=D))
+        self.register_buffer("count", torch.zeros((), dtype=D))
+        self.w = nn.Parameter(draw(8, 8))
+
+    def forward(self, x):
+        h = x @ self.w
+        self.inner.average = 0.9 * self.inner.average + 0.1 * h.detach().flatten(0, -2).mean(0)
+        self.count += x.shape[0]
+        return h - self.inner.average, self.count.clone()
+
+
+def sizes_in_numbers(self, x):
+    rows, length = x.shape[:2]
+    mask = torch.arange(length, dtype=D).outer(torch.ones(8, dtype=D)) % 3 == 0
+    x = torch.where(mask, x / length, x @ self.w)
+    return x.reshape(rows * length, -1).sum() * rows / length**0.5 + len(x) + float(x.numel()), rows, f"{rows} rows"
+
+
+def slices(self, x):
+    y = x.new_zeros(x.shape)
+    y[:, :2] = x[:, :2] @ self.w
+    y[:, 2:].mul_(2).add_(x[:, 2:])
+    y[0] += 1
+    return y.view(-1, 8), y[..., -1].T, x[:, :]
+
+
+def regions(self, x):
+    with torch.no_grad():
+        scale = (x @ self.w).abs().amax((0, 1), keepdim=True)
+        with torch.enable_grad():
+            shift = (x * 2) @ self.w
+    with torch.autocast("cpu", torch.bfloat16):
+        low = F.linear(x.float(), self.w.float())
+        with torch.autocast("cpu", enabled=False):
+            high = F.linear(x, self.w)
+    return low, high / scale, shift
+
+
+def checkpointed(self, x):
+    part = functools.partial(F.linear, weight=self.w)
+    return checkpoint(lambda h: torch.tanh(part(h)) * h.shape[0], x, use_reentrant=False)
+
+
+def tables(self, x):
+    table = torch.tensor([1.0, 2.0, 3.0], dtype=D).repeat(3)[:8]
+    return (x + table + self.held) @ self.w, self.held[: x.shape[1]]
+
+
+CASES = {
+    "language": (Language(), lambda b, s: labels(b * s, 16).view(b, s), {}),
+    "pooled": (Pooled(), lambda b, s: draw(b, 2, 2 + s, 2 + s), {}),
+    "sizes in numbers": (Apply(sizes_in_numbers), lambda b, s: draw(b, s, 8), {}),
+    "slices in place": (Apply(slices), lambda b, s: draw(b, s + 3, 8), {}),
+    "assigned buffers": (Averaging(), lambda b, s: draw(b, s, 8), {}),
+    "no_grad and autocast": (Apply(regions), lambda b, s: draw(b, s, 8), {}),
+    "checkpoint": (Apply(checkpointed), lambda b, s: draw(b, s, 8), {}),
+    "autograd.Function": (
+        Apply(lambda m, x: Scaled.apply(x @ m.w, 2.0)[0] + Scaled.apply(x, x.shape[1])[1][:, None, None]),
+        lambda b, s: draw(b, s, 8),
+        {},
+    ),
+    "marks": (Marked(), lambda b, s: draw(8 * b, s, 8).flatten(0, 1)[: 8 * b], {}),
+    "recomputed": (sw.recompute(nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(D)), lambda b, s: draw(b, s, 8), {}),
+    "dropout": (nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.0)).to(D), lambda b, s: draw(b, s, 8), {}),
+    "constants": (Apply(tables), lambda b, s: draw(b, s, 8), {}),
+    "lstm": (nn.LSTM(8, 4, 2, dropout=0.1, batch_first=True, dtype=D), lambda b, s: draw(b, s, 8), {}),
+    "attention": (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=D), lambda b, s: draw(b, s, 8), {}),
+    "loss": (nn.Linear(8, 4, dtype=D), lambda b, s: (draw(b, 8), labels(b, 4)), dict(loss_fn=nn.CrossEntropyLoss())),
+    "mixed precision": (
+        nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)),
+        lambda b, s: draw(b, s, 8).float(),
+        dict(mixed_precision=sw.MixedPrecision.of(torch.bfloat16)),
+    ),
+}
+CASES["constants"][0].__dict__["held"] = draw(8)  # a tensor that is no buffer
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_light_run_gives_the_graph_of_an_export(case, captures):
+    net, inputs, given = CASES[case]
+    if case == "constants":
+        net.__dict__["held"] = torch.ones(8, dtype=D)
+    choose = random.Random(case)
+    sizes = [(4, 6), (4, 3), (5, 7), (1, 4), (3, 1), (choose.randint(2, 9), choose.randint(2, 9))]
+    made = [inputs(*size) for size in sizes]
+    follows = followed(captures, net, *(x if isinstance(x, tuple) else (x,) for x in made), **given)
+    most = 4 if case == "slices in place" else 5  # the rest of an empty slice is another program
+    assert sum(follows) >= most, list(zip(sizes[1:], follows))
+
+
+def test_a_state_of_the_model_that_changed_is_followed_too(captures):
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Tanh()).to(D)
+    x, programs = draw(6, 8), []
+    capture(net, (x,), programs=programs)
+    net[1].p, net[2].momentum = 0.25, 0.5
+    assert followed(captures, net, (x,), (draw(4, 8),)) == [True]
+    del captures[:]
+    graph = capture(net, (x,), programs=programs)
+    assert captures == ["light run"] and graph == capture(net, (x,))
+    assert "0.25" in str([op.args for op in graph.ops])
+
+
+def test_what_a_light_run_reads_is_guarded():
+    """Two sizes read two attributes that are equal: the capture of each size has its own."""
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.short, self.long = 2.0, 2.0
+
+        def forward(self, x):
+            return x * (self.long if len(x) > 4 else self.short)
+
+    net, programs, paths = Reads(), [], []
+    for rows in (3, 6):
+        recording = Recording()
+        capture(net, (draw(rows, 8),), programs=programs, recording=recording)
+        paths.append({place.path for place in recording.reads.values()} & {"net.short", "net.long"})
+    assert len(programs) == 1 and paths == [{"net.short"}, {"net.long"}]
+
+
+# -- models that call something else at some sizes ---------------------------------------------------------------------
+
+
+class Chooses(nn.Module):
+    """``f(self, x, x.shape[0] > 4)``."""
+
+    def __init__(self, f):
+        super().__init__()
+        torch.manual_seed(0)
+        self.f, self.a, self.b = f, nn.Linear(8, 8, dtype=D), nn.Linear(8, 8, dtype=D)
+        self.act, self.other = nn.Tanh(), nn.Tanh()
+        self.register_buffer("one", torch.ones(8, dtype=D))
+        self.register_buffer("two", torch.ones(8, dtype=D))
+
+    def forward(self, x):
+        return self.f(self, x, x.shape[0] > 4)
+
+
+def _swapped(m, x, many):
+    a, b = m.a(x), m.b(x)
+    return (b - a) if many else (a - b)
+
+
+def _outputs(m, x, many):
+    a, b = m.a(x), m.b(x)
+    return (b, a) if many else (a, b)
+
+
+def _without_gradient(m, x, many):
+    with torch.set_grad_enabled(not many):
+        h = m.a(x)
+    return m.b(h)
+
+
+def _lower(m, x, many):
+    with torch.autocast("cpu", torch.bfloat16, enabled=many):
+        return F.linear(x.float(), m.a.weight.float())
+
+
+def _lower_still(m, x, many):
+    with torch.autocast("cpu", torch.float16 if many else torch.bfloat16):
+        return F.linear(x.float(), m.a.weight.float())
+
+
+def _in_place(m, x, many):
+    h = m.a(x)
+    view = h.reshape(-1) if many else h.reshape(-1).clone()
+    view.add_(1)
+    return h + view.view_as(h)
+
+
+def _caught(m, x, many):
+    try:
+        return m.a(x) * (float(x.sum()) if many else 1.0)
+    except Exception:
+        return m.a(x) * 1.0
+
+
+DIFFERENT = {
+    "operator": lambda m, x, many: m.a(x).relu() if many else m.a(x).tanh(),
+    "one more": lambda m, x, many: m.a(x).tanh().relu() if many else m.a(x).tanh(),
+    "one less": lambda m, x, many: m.a(x) if many else m.a(x).tanh(),
+    "tensors": _swapped,
+    "parameter": lambda m, x, many: F.linear(x, m.b.weight if many else m.a.weight),
+    "buffer": lambda m, x, many: m.a(x) * (m.two if many else m.one),
+    "module": lambda m, x, many: m.a((m.other if many else m.act)(x)),
+    "constant": lambda m, x, many: x * torch.tensor([2.0 if many else 1.0], dtype=D),
+    "a number for a tensor": lambda m, x, many: m.a(x) * (2.0 if many else m.one[0]),
+    "list": lambda m, x, many: torch.cat([x, x, x] if many else [x, x]),
+    "named tensor": lambda m, x, many: F.linear(x, m.a.weight, bias=m.a.bias if many else None),
+    "named argument": lambda m, x, many: torch.div(x, 3.0, **(dict(rounding_mode="floor") if many else {})),
+    "outputs": _outputs,
+    "number of outputs": lambda m, x, many: (m.a(x), x) if many else (m.a(x),),
+    "an output that is no tensor": lambda m, x, many: (m.a(x), 3 if many else x),
+    "gradients": _without_gradient,
+    "autocast": _lower,
+    "dtype of autocast": _lower_still,
+    "views": _in_place,
+    "dims in place": lambda m, x, many: m.a(x).t_() if many else m.a(x).mul_(2),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_a_forward_that_differs_is_exported_anew(kind, captures):
+    net = Chooses(DIFFERENT[kind])
+    assert followed(captures, net, *((draw(rows, 8),) for rows in (3, 4, 6, 2, 8))) == [
+        True,
+        False,  # as the branch for more than 4 rows is another program
+        True,
+        kind != "dims in place",  # both are known by now; outlines do not change their dims
+    ]
+
+
+def test_a_light_run_that_needs_elements_is_no_capture(captures):
+    """An export raises: the model gets its error, though its code would go on without the elements."""
+    net = Chooses(_caught)
+    assert followed(captures, net, (draw(3, 8),), (draw(4, 8),)) == [True]
+    programs = []
+    capture(net, (draw(3, 8),), programs=programs)
+    made = capture(net, (draw(6, 8),), programs=programs)
+    assert made == capture(net, (draw(6, 8),)) and len(programs) == 2
+
+
+def test_the_latest_branches_are_kept(captures):
+    net, programs = Chooses(lambda m, x, many: m.a(x) + sum(m.b(x) for _ in range(x.shape[0]))), []
+    for rows in (1, 2, 3, 4, 5, 2):
+        capture(net, (draw(rows, 8),), programs=programs)
+    assert captures.count("export") == 5 and len(programs) == 4
+    capture(net, (draw(1, 8),), programs=programs)
+    assert captures.count("export") == 6
+
+
+@pytest.mark.parametrize(
+    "kind, reason",
+    [("operator", "calls aten.relu.default where it called aten.tanh"), ("module", "in another module than 'act'")],
+)
+def test_the_log_says_why_a_model_is_exported_anew(kind, reason, caplog):
+    net, programs = Chooses(DIFFERENT[kind]), []
+    with caplog.at_level(logging.INFO, "shardwright.capture"):
+        for rows in (3, 4, 6):
+            capture(net, (draw(rows, 8),), programs=programs)
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "shardwright.capture"]
+    assert said.startswith("the model is exported anew: ") and reason in said and "\n" not in said
+
+
+@pytest.mark.parametrize("owner, name", [("graph_reader.GraphReader", "overload"), ("recapture.AsRun", "_matched")])
+def test_a_mistake_in_a_recapture_is_no_reason_to_export_anew(owner, name, monkeypatch):
+    """A method that was renamed, in code that an export does not use or has used before."""
+    module, _, cls = owner.partition(".")
+    net, programs = Language(), []
+    capture(net, (labels(32, 16).view(4, 8),), programs=programs)
+    import importlib
+
+    monkeypatch.delattr(getattr(importlib.import_module(f"shardwright.capture.{module}"), cls), name)
+    with pytest.raises(sw.CaptureError, match=f"AttributeError.*{name}"):
+        capture(net, (labels(48, 16).view(6, 8),), programs=programs)
+
+
+# -- the cost of a light run -------------------------------------------------------------------------------------------
+
+
+def test_operators_of_one_form_are_called_once(monkeypatch):
+    """Further layers of a model are of the same forms."""
+    recapture = __import__("shardwright.capture.recapture", fromlist=["_"])
+    told, counts = [], []
+    plain = recapture._told
+    monkeypatch.setattr(recapture, "_told", lambda *args: told.append(args[0]) or plain(*args))
+    for layers in (1, 4):
+        net, programs = Language(layers), []
+        for rows in (4, 6, 8):
+            capture(net, (labels(rows * 8, 16).view(rows, 8),), programs=programs)
+            counts.append(len(told))
+            told.clear()
+    assert counts[0] == counts[3] == 0
+    assert counts[2] == counts[5] > 0  # the second size compares meta with fake tensors besides
+
+
+def test_meta_tensors_are_asked_where_they_tell_the_same_as_fake_tensors():
+    exported = torch.export.export(Language(), (labels(32, 16).view(4, 8),), strict=False)
+    program, aten = Program(exported), torch.ops.aten
+    assert program.by_meta(aten.linear.default) and program.by_meta(aten.layer_norm.default)
+    assert program.by_meta(aten.conv2d.default) is None  # nothing to compare
+    node = next(n for n in exported.graph.nodes if n.target is aten.linear.default)
+    meta = node.meta["val"]
+    with meta.fake_mode:
+        others = [meta[..., :-1], meta.float(), meta.transpose(0, 1).contiguous().transpose(0, 1)]
+    for node.meta["val"] in others:
+        assert program.by_meta(aten.linear.default) is True and Program(exported).by_meta(aten.linear.default) is False
+    node.meta["val"] = meta
+    assert program.by_meta(aten.linear.default)
+
+
+def test_an_outline_has_no_elements():
+    x = Outline.made(((2, 3), (3, 1), D, torch.device("cpu")), True)
+    assert x.shape == (2, 3) and x.requires_grad and x.is_contiguous() and isinstance(x, torch.Tensor)
+    for needs in (lambda: x + 1, lambda: x.tolist(), lambda: x.sum().item()):
+        with pytest.raises((Differs, RuntimeError)):
+            needs()
+    for pair in itertools.combinations([x, Outline.made(x.form, True), x.detach()], 2):
+        assert (pair[0].token is pair[1].token) == (pair[0] is x and pair[1] is not x and pair[1].memory is x.memory)

@@ -1,0 +1,35 @@
+"""A count of captures, by kind: exports, and light runs that follow an export."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+__all__ = ["counted_captures"]
+
+
+def counted_captures(monkeypatch: Any = None) -> list[str]:
+    """A list that receives "export" and "light run" as models are captured, in order.
+
+    Args:
+        monkeypatch: puts everything back; None: it stays, in a process of its own.
+    """
+    seen: list[str] = []
+    module = import_module("shardwright.capture.export")
+    export, run = torch.export.export, module.LightRun
+
+    def exported(*args: Any, **kwargs: Any) -> Any:
+        seen.append("export")
+        return export(*args, **kwargs)
+
+    class Run(run):
+        def __init__(self, *args: Any) -> None:
+            seen.append("light run")
+            super().__init__(*args)
+
+    put = setattr if monkeypatch is None else monkeypatch.setattr
+    put(torch.export, "export", exported)
+    put(module, "LightRun", Run)
+    return seen
