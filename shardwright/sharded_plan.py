@@ -43,7 +43,7 @@ from .partition.local_program import (
 )
 from .partition.parameter_sharding import OptimizerParallel
 from .partition.partitioner import partition
-from .partition.rematerialization import RecomputedInstruction, Regather, Region, regions_of, started, wanted_again
+from .partition.rematerialization import RecomputedInstruction, Regather, Region, RegionStarts, regions_of, wanted_again
 from .partition.uneven import true_slice
 from .redistribution import CollectiveKind, Redistribution
 from .rules import held_layouts, in_order
@@ -328,15 +328,11 @@ class Plan(SavedPlan):
         there = {
             name for region in self.regions for name in region.dropped
         }  # such a weight is gathered with its region
-        begun: set[int] = set()
+        starts = RegionStarts(self.regions, program.instructions)
         for place, i in reversed(list(enumerate(program.instructions))):
             if any(o.name in reached for o in made_by(i)):
                 moves = [move for move in wanted.get(place, ()) if move.target.name not in there]
-                out += [
-                    *(Regather(move, i.operator) for move in moves),
-                    *started(place, i.operator, self.regions, begun, program.instructions),
-                    i,
-                ]
+                out += [*(Regather(move, i.operator) for move in moves), *starts.before(place, i.operator), i]
                 there.update(move.target.name for move in moves)
                 reached.update(n for n in read_by(i) if n in known and known[n].value.requires_grad)
         return tuple(out)

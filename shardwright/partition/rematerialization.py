@@ -52,12 +52,12 @@ __all__ = [
     "RecomputedInstruction",
     "Regather",
     "Region",
+    "RegionStarts",
     "SavedTensors",
     "hands_on",
     "regions_of",
     "saved_by",
     "segments_of",
-    "started",
     "waiting",
     "wanted_again",
     "with_recompute",
@@ -394,27 +394,41 @@ class RecomputedInstruction:
     operator: str
 
 
-def started(
-    place: int, operator: str, regions: tuple[Region, ...], done: set[int], instructions: tuple
-) -> list[RecomputedInstruction]:
-    """The instructions recomputed before the backward of the instruction at `place`.
+class RegionStarts:
+    """The regions that the backward has not begun yet.
 
     Args:
-        done: the numbers of the regions that have already run; changed in place.
+        regions: all regions of the program.
+        instructions: the program's.
     """
-    out: list[RecomputedInstruction] = []
 
-    def start(k: int) -> None:
-        done.add(k)
-        for other, region in enumerate(regions):
-            if other not in done and region.dropped.intersection(regions[k].inputs):
-                start(other)
-        out.extend(RecomputedInstruction(instructions[i], regions[k], operator) for i in regions[k].again)
+    def __init__(self, regions: tuple[Region, ...], instructions: tuple[Any, ...]) -> None:
+        self.regions, self.instructions = regions, instructions
+        self._done: set[int] = set()
+        self._savers: dict[int, list[int]] = {}  # instruction -> the regions that its backward begins
+        self._dropping: dict[str, list[int]] = {}  # tensor -> the regions that drop it
+        for k, region in enumerate(regions):
+            for place in region.savers:
+                self._savers.setdefault(place, []).append(k)
+            for name in region.dropped:
+                self._dropping.setdefault(name, []).append(k)
 
-    for k, region in enumerate(regions):
-        if place in region.savers and k not in done:
-            start(k)
-    return out
+    def before(self, place: int, operator: str) -> list[RecomputedInstruction]:
+        """The instructions recomputed before the backward of the instruction at `place`; their regions are then
+        begun."""
+        out: list[RecomputedInstruction] = []
+        for k in self._savers.get(place, ()):
+            if k not in self._done:
+                self._begin(k, operator, out)
+        return out
+
+    def _begin(self, k: int, operator: str, out: list[RecomputedInstruction]) -> None:
+        self._done.add(k)
+        region = self.regions[k]
+        for other in sorted({n for name in region.inputs for n in self._dropping.get(name, ())}):
+            if other not in self._done:
+                self._begin(other, operator, out)
+        out.extend(RecomputedInstruction(self.instructions[i], region, operator) for i in region.again)
 
 
 def regions_of(graph: Graph, local_program: LocalProgram) -> tuple[Region, ...]:
@@ -504,18 +518,23 @@ class _Regions:
 
     def run(self) -> tuple[Region, ...]:
         saved = saved_by(self.program)
-        needed = {
-            call: {n for s in saved for n in s.values & self.droppable if self.call_of(n) == call}
-            for call in self.calls
-        }
-        first = {call: self.inside.index(call) for call in self.calls if call in self.inside}
+        needed: dict[int, set[str]] = {call: set() for call in self.calls}
+        own_of: dict[int, set[int]] = {call: set() for call in self.calls}
+        saved_at: dict[str, list[int]] = {}  # droppable name -> the instructions that save it
+        for i, s in enumerate(saved):
+            for name in s.values & self.droppable:
+                needed[self.call_of(name)].add(name)
+                saved_at.setdefault(name, []).append(i)
+            call = self.member[i]
+            if s.own and call is not None and isinstance(self.instructions[i], LocalOp):
+                own_of[call].add(i)
+        first: dict[int, int] = {}
+        for i, inside in enumerate(self.inside):
+            if inside is not None:
+                first.setdefault(inside, i)
         out = []
         for call in sorted(first, key=first.__getitem__, reverse=True):
-            own = {
-                i
-                for i, s in enumerate(saved)
-                if s.own and self.member[i] == call and isinstance(self.instructions[i], LocalOp)
-            }
+            own = own_of[call]
             again, inputs, waiting = set(own), set(), list(needed[call])
             waiting += [n for i in own for n in self.names[i][0]]
             while waiting:
@@ -531,7 +550,7 @@ class _Regions:
                         needed[self.call_of(name)].add(name)
             if not again:
                 continue
-            savers = tuple(i for i, s in enumerate(saved) if i in own or s.values & needed[call])
+            savers = tuple(sorted(own.union(*(saved_at.get(name, ()) for name in needed[call]))))
             out.append(
                 Region(
                     self.settings[call].path or self.calls[call][0],
