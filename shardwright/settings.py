@@ -25,7 +25,7 @@ from .planfile.plan_document import PlanDocument
 from .planners.planning_problem import PLANNERS, modes
 from .solver.search_memory import LEAST, SearchProgress
 
-__all__ = ["KEYWORDS_ELSEWHERE", "MODES_ELSEWHERE", "Settings"]
+__all__ = ["KEYWORDS_ELSEWHERE", "KEYWORDS_OF_WRAPPER", "MODES_ELSEWHERE", "Settings"]
 
 _SEARCHES = '"sharding_propagation", "recursive_programming" or "dynamic_programming"'
 
@@ -68,6 +68,33 @@ KEYWORDS_ELSEWHERE = {
     "pipeline_config": 'pipeline={"stages": 2}',
     "strategy_ckpt_load_file": "strategies=",
     "target": "targets=",
+}
+
+#: Words of other systems, and settings that are methods of the model -> where they are set.
+KEYWORDS_OF_WRAPPER = {
+    **KEYWORDS_ELSEWHERE,
+    "full_batch": 'model.dataset_strategy("full_batch"), or "data_parallel" for full_batch=False',
+    "dataset_strategy": 'model.dataset_strategy("full_batch")',
+    "devices": "sw.init(devices=8) before",
+    "device_num": "sw.init(devices=8) before",
+    "num_devices": "sw.init(devices=8) before",
+    "backend": "sw.init(backend=...) before",
+    "hsdp": "model.hsdp()",
+    "enable_parallel_optimizer": "model.hsdp()",
+    "parallel_optimizer_config": "model.hsdp(shard_size=-1, threshold=64)",
+    "pipeline": "model.pipeline(stages=2)",
+    "pipeline_stages": "model.pipeline(stages=2)",
+    "pipeline_config": "model.pipeline(stages=2)",
+    "micro_batches": "model.pipeline(stages=2, micro_batches=4)",
+    "comm_fusion": "model.comm_fusion(...)",
+    "gradients_mean": "model.enable_gradients_mean()",
+    "strategies": "model.load_operator_strategy_file(path)",
+    "strategy_ckpt_load_file": "model.load_operator_strategy_file(path)",
+    "strategy_ckpt_save_file": "model.save_operator_strategy_file(path)",
+    "param_strategies": "model.load_param_strategy_file(path)",
+    "device_ids": "no device: sw.init finds it",
+    "target": "the target as the last argument of the call: model(x, target)",
+    "targets": "the target as the last argument of the call: model(x, target)",
 }
 
 

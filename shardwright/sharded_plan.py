@@ -493,7 +493,7 @@ class Plan(SavedPlan):
 
     @cached_property
     def schedule(self) -> CommunicationSchedule:
-        """Where each collective is issued and waited for, on a library such as NCCL."""
+        """The moments at which each collective is issued and waited for, on a library such as NCCL."""
         return self._scheduled(True, None, None, False)
 
     @cached_property
@@ -501,10 +501,8 @@ class Plan(SavedPlan):
         """The same for a stage of a pipeline, in one micro-batch."""
         return self._scheduled(True, None, None, True)
 
-    def scheduled(
-        self, library: bool, fusion: Fusion, order: Sequence[str], stage: bool = False
-    ) -> CommunicationSchedule:
-        """Where each collective is issued and waited for.
+    def scheduled(self, library: bool, fusion: Fusion, order: Sequence[str], stage: bool) -> CommunicationSchedule:
+        """The moments at which each collective is issued and waited for.
 
         Args:
             library: True where a library such as NCCL carries the messages, False on Gloo.

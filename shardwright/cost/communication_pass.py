@@ -48,7 +48,7 @@ from .communication_schedule import (
     PLAIN,
     CommunicationSchedule,
     Member,
-    Message,
+    ScheduledMessage,
     block_of,
     moved_bytes,
     own_redistribution,
@@ -127,7 +127,7 @@ class _Pass:
         if limit is not None:
             ceiling = min(ceiling, max(peak, float(limit)))
         self.room = np.append(ceiling - base, ceiling)
-        self.messages: list[Message] = []
+        self.messages: list[ScheduledMessage] = []
         self.covered: set[tuple[int, int]] = set()
         self.splits: dict[int, tuple[int, int]] = {}
         # By step of the backward: the place of the instruction whose backward the step is, or is made for.
@@ -225,7 +225,7 @@ class _Pass:
         nbytes = sum(moved_bytes(i, i.forward) for m in members for i in (self.instructions[m.place],))
         kind = CollectiveKind.ALL_GATHER
         first = members[0].moment
-        return self.add(Message("gather", kind, digits, tuple(members), issue, first, nbytes, again, (held,)))
+        return self.add(ScheduledMessage("gather", kind, digits, tuple(members), issue, first, nbytes, again, (held,)))
 
     # -- other redistributions --
 
@@ -276,7 +276,11 @@ class _Pass:
         first = next(step for step in steps.steps if step.communicates)
         nbytes = moved_bytes(self.instructions[place], steps)
         members = (self.member(place, moment),)
-        self.add(Message("redistribution", first.pattern, first.digits, members, issue, wait, nbytes, False, (held,)))
+        self.add(
+            ScheduledMessage(
+                "redistribution", first.pattern, first.digits, members, issue, wait, nbytes, False, (held,)
+            )
+        )
 
     # -- the backward --
 
@@ -363,7 +367,7 @@ class _Pass:
         stop = issue if waited is None else self.end
         held = (*waits, self.hold(issue, stop, nbytes))
         kind = CollectiveKind.REDUCE_SCATTER
-        number = self.add(Message("scatter", kind, ranks[0], tuple(members), issue, stop, nbytes, False, held))
+        number = self.add(ScheduledMessage("scatter", kind, ranks[0], tuple(members), issue, stop, nbytes, False, held))
         before = [other for other in self.halves if other not in (waited or ())]
         self._wait_early([*(waited or ()), *before], number)
         if len(ranks) > 1:
@@ -378,7 +382,7 @@ class _Pass:
         scatter, digits = self.messages[number], self.halves.pop(number)
         nbytes = scatter.bytes // digits_size(scatter.digits)
         kind = CollectiveKind.ALL_REDUCE
-        self.messages.append(Message("follow", kind, digits, scatter.members, scatter.wait, self.end, nbytes))
+        self.messages.append(ScheduledMessage("follow", kind, digits, scatter.members, scatter.wait, self.end, nbytes))
 
     def _with_room(self, start: int, stop: int, nbytes: float) -> list[int] | None:
         """The numbers of the scatters to wait for before `start`, so that there is room; None: there is too little."""
@@ -433,7 +437,7 @@ class _Pass:
             digits = self.instructions[members[0].place].backward.steps[0].digits
             nbytes = sum(moved_bytes(i, i.backward) for m in members for i in (self.instructions[m.place],))
             self.add(
-                Message(
+                ScheduledMessage(
                     "sum",
                     CollectiveKind.ALL_REDUCE,
                     digits,
@@ -460,7 +464,7 @@ class _Pass:
             if getattr(instruction, "cause", "") == "parameter" and instruction.target.name in outside:
                 continue
             self.add(
-                Message(
+                ScheduledMessage(
                     "redistribution",
                     first.pattern,
                     first.digits,
@@ -472,7 +476,7 @@ class _Pass:
                 )
             )
 
-    def add(self, message: Message) -> int:
+    def add(self, message: ScheduledMessage) -> int:
         self.messages.append(message)
         self.covered.update((m.place, m.moment) for m in message.members)
         return len(self.messages) - 1

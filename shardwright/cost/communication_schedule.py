@@ -42,7 +42,15 @@ from ..partition.rematerialization import RecomputedInstruction, Regather
 from ..redistribution import CollectiveKind, Redistribution
 from .memory_timeline import Allocation
 
-__all__ = ["PLAIN", "CommunicationSchedule", "Member", "Message", "block_of", "moved_bytes", "own_redistribution"]
+__all__ = [
+    "PLAIN",
+    "CommunicationSchedule",
+    "Member",
+    "ScheduledMessage",
+    "block_of",
+    "moved_bytes",
+    "own_redistribution",
+]
 
 #: The dtypes that every library moves and sums. Messages in other dtypes are converted on the way, and travel alone.
 PLAIN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -68,7 +76,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Message:
+class ScheduledMessage:
     """One collective, or several of the same ranks that travel as one.
 
     Attributes:
@@ -129,7 +137,7 @@ class CommunicationSchedule:
         library: True where a library such as NCCL carries the messages, False on Gloo.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[ScheduledMessage, ...]
     forward: int
     end: int
     allowance: float
@@ -188,7 +196,7 @@ class CommunicationSchedule:
                 out.setdefault(moment, []).append((action, number))
         return {moment: tuple(each) for moment, each in out.items()}
 
-    def of(self, role: Role, again: bool = False) -> Iterator[tuple[int, Message]]:
+    def of(self, role: Role, again: bool = False) -> Iterator[tuple[int, ScheduledMessage]]:
         """Yield the messages of a role with their numbers; of gathers those of the forward, or the further ones."""
         for number, message in enumerate(self.messages):
             if message.role == role and message.again == again:

@@ -45,7 +45,7 @@ from ..partition.gradient_fusion import AUTO, PIECE
 from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, Ref, made_by
 from ..partition.rematerialization import RecomputedInstruction, Regather
 from ..redistribution import CollectiveKind, Redistribution, RedistributionStep
-from .communication_schedule import CommunicationSchedule, Message, own_redistribution
+from .communication_schedule import CommunicationSchedule, ScheduledMessage, own_redistribution
 from .primitives import Line, OperatorWork, collective_lines, links_of, signature, work_of
 
 __all__ = ["CostModel", "Price", "PricedCollective", "StepInTime", "StreamSpan"]
@@ -581,7 +581,7 @@ class _Play:
             self.waits[number] = ready - self.now
             self.now = ready
 
-    def send(self, since: float, message: Message, digits: Digits, seconds: float, back: bool) -> float:
+    def send(self, since: float, message: ScheduledMessage, digits: Digits, seconds: float, back: bool) -> float:
         """Occupy the levels that a collective crosses, as soon as all of them are free. The end is returned."""
         levels = [k for k, units in enumerate(self.costs.cluster.units(merge(digits))) if units > 1]
         start = max(since, *(self.free[k] for k in levels), 0.0)
@@ -592,7 +592,7 @@ class _Play:
                 self.spans.append(StreamSpan(name, str(message), HALVES[back], start, start + seconds))
         return start + seconds
 
-    def seconds(self, message: Message, back: bool) -> list[Any]:
+    def seconds(self, message: ScheduledMessage, back: bool) -> list[Any]:
         """Seconds of the message's collective; then (ranks, seconds) of each further step of a redistribution."""
         each = []
         for member in message.members:

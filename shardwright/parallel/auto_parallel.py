@@ -39,7 +39,7 @@ from ..runtime.compilation import Compilation
 from ..runtime.optimizer_guard import Accumulation, watch_steps
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram, make_program
-from ..settings import KEYWORDS_ELSEWHERE, Settings
+from ..settings import KEYWORDS_OF_WRAPPER, Settings
 from ..sharded_plan import Plan
 from ..torch_private import MODULE_TABLES, hooks_of, pytree, transforms
 from .call_planning import CallPlanning
@@ -72,34 +72,6 @@ def observed(observer: Callable[[AutoParallel, tuple[Any, ...], dict[str, Any]],
         yield
     finally:
         _OBSERVER.reset(token)
-
-
-#: Words of other systems, and settings that are methods of the model -> where they are set.
-_KEYWORDS = {
-    **KEYWORDS_ELSEWHERE,
-    "full_batch": 'model.dataset_strategy("full_batch"), or "data_parallel" for full_batch=False',
-    "dataset_strategy": 'model.dataset_strategy("full_batch")',
-    "devices": "sw.init(devices=8) before",
-    "device_num": "sw.init(devices=8) before",
-    "num_devices": "sw.init(devices=8) before",
-    "backend": "sw.init(backend=...) before",
-    "hsdp": "model.hsdp()",
-    "enable_parallel_optimizer": "model.hsdp()",
-    "parallel_optimizer_config": "model.hsdp(shard_size=-1, threshold=64)",
-    "pipeline": "model.pipeline(stages=2)",
-    "pipeline_stages": "model.pipeline(stages=2)",
-    "pipeline_config": "model.pipeline(stages=2)",
-    "micro_batches": "model.pipeline(stages=2, micro_batches=4)",
-    "comm_fusion": "model.comm_fusion(...)",
-    "gradients_mean": "model.enable_gradients_mean()",
-    "strategies": "model.load_operator_strategy_file(path)",
-    "strategy_ckpt_load_file": "model.load_operator_strategy_file(path)",
-    "strategy_ckpt_save_file": "model.save_operator_strategy_file(path)",
-    "param_strategies": "model.load_param_strategy_file(path)",
-    "device_ids": "no device: sw.init finds it",
-    "target": "the target as the last argument of the call: model(x, target)",
-    "targets": "the target as the last argument of the call: model(x, target)",
-}
 
 
 class RecaptureWarning(UserWarning):
@@ -177,7 +149,7 @@ class AutoParallel(CallPlanning, nn.Module):
             none of its models.
     """
 
-    @known_keywords(_KEYWORDS)
+    @known_keywords(KEYWORDS_OF_WRAPPER)
     def __init__(
         self,
         model: nn.Module | Callable[..., Any] | None = None,

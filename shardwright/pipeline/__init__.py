@@ -9,6 +9,7 @@ pipeline_plan        the plan as a value
 messages             the messages between ranks, and the line in which all ranks exchange them
 build                each stage planned on its own devices
 stage_costs          costs of units, and the least time over all cuts
+stage_choice         the stages that a search has chosen, and the pipelines that it priced
 stage_search         ``stages="auto"``
 simulate             a step in time: bubbles, waiting, memory
 """

@@ -42,7 +42,7 @@ from ..partition.local_program import Decisions, InputPlacement, PortableDecisio
 from ..sharded_plan import Plan
 from ..torch_private import pytree
 from .microbatch import rows_of
-from .pipeline_plan import PipelineSearchResult, PricedPipeline, StageChoice
+from .stage_choice import PipelineSearchResult, PricedPipeline, StageChoice
 from .stage_costs import StageCut, StageOption, UnitPrices, all_recomputed, balance, least_memory, unit_prices
 from .stages import units_of
 

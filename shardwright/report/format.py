@@ -13,20 +13,25 @@ from typing import Any
 
 import torch
 
-from ..cost.communication_schedule import Message, block_of
+from ..cost.communication_schedule import ScheduledMessage, block_of
 from ..errors import PlanError
 from ..graph import Value, short_dtype
 from ..layout import Layout
-from ..partition.local_program import PlacedValue, Ref
+from ..partition.local_program import LocalOp, PlacedValue, Ref
 from ..partition.uneven import true_slice
 from ..pipeline.pipeline_plan import PipelinePlan
+from ..redistribution import Halo, RedistributionStep, digits_value
 from ..sharded_plan import Plan
 
 __all__ = [
     "ValueNumbers",
     "arguments",
+    "details_of",
+    "halo_text",
     "header",
     "held_lines",
+    "index_text",
+    "kind_of",
     "layout_text",
     "message_line",
     "results_lines",
@@ -108,7 +113,7 @@ def written_line(
     return "  ".join(parts) + (f"   # {comment}" if comment else "")
 
 
-def message_line(action: str, number: int, message: Message, ranks: tuple[int, ...]) -> str:
+def message_line(action: str, number: int, message: ScheduledMessage, ranks: tuple[int, ...]) -> str:
     """``issue 3: all_gather  {ranks: (0, 1), bytes: 64}   # weights of blocks.1: up.weight``, or ``wait 3   # …``.
 
     Args:
@@ -210,3 +215,46 @@ def time_text(seconds: float) -> str:
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
     return f"{seconds / 1e-6:.3g} us"
+
+
+def kind_of(instruction: LocalOp) -> str:
+    """The name of an operator, without its overload."""
+    packet = getattr(instruction.target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else getattr(instruction.target, "__name__", str(instruction.target))
+
+
+def details_of(step: RedistributionStep) -> str:
+    """The dims of a collective, and its reduction if it is no sum."""
+    parts = []
+    for word, attribute in (("scatter_dim", "scattered"), ("gather_dim", "gathered")):
+        dims = [d for d, atoms in enumerate(step.dims) if any(getattr(a, attribute) is not None for a in atoms)]
+        if dims:
+            parts.append(f", {word}: {dims[0] if len(dims) == 1 else tuple(dims)}")
+    if step.reduces and step.reduction != "sum":
+        parts.append(f", reduction: {step.reduction}")
+    return "".join(parts)
+
+
+def halo_text(halo: Halo, rank: int) -> str:
+    """The dim of a halo, and the elements of the dim that a rank has and reads; those outside of it are filled."""
+    part = digits_value(halo.digits, rank)
+    has, begin = halo.has(part), halo.begins(part)
+    return f"dim: {halo.dim}, has: {has.start}:{has.stop}, reads: {begin}:{begin + halo.length}"
+
+
+def index_text(step: RedistributionStep, shape: tuple[int, ...], rank: int) -> str:
+    """The part of its local tensor that a rank keeps: a range for each dim, or an index of a view where the part has
+    gaps."""
+    geometry = step.geometry(shape)
+    if geometry.cuts is None:
+        assert geometry.pre_view is not None
+        chosen = {axis: str(digit.value(rank)) for axis, digit in geometry.select}
+        index = ", ".join(chosen.get(axis, ":") for axis in range(len(geometry.pre_view)))
+        return f"view: {list(geometry.pre_view)}, index: [{index}]"
+    ranges = [f"0:{size}" for size in shape]
+    for dim, length, digits in geometry.cuts:
+        number = 0
+        for digit in digits:
+            number = number * digit.size + digit.value(rank)
+        ranges[dim] = f"{number * length}:{(number + 1) * length}"
+    return f"index: [{', '.join(ranges)}]"

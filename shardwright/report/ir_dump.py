@@ -43,14 +43,18 @@ from ..layout import Layout, group_of
 from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, made_by, read_by
 from ..partition.rematerialization import RecomputedInstruction, Regather
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
-from ..redistribution import CollectiveKind, Halo, Redistribution, RedistributionStep, digits_value, redistribution
+from ..redistribution import CollectiveKind, Redistribution, RedistributionStep, redistribution
 from ..rules.dims import send
 from ..sharded_plan import Plan, backward_collectives, forward_collectives
 from .format import (
     ValueNumbers,
     arguments,
+    details_of,
+    halo_text,
     header,
     held_lines,
+    index_text,
+    kind_of,
     layout_text,
     message_line,
     results_lines,
@@ -207,7 +211,7 @@ class Execute:
         self.region: Any = None  # the recomputed region of the latest line
 
     def scheduled(self) -> CommunicationSchedule:
-        """Where the messages are issued and waited for."""
+        """The moments at which messages are issued and waited for."""
         return self.plan.schedule
 
     def messages(self, moment: float, back: bool = False) -> None:
@@ -253,7 +257,7 @@ class Execute:
         self.lines.append(
             written_line(
                 made,
-                _kind(instruction),
+                kind_of(instruction),
                 read,
                 "",
                 self.types(leaves, [o.name for o in made_by(instruction)]),
@@ -296,13 +300,13 @@ class Execute:
         has no steps."""
         shapes = steps.local_shapes(shape)
         for step, before, after in zip(steps.steps, shapes, shapes[1:]):
-            halo = () if step.halo is None else (_halo(step.halo, self.rank),)
+            halo = () if step.halo is None else (halo_text(step.halo, self.rank),)
             if step.communicates:
                 collective, digits = next(collectives)
-                details = f"ranks: {self.group(digits)}, bytes: {collective.bytes}{_details(step)}"
+                details = f"ranks: {self.group(digits)}, bytes: {collective.bytes}{details_of(step)}"
                 attributes = ", ".join((details, *halo))
             else:
-                attributes = halo[0] if halo else _index(step, before, self.rank)
+                attributes = halo[0] if halo else index_text(step, before, self.rank)
             made = self.names.number()
             self.lines.append(
                 written_line(
@@ -400,7 +404,7 @@ class Execute:
         self.lines.append(
             written_line(
                 made,
-                f"{_kind(instruction)}_backward",
+                f"{kind_of(instruction)}_backward",
                 arguments,
                 "",
                 self.types(outs, ins),
@@ -494,48 +498,6 @@ class Execute:
             )
         )
         self.bring(source.name, shared)
-
-
-def _kind(instruction: LocalOp) -> str:
-    packet = getattr(instruction.target, "overloadpacket", None)
-    return packet.__name__ if packet is not None else getattr(instruction.target, "__name__", str(instruction.target))
-
-
-def _details(step: RedistributionStep) -> str:
-    """The dims of a collective, and its reduction if it is no sum."""
-    parts = []
-    for word, attribute in (("scatter_dim", "scattered"), ("gather_dim", "gathered")):
-        dims = [d for d, atoms in enumerate(step.dims) if any(getattr(a, attribute) is not None for a in atoms)]
-        if dims:
-            parts.append(f", {word}: {dims[0] if len(dims) == 1 else tuple(dims)}")
-    if step.reduces and step.reduction != "sum":
-        parts.append(f", reduction: {step.reduction}")
-    return "".join(parts)
-
-
-def _halo(halo: Halo, rank: int) -> str:
-    """The dim of a halo, and the elements of the dim that a rank has and reads; those outside of it are filled."""
-    part = digits_value(halo.digits, rank)
-    has, begin = halo.has(part), halo.begins(part)
-    return f"dim: {halo.dim}, has: {has.start}:{has.stop}, reads: {begin}:{begin + halo.length}"
-
-
-def _index(step: RedistributionStep, shape: tuple[int, ...], rank: int) -> str:
-    """The part of its local tensor that a rank keeps: a range for each dim, or an index of a view where the part has
-    gaps."""
-    geometry = step.geometry(shape)
-    if geometry.cuts is None:
-        assert geometry.pre_view is not None
-        chosen = {axis: str(digit.value(rank)) for axis, digit in geometry.select}
-        index = ", ".join(chosen.get(axis, ":") for axis in range(len(geometry.pre_view)))
-        return f"view: {list(geometry.pre_view)}, index: [{index}]"
-    ranges = [f"0:{size}" for size in shape]
-    for dim, length, digits in geometry.cuts:
-        number = 0
-        for digit in digits:
-            number = number * digit.size + digit.value(rank)
-        ranges[dim] = f"{number * length}:{(number + 1) * length}"
-    return f"index: [{', '.join(ranges)}]"
 
 
 # -- the dumps of a pipeline -------------------------------------------------------------------------------------------

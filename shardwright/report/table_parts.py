@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..layout import digits_size
-from ..pipeline.pipeline_plan import PipelineSearchResult, PricedPipeline
+from ..pipeline.stage_choice import PipelineSearchResult, PricedPipeline
 from ..sharded_plan import Collective, OperatorPlan, ParameterPlan, Plan
 from .format import layout_text, size_text, time_text
 

@@ -234,7 +234,7 @@ def _on_processes(
     else:
         held.take_buffers(holder, runtime.device)
     trained = [name for name, parameter in holder.named_parameters() if parameter.requires_grad]
-    schedule = plan.scheduled(not held.groups.exchanges, fusion, trained)
+    schedule = plan.scheduled(not held.groups.exchanges, fusion, trained, stage=False)
     body = ProcessProgram(lowered, held.groups, schedule, compiled)
     leaves = held.leaves(
         holder, GradientSums(body.sums, body.types, held.groups, schedule, accumulation, body.scattered, body.followed)

@@ -39,7 +39,9 @@ def shown(plan: sw.Plan, out: str) -> None:
         f"operators, plan {plan.fingerprint}"
     )
     assert lines[1].startswith(f"a step takes {time_text(price.total)}: forward {time_text(price.forward)}, ")
-    assert lines[2] == f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}"
+    assert lines[2].startswith("with messages beside computation, as on a library such as NCCL, a step takes ")
+    assert lines[3].startswith("waited for longest: ")
+    assert lines[4] == f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}"
     assert {"parameters", "gradients", "optimizer", "activations"} <= kinds.keys()
     for kind, count in (*kinds.items(), ("all together", sum(kinds.values()))):
         (line,) = (line for line in lines if line.strip().startswith(kind))

@@ -18,7 +18,12 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.cost.communication_schedule import CommunicationSchedule, Message, block_of, own_redistribution
+from shardwright.cost.communication_schedule import (
+    CommunicationSchedule,
+    ScheduledMessage,
+    block_of,
+    own_redistribution,
+)
 from shardwright.cost.cost_model import CostModel, StreamSpan
 from shardwright.partition.gradient_fusion import HOSTS, LIBRARY, Due, Fusion
 from shardwright.partition.local_program import LocalOp, Redistribute, SearchResult, made_by, reads
@@ -178,7 +183,7 @@ def test_no_wait_of_the_forward_stands_in_front_of_independent_work(kind: str) -
 
 @pytest.mark.parametrize("kind", [kind for kind in PLANS if "level3" in kind])
 def test_no_gather_of_the_backward_waits_in_front_of_independent_work(kind: str) -> None:
-    """What follows the wait is the backward of an operator that reads the weight, or its recomputation."""
+    """The wait is followed by the backward of an operator that reads the weight, or its recomputation."""
     plan = planned(kind)
     instructions, forward = plan.program.instructions, plan.schedule.forward
     needs = forward_needs(plan)
@@ -227,7 +232,7 @@ def towers(net: type[Towers] = Towers, **more: Any) -> sw.Plan:
     return sw.plan(made, (x, x), nn.MSELoss(), torch.empty(16, 32, device="meta"), devices=DEVICES, **more)
 
 
-def moves_of(plan: sw.Plan, producer: str) -> tuple[int, Message, Message]:
+def moves_of(plan: sw.Plan, producer: str) -> tuple[int, ScheduledMessage, ScheduledMessage]:
     """The place of the redistribution of an operator's result, and its messages forward and backward."""
     place = next(
         k
@@ -376,11 +381,11 @@ def test_buckets_are_larger_where_several_hosts_sum() -> None:
 def test_on_gloo_sums_alone_travel() -> None:
     plan = planned("level3")
     names = list(plan.program.parameters)
-    schedule = plan.scheduled(False, Fusion(), names)
+    schedule = plan.scheduled(False, Fusion(), names, stage=False)
     assert isinstance(schedule, CommunicationSchedule) and not schedule.library
     assert not schedule.splits and not list(schedule.of("gather")) and not list(schedule.of("scatter"))
     assert all(message.issue == message.wait for message in schedule.messages if message.role != "sum")
-    assert list(planned("data_parallel").scheduled(False, Fusion(), names).of("sum"))
+    assert list(planned("data_parallel").scheduled(False, Fusion(), names, stage=False).of("sum"))
 
 
 # -- a step in time ----------------------------------------------------------------------------------------------------

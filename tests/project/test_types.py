@@ -68,7 +68,7 @@ except sw.ShardwrightError as error:
 
 #: A user's mistakes, one a line -> the words in the checker's finding.
 WRONG = {
-    'sw.Layout((2, 4), ("dp", "mp"), 3)': "Too many arguments",
+    'sw.Layout((2, 4), ("dp", "mp"), 3)': 'Argument 3 to "Layout" has incompatible type "int"',
     "sw.init(devices=8, rank=3)": "Unexpected keyword argument",
     "sw.init(device=8)": "incompatible type",
     'sw.AutoParallel(torch.nn.ReLU(), max_programs="many")': "incompatible type",
