@@ -38,7 +38,7 @@ from .pipeline.stage_costs import recomputed
 from .pipeline.stage_search import UNITS_BY, AutomaticStages, check_automatic
 from .pipeline.stages import units_of
 from .planners.memory_fit import TooLittleMemoryError
-from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, planners
+from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, planners, warn_of_ignored_marks
 from .planners.replanning import at_other_sizes
 from .planners.semi_auto import held_parameters
 from .planners.storage_choice import fastest_storage, storages
@@ -592,6 +592,7 @@ def plan(
 
     automatic = None if setting is None else AutomaticStages.of(setting, tuple(inputs), kwargs, captured)
     graph, wide = captured(None if automatic is None else automatic.count)
+    warn_of_ignored_marks(graph, parallel_mode)
     whole = stored_whole(net, loss_fn)
     stored = None if lies is None else lies.onto(graph, devices, 1 if setting is None else setting.stages, None, uneven)
     made: Plan | PipelinePlan

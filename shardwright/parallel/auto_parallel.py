@@ -25,10 +25,11 @@ import torch
 from torch import nn
 
 from .. import autocast
+from ..capture.annotations import note_planned
 from ..capture.enclosing_modules import FunctionOfModels
 from ..capture.export import ModelAndLoss, Recording
 from ..capture.guards import HOOKS, Guards
-from ..capture.model_device import check_inputs, check_values
+from ..capture.model_device import check_inputs, check_values, place_of
 from ..capture.module_hooks import has_global_hooks, hooked
 from ..capture.source_lines import stack_level
 from ..errors import SettingError, known_keywords
@@ -39,14 +40,14 @@ from ..runtime.compilation import Compilation
 from ..runtime.optimizer_guard import Accumulation, watch_steps
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram, make_program
-from ..settings import KEYWORDS_ELSEWHERE, Settings
+from ..settings import Settings
 from ..sharded_plan import Plan
 from ..torch_private import MODULE_TABLES, hooks_of, pytree, transforms
 from .call_planning import CallPlanning
 from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch_wrapping
 from .graph_cache import GraphCache
 from .model_copies import Followers, copied
-from .setting_methods import ProgramSettings
+from .setting_methods import MODEL_KEYWORDS, ProgramSettings
 from .train_step import StepFunction
 from .transformed_calls import called_in_transform
 from .whole_model import WholeModel, attribute_of_net, refuse_calls_of_parts, signed_as_net
@@ -72,34 +73,6 @@ def observed(observer: Callable[[AutoParallel, tuple[Any, ...], dict[str, Any]],
         yield
     finally:
         _OBSERVER.reset(token)
-
-
-#: Words of other systems, and settings that are methods of the model -> where they are set.
-_KEYWORDS = {
-    **KEYWORDS_ELSEWHERE,
-    "full_batch": 'model.dataset_strategy("full_batch"), or "data_parallel" for full_batch=False',
-    "dataset_strategy": 'model.dataset_strategy("full_batch")',
-    "devices": "sw.init(devices=8) before",
-    "device_num": "sw.init(devices=8) before",
-    "num_devices": "sw.init(devices=8) before",
-    "backend": "sw.init(backend=...) before",
-    "hsdp": "model.hsdp()",
-    "enable_parallel_optimizer": "model.hsdp()",
-    "parallel_optimizer_config": "model.hsdp(shard_size=-1, threshold=64)",
-    "pipeline": "model.pipeline(stages=2)",
-    "pipeline_stages": "model.pipeline(stages=2)",
-    "pipeline_config": "model.pipeline(stages=2)",
-    "micro_batches": "model.pipeline(stages=2, micro_batches=4)",
-    "comm_fusion": "model.comm_fusion(...)",
-    "gradients_mean": "model.enable_gradients_mean()",
-    "strategies": "model.load_operator_strategy_file(path)",
-    "strategy_ckpt_load_file": "model.load_operator_strategy_file(path)",
-    "strategy_ckpt_save_file": "model.save_operator_strategy_file(path)",
-    "param_strategies": "model.load_param_strategy_file(path)",
-    "device_ids": "no device: sw.init finds it",
-    "target": "the target as the last argument of the call: model(x, target)",
-    "targets": "the target as the last argument of the call: model(x, target)",
-}
 
 
 class RecaptureWarning(UserWarning):
@@ -177,7 +150,7 @@ class AutoParallel(CallPlanning, nn.Module):
             none of its models.
     """
 
-    @known_keywords(_KEYWORDS)
+    @known_keywords(MODEL_KEYWORDS)
     def __init__(
         self,
         model: nn.Module | Callable[..., Any] | None = None,
@@ -572,7 +545,8 @@ class AutoParallel(CallPlanning, nn.Module):
             around,
             {place.identity for place in recording.effects.advanced()},
         )
-        self._place, self._where = _place_of(module), runtime.device
+        note_planned(self, module, recording.operators)
+        self._place, self._where = place_of(module), runtime.device
         self._stays = not runtime.processes and not runtime.chosen
         if before is None:
             self._note_parameters()
@@ -664,21 +638,6 @@ class AutoParallel(CallPlanning, nn.Module):
                 legal=f"in place of the step, {' or '.join(f'step.models[{model!r}]' for model in self.models)}",
             )
 
-    def _plan_with(self, name: str, **changed: Any) -> None:
-        super()._plan_with(name, **changed)
-        for part in self._parts():
-            part._plan_with(name, **changed)
-
-    def _run_with(self, name: str, **changed: Any) -> None:
-        super()._run_with(name, **changed)
-        for part in self._parts():
-            part._run_with(name, **changed)
-
-    def _check_before_first_call(self, name: str) -> None:
-        super()._check_before_first_call(name)
-        for part in self._parts():
-            part._check_before_first_call(name)
-
     def _parts(self) -> list[AutoParallel]:
         return [] if self._step is None else [cast("AutoParallel", part) for part in self._step.parts.values()]
 
@@ -690,6 +649,8 @@ class AutoParallel(CallPlanning, nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":
             refuse_class(value)
+        if name == "full_batch":
+            raise SettingError(f"full_batch={value!r} is no attribute of the model", legal=MODEL_KEYWORDS[name])
         super().__setattr__(name, value)
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **kwargs: Any) -> Any:
@@ -704,12 +665,6 @@ class AutoParallel(CallPlanning, nn.Module):
                 self._check_together(name)
                 raise
             return attribute_of_net(self, name)
-
-
-def _place_of(module: nn.Module) -> tuple[dict[str, Any], str, torch.device] | None:
-    """The table and the name of the first parameter, or else buffer, and its device; None: there is none."""
-    tables = (getattr(part, kind) for kind in ("_parameters", "_buffers") for part in module.modules())
-    return next(((t, name, held.device) for t in tables for name, held in t.items() if held is not None), None)
 
 
 def _differing(before: list[tuple[int, ...]], now: list[tuple[int, ...]]) -> set[int]:
