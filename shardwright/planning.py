@@ -477,7 +477,7 @@ def plan(
     uneven: bool = False,
     cluster: Any = None,
     memory: Any = None,
-    optimizer: Any = "adam",
+    optimizer: Any = None,
     strategies: Any = None,
     param_strategies: Any = None,
     pipeline: Mapping[str, Any] | None = None,
@@ -512,7 +512,7 @@ def plan(
             layouts of parameters.
         pipeline: the arguments of `AutoParallel.pipeline` as a dict; None: no pipeline.
         optimizer: the optimizer whose state counts as memory of each parameter: "adam", "momentum", "sgd", or its
-            bytes per element.
+            bytes per element; None: as for Adam.
         mixed_precision: the dtypes in which parameters are stored and read, and their gradients summed, as
             `AutoParallel` takes it.
         comm_memory: bytes by which messages under way may raise the peak of a device's memory, as `AutoParallel` takes

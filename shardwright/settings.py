@@ -88,7 +88,8 @@ class Settings:
         memory: limit per device, for the modes that search: bytes, "70GB", or "cluster" for the device's own; None:
             no limit.
         optimizer: the optimizer whose state is stored for each parameter: "adam", "momentum", "sgd", or its bytes per
-            element.
+            element. None: plans are made as for Adam, and those of a model count the optimizer that holds its
+            parameters (`Plan.counted_optimizer`).
         strategies: a plan whose operators' strategies apply here too, with priority over the model's own marks.
         param_strategies: the storage layouts of parameters.
         pipeline: the pipeline; None: none.
@@ -116,7 +117,7 @@ class Settings:
     uneven: bool = False
     cluster: Any = None
     memory: str | float | None = None
-    optimizer: str | float = "adam"
+    optimizer: str | float | None = None
     strategies: PlanDocument | PipelineDocument | None = None
     param_strategies: ParameterStrategies | None = None
     pipeline: PipelineSettings | None = None

@@ -424,7 +424,9 @@ def _captured(
         ):
             first = "the sizes of packed sequences depend on the values of their lengths"
         said = f"{type(error).__name__}: {first}"
-        if type(error).__name__ == "GuardOnDataDependentSymNode":
+        formatted = "FakeTensor.__format__" in first  # f"{loss:.4f}"
+        if formatted or type(error).__name__ == "GuardOnDataDependentSymNode":
+            first = "data-dependent"
             said = "the forward takes a number out of a tensor (item(), float(), bool(), an if, a format), which is "
             said += "data-dependent: no tensor has values before the program runs"
         raise CaptureError(

@@ -37,6 +37,7 @@ from ..layout import Layout
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..pytree_objects import opened, with_tensors
 from ..runtime.compilation import Compilation
+from ..runtime.deferred_init import optimizer_finder
 from ..runtime.optimizer_guard import Accumulation, watch_steps
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram, make_program
@@ -128,7 +129,8 @@ class AutoParallel(CallPlanning, nn.Module):
         memory: the memory limit of a device, in the modes that search: bytes, "70GB", or "cluster" for the device's
             own memory.
         optimizer: the optimizer whose state counts in each device's memory: "adam", "momentum", "sgd", or bytes of
-            state an element.
+            state an element. None: `explain` and `plan.memory` count the optimizer that holds the parameters, and a
+            search within `memory` counts as for Adam.
         max_programs: the number of programs that are kept, one for each set of input shapes and state of the model.
             The least recently used program is dropped first, and built anew when it is needed.
         varying: dims of the inputs whose sizes differ from call to call, such as (0, 1) for batch and sequence: no
@@ -169,7 +171,7 @@ class AutoParallel(CallPlanning, nn.Module):
         compile: bool | str | Callable[..., Any] | Mapping[str, Any] = False,
         cluster: Any = None,
         memory: Any = None,
-        optimizer: Any = "adam",
+        optimizer: Any = None,
         max_programs: int = 64,
         varying: Sequence[int] = (),
         mixed_precision: Any = None,
@@ -523,6 +525,9 @@ class AutoParallel(CallPlanning, nn.Module):
             refuse_calls_of_parts()
         recording = Recording(why)
         plan = self._planned(args, kwargs, module, before, recording=recording, hooks_around=hooks_around)
+        find = optimizer_finder(part for _, part in module.tables)
+        for one in [plan] if isinstance(plan, Plan) else [stage.plan for stage in plan.stages]:
+            one.count_optimizer(find)
         followers = Followers(self) if before is None else None
         program = make_program(
             plan,

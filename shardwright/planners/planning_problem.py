@@ -67,7 +67,7 @@ class PlanningProblem:
     cost_model: CostModel | None = None
     hsdp: OptimizerParallel | None = None
     memory: float | None = None
-    optimizer: str | float = "adam"
+    optimizer: str | float | None = None
     cut: OptimizerParallel = CUT
 
     @cached_property

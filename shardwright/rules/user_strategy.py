@@ -77,7 +77,7 @@ def _useful(size: int, cut: int, devices: int) -> list[int]:
 def _gathers(bound: Bound, strategy: Sequence[Any]) -> tuple[int, int] | None:
     """The cuts (a, b) of a product's strategy ((a, b), (a, b)) that cuts the contracted dim differently in its two
     operands; None for other strategies and operators."""
-    if len(strategy) < 2 or any(not isinstance(entry, (tuple, list)) for entry in strategy[:2]):
+    if min(len(strategy), len(bound.inputs)) < 2 or any(not isinstance(entry, (tuple, list)) for entry in strategy[:2]):
         return None
     first, second = (tuple(entry) for entry in strategy[:2])
     if first != second or len(first) != 2 or first[0] == first[1] or any(type(cut) is not int for cut in first):
