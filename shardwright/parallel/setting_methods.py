@@ -526,10 +526,9 @@ class SettingMethods(_Module):
 
     def _check_before_first_call(self, name: str) -> None:
         if self._programs or self._stored is not None:
-            again = "" if self.in_processes else ", or after model.replan()"
             raise SettingError(
                 f"{name}() comes too late: the model has been called and planned",
-                legal=f"{name}() before the first call{again}",
+                legal=f"{name}() before the first call; in a single process also after model.replan()",
             )
         for part in self._parts():
             part._check_before_first_call(name)

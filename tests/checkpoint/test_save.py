@@ -220,7 +220,7 @@ def test_bad_input(tmp_path: Path) -> None:
         r"step=1.5": lambda: sw.save_checkpoint(net, path=tmp_path, step=1.5),
         r"path=None": lambda: sw.save_checkpoint(net, step=1),
         r"keep_checkpoint_max=0\n.*None": lambda: sw.save_checkpoint(net, path=tmp_path, step=1, keep_checkpoint_max=0),
-        r"file.*cannot be written": lambda: sw.save_checkpoint(net, path=tmp_path / "file", step=1),
+        r"file: it is a file": lambda: sw.save_checkpoint(net, path=tmp_path / "file", step=1),
         r"file.*Not a directory": lambda: sw.save_checkpoint(net, path=tmp_path / "file" / "run", step=1),
         r"extra\['a'\]\[1\] is a object, which cannot be saved": lambda: sw.save_checkpoint(
             net, path=tmp_path, step=1, extra={"a": [1, object()]}
