@@ -17,8 +17,7 @@ Checkpoints are whole or in parts, saved at once or in the background. After eac
     unnoticed   the other processes have not ended within half a minute after one was killed
 
 Damages are those of `damage`: bits are flipped, files cut, replaced by those of another step or another model, removed,
-    in
-copies of good checkpoints. A damage is unnoticed if ``verify`` finds nothing, or a load succeeds, or fails having
+in copies of good checkpoints. A damage is unnoticed if ``verify`` finds nothing, or a load succeeds, or fails having
 changed something.
 """
 

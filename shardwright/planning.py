@@ -38,7 +38,7 @@ from .pipeline.stage_costs import recomputed
 from .pipeline.stage_search import UNITS_BY, AutomaticStages, check_automatic
 from .pipeline.stages import units_of
 from .planners.memory_fit import TooLittleMemoryError
-from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, planners
+from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, planners, warn_of_ignored_marks
 from .planners.replanning import at_other_sizes
 from .planners.semi_auto import held_parameters
 from .planners.storage_choice import fastest_storage, storages
@@ -477,7 +477,7 @@ def plan(
     uneven: bool = False,
     cluster: Any = None,
     memory: Any = None,
-    optimizer: Any = "adam",
+    optimizer: Any = None,
     strategies: Any = None,
     param_strategies: Any = None,
     pipeline: Mapping[str, Any] | None = None,
@@ -512,7 +512,7 @@ def plan(
             layouts of parameters.
         pipeline: the arguments of `AutoParallel.pipeline` as a dict; None: no pipeline.
         optimizer: the optimizer whose state counts as memory of each parameter: "adam", "momentum", "sgd", or its
-            bytes per element.
+            bytes per element; None: as for Adam.
         mixed_precision: the dtypes in which parameters are stored and read, and their gradients summed, as
             `AutoParallel` takes it.
         comm_memory: bytes by which messages under way may raise the peak of a device's memory, as `AutoParallel` takes
@@ -592,6 +592,7 @@ def plan(
 
     automatic = None if setting is None else AutomaticStages.of(setting, tuple(inputs), kwargs, captured)
     graph, wide = captured(None if automatic is None else automatic.count)
+    warn_of_ignored_marks(graph, parallel_mode)
     whole = stored_whole(net, loss_fn)
     stored = None if lies is None else lies.onto(graph, devices, 1 if setting is None else setting.stages, None, uneven)
     made: Plan | PipelinePlan

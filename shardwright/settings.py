@@ -25,7 +25,7 @@ from .planfile.plan_document import PlanDocument
 from .planners.planning_problem import PLANNERS, modes
 from .solver.search_memory import LEAST, SearchProgress
 
-__all__ = ["KEYWORDS_ELSEWHERE", "KEYWORDS_OF_WRAPPER", "MODES_ELSEWHERE", "Settings"]
+__all__ = ["KEYWORDS_ELSEWHERE", "MODES_ELSEWHERE", "Settings"]
 
 _SEARCHES = '"sharding_propagation", "recursive_programming" or "dynamic_programming"'
 
@@ -70,33 +70,6 @@ KEYWORDS_ELSEWHERE = {
     "target": "targets=",
 }
 
-#: Words of other systems, and settings that are methods of the model -> where they are set.
-KEYWORDS_OF_WRAPPER = {
-    **KEYWORDS_ELSEWHERE,
-    "full_batch": 'model.dataset_strategy("full_batch"), or "data_parallel" for full_batch=False',
-    "dataset_strategy": 'model.dataset_strategy("full_batch")',
-    "devices": "sw.init(devices=8) before",
-    "device_num": "sw.init(devices=8) before",
-    "num_devices": "sw.init(devices=8) before",
-    "backend": "sw.init(backend=...) before",
-    "hsdp": "model.hsdp()",
-    "enable_parallel_optimizer": "model.hsdp()",
-    "parallel_optimizer_config": "model.hsdp(shard_size=-1, threshold=64)",
-    "pipeline": "model.pipeline(stages=2)",
-    "pipeline_stages": "model.pipeline(stages=2)",
-    "pipeline_config": "model.pipeline(stages=2)",
-    "micro_batches": "model.pipeline(stages=2, micro_batches=4)",
-    "comm_fusion": "model.comm_fusion(...)",
-    "gradients_mean": "model.enable_gradients_mean()",
-    "strategies": "model.load_operator_strategy_file(path)",
-    "strategy_ckpt_load_file": "model.load_operator_strategy_file(path)",
-    "strategy_ckpt_save_file": "model.save_operator_strategy_file(path)",
-    "param_strategies": "model.load_param_strategy_file(path)",
-    "device_ids": "no device: sw.init finds it",
-    "target": "the target as the last argument of the call: model(x, target)",
-    "targets": "the target as the last argument of the call: model(x, target)",
-}
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -115,7 +88,8 @@ class Settings:
         memory: limit per device, for the modes that search: bytes, "70GB", or "cluster" for the device's own; None:
             no limit.
         optimizer: the optimizer whose state is stored for each parameter: "adam", "momentum", "sgd", or its bytes per
-            element.
+            element. None: plans are made as for Adam, and those of a model count the optimizer that holds its
+            parameters (`Plan.counted_optimizer`).
         strategies: a plan whose operators' strategies apply here too, with priority over the model's own marks.
         param_strategies: the storage layouts of parameters.
         pipeline: the pipeline; None: none.
@@ -143,7 +117,7 @@ class Settings:
     uneven: bool = False
     cluster: Any = None
     memory: str | float | None = None
-    optimizer: str | float = "adam"
+    optimizer: str | float | None = None
     strategies: PlanDocument | PipelineDocument | None = None
     param_strategies: ParameterStrategies | None = None
     pipeline: PipelineSettings | None = None

@@ -22,7 +22,7 @@ from .cluster import Cluster
 from .cost.communication_pass import schedule_of
 from .cost.communication_schedule import CommunicationSchedule
 from .cost.cost_model import CostModel, Price, StepInTime
-from .cost.memory_timeline import MemoryTimeline, optimizer_bytes, timeline
+from .cost.memory_timeline import CountedOptimizer, MemoryTimeline, optimizer_bytes, timeline
 from .errors import PlanError
 from .graph import Graph, Value
 from .layout import Layout, group_of
@@ -190,7 +190,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Plan(SavedPlan):
+class Plan(CountedOptimizer, SavedPlan):
     """The strategy and placement of every operator on every device; made by `shardwright.plan`.
 
     Attributes:
@@ -208,7 +208,7 @@ class Plan(SavedPlan):
     own: OwnPrograms | None = None
     cluster: Cluster | None = None
     found: SearchResult | None = None
-    optimizer: Any = "adam"
+    optimizer: Any = None
     comm_memory: float | None = None
 
     @cached_property
@@ -390,8 +390,7 @@ class Plan(SavedPlan):
         Returns:
             "parameters": parameters and buffers, as stored.
             "gradients": as the optimizer's step reads them.
-            "optimizer": the state of the plan's optimizer (see `memory_timeline.optimizer_bytes`), stored like the
-            parameters.
+            "optimizer": the state of `counted_optimizer`, stored like the parameters.
             "activations": the tensors that operators and redistributions produce in one forward and that are saved.
             "recomputed", with recomputation: the most recomputed bytes at one time.
             "gathered", with optimizer parallel or mixed precision: the weights gathered, or cast to the computation's
@@ -412,7 +411,7 @@ class Plan(SavedPlan):
         dropped = [sum(self._dropped(region)) for region in self.regions]
         state = sum(
             i.local_bytes // i.value.dtype.itemsize for i in self.program.parameters.values() if i.value.requires_grad
-        ) * optimizer_bytes(self.optimizer)
+        ) * optimizer_bytes(self.counted_optimizer)
         out = {
             "parameters": parameters,
             "gradients": gradients,

@@ -230,6 +230,30 @@ def test_what_follows_a_piece_of_the_batch_is_cut_along_it(kind: str, mode: str)
     assert report.ok and report.max_loss_difference < 1e-12, report.summary()
 
 
+ROWS = {"select": lambda x: x.select(0, 1), "index": lambda x: x[-1], "unbind": lambda x: x.unbind(0)[3]}
+
+
+class OneRow(nn.Module):
+    """A layer that reads the whole batch, and one row of it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.layer = kind, nn.Linear(32, 16, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.layer(ROWS[self.kind](x))
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_layer_of_the_batch_and_of_one_row_of_it(kind: str) -> None:
+    """The row's only dim is contracted: cut like a batch, it would ask for another layout of the weight."""
+    x, y = (torch.randn(64, n, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (32, 16))
+    plan = sw.plan(OneRow(kind), (x,), nn.MSELoss(), y, devices=8)
+    assert [op.in_strategy[1] for op in plan.operators if op.op == "linear"] == [(1, 1)] * 2
+    assert sw.verify(OneRow(kind), (x,), y, loss_fn=nn.MSELoss(), devices=8, steps=2).ok
+
+
 READS = {
     "embedding": lambda x, index: nn.functional.embedding(index, x),
     "constant index": lambda x, index: nn.functional.embedding(torch.arange(48), x),

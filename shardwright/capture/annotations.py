@@ -7,6 +7,9 @@
 2. `no_optimizer_parallel` leaves a parameter out of ZeRO/FSDP sharding (optimizer parallel).
 
 3. `PipelineSettings` holds the setting of a pipeline; `set_stage` and `stage_config` give the stage of each module.
+
+4. A mark that is given after the plan would change nothing. So `note_planned` records the modules and operators of each
+   planned model, and their marks are refused until `forget_planned`.
 """
 
 from __future__ import annotations
@@ -14,9 +17,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import FrameType
 from typing import Any, TypeVar, overload
 
@@ -26,6 +33,7 @@ from torch import nn
 from ..errors import SettingError
 from ..graph import map_leaves
 from .regions import ATTRIBUTE, RecomputeSettings, region
+from .source_lines import stack_level
 
 __all__ = [
     "CUT",
@@ -33,16 +41,19 @@ __all__ = [
     "Operator",
     "PipelineSettings",
     "be_elsewhere",
+    "check_not_planned",
     "collect_marks",
+    "forget_planned",
     "is_collecting",
     "mark_names",
-    "marked_operators",
     "no_optimizer_parallel",
+    "note_planned",
     "pipelining",
     "set_stage",
     "shard",
     "staged_modules",
     "stored_whole",
+    "warn_of_ignored_stages",
     "whole_shape",
 ]
 
@@ -139,8 +150,9 @@ class Operator:
             The operator itself. The strategy is checked against the operator when the model is planned.
 
         Raises:
-            SettingError: a priority that is not a whole number from 0.
+            SettingError: a priority that is not a whole number from 0; the model has been planned.
         """
+        check_not_planned("shard()", self)
         source = _user_line()
         if not isinstance(priority, int) or isinstance(priority, bool) or priority < 0:
             raise SettingError(
@@ -253,12 +265,13 @@ def shard(
             ``shard(in_strategy, out_strategy, priority)`` that replaces the mark.
 
     Raises:
-        SettingError: `operator` is neither a function nor a module, or the priority is not a whole number from 0.
-            Strategies are checked when the model is planned.
+        SettingError: `operator` is neither a function nor a module, or the priority is not a whole number from 0; the
+            model has been planned. Strategies are checked when the model is planned.
     """
     if isinstance(operator, Operator):
         return operator.shard(in_strategy, out_strategy, priority)
     if isinstance(operator, nn.Module):
+        check_not_planned("shard()", operator)
         held = operator.__dict__.get("shard")
         if not isinstance(held, _ReShard):
             held = _ReShard(_ModuleMark(operator), operator)
@@ -293,9 +306,11 @@ def recompute(target: Any, mp_comm_recompute: bool = True, parallel_optimizer_co
         The module or operator itself; for a function an `Operator`, to be called in its place.
 
     Raises:
-        SettingError: neither a module nor a function.
+        SettingError: neither a module nor a function; the model has been planned.
     """
     settings = RecomputeSettings(bool(mp_comm_recompute), bool(parallel_optimizer_comm_recompute))
+    if isinstance(target, (nn.Module, Operator)):
+        check_not_planned("recompute()", target)
     if isinstance(target, nn.Module):
         vars(target)[ATTRIBUTE] = settings
         return target
@@ -339,11 +354,54 @@ def mark_names(net: nn.Module) -> dict[int, str]:
     return names
 
 
-def marked_operators(net: nn.Module) -> list[Operator]:
-    """Every operator of a model that carries a strategy."""
-    return [
-        operator for _, operator in _held(net) if operator.in_strategy is not None or operator.out_strategy is not None
-    ]
+#: Modules and operators of planned models -> the wrappers that have planned them.
+_PLANNED: weakref.WeakKeyDictionary[nn.Module | Operator, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+
+
+def note_planned(model: Any, net: nn.Module, further: Iterable[Operator] = ()) -> None:
+    """Refuse further marks on a network that a wrapper has planned, until `forget_planned`.
+
+    Args:
+        model: the wrapper.
+        net: the network.
+        further: operators that the forward finds elsewhere than in attributes of modules, such as globals.
+    """
+    parts: Iterator[nn.Module | Operator] = chain(net.modules(), (operator for _, operator in _held(net)), further)
+    for part in parts:
+        _PLANNED.setdefault(part, weakref.WeakSet()).add(model)
+
+
+def forget_planned(model: Any) -> None:
+    """Let marks be given again on the network that a wrapper has planned."""
+    for models in _PLANNED.values():
+        models.discard(model)
+
+
+def check_not_planned(call: str, target: nn.Module | nn.Parameter | Operator) -> None:
+    """Check that no wrapper has planned the target of a mark. Calls inside of a captured forward pass.
+
+    Args:
+        call: the call that marks, as in ``"shard()"``.
+
+    Raises:
+        SettingError: a wrapper has.
+    """
+
+    def planned() -> bool:
+        if not isinstance(target, nn.Parameter):
+            return bool(_PLANNED.get(target))
+        parts = [part for part, models in _PLANNED.items() if models and isinstance(part, nn.Module)]
+        return any(held is target for part in parts for held in vars(part)["_parameters"].values())
+
+    if is_collecting() or not planned():
+        return
+    gc.collect()  # a wrapper that is out of use may wait in a circle of references for its collection
+    if planned():
+        raise SettingError(
+            f"{call} comes too late: the model has been called, and its plan does not change any more",
+            source=_user_line(),
+            legal=f"{call} before the first call of the model, or after model.replan(); the next call then plans anew",
+        )
 
 
 def no_optimizer_parallel(parameter: nn.Parameter | nn.Module) -> Any:
@@ -355,12 +413,13 @@ def no_optimizer_parallel(parameter: nn.Parameter | nn.Module) -> Any:
         The argument.
 
     Raises:
-        SettingError: neither a parameter nor a module.
+        SettingError: neither a parameter nor a module; the model has been planned.
     """
     if not isinstance(parameter, (nn.Parameter, nn.Module)):
         raise SettingError(
             f"no_optimizer_parallel({type(parameter).__name__})", legal="a parameter, or a module that has some"
         )
+    check_not_planned("no_optimizer_parallel()", parameter)
     for one in [parameter] if isinstance(parameter, nn.Parameter) else parameter.parameters():
         setattr(one, _STORED_WHOLE, True)
     return parameter
@@ -447,10 +506,12 @@ def set_stage(module: nn.Module, stage: int) -> nn.Module:
         The module itself.
 
     Raises:
-        SettingError: not a module, not a number from 0, or a module that is in another stage already.
+        SettingError: not a module, not a number from 0, a module that is in another stage already, or in a model that
+            has been planned.
     """
     if not isinstance(module, nn.Module):
         raise SettingError(f"set_stage: {module!r} is not an nn.Module", legal="a module of the model")
+    check_not_planned("set_stage()", module)
     _check_number("set_stage", stage)
     held = vars(module).setdefault(_STAGE, stage)
     if held != stage:
@@ -507,6 +568,18 @@ def staged_modules(net: nn.Module, config: Mapping[str, int] | None = None) -> d
                 legal="one stage for each module",
             )
     return {path: stage for path, (stage, _) in given.items()}
+
+
+def warn_of_ignored_stages(net: nn.Module) -> None:
+    """Warn of modules that `set_stage` has put into stages, for a model without a pipeline."""
+    staged = [path or type(net).__name__ for path, module in net.named_modules() if _STAGE in vars(module)]
+    if staged:
+        named = ", ".join(staged[:8]) + (f" and {len(staged) - 8} more" if len(staged) > 8 else "")
+        warnings.warn(
+            f"the stages that set_stage gave to {named} are ignored: the model has no pipeline. "
+            "model.pipeline(stages=2) makes one",
+            stacklevel=stack_level(),
+        )
 
 
 def _check_number(what: str, stage: object) -> None:

@@ -52,7 +52,7 @@ from ..torch_private import (
     stack_lines,
     without_cudnn,
 )
-from .annotations import collect_marks, mark_names, whole_shape
+from .annotations import Operator, collect_marks, mark_names, whole_shape
 from .enclosing_modules import WithLoss, scalers_refused, user_functions
 from .graph_reader import GraphReader, bare
 from .guards import GuardedPlace, Guards
@@ -184,6 +184,7 @@ class Recording:
         modules: the modules that the forward uses, by path; modules outside of the model too.
         reads: the places that were read, by identity.
         effects: the effects of the forward at each call, besides its result.
+        operators: the marked operators that were called.
         guards: check that a program of this capture is still valid for the model; None until there is a program.
     """
 
@@ -191,9 +192,10 @@ class Recording:
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     reads: dict[tuple[int, Any], GuardedPlace] = field(default_factory=dict)
     effects: Effects | None = None
+    operators: list[Operator] = field(default_factory=list)
     guards: Guards | None = None
 
-    def add(self, seen: Observation, effects: Effects) -> None:
+    def add(self, seen: Observation, effects: Effects, marks: Sequence[Operator]) -> None:
         """Record one capture.
 
         Raises:
@@ -207,6 +209,7 @@ class Recording:
             )
         self.modules, self.effects = seen.modules, effects
         self.reads.update(seen.reads)
+        self.operators.extend(marks)
 
 
 class _Exported(NamedTuple):
@@ -216,6 +219,7 @@ class _Exported(NamedTuple):
     seen: Observation
     outcome: ForwardOutcome
     program: Program
+    marks: list[Operator]
 
 
 def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, **given: Any) -> Graph:
@@ -282,7 +286,7 @@ def captures(
                 programs.remove(one.program)
             programs.insert(0, one.program)
             if recording is not None:
-                recording.add(one.seen, one.outcome.effects)
+                recording.add(one.seen, one.outcome.effects, one.marks)
             graphs.append(one.graph)
         del programs[PROGRAMS:]
     return graphs
@@ -367,7 +371,7 @@ def _captured(
                 name = bare(f"{path}.{key}" if path else key, prefix)
                 reader.assigned.append(aliases.get(name, name))
             reader.out_spec, reader.masters = watch.out_spec, stored
-            return _Exported(with_masters(reader.graph()), seen, watch.outcome, program)
+            return _Exported(with_masters(reader.graph()), seen, watch.outcome, program, marks)
 
         return traced.followed(read)
 
@@ -420,7 +424,9 @@ def _captured(
         ):
             first = "the sizes of packed sequences depend on the values of their lengths"
         said = f"{type(error).__name__}: {first}"
-        if type(error).__name__ == "GuardOnDataDependentSymNode":
+        formatted = "FakeTensor.__format__" in first  # f"{loss:.4f}"
+        if formatted or type(error).__name__ == "GuardOnDataDependentSymNode":
+            first = "data-dependent"
             said = "the forward takes a number out of a tensor (item(), float(), bool(), an if, a format), which is "
             said += "data-dependent: no tensor has values before the program runs"
         raise CaptureError(

@@ -21,6 +21,7 @@ from torch import nn
 from ..errors import CaptureError, SettingError
 from ..process import current
 from ..torch_private import parameter_table
+from .annotations import check_not_planned
 from .source_lines import user_frame
 
 __all__ = [
@@ -51,9 +52,10 @@ def layerwise_parallel(given: nn.Parameter | Callable[[int], torch.Tensor]) -> n
         The parameter.
 
     Raises:
-        SettingError: `given` is neither a parameter nor a function.
+        SettingError: `given` is neither a parameter nor a function; its model has been planned.
     """
     if isinstance(given, nn.Parameter):
+        check_not_planned("layerwise_parallel()", given)
         parameter = given
     elif isinstance(given, torch.Tensor) or not callable(given):
         raise SettingError(

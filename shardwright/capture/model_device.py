@@ -24,7 +24,7 @@ from ..torch_private import pytree
 from .annotations import is_collecting
 from .source_lines import calling_line
 
-__all__ = ["check_call", "check_inputs", "check_values", "device_of", "usable"]
+__all__ = ["check_call", "check_inputs", "check_values", "device_of", "place_of", "usable"]
 
 
 def device_of(net: nn.Module, loss_fn: Any = None, inputs: Any = ()) -> torch.device:
@@ -53,6 +53,12 @@ def device_of(net: nn.Module, loss_fn: Any = None, inputs: Any = ()) -> torch.de
         return device
     places = (*(x.device for x in _tensors(inputs)), torch.get_default_device())
     return next((device for device in places if device.type != "meta"), torch.device("cpu"))
+
+
+def place_of(module: nn.Module) -> tuple[dict[str, Any], str, torch.device] | None:
+    """The table and the name of the first parameter, or else buffer, and its device; None: there is none."""
+    tables = (getattr(part, kind) for kind in ("_parameters", "_buffers") for part in module.modules())
+    return next(((t, name, held.device) for t in tables for name, held in t.items() if held is not None), None)
 
 
 def usable(device: torch.device | str, *modules: Any) -> torch.device:

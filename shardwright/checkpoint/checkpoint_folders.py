@@ -92,8 +92,10 @@ def latest_checkpoint(path: str | Path) -> Path | None:
     """The checkpoint of the highest step in a run's folder, or None where there is none.
 
     Raises:
-        CheckpointError: a folder that cannot be read.
+        CheckpointError: a folder that cannot be read, or a file.
     """
+    if Path(path).is_file():
+        raise CheckpointError(absent(Path(path)), source=str(path), legal="the folder of a run")
     return next(reversed(steps_in(path).values()), None)
 
 

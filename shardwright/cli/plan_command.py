@@ -265,9 +265,9 @@ def plan_call(
     given = model.settings.keywords() | loss | settings
     devices = devices or current().devices
     if devices is None:
-        from ..planners.implied_inputs import implied_devices  # noqa: PLC0415  imports torch
+        from ..planners.implied_inputs import devices_of_call  # noqa: PLC0415  imports torch
 
-        devices = implied_devices(model.net)
+        devices = devices_of_call(model.net, model.loss_fn, args, kwargs)
     if given["parallel_mode"] == "stand_alone":
         devices = 1
     return make(model.net, args[:-1] if loss else args, devices=devices, kwargs=kwargs or {}, **given)

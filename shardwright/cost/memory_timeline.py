@@ -24,30 +24,133 @@ backward, recomputation and bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import SettingError
 from ..partition.local_program import LocalProgram, PlacedValue, Redistribute
 from ..partition.rematerialization import LiveRanges, RecomputedInstruction, Regather, saved_by, waiting
 
-__all__ = ["OPTIMIZERS", "Allocation", "MemoryTimeline", "optimizer_bytes", "peak", "timeline"]
+__all__ = [
+    "OPTIMIZERS",
+    "Allocation",
+    "CountedOptimizer",
+    "HeldOptimizer",
+    "MemoryTimeline",
+    "held_optimizer",
+    "optimizer_bytes",
+    "optimizer_text",
+    "peak",
+    "timeline",
+]
 
 #: Optimizer -> its float32 numbers for each element of a parameter.
 OPTIMIZERS = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
+
+#: Class of an optimizer -> the numbers that it keeps for each element of a parameter, by the settings of a group.
+_KEPT: dict[str, Callable[[Mapping[str, Any]], int]] = {
+    "SGD": lambda group: int(group["momentum"] != 0),
+    "Muon": lambda group: 1,
+    "RMSprop": lambda group: 1 + (group["momentum"] > 0) + bool(group["centered"]),
+    "Adagrad": lambda group: 1,
+    "ASGD": lambda group: 1,
+    "Rprop": lambda group: 2,
+    "Adadelta": lambda group: 2,
+    "Adamax": lambda group: 2,
+    **dict.fromkeys(("Adam", "AdamW"), lambda group: 2 + bool(group["amsgrad"])),
+    **dict.fromkeys(("NAdam", "RAdam"), lambda group: 2),
+}
+
+
+class HeldOptimizer(NamedTuple):
+    """The optimizers that hold the parameters of a model.
+
+    Attributes:
+        name: their classes, such as "AdamW" or "SGD and AdamW".
+        bytes: of state for each element of a trained parameter, on average.
+    """
+
+    name: str
+    bytes: float
+
+
+def held_optimizer(optimizers: Iterable[Any], parameters: Iterable[Any]) -> HeldOptimizer | None:
+    """The state that optimizers keep for the parameters of a model.
+
+    State that is there is counted; of torch's own optimizers the state is known before their first step. Two float32
+    moments are taken for others.
+
+    Args:
+        optimizers: torch optimizers, some of which may hold parameters of other models.
+        parameters: the model's trained parameters.
+
+    Returns:
+        None: no optimizer holds a parameter of the model.
+    """
+    groups: dict[int, tuple[Any, Mapping[str, Any]]] = {}
+    for optimizer in sorted(optimizers, key=lambda one: bool(one.state)):  # the last one that has state counts
+        groups.update({id(p): (optimizer, group) for group in optimizer.param_groups for p in group["params"]})
+    names: dict[str, None] = {}
+    elements, total = 0, 0.0
+    for parameter in parameters:
+        elements += parameter.numel()
+        if id(parameter) not in groups:
+            continue
+        optimizer, group = groups[id(parameter)]
+        name = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _KEPT), "")
+        names[type(optimizer).__name__] = None
+        tensors = [x for x in optimizer.state.get(parameter, {}).values() if getattr(x, "shape", ())]
+        if tensors:
+            total += sum(x.numel() * x.element_size() for x in tensors)
+        else:
+            total += parameter.numel() * (
+                _KEPT[name](group) * parameter.element_size() if name else 4.0 * OPTIMIZERS["adam"]
+            )
+    return HeldOptimizer(" and ".join(names), total / elements) if names and elements else None
+
+
+class CountedOptimizer:
+    """The optimizer whose state the memory of a plan counts, as a base class of plans."""
+
+    optimizer: Any
+
+    def count_optimizer(self, find: Callable[[], HeldOptimizer | None]) -> None:
+        """Count the optimizer that `find` returns at a call, where none was given for the plan."""
+        vars(self)["_find_optimizer"] = find
+
+    @property
+    def counted_optimizer(self) -> Any:
+        """The optimizer that was given for the plan, else the one that holds the model's parameters; None: there is
+        none yet, and its state is counted as for Adam."""
+        find = vars(self).get("_find_optimizer")
+        return self.optimizer if self.optimizer is not None or find is None else find()
+
+
+def optimizer_text(given: Any) -> str:
+    """The words for an optimizer beside the bytes of its state."""
+    if given is None:
+        return "as for Adam"
+    if isinstance(given, HeldOptimizer):
+        return given.name
+    return given if isinstance(given, str) else f"{given:g} B an element"
 
 
 def optimizer_bytes(given: Any) -> float:
     """Bytes of an optimizer's state for each element of a parameter.
 
     Args:
-        given: "adam" or "adamw" (two float32 moments), "momentum" (one), "sgd" (none), or the bytes.
+        given: "adam" or "adamw" (two float32 moments), "momentum" (one), "sgd" (none), the bytes, or a
+            `HeldOptimizer`; None: as for "adam".
 
     Raises:
         SettingError: any other value.
     """
+    if given is None:
+        return 4.0 * OPTIMIZERS["adam"]
+    if isinstance(given, HeldOptimizer):
+        return given.bytes
     if isinstance(given, str) and given.lower() in OPTIMIZERS:
         return 4.0 * OPTIMIZERS[given.lower()]
     if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given < float("inf"):
@@ -117,12 +220,12 @@ class MemoryTimeline:
         return out
 
 
-def peak(plan: Any, optimizer: Any = "adam") -> float:
+def peak(plan: Any, optimizer: Any = None) -> float:
     """The most bytes that a device holds at any moment of a step. See `timeline`."""
     return timeline(plan, optimizer).peak
 
 
-def timeline(plan: Any, optimizer: Any = "adam") -> MemoryTimeline:
+def timeline(plan: Any, optimizer: Any = None) -> MemoryTimeline:
     """The memory of a device over a step of a plan.
 
     Args:

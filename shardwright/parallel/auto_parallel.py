@@ -25,10 +25,11 @@ import torch
 from torch import nn
 
 from .. import autocast
+from ..capture.annotations import note_planned
 from ..capture.enclosing_modules import FunctionOfModels
 from ..capture.export import ModelAndLoss, Recording
 from ..capture.guards import HOOKS, Guards
-from ..capture.model_device import check_inputs, check_values
+from ..capture.model_device import check_inputs, check_values, place_of
 from ..capture.module_hooks import has_global_hooks, hooked
 from ..capture.source_lines import stack_level
 from ..errors import SettingError, known_keywords
@@ -36,17 +37,18 @@ from ..layout import Layout
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..pytree_objects import opened, with_tensors
 from ..runtime.compilation import Compilation
+from ..runtime.deferred_init import optimizer_finder
 from ..runtime.optimizer_guard import Accumulation, watch_steps
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram, make_program
-from ..settings import KEYWORDS_OF_WRAPPER, Settings
+from ..settings import Settings
 from ..sharded_plan import Plan
 from ..torch_private import MODULE_TABLES, hooks_of, pytree, transforms
 from .call_planning import CallPlanning
 from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch_wrapping
 from .graph_cache import GraphCache
 from .model_copies import Followers, copied
-from .setting_methods import ProgramSettings
+from .setting_methods import MODEL_KEYWORDS, ProgramSettings
 from .train_step import StepFunction
 from .transformed_calls import called_in_transform
 from .whole_model import WholeModel, attribute_of_net, refuse_calls_of_parts, signed_as_net
@@ -127,7 +129,8 @@ class AutoParallel(CallPlanning, nn.Module):
         memory: the memory limit of a device, in the modes that search: bytes, "70GB", or "cluster" for the device's
             own memory.
         optimizer: the optimizer whose state counts in each device's memory: "adam", "momentum", "sgd", or bytes of
-            state an element.
+            state an element. None: `explain` and `plan.memory` count the optimizer that holds the parameters, and a
+            search within `memory` counts as for Adam.
         max_programs: the number of programs that are kept, one for each set of input shapes and state of the model.
             The least recently used program is dropped first, and built anew when it is needed.
         varying: dims of the inputs whose sizes differ from call to call, such as (0, 1) for batch and sequence: no
@@ -149,7 +152,7 @@ class AutoParallel(CallPlanning, nn.Module):
             none of its models.
     """
 
-    @known_keywords(KEYWORDS_OF_WRAPPER)
+    @known_keywords(MODEL_KEYWORDS)
     def __init__(
         self,
         model: nn.Module | Callable[..., Any] | None = None,
@@ -168,7 +171,7 @@ class AutoParallel(CallPlanning, nn.Module):
         compile: bool | str | Callable[..., Any] | Mapping[str, Any] = False,
         cluster: Any = None,
         memory: Any = None,
-        optimizer: Any = "adam",
+        optimizer: Any = None,
         max_programs: int = 64,
         varying: Sequence[int] = (),
         mixed_precision: Any = None,
@@ -522,6 +525,9 @@ class AutoParallel(CallPlanning, nn.Module):
             refuse_calls_of_parts()
         recording = Recording(why)
         plan = self._planned(args, kwargs, module, before, recording=recording, hooks_around=hooks_around)
+        find = optimizer_finder(part for _, part in module.tables)
+        for one in [plan] if isinstance(plan, Plan) else [stage.plan for stage in plan.stages]:
+            one.count_optimizer(find)
         followers = Followers(self) if before is None else None
         program = make_program(
             plan,
@@ -544,7 +550,8 @@ class AutoParallel(CallPlanning, nn.Module):
             around,
             {place.identity for place in recording.effects.advanced()},
         )
-        self._place, self._where = _place_of(module), runtime.device
+        note_planned(self, module, recording.operators)
+        self._place, self._where = place_of(module), runtime.device
         self._stays = not runtime.processes and not runtime.chosen
         if before is None:
             self._note_parameters()
@@ -636,21 +643,6 @@ class AutoParallel(CallPlanning, nn.Module):
                 legal=f"in place of the step, {' or '.join(f'step.models[{model!r}]' for model in self.models)}",
             )
 
-    def _plan_with(self, name: str, **changed: Any) -> None:
-        super()._plan_with(name, **changed)
-        for part in self._parts():
-            part._plan_with(name, **changed)
-
-    def _run_with(self, name: str, **changed: Any) -> None:
-        super()._run_with(name, **changed)
-        for part in self._parts():
-            part._run_with(name, **changed)
-
-    def _check_before_first_call(self, name: str) -> None:
-        super()._check_before_first_call(name)
-        for part in self._parts():
-            part._check_before_first_call(name)
-
     def _parts(self) -> list[AutoParallel]:
         return [] if self._step is None else [cast("AutoParallel", part) for part in self._step.parts.values()]
 
@@ -662,6 +654,8 @@ class AutoParallel(CallPlanning, nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":
             refuse_class(value)
+        if name == "full_batch":
+            raise SettingError(f"full_batch={value!r} is no attribute of the model", legal=MODEL_KEYWORDS[name])
         super().__setattr__(name, value)
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **kwargs: Any) -> Any:
@@ -676,12 +670,6 @@ class AutoParallel(CallPlanning, nn.Module):
                 self._check_together(name)
                 raise
             return attribute_of_net(self, name)
-
-
-def _place_of(module: nn.Module) -> tuple[dict[str, Any], str, torch.device] | None:
-    """The table and the name of the first parameter, or else buffer, and its device; None: there is none."""
-    tables = (getattr(part, kind) for kind in ("_parameters", "_buffers") for part in module.modules())
-    return next(((t, name, held.device) for t in tables for name, held in t.items() if held is not None), None)
 
 
 def _differing(before: list[tuple[int, ...]], now: list[tuple[int, ...]]) -> set[int]:

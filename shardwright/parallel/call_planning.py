@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from .. import autocast
-from ..capture.annotations import staged_modules, stored_whole
+from ..capture.annotations import staged_modules, stored_whole, warn_of_ignored_stages
 from ..capture.enclosing_modules import FunctionOfModels
 from ..capture.export import ModelAndLoss, Recording, captures
 from ..capture.manual import check_held, check_mode, one_slice, own_parameters
@@ -31,6 +31,7 @@ from ..pipeline.microbatch import is_split, micro_calls
 from ..pipeline.pipeline_plan import PipelinePlan, PipelineSearchResult, StageParameter
 from ..pipeline.stage_search import AutomaticStages
 from ..planners.implied_inputs import global_inputs, implied_devices
+from ..planners.planning_problem import warn_of_ignored_marks
 from ..planning import make_pipeline, make_plan
 from ..process import Runtime, current, stream
 from ..pytree_objects import opened, with_tensors
@@ -189,8 +190,12 @@ class CallPlanning(SettingMethods):
                 )
             )
             graph, wide = captured(None if automatic is None else automatic.count)
+            if before is None and runtime.rank == 0:
+                warn_of_ignored_marks(graph, settings.parallel_mode)
+                if settings.pipeline is None:
+                    warn_of_ignored_stages(self.net)
             files = [file for file in (settings.strategies, settings.param_strategies) if file is not None]
-            devices = devices or (files[0].devices if files else implied_devices(self.net, graph) * self._groups(None))
+            devices = devices or (files[0].devices if files else implied_devices(graph) * self._groups(None))
             lies = settings.param_strategies if before is None else None
             if lies is not None:
                 groups = 1 if settings.pipeline is None else settings.pipeline.stages

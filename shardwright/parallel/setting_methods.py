@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..capture.annotations import pipelining
+from ..capture.annotations import forget_planned, pipelining
 from ..capture.export import ModelAndLoss
 from ..errors import SettingError, did_you_mean, known_keywords
 from ..partition.gradient_fusion import Fusion, fusion_of
@@ -25,9 +25,10 @@ from ..planfile.load_save import read_document
 from ..planfile.parameter_file import ParameterStrategies
 from ..planners.planning_problem import PLANNERS
 from ..runtime.compilation import Compilation
-from ..settings import Settings
+from ..settings import KEYWORDS_ELSEWHERE, Settings
 from ..sharded_plan import Plan
 from ..torch_private import gradient_hooks
+from .graph_cache import GraphCache
 from .sequence_buckets import SequenceBuckets
 
 if TYPE_CHECKING:
@@ -37,13 +38,40 @@ if TYPE_CHECKING:
     from ..process import Runtime
     from ..runtime.pipeline_step import PipelineProgram
     from ..runtime.step_program import StepProgram
-    from .graph_cache import GraphCache
 
     _Module = nn.Module  # the one subclass is a module
 else:
     _Module = object
 
-__all__ = ["ProgramSettings", "SettingMethods"]
+__all__ = ["MODEL_KEYWORDS", "ProgramSettings", "SettingMethods"]
+
+
+#: Words of other systems, and settings that are methods of the model -> where they are set.
+MODEL_KEYWORDS = {
+    **KEYWORDS_ELSEWHERE,
+    "full_batch": 'model.dataset_strategy("full_batch"), or "data_parallel" for full_batch=False',
+    "dataset_strategy": 'model.dataset_strategy("full_batch")',
+    "devices": "sw.init(devices=8) before",
+    "device_num": "sw.init(devices=8) before",
+    "num_devices": "sw.init(devices=8) before",
+    "backend": "sw.init(backend=...) before",
+    "hsdp": "model.hsdp()",
+    "enable_parallel_optimizer": "model.hsdp()",
+    "parallel_optimizer_config": "model.hsdp(shard_size=-1, threshold=64)",
+    "pipeline": "model.pipeline(stages=2)",
+    "pipeline_stages": "model.pipeline(stages=2)",
+    "pipeline_config": "model.pipeline(stages=2)",
+    "micro_batches": "model.pipeline(stages=2, micro_batches=4)",
+    "comm_fusion": "model.comm_fusion(...)",
+    "gradients_mean": "model.enable_gradients_mean()",
+    "strategies": "model.load_operator_strategy_file(path)",
+    "strategy_ckpt_load_file": "model.load_operator_strategy_file(path)",
+    "strategy_ckpt_save_file": "model.save_operator_strategy_file(path)",
+    "param_strategies": "model.load_param_strategy_file(path)",
+    "device_ids": "no device: sw.init finds it",
+    "target": "the target as the last argument of the call: model(x, target)",
+    "targets": "the target as the last argument of the call: model(x, target)",
+}
 
 
 @dataclass(frozen=True)
@@ -106,6 +134,8 @@ class SettingMethods(_Module):
     _kind: str
     _loss_trains: bool
     _programs: OrderedDict[Any, StepProgram | PipelineProgram]
+    _states: dict[Any, list[Any]]
+    _warned: bool
     _graphs: GraphCache
     _accumulation: Any
     _strategy_files: list[Any]
@@ -126,6 +156,9 @@ class SettingMethods(_Module):
 
         @property
         def settings(self) -> Settings: ...
+
+        @property
+        def in_processes(self) -> bool: ...
 
         def _runtime(self) -> Runtime: ...
 
@@ -413,6 +446,45 @@ class SettingMethods(_Module):
             for save in self._strategy_files:
                 save(plan)
 
+    def replan(self) -> Self:
+        """Forget all plans of the model. The next call captures and plans it anew, with the marks (`shardwright.shard`,
+        `recompute`, `set_stage`) that were given since, which are an error while there is a plan.
+
+            model.replan()
+            sw.shard(net.layer1, ((4, 1), (1, 1), (1,)))
+            loss = model(x, y)                              # plans, as the first call does
+
+        In one process, settings such as `hsdp` and `pipeline` may be changed as well. In several processes parameters
+        stay stored in the slices that they have, which optimizers hold: the plan redistributes them where operators
+        ask for others, and settings stay as they are. All ranks call it alike.
+
+        Returns:
+            The model.
+
+        Raises:
+            SettingError: inside of `whole` or `no_sync`; in several processes, a pipeline, whose ranks hold the
+                parameters of their own stage alone.
+        """
+        if self._whole is not None or self._accumulation.open:
+            raise SettingError(
+                f"replan() inside of {'no_sync' if self._whole is None else 'whole'}()", legal="replan() after it"
+            )
+        if self.in_processes and self._settings.pipeline is not None and self._stored is not None:
+            raise SettingError(
+                "replan() of a pipeline in several processes: each rank holds the parameters of its own stage alone",
+                legal="save_checkpoint, and load_checkpoint into a new model of a new run, with other marks",
+            )
+        self._programs.clear()
+        self._states.clear()
+        self.__dict__["_graphs"], self._warned = GraphCache(), False
+        self._used = None
+        if not self.in_processes:
+            self._stored = None
+        forget_planned(self)
+        for part in self._parts():
+            part.replan()
+        return self
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Leave the gradients of backwards inside the ``with`` block unsummed on each rank. The next backward outside
@@ -442,18 +514,28 @@ class SettingMethods(_Module):
         """Change settings that decide plans, by the method `name`."""
         self._check_before_first_call(name)
         self._settings = replace(self._settings, **changed)
+        for part in self._parts():
+            part._plan_with(name, **changed)
 
     def _run_with(self, name: str, **changed: Any) -> None:
         """Change settings that decide how plans run, by the method `name`."""
         self._check_before_first_call(name)
         self._running = replace(self._running, **changed)
+        for part in self._parts():
+            part._run_with(name, **changed)
 
     def _check_before_first_call(self, name: str) -> None:
         if self._programs or self._stored is not None:
             raise SettingError(
                 f"{name}() comes too late: the model has been called and planned",
-                legal=f"{name}() before the first call",
+                legal=f"{name}() before the first call; in a single process also after model.replan()",
             )
+        for part in self._parts():
+            part._check_before_first_call(name)
+
+    def _parts(self) -> list[Any]:
+        """The wrappers of the models of a step that calls them by themselves; `AutoParallel` may have such."""
+        return []
 
     def _check_handed(self, handed: tuple[str, Any] | None) -> None:
         """Check that the settings fit the way in which a library hands out batches.

@@ -407,7 +407,8 @@ def batch_dims(graph: Graph, bounds: dict[str, Bound], pieces: bool = False) -> 
 
     Args:
         pieces: True: also a piece of the batch (chunk, narrow) carries it, and what one entry of the batch leaves
-            (select, unbind) or an index reads of it, in its first dim.
+            (select, unbind) or an index reads of it, in its first dim. A row that select leaves does not: a layer
+            would contract it with its weight, and cut a weight that other layers of the batch hold whole.
     """
     carries = {v.name: 0 for v in graph.inputs if v.shape} if graph.batch is None else dict(graph.batch)
     for op in graph.ops:
@@ -418,8 +419,8 @@ def batch_dims(graph: Graph, bounds: dict[str, Bound], pieces: bool = False) -> 
         if pieces and op.kind in (*_PIECES, *_REMOVED):
             x = op.inputs[0]
             if op.argument("dim", 0) % len(x.shape) == carries.get(x.name):
-                at = carries[x.name] if op.kind in _PIECES else 0
-                carries.update((v.name, at) for v in outputs if len(v.shape) > at)
+                at, least = (carries[x.name], 1) if op.kind in _PIECES else (0, 2)
+                carries.update((v.name, at) for v in outputs if len(v.shape) >= least)
                 continue
         for value, dims in zip(outputs, bounds[op.name].outputs):
             for d, dim in enumerate(dims):

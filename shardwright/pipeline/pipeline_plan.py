@@ -166,7 +166,7 @@ class PipelinePlan(SavedPlan):
     micro: MicrobatchPlan
     split: tuple[bool, ...]
     cluster: Cluster | None = None
-    optimizer: Any = "adam"
+    optimizer: Any = None
     notes_of_its_own: tuple[str, ...] = ()
     chosen: PipelineSearchResult | None = None
 

@@ -12,42 +12,56 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.annotations import marked_operators
+from ..capture.export import capture
 from ..errors import SettingError
 from ..graph import Graph, Op
 from ..layout import Layout, digits_size
 from ..rules import bound_rule, find_rule
 from ..torch_private import pytree
 
-__all__ = ["global_inputs", "implied_devices"]
+__all__ = ["devices_of_call", "global_inputs", "implied_devices"]
 
 
-def implied_devices(net: nn.Module, graph: Graph | None = None) -> int:
+def implied_devices(graph: Graph) -> int:
     """The number of devices that the marks of a model imply: the least number that all marks fit.
 
     Args:
-        net: the model.
-        graph: a captured call of the model. With it, the cuts of all inputs of one operator are multiplied over the
-            operator's factors; without it, only the cuts of one tensor are.
+        graph: a captured call of the model. Marks of operators that the call does not run do not count.
 
     Returns:
-        The least common multiple of the numbers that the marks imply one by one.
+        The least common multiple of the numbers that the marks imply one by one. A tuple implies the product of its
+            cuts over the operator's factors, a `Layout` its own number of devices.
 
     Raises:
-        SettingError: nothing is marked.
+        SettingError: no operator that runs is marked.
     """
-    counts = [1 for _ in marked_operators(net)]
-    for operator in marked_operators(net):
-        for strategy in (operator.in_strategy, operator.out_strategy):
+    counts = []
+    for op in graph.ops:
+        if op.mark is None:
+            continue
+        counts.append(_devices_of(op))
+        for strategy in (op.mark.in_strategy, op.mark.out_strategy):
             for entry in strategy if isinstance(strategy, (tuple, list)) else ():
                 counts.append(entry.devices if isinstance(entry, Layout) else _product(entry))
-    counts += [_devices_of(op) for op in (graph.ops if graph is not None else ()) if op.mark is not None]
     if not counts:
         raise SettingError(
-            "how many devices? No launcher says, nor does a mark of the model",
+            "how many devices? No launcher says, nor does the mark of an operator that the model runs",
             legal="shardwright.init(devices=8), or `shardwright run --devices 8`",
         )
     return math.lcm(*counts)
+
+
+def devices_of_call(net: nn.Module, loss_fn: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> int:
+    """The number of devices that the marks of the operators in one call of a model imply.
+
+    Args:
+        net, loss_fn: the model and its loss; None: it has none.
+        args, kwargs: the arguments of the call, for the whole batch; the target is the last of `args`.
+
+    Raises:
+        SettingError: no operator that runs is marked.
+    """
+    return implied_devices(capture(net, args, kwargs, loss_fn=loss_fn))
 
 
 def _product(cuts: Any) -> int:

@@ -14,10 +14,12 @@ as they stand.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..capture.source_lines import stack_level
 from ..cluster import Cluster
 from ..cost.cost_model import CostModel
 from ..graph import Graph
@@ -25,7 +27,10 @@ from ..layout import Layout
 from ..partition.local_program import Decisions, InputPlacement
 from ..partition.parameter_sharding import OptimizerParallel
 
-__all__ = ["CUT", "PLANNERS", "Planner", "PlanningProblem", "modes", "planner", "planners"]
+__all__ = ["CUT", "PLANNERS", "Planner", "PlanningProblem", "modes", "planner", "planners", "warn_of_ignored_marks"]
+
+#: The most operators that a warning names.
+MOST = 8
 
 
 #: Storage that a search may choose for a parameter: cut over all replicas, and gathered again in the backward or kept
@@ -62,7 +67,7 @@ class PlanningProblem:
     cost_model: CostModel | None = None
     hsdp: OptimizerParallel | None = None
     memory: float | None = None
-    optimizer: str | float = "adam"
+    optimizer: str | float | None = None
     cut: OptimizerParallel = CUT
 
     @cached_property
@@ -122,6 +127,23 @@ def planners(*, searches: bool = False, fits_memory: bool = False) -> tuple[str,
         fits_memory: True: only those that keep a limit of memory.
     """
     return tuple(name for name, p in PLANNERS.items() if p.searches >= searches and p.fits_memory >= fits_memory)
+
+
+#: The modes that ignore the strategies of `shardwright.shard`.
+IGNORING = ("stand_alone", "hybrid_parallel", "data_parallel")
+
+
+def warn_of_ignored_marks(graph: Graph, mode: str) -> None:
+    """Warn of the marked operators of a graph where the mode ignores their strategies."""
+    marked = [f"{op.name} ({op.mark.source})" for op in graph.ops if op.mark is not None]
+    if mode not in IGNORING or not marked:
+        return
+    named = ", ".join(marked[:MOST]) + (f" and {len(marked) - MOST} more" if len(marked) > MOST else "")
+    warnings.warn(
+        f'parallel_mode="{mode}" ignores the strategies of {named}; modes that follow them: '
+        + ", ".join(name for name in PLANNERS if name not in IGNORING),
+        stacklevel=stack_level(),
+    )
 
 
 def modes() -> tuple[str, ...]:

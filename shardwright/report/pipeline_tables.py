@@ -17,6 +17,7 @@ from rich.text import Text
 
 from ..cluster import Cluster
 from ..cost.cost_model import PricedCollective
+from ..cost.memory_timeline import optimizer_text
 from ..layout import Digits, digits_size
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
 from ..pipeline.simulate import Once, Simulation
@@ -91,7 +92,8 @@ def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int
         console.print(_crossing(plan))
     for stage in _firsts(plan):
         sends = sum(c.sent for c in plan.collectives(stage.first))
-        say(f"{_on(plan, stage)}: {memory_line(plan.memory(stage.first))}; sends {size_text(sends)} in a step")
+        held = memory_line(plan.memory(stage.first), stage.plan.counted_optimizer)
+        say(f"{_on(plan, stage)}: {held}; sends {size_text(sends)} in a step")
     if (text := grid(plan)) is not None:
         say(text.rstrip("\n"))
     for note in plan.notes:
@@ -186,7 +188,9 @@ def summary_of_pipeline(plan: PipelinePlan, file: IO[str] | None = None) -> None
 def _stages(plan: PipelinePlan, simulation: Simulation) -> Table:
     """The table of the stages, a row each: seconds of one micro-batch, bytes on a device."""
     kinds = list(dict.fromkeys(kind for stage in plan.stages for kind in stage.plan.memory(0)))
-    numbers = ("operators", "forward", "backward", "once a step", "kept", *kinds, "waits", "peak")
+    said = {"optimizer": f"optimizer ({optimizer_text(plan.stages[0].plan.counted_optimizer)})"}
+    shown = [said.get(kind, kind) for kind in kinds]
+    numbers = ("operators", "forward", "backward", "once a step", "kept", *shown, "waits", "peak")
     made = table("stage", "ranks", *numbers, right=numbers)
     for stage in plan.stages:
         group = plan.schedule.placement[stage.number]

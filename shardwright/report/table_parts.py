@@ -17,6 +17,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from ..cost.memory_timeline import optimizer_text
 from ..layout import digits_size
 from ..pipeline.stage_choice import PipelineSearchResult, PricedPipeline
 from ..sharded_plan import Collective, OperatorPlan, ParameterPlan, Plan
@@ -61,9 +62,10 @@ class _Row:
     backward: str
 
 
-def memory_line(kinds: Mapping[str, int]) -> str:
-    """The memory of a device, by kind."""
-    return ", ".join(f"{kind} {size_text(count)}" for kind, count in kinds.items())
+def memory_line(kinds: Mapping[str, int], optimizer: Any) -> str:
+    """The memory of a device, by kind; beside the optimizer's state, the optimizer."""
+    said = {"optimizer": f" ({optimizer_text(optimizer)})"}
+    return ", ".join(f"{kind} {size_text(count)}{said.get(kind, '')}" for kind, count in kinds.items())
 
 
 def rows(plan: Plan, sent: Iterable[Collective], without: Collection[Any] = ()) -> list[_Row]:

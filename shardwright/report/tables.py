@@ -9,7 +9,7 @@ Both hand a pipeline to `pipeline_tables`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import IO
+from typing import IO, Any
 
 from rich import box
 from rich.console import Console
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from ..cluster import Cluster
 from ..cost.cost_model import PricedCollective
+from ..cost.memory_timeline import optimizer_text
 from ..layout import digits_size
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..sharded_plan import Plan
@@ -69,7 +70,7 @@ def explain(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
     console.print(Text(total(plan, sent)))
     if plan.parameters:
         console.print(parameters(plan))
-        console.print(Text(f"on a device: {memory_line(plan.memory(0))}"))
+        console.print(Text(f"on a device: {memory_line(plan.memory(0), plan.counted_optimizer)}"))
     for region in plan.regions:
         console.print(Text(f"recomputed in the backward: {region.path} ({', '.join(region.operators)})"))
     for note in plan.notes:
@@ -114,7 +115,7 @@ def summary(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
         )
     else:
         say(f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}")
-    console.print(_memory(plan.timeline.kinds, plan.peak, cluster))
+    console.print(_memory(plan.timeline.kinds, plan.peak, cluster, plan.optimizer))
     if plan.peak > cluster.memory:
         say('that is more than a device has: memory="cluster" (--memory cluster) searches for a plan that fits')
     if price.collectives:
@@ -133,11 +134,11 @@ def _table(*columns: str, right: tuple[str, ...]) -> Table:
     return table
 
 
-def _memory(kinds: dict[str, float], peak: float, cluster: Cluster) -> Table:
+def _memory(kinds: dict[str, float], peak: float, cluster: Cluster, optimizer: Any) -> Table:
     """The memory of a device at the peak of a step, by kind."""
     table = _table("on a device, when it holds most", "bytes", right=("bytes",))
     for kind, count in kinds.items():
-        table.add_row(kind, size_text(count))
+        table.add_row(f"{kind} ({optimizer_text(optimizer)})" if kind == "optimizer" else kind, size_text(count))
     table.add_row("all together", size_text(peak), style="bold")
     table.add_row(f"a device of {cluster.name} has", size_text(cluster.memory))
     return table

@@ -36,11 +36,20 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from ..capture.source_lines import calling_line
+from ..cost.memory_timeline import HeldOptimizer, held_optimizer
 from ..device_modules import sum_type
 from ..errors import SettingError
 from ..torch_private import TorchDispatchMode, move_gradient_hooks, parameter_table, pytree, storage_id, version_of
 
-__all__ = ["beginnings", "filled_later", "materialize", "no_init_parameters", "put_in_place", "substitute"]
+__all__ = [
+    "beginnings",
+    "filled_later",
+    "materialize",
+    "no_init_parameters",
+    "optimizer_finder",
+    "put_in_place",
+    "substitute",
+]
 
 _TAPE, _VERSION, _FILLED = "_shardwright_tape", "_shardwright_version", "_shardwright_filled"
 _IS_META = torch.Tensor.is_meta.__get__
@@ -400,6 +409,21 @@ def _optimizers() -> list[torch.optim.Optimizer]:
         kinds.update(found)
         found = [sub for kind in found for sub in type.__subclasses__(kind) if sub not in kinds]
     return [x for x in gc.get_referrers(*kinds) if type(x) in kinds]
+
+
+def optimizer_finder(modules: Iterable[nn.Module]) -> Callable[[], HeldOptimizer | None]:
+    """A function that looks for the optimizers of the parameters of modules, at each of its calls.
+
+    Args:
+        modules: a model and its loss, which the function does not keep alive.
+    """
+    held = [weakref.ref(module) for module in modules]
+
+    def find() -> HeldOptimizer | None:
+        alive = [module for ref in held if (module := ref()) is not None]
+        return held_optimizer(_optimizers(), [p for m in alive for p in m.parameters() if p.requires_grad])
+
+    return find
 
 
 def substitute(

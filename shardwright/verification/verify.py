@@ -28,7 +28,7 @@ from ..errors import SettingError, known_keywords
 from ..mixed_precision import MixedPrecision, one_device
 from ..parallel.auto_parallel import AutoParallel, observed
 from ..pipeline.pipeline_plan import PipelinePlan
-from ..planners.implied_inputs import implied_devices
+from ..planners.implied_inputs import devices_of_call
 from ..process import Runtime, current, stream
 from ..pytree_objects import closed, opened, with_tensors
 from ..runtime.deferred_init import materialize
@@ -173,7 +173,7 @@ def verify_call(
     Raises:
         SettingError: the number of devices is not known.
     """
-    devices = devices or current().devices or implied_devices(model.net)
+    devices = devices or current().devices or devices_of_call(model.net, model.loss_fn, args, kwargs)
 
     def wrap(twin: nn.Module, loss: Any, runtime: Runtime) -> AutoParallel:
         wrapped = _OnOneMachine(twin, loss, runtime=runtime)

@@ -104,6 +104,12 @@ def prints_a_formatted_number(m, x):
     return m.out(h)
 
 
+def prints_a_sum_of_a_format(m, x):
+    h = m.inner(x)
+    print(f"sum {h.sum():.4f}")  # here
+    return m.out(h)
+
+
 def prints_a_number_of_a_format(m, x):
     h = m.inner(x)
     print("mean " + str(round(float(h.mean()), 3)))  # here
@@ -215,6 +221,7 @@ REFUSED = {
     prints_a_number: "prints the values of tensors.* item.. takes out of it, is known once the program runs",
     prints_numbers_in_a_list: "prints the values of tensors",
     prints_a_formatted_number: "prints the values of tensors",
+    prints_a_sum_of_a_format: "takes a number out of a tensor .*no tensor has values before the program runs",
     prints_a_number_of_a_format: "takes a number out of a tensor .*no tensor has values before the program runs",
     logs_a_number: "logs the values of tensors",
     prints_a_counter: "net.calls changes at each call",

@@ -57,6 +57,14 @@ def test_names_and_values(tmp_path: Path, whole: bool) -> None:
     assert layout == {"devices": 4, "first": 0, "layout": [4, 1]}
 
 
+def test_the_latest_checkpoint_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "model.ckpt").write_text("")
+    assert sw.latest_checkpoint(tmp_path) is None and sw.latest_checkpoint(tmp_path / "none") is None
+    with pytest.raises(sw.CheckpointError, match="it is a file, and not the folder of a checkpoint") as error:
+        sw.latest_checkpoint(tmp_path / "model.ckpt")
+    assert error.value.source == str(tmp_path / "model.ckpt") and error.value.legal == "the folder of a run"
+
+
 def test_integrated_is_plain_safetensors_with_tied_weights_once(tmp_path: Path) -> None:
     net = Net(tied=True)
     path = sw.save_checkpoint(net, path=tmp_path, step=0).wait()

@@ -126,8 +126,8 @@ def test_amounts_in_words_are_never_less() -> None:
 
 
 def test_optimizers() -> None:
-    assert [optimizer_bytes(o) for o in ("adam", "AdamW", "momentum", "sgd", 12)] == [8, 8, 4, 0, 12]
-    for wrong in ("adagraft", -1, None, True):
+    assert [optimizer_bytes(o) for o in ("adam", "AdamW", "momentum", "sgd", 12, None)] == [8, 8, 4, 0, 12, 8]
+    for wrong in ("adagraft", -1, (), True):
         with pytest.raises(sw.SettingError, match="momentum"):
             optimizer_bytes(wrong)
 

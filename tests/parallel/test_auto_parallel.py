@@ -486,24 +486,19 @@ def test_replicated_statistics_are_updated_once() -> None:
 # -- capture and plan --------------------------------------------------------------------------------------------------
 
 
-def _noted(monkeypatch, name):
-    """The shapes that a function of `shardwright.parallel.call_planning` is called with."""
-    import shardwright.parallel.call_planning as module
-
-    seen, noted = [], getattr(module, name)
-
-    def counting(net, args, *rest, **named):
-        seen.append([tuple(a.shape) for a in args if isinstance(a, torch.Tensor)])
-        return noted(net, args, *rest, **named)
-
-    monkeypatch.setattr(module, name, counting)
-    return seen
-
-
 @pytest.fixture
 def captures(monkeypatch):
     """The shapes of every capture."""
-    return _noted(monkeypatch, "capture")
+    import shardwright.parallel.call_planning as module
+
+    seen, captures = [], module.captures
+
+    def counting(net, calls, **named):
+        seen.extend([tuple(a.shape) for a in args if isinstance(a, torch.Tensor)] for args, _ in calls)
+        return captures(net, calls, **named)
+
+    monkeypatch.setattr(module, "captures", counting)
+    return seen
 
 
 def test_captured_once_for_each_signature(captures) -> None:
@@ -552,7 +547,7 @@ def test_parameters_keep_their_layouts_when_the_batch_changes() -> None:
     model = parallel(net)
     model(X)
     layout = model.plan.parameters["w"].storage
-    net.op.shard(((8, 1), (1, 1)))  # too late for the parameter: it stays where it is
+    net.op = sw.shard(torch.matmul, ((8, 1), (1, 1)))  # another operator, too late for the parameter, which stays
     with pytest.warns(sw.RecaptureWarning):
         close(model(draw(32, 8)), net(draw(32, 8)))
     assert model.plan.parameters["w"].storage == layout

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import shardwright as sw
-from shardwright.capture.annotations import marked_operators
+from shardwright.capture.annotations import _held
 
 X, T = draw(16, 8), labels(16)
 BATCHES = [(draw(16, 8, seed=s), labels(16, seed=s)) for s in range(3)]
@@ -438,7 +438,7 @@ def both_runtimes_give_the_same(rank: int, world: int) -> None:
     ):
         net = make()
         one = copy.deepcopy(net)
-        for operator in marked_operators(net):
+        for _, operator in _held(net):
             halve(operator)
         got, expected = wrapped(net)(*args), one(*args)
         close(got, expected, "outputs")
