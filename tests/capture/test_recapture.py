@@ -188,7 +188,9 @@ def test_a_light_run_gives_the_graph_of_an_export(case, captures):
     sizes = [(4, 6), (4, 3), (5, 7), (1, 4), (3, 1), (choose.randint(2, 9), choose.randint(2, 9))]
     made = [inputs(*size) for size in sizes]
     follows = followed(captures, net, *(x if isinstance(x, tuple) else (x,) for x in made), **given)
-    most = 4 if case == "slices in place" else 5  # the rest of an empty slice is another program
+    # The rest of an empty slice is another program. So is attention over one row in torch 2.9, which does not copy it.
+    one_less = case == "slices in place" or (case == "attention" and torch.__version__ < "2.10")
+    most = 4 if one_less else 5
     assert sum(follows) >= most, list(zip(sizes[1:], follows))
 
 
