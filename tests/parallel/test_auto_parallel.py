@@ -486,24 +486,19 @@ def test_replicated_statistics_are_updated_once() -> None:
 # -- capture and plan --------------------------------------------------------------------------------------------------
 
 
-def _noted(monkeypatch, name):
-    """The shapes that a function of `shardwright.parallel.call_planning` is called with."""
-    import shardwright.parallel.call_planning as module
-
-    seen, noted = [], getattr(module, name)
-
-    def counting(net, args, *rest, **named):
-        seen.append([tuple(a.shape) for a in args if isinstance(a, torch.Tensor)])
-        return noted(net, args, *rest, **named)
-
-    monkeypatch.setattr(module, name, counting)
-    return seen
-
-
 @pytest.fixture
 def captures(monkeypatch):
     """The shapes of every capture."""
-    return _noted(monkeypatch, "capture")
+    import shardwright.parallel.call_planning as module
+
+    seen, made = [], module.captures
+
+    def counting(net, calls, **given):
+        seen.extend([tuple(a.shape) for a in args if isinstance(a, torch.Tensor)] for args, _ in calls)
+        return made(net, calls, **given)
+
+    monkeypatch.setattr(module, "captures", counting)
+    return seen
 
 
 def test_captured_once_for_each_signature(captures) -> None:
