@@ -50,6 +50,8 @@ $(STAMP): pyproject.toml
 	@$(VENV)/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(HELD)
 	@echo "$(VENV): installing shardwright and its test and example requirements, with $$(cat $(HELD))"
 	@$(PIP) --constraint $(HELD) --editable '.[test,examples]'
+	@$(VENV)/bin/python -c 'import torchao' >/dev/null 2>&1 || { $(VENV)/bin/python -m pip uninstall -qqy torchao; \
+	    echo "$(VENV): torchao does not run on $$(cat $(HELD)): it is removed, and its tests are skipped"; }
 	@touch $@
 
 clean:

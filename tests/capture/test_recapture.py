@@ -1,11 +1,13 @@
 """A captured model at other inputs: the graph of a light run is that of an export, or the model is exported anew."""
 
+import copy
 import functools
 import itertools
 import logging
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from capture_count import counted_captures
@@ -186,7 +188,9 @@ def test_a_light_run_gives_the_graph_of_an_export(case, captures):
     sizes = [(4, 6), (4, 3), (5, 7), (1, 4), (3, 1), (choose.randint(2, 9), choose.randint(2, 9))]
     made = [inputs(*size) for size in sizes]
     follows = followed(captures, net, *(x if isinstance(x, tuple) else (x,) for x in made), **given)
-    most = 4 if case == "slices in place" else 5  # the rest of an empty slice is another program
+    # The rest of an empty slice is another program. So is attention over one row in torch 2.9, which does not copy it.
+    one_less = case == "slices in place" or (case == "attention" and torch.__version__ < "2.10")
+    most = 4 if one_less else 5
     assert sum(follows) >= most, list(zip(sizes[1:], follows))
 
 
@@ -219,6 +223,65 @@ def test_what_a_light_run_reads_is_guarded():
         capture(net, (draw(rows, 8),), programs=programs, recording=recording)
         paths.append({place.path for place in recording.reads.values()} & {"net.short", "net.long"})
     assert len(programs) == 1 and paths == [{"net.short"}, {"net.long"}]
+
+
+# -- constants that the forward makes ----------------------------------------------------------------------------------
+
+
+def _weights_of(length):
+    return [1.0 / (i + 1) for i in range(length)]
+
+
+#: ``f(module, x)`` that makes a constant of the sizes of x, [rows, length, 8], and computes with it.
+MADE_HERE = {
+    "torch.tensor of a list": lambda m, x: x * torch.tensor(_weights_of(x.shape[1]), dtype=D)[:, None],
+    "torch.tensor of a size": lambda m, x: x @ m.w / torch.tensor(float(x.shape[0] * x.shape[1]), dtype=D),
+    "torch.tensor of one value": lambda m, x: x * torch.tensor(0.5, dtype=D) + torch.tensor([2.0] * 8, dtype=D),
+    "torch.tensor as an index": lambda m, x: x[:, torch.tensor([0, x.shape[1] - 1])] @ m.w,
+    "torch.as_tensor of a list": lambda m, x: x - torch.as_tensor([[0.25] * 8] * x.shape[1], dtype=D),
+    "torch.arange": lambda m, x: x + torch.arange(x.shape[1], dtype=D)[:, None] + torch.arange(8, 0, -1),
+    "torch.zeros": lambda m, x: torch.cat([torch.zeros(x.shape[0], 2, 8, dtype=D), x @ m.w], 1),
+    "torch.zeros, written into": lambda m, x: torch.zeros(x.shape, dtype=D).index_fill_(1, torch.tensor([0]), 3.0) + x,
+    "torch.ones, full, linspace, eye": lambda m, x: (
+        x * torch.ones(x.shape[1], 1, dtype=D)
+        + torch.full((x.shape[0], 1, 1), x.shape[1] / 2, dtype=D)
+        + torch.linspace(0, 1, x.shape[1], dtype=D)[:, None]
+        + torch.eye(x.shape[1], 8, dtype=D)
+    ),
+    "numpy array": lambda m, x: x + torch.from_numpy(np.linspace(0.0, 1.0, x.shape[1]))[:, None],
+    "numpy array of one value": lambda m, x: x * torch.from_numpy(np.arange(8.0)),
+    "numpy number": lambda m, x: x * float(np.sqrt(x.shape[1])) + np.float64(x.shape[0]).item(),
+    "torch.tensor of a numpy array": lambda m, x: x * torch.tensor(np.arange(x.shape[0]) / 7.0)[:, None, None],
+    "list": lambda m, x: torch.stack([x[:, i] * weight for i, weight in enumerate(_weights_of(x.shape[1]))], 1) @ m.w,
+    "list of rows": lambda m, x: x[:, list(range(x.shape[1]))[::-1]] @ m.w,
+    "list of tensors": lambda m, x: sum([x, torch.zeros(8, dtype=D), torch.tensor(_weights_of(8), dtype=D)]),
+}
+
+#: Constants with elements, or numbers of operators, that are others at each size: the model is exported anew there.
+OTHER_AT_EACH_SIZE = {
+    "torch.tensor of a list",
+    "torch.tensor of a size",
+    "torch.tensor as an index",
+    "torch.as_tensor of a list",
+    "numpy array",
+    "torch.tensor of a numpy array",
+    "list",
+    "list of rows",
+}
+
+
+@pytest.mark.filterwarnings("ignore::shardwright.RecaptureWarning")
+@pytest.mark.parametrize("kind", MADE_HERE)
+def test_constants_that_the_forward_makes_are_those_of_each_size(kind, captures):
+    """Each graph is that of an export, and a wrapped model computes at each size what one device does."""
+    net, sizes = Apply(MADE_HERE[kind]), ((4, 6), (6, 6), (4, 3), (8, 5), (1, 7), (2, 1), (4, 6), (12, 10))
+    follows = followed(captures, net, *((draw(*size, 8),) for size in sizes))
+    assert all(follows) == (kind not in OTHER_AT_EACH_SIZE), follows
+    sw.init(devices=4)
+    model = sw.AutoParallel(copy.deepcopy(net)).dataset_strategy("full_batch")
+    for seed, size in enumerate(sizes):
+        x = draw(*size, 8, seed=seed)
+        torch.testing.assert_close(model(x), net(x))
 
 
 # -- models that call something else at some sizes ---------------------------------------------------------------------
