@@ -191,13 +191,13 @@ class CostModel:
     def __init__(self, cluster: Any = None, devices: int | None = None) -> None:
         self.cluster = Cluster.of(cluster, devices)
         self.devices = self.cluster.devices if devices is None else devices
-        self._collectives: dict[tuple, tuple[Line, ...]] = {}
+        self._collectives: dict[tuple[Any, ...], tuple[Line, ...]] = {}
         self._conversions: dict[Redistribution, tuple[tuple[Line, ...], ...]] = {}
         self._sends: dict[Redistribution, tuple[_Sent, ...]] = {}
-        self._works: dict[tuple, OperatorWork] = {}
+        self._works: dict[tuple[Any, ...], OperatorWork] = {}
         # By id, since the hash of an operator is slow; the reference tells it from a later operator with its id.
         self._ops: dict[int, tuple[weakref.ref[Op], OperatorWork]] = {}
-        self._computes: dict[tuple, tuple[float, float]] = {}  # by the id of a work in `_works`, and shapes
+        self._computes: dict[tuple[Any, ...], tuple[float, float]] = {}  # by the id of a work in `_works`, and shapes
 
     # -- communication --
 

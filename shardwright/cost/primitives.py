@@ -299,7 +299,7 @@ class OperatorWork:
         return (self.flops[0] * part, forward), (self.flops[1] * part, backward)
 
 
-def signature(op: Op) -> tuple:
+def signature(op: Op) -> tuple[Any, ...]:
     """A key that is equal for two operators with the same work."""
     return (
         op.target,
@@ -309,7 +309,7 @@ def signature(op: Op) -> tuple:
     )
 
 
-def _described(value: Value) -> tuple:
+def _described(value: Value) -> tuple[Any, ...]:
     return value.shape, value.dtype, value.requires_grad
 
 
@@ -320,7 +320,9 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.flops, self.launched = 0.0, False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self.launched |= not getattr(func, "is_view", False) and func is not torch.ops.aten.detach.default
@@ -357,7 +359,7 @@ def work_of(op: Op) -> OperatorWork:
 _Dispatched = tuple[tuple[bool, bool], tuple[float, float], tuple[tuple[int, ...], tuple[int, ...]]]
 
 #: Recent dispatches by signature, because other plans have most of the same operators; None: the call failed.
-_LATELY: OrderedDict[tuple, _Dispatched | None] = OrderedDict()
+_LATELY: OrderedDict[tuple[Any, ...], _Dispatched | None] = OrderedDict()
 _MOST = 4096
 
 
@@ -366,7 +368,7 @@ def _tried(
 ) -> _Dispatched | None:
     """The dispatch of an operator; None where it does not run without values."""
     key = signature(op) if schema_of(op.target) is not None else None  # a target outside torch may keep a model alive
-    if key in _LATELY:
+    if key is not None and key in _LATELY:
         _LATELY.move_to_end(key)
         return _LATELY[key]
     try:
@@ -429,7 +431,8 @@ def _dims(op: Op) -> tuple[tuple[int, int, int], ...]:
     sides = [(-1 - i, dims, shape) for i, (dims, shape) in enumerate(zip(bound.outputs, bound.out_shapes))]
     sides += [(i, dims, shape) for i, (dims, shape) in enumerate(zip(bound.inputs, bound.in_shapes))]
     found = [(index, d, shape[d], factors) for index, dims, shape in sides for d, factors in enumerate(dims)]
-    out, covered = [], set()
+    out = []
+    covered: set[int] = set()
     for index, d, size, factors in sorted(found, key=lambda f: len(f[3])):
         if size > 1 and any(bound.factors[f].splittable for f in factors) and not covered.intersection(factors):
             covered.update(factors)

@@ -36,6 +36,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..graph import Graph, Op, Value
 from ..layout import Digit, Digits, Layout, beside, complement, digits_size, merge
@@ -170,7 +171,7 @@ class _Form:
         self.bound, self.devices = bound, devices
         self.contracts = not passes_through(bound)
         self.projected: dict[tuple[bool, int, Layout], dict[int, Digits]] = {}
-        self.cuts: dict[tuple, _Cut | None] = {}
+        self.cuts: dict[tuple[Any, ...], _Cut | None] = {}
         self.known: dict[Assignment, _Cut] = {}
 
     def dims(self, output: bool, index: int) -> tuple[tuple[int, ...], ...]:
@@ -193,8 +194,8 @@ class _Form:
     def of(self, assignment: Assignment) -> _Cut:
         if assignment not in self.known:
             bound = self.bound
-            wanted = [bound.input_layout(i, assignment) for i in range(len(bound.inputs))]
-            left = [bound.output_layout(k, assignment) for k in range(len(bound.outputs))]
+            wanted: list[Any] = [bound.input_layout(i, assignment) for i in range(len(bound.inputs))]
+            left: list[Any] = [bound.output_layout(k, assignment) for k in range(len(bound.outputs))]
             self.known[assignment] = _Cut(
                 assignment,
                 tuple(wanted),
@@ -207,7 +208,7 @@ class _Form:
 class _Propagation:
     def __init__(self, graph: Graph, decisions: Mapping[str, Decision], devices: int) -> None:
         self.graph, self.devices, self.decisions = graph, devices, decisions
-        forms: dict[tuple, _Form] = {}
+        forms: dict[tuple[Any, ...], _Form] = {}
         self.forms: dict[str, _Form] = {}
         for name, decision in decisions.items():
             bound = decision.bound
@@ -311,8 +312,8 @@ class _Propagation:
         value = (self.outputs[op.name] if port.output else op.inputs)[port.index]
         settled = value.name in self.parameters and offer.via in self.marked
         self.ask(op, digits, offer, offer.aggressive, settled)
-        taken = tuple(d for ds in digits.values() for d in ds)
-        spare = complement(self.devices, taken) if beside(self.devices, taken) else ()
+        every = tuple(d for ds in digits.values() for d in ds)
+        spare = complement(self.devices, every) if beside(self.devices, every) else ()
         if spare:
             for f, factor in enumerate(form.bound.factors):
                 if f not in leading and f not in digits and factor.splittable and factor.size % digits_size(spare) == 0:

@@ -97,9 +97,11 @@ def _cheaper(found: Decisions | TooLittleMemoryError, other: Decisions | TooLitt
             return found
         nearest = found if other is None else min(found, other, key=lambda error: error.least)
         raise nearest
-    bound = found.found.bound if isinstance(found, Decisions) else found.bound
-    if isinstance(found, Decisions) and found.found.cost <= other.found.cost:
+    assert other.found is not None
+    report = found.found if isinstance(found, Decisions) else None
+    if isinstance(found, Decisions) and report is not None and report.cost <= other.found.cost:
         return found
+    bound = found.bound if isinstance(found, TooLittleMemoryError) else None if report is None else report.bound
     note = "of the recursion over the device count: the search found nothing as cheap within the limit"
     return other._replace(
         found=replace(other.found, bound=None if bound is None else min(bound, other.found.cost), notes=(note,))

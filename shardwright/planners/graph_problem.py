@@ -19,6 +19,7 @@ solution to a plan; `memory_problem` adds memory to a `CostGraph`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -199,10 +200,11 @@ class _Builder:
         self.shares: dict[str, tuple[SharedState, ...]] = {}
         self.footprints: dict[str, tuple[OpCost, ...]] = {}
         self.looked_by_name: dict[str, tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]] = {}
-        self.looked_at: dict[tuple, tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]] = {}
+        self.looked_at: dict[tuple[Any, ...], tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]] = {}
         self.tables: dict[Hashable, np.ndarray] = {}
         self.asked: dict[tuple[int, int], tuple[tuple[Uses, ...], np.ndarray]] = {}
         self.left: dict[tuple[int, int], tuple[tuple[Layout, ...], np.ndarray]] = {}
+        self.used: dict[Hashable, set[SharedState]] = {}  # by kind of a shared value, states of known plans
         self.waiting: dict[str, list[tuple[int, np.ndarray]]] = {}  # by operator, edges that wait for its node
 
     # -- the inputs and outputs of the program --
@@ -234,6 +236,8 @@ class _Builder:
     def build(self) -> CostGraph:
         values = {v.name for v in self.graph.parameters.values()}
         budget = current()
+        budget.tell("costs of strategies")
+        self._used_in_known()
         for op in self.graph.ops:
             budget.tell("costs of strategies")
             options, footprints, costs = self._look_at(op)
@@ -307,7 +311,9 @@ class _Builder:
                     readers.setdefault(next(iter(uses)), set()).add(op.name)
         states = [storage for layout in wants for storage in self._storages(value, layout)]
         if not states:
-            states = [StorageState(layout, layout) for layout in wants] or [StorageState(*[self._whole(value)] * 2)]
+            states = [StorageState(layout, layout) for layout in wants] or [
+                StorageState(self._whole(value), self._whole(value))
+            ]
         several = sorted((use for use, names in readers.items() if len(names) > 1), key=str)
         states += [state._replace(use=use) for state in states for use in several if use.want == state.layout]
         self.storages[value.name] = tuple(states)
@@ -348,7 +354,12 @@ class _Builder:
         return self._distinct(self.left, prints, index, lambda p: p.leaves[index])
 
     @staticmethod
-    def _distinct(known: dict, prints: tuple[OpCost, ...], index: int, part: Any) -> tuple[tuple, np.ndarray]:
+    def _distinct(
+        known: dict[tuple[int, int], tuple[tuple[Any, ...], np.ndarray]],
+        prints: tuple[OpCost, ...],
+        index: int,
+        part: Any,
+    ) -> tuple[tuple[Any, ...], np.ndarray]:
         key = (id(prints), index)
         if key not in known:
             place: dict[Any, int] = {}
@@ -390,17 +401,17 @@ class _Builder:
     def _makes(self, op: Op, node: int, index: int, value: Value) -> None:
         """Add the edges from a value to its consumers."""
         left, which = self._leaves(op, index)
-        readers = {reader.name: (reader, i) for reader, i in reversed(self.consumers.get(value.name, ()))}
+        readers = self._readers(value)
         ends = self.ends.get(value.name, frozenset())
         if not readers:
             self.node_costs[node] = self.node_costs[node] + self.deliveries.table(left, (ends,), value)[which, 0]
         elif len(readers) == 1 and not ends:
-            ((reader, i),) = readers.values()
+            ((reader, i),) = readers
             uses, asked = self._asks(reader, i)
             table = self.deliveries.table(left, uses, value)
             self._later(reader, node, self._spread(table, which, asked))
         else:
-            self._share(node, value, left, which, list(readers.values())[::-1], ends)
+            self._share(node, value, left, which, readers, ends)
 
     def _share(
         self,
@@ -413,18 +424,11 @@ class _Builder:
     ) -> None:
         """Add the node of a value with several consumers."""
         asked = [self._asks(reader, i) for reader, i in readers]
-        several = {
-            u
-            for k, (uses, _) in enumerate(asked)
-            for s in uses
-            if len(s) == 1
-            for u in s
-            if any(s in others for others, _ in asked[:k] + asked[k + 1 :])
-        }
-        used = frozenset(s for plan in self.known for s in self._shared_in(plan, value, readers))
+        several = self._several(asked)
+        kind = ("states", left, several, ends, *_kind(value))
+        used = sorted(self.used.get(kind, ()), key=str)
         states: tuple[SharedState, ...] = self._table(
-            ("states", left, frozenset(several), ends, used, *_kind(value)),
-            lambda: tuple(dict.fromkeys((*self._shared_states(value, left, several, ends), *sorted(used, key=str)))),
+            kind, lambda: tuple(dict.fromkeys((*self._shared_states(value, left, several, ends), *used)))
         )
         firsts = self._table(("left", id(states)), lambda: self._left_costs(value, states, left, ends))
         self.shares[value.name] = states
@@ -433,6 +437,29 @@ class _Builder:
         for (reader, _i), (uses, taken) in zip(readers, asked):
             table = self._table(("shared", id(states), uses), lambda: self._shared_costs(value, states, left, uses))
             self._later(reader, own, self._spread(table, None, taken))
+
+    @staticmethod
+    def _several(asked: Sequence[tuple[tuple[Uses, ...], Any]]) -> Uses:
+        """The uses that two consumers may make."""
+        times = Counter(some for uses, _ in asked for some in uses if len(some) == 1)
+        return frozenset(use for some, count in times.items() if count > 1 for use in some)
+
+    def _used_in_known(self) -> None:
+        """Collect the states in which known plans share values, for all values that are alike: equal layers then have
+        equal states, also where a plan decides them differently."""
+        for op in self.graph.ops if self.known else ():
+            for index, value in enumerate(v for v in op.outputs if v is not None):
+                readers, ends = self._readers(value), self.ends.get(value.name, frozenset())
+                if len(readers) > 1 or (readers and ends):
+                    several = self._several([self._asks(reader, i) for reader, i in readers])
+                    kind = ("states", self._leaves(op, index)[0], several, ends, *_kind(value))
+                    for plan in self.known:
+                        self.used.setdefault(kind, set()).update(self._shared_in(plan, value, readers))
+
+    def _readers(self, value: Value) -> list[tuple[Op, int]]:
+        """The consumers of a value, each once, with the first input place."""
+        readers = {reader.name: (reader, i) for reader, i in reversed(self.consumers.get(value.name, ()))}
+        return list(readers.values())[::-1]
 
     def _shared_in(
         self, plan: Mapping[str, Strategy], value: Value, readers: list[tuple[Op, int]]
@@ -453,9 +480,7 @@ class _Builder:
         options, prints, _ = self._look_at(op)
         return prints[options.index(plan[op.name])]
 
-    def _shared_states(
-        self, value: Value, left: tuple[Layout, ...], several: set[Use], ends: Uses
-    ) -> list[SharedState]:
+    def _shared_states(self, value: Value, left: tuple[Layout, ...], several: Uses, ends: Uses) -> list[SharedState]:
         """The states of a shared value: in every layout, the uses that are cheapest to serve once."""
         uses = sorted(several, key=lambda use: (str(use.want), use.partial))
         alone = tuple(frozenset((use,)) for use in uses)
@@ -505,8 +530,8 @@ class _Builder:
         out[[not s.completed for s in states]] = np.inf
         place = {some: j for j, some in enumerate(uses)}
         for i, state in enumerate(states):
-            j = place.get(frozenset((state.use,)))
-            if state.use is not None and j is not None:
+            j = None if state.use is None else place.get(frozenset((state.use,)))
+            if j is not None:
                 out[i, j] = 0.0
         return out
 

@@ -70,7 +70,8 @@ def _product(cuts: Any) -> int:
 
 def _devices_of(op: Op) -> int:
     """The number of devices that the tuples of a mark cut for: the product of the cuts over the operator's factors."""
-    described, cuts = find_rule(op), {}
+    described = find_rule(op)
+    cuts: dict[Any, Any] = {}
     if described is not None and isinstance(op.mark.in_strategy, (tuple, list)):
         inputs = bound_rule(op, described).inputs
         for place, entry in zip(op.mark.order, op.mark.in_strategy):
@@ -79,7 +80,9 @@ def _devices_of(op: Op) -> int:
     return _product(tuple(cuts.values()))
 
 
-def global_inputs(args: tuple, kwargs: dict[str, Any], devices: int, dataset: Any) -> tuple[tuple, dict[str, Any]]:
+def global_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], devices: int, dataset: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The whole batch of which a process feeds a part, as meta tensors.
 
     Args:

@@ -128,6 +128,7 @@ def fits(search: Search, decided: Decisions, limit: float, optimizer: Any = "ada
 
 def limited(decided: Decisions, limit: float) -> Decisions:
     """A plan that was found without a limit, recorded as one within the limit."""
+    assert decided.found is not None
     return decided._replace(found=replace(decided.found, limit=limit))
 
 
@@ -136,7 +137,8 @@ class _Fitting:
         self, search: Search, held: MemoryProblem, limit: float, optimizer: Any, cause: str, solver: Solver
     ) -> None:
         self.search, self.held, self.limit, self.optimizer = search, held, limit, optimizer
-        self.cause, self.solver, self.bound = cause, solver, None
+        self.cause, self.solver = cause, solver
+        self.bound: float | None = None
         self.problem = held.cost_graph.problem
 
     def run(self) -> Decisions:

@@ -330,6 +330,7 @@ class _MemoryProblemBuilder:
         places = [self.place[reader.name] for reader, _ in readers]
         ends, last = value.name in self.ends, max(places, default=here)
         shared = self.cost_graph.shared.get(value.name)
+        handed = np.zeros(1)
         if ends:  # a result stays to the end; with a redistribution, its source stays for a while
             to = self.ends[value.name]
             handed = np.array(
@@ -439,6 +440,7 @@ class _MemoryProblemBuilder:
             ]
 
         maker = self.cost_graph.operators[op.name]
+        amount = np.zeros(0)  # of a shared value
         if shared is not None:
             carrier = self.cost_graph.shares[value.name]
             amount = self.memory.once(
@@ -527,16 +529,16 @@ class _MemoryProblemBuilder:
             if len(at) == 2 and (at[0], at[1]) not in edges:
                 edges[at[0], at[1]] = self.memory.once(("zeros", amount.shape), lambda: np.zeros(amount.shape))
             usages.append(MemoryUsage(at[0], start, stop, amount, what, at[1] if len(at) == 2 else None))
-        moved = {
-            name: {v: number[node] for v, node in getattr(cost_graph, name).items()}
-            for name in ("operators", "parameters", "shared")
-        }
+        operators, parameters, shared = (
+            {v: number[node] for v, node in nodes.items()}
+            for nodes in (cost_graph.operators, cost_graph.parameters, cost_graph.shared)
+        )
         made = Problem(tuple(costs), edges, tuple(names), tuple(usages), self.limit)
         # a dropout with p = 0 returns its input too, but no region takes it along: it has to be listed
         views = {op.name for op in self.graph.ops if self.memory.is_view(op) and hands_on(op.target)}
         remade = {v: tuple(op.name for op in ops if op.name not in views) for v, ops in self.keeping.remade.items()}
-        nodes = {v: number["kept", v] for v in kept}
-        return MemoryProblem(replace(cost_graph, problem=made, **moved), nodes, kept, self.segments, remade)
+        moved = replace(cost_graph, problem=made, operators=operators, parameters=parameters, shared=shared)
+        return MemoryProblem(moved, {v: number["kept", v] for v in kept}, kept, self.segments, remade)
 
     def turned(self, table: np.ndarray) -> np.ndarray:
         return self.memory.once(("turned", id(table)), lambda: (np.ascontiguousarray(table.T), table))[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -143,11 +143,31 @@ class Search:
     ) -> dict[str, tuple[Strategy, ...]]:
         """The strategies of every operator, those of known plans among them.
 
+        A known plan's strategy of one operator is an option of every operator that is alike: equal layers then have
+        equal options, also where a plan decides them differently.
+
         Args:
             known: plans by operator.
             atoms: the digits to assign; None: `self.atoms`.
         """
-        return options_of(self.described, self.atoms if atoms is None else atoms, self.fixed, self.outs, known)
+        strategies: dict[Hashable, dict[Strategy, Decision]] = {}
+        for plan in known:
+            for name, decision in plan.items():
+                strategies.setdefault(self._kind(name), {}).setdefault(strategy_of(decision), decision)
+        most = max(map(len, strategies.values()), default=0)
+        several = [
+            {
+                op.name: tuple(mine.values())[n]
+                for op in self.described.graph.ops
+                if n < len(mine := strategies.get(self._kind(op.name), {}))
+            }
+            for n in range(most)
+        ]
+        return options_of(self.described, self.atoms if atoms is None else atoms, self.fixed, self.outs, several)
+
+    def _kind(self, name: str) -> Hashable:
+        """The key that operators share which may have the same strategies."""
+        return self.described.kinds[name], self.outs.get(name), name in self.fixed
 
     def cost_graph(
         self,

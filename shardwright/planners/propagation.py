@@ -91,9 +91,11 @@ def sharding_propagation(problem: PlanningProblem) -> Decisions:
     if bound_to or solution.cost < NEAR * made.cost({name: strategy_of(decision) for name, decision in along.items()}):
         return Decisions(decisions, carries, found)
 
+    stored = None if problem.stored is None else dict(problem.stored)
+
     def price(chosen: dict[str, Decision]) -> float:
         try:
-            made = Plan(graph, devices, "semi_auto", problem.fed, chosen, carries, problem.stored, problem.hsdp)
+            made = Plan(graph, devices, "semi_auto", problem.fed, chosen, carries, stored, problem.hsdp)
             return problem.costs.plan(made).total
         except PlanError:  # a parameter in two layouts
             return math.inf
@@ -104,10 +106,9 @@ def sharding_propagation(problem: PlanningProblem) -> Decisions:
             f"no operator follows a mark: that would take {ours * 1e6:.4g} µs a step, along the batch it takes "
             f"{theirs * 1e6:.4g} µs"
         )
-        first = next((decision for decision in along.values() if _marked(decision.op)), None)
-        if first is None:
-            return Decisions(along, carries, replace(found, cost=theirs))
-        along[first.op.name] = replace(first, note="; ".join(filter(None, (first.note, said))))
+        marked = next((decision for decision in along.values() if _marked(decision.op)), None)
+        if marked is not None:
+            along[marked.op.name] = replace(marked, note="; ".join(filter(None, (marked.note, said))))
         return Decisions(along, carries, replace(found, cost=theirs))
     return Decisions(decisions, carries, found)
 

@@ -36,7 +36,7 @@ from .memory_fit import TooLittleMemoryError, fit, fits, limited
 from .memory_problem import holding
 from .plan_search import Search
 from .planning_problem import PlanningProblem, planner
-from .search_space import atoms_of, options_among
+from .search_space import Strategy, atoms_of, options_among
 
 __all__ = ["recursion", "recursive_programming"]
 
@@ -86,7 +86,7 @@ def recursion(search: Search, memory: float | None = None, free: Decisions | Non
         return free
     if fits(search, free, memory, optimizer):
         return limited(free, memory)
-    nearest = None
+    nearest: TooLittleMemoryError | None = None
     for hope in HOPES if len(search.described.graph.ops) <= LARGE else LARGE_HOPES:
         try:
             return levels.run(memory, hope)
@@ -94,6 +94,7 @@ def recursion(search: Search, memory: float | None = None, free: Decisions | Non
             nearest = error if nearest is None or error.least < nearest.least else nearest
             if not levels.hoped:
                 break  # no level kept its limit: a smaller `hope` changes nothing
+    assert nearest is not None
     raise nearest
 
 
@@ -102,7 +103,7 @@ class _Recursion:
 
     def __init__(self, search: Search, optimizer: Any, cut: OptimizerParallel) -> None:
         self.search, self.described, self.optimizer, self.cut = search, search.described, optimizer, cut
-        self.grown: dict[tuple, tuple[Assignment, ...]] = {}
+        self.grown: dict[tuple[Any, ...], tuple[Assignment, ...]] = {}
         #: True where a level above the last kept its limit in the latest run: a smaller `hope` would have given it a
         #: smaller limit.
         self.hoped = False
@@ -137,7 +138,7 @@ class _Recursion:
                 if solution.gap:
                     gaps[digit] = solution.gap
             assigned = {name: decision.assignment for name, decision in decided.decisions.items()}
-            strategies += decided.found.strategies
+            strategies += sum(map(len, made.options.values()))
         assert decided is not None and decided.found is not None
         notes = (
             (
@@ -181,7 +182,7 @@ class _Recursion:
                         todo.append(other)
         return out
 
-    def options(self, assigned: dict[str, Assignment], digit: Digit | None) -> dict:
+    def options(self, assigned: dict[str, Assignment], digit: Digit | None) -> dict[str, tuple[Strategy, ...]]:
         """The strategies of every operator on a level."""
 
         def among(op: Op, bound: Bound) -> tuple[Assignment, ...]:

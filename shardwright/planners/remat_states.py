@@ -44,9 +44,9 @@ import numpy as np
 
 from ..graph import Op, Value
 from ..layout import Layout
-from ..partition.local_program import made_by, reads
+from ..partition.local_program import Instruction, made_by, reads
 from ..partition.rematerialization import LiveRanges, waiting
-from .graph_problem import CostGraph, SharedState
+from .graph_problem import CostGraph, SharedState, Uses
 from .search_space import KeptTensors, OpCost, keeps, saved_inside
 
 __all__ = ["ABSENT", "DROPPED", "KEPT", "OperatorMemory", "RematStates", "SaveOrRecompute", "inside"]
@@ -101,7 +101,8 @@ class _Part:
 
     def backward(self) -> float:
         lives, reached = self.lives, {name for name in self.left if self.grows(name)}
-        begin, backward = dict.fromkeys(reached, 0), []
+        begin = dict.fromkeys(reached, 0)
+        backward: list[tuple[int, Instruction]] = []
         until = [0] * len(self.program)  # by instruction, the moment after its backward
         for place, instruction in reversed(list(enumerate(self.program))):
             if any(made.name in reached for made in made_by(instruction)):
@@ -666,7 +667,7 @@ class RematStates:
             return math.inf
         return 0.0
 
-    def _fits_read(self, value: Value, state: SaveOrRecompute, asked: frozenset) -> float:
+    def _fits_read(self, value: Value, state: SaveOrRecompute, asked: Uses) -> float:
         want = _want(asked)
         if state.layout is not None and want != state.layout:
             return math.inf
@@ -675,7 +676,7 @@ class RematStates:
         return 0.0
 
 
-def _want(asked: frozenset) -> Layout | None:
+def _want(asked: Uses) -> Layout | None:
     """The one layout of the uses; None where there are several."""
     wants = {use.want for use in asked}
     return wants.pop() if len(wants) == 1 else None

@@ -74,7 +74,7 @@ def _alike(mine: Op, theirs: Op, devices: int) -> bool:
     for a, b in zip((*mine.inputs, *mine.outputs), (*theirs.inputs, *theirs.outputs)):
         if (a is None) != (b is None):
             return False
-        if a is None or a.shape == b.shape:
+        if a is None or b is None or a.shape == b.shape:
             continue
         if len(a.shape) != len(b.shape) or any(
             x != y and math.gcd(x, devices) != math.gcd(y, devices) for x, y in zip(a.shape, b.shape)

@@ -43,6 +43,7 @@ from ..partition.local_program import (
     Instruction,
     LocalOp,
     PlacedValue,
+    Redistribute,
     description,
     made_by,
     reads,
@@ -82,7 +83,7 @@ def casts_of(source: Layout, uses: frozenset[Use]) -> int:
     if len(uses) < 2:
         return len(uses)
     router = _router(source, uses, True, Master(torch.float64, torch.float32))
-    return sum(move.casts for move in router.out)
+    return sum(move.casts for move in router.out if isinstance(move, Redistribute))
 
 
 @lru_cache(maxsize=1 << 20)
@@ -108,11 +109,9 @@ def conversions_of(
         return None
     out: list[tuple[Redistribution, bool]] = []
     for move in router.out:
-        out += [
-            (c, back)
-            for c, back in ((move.forward, False), (move.backward, True))
-            if c is not None and not c.is_identity
-        ]
+        if isinstance(move, Redistribute):
+            both = (move.forward, False), (move.backward, True)
+            out += [(c, back) for c, back in both if c is not None and not c.is_identity]
     return tuple(out)
 
 
@@ -146,7 +145,7 @@ def _sorted(source: Layout, use: Use) -> tuple[Layout, Use]:
     want, devices = use.want, source.devices
     if devices & (devices - 1):
         return source, use
-    pairs = sorted((pair for pair in zip(source.dims, want.dims) if pair[0] or pair[1]), key=_number)
+    pairs = sorted((pair for pair in zip(source.dims or (), want.dims or ()) if pair[0] or pair[1]), key=_number)
     return (
         Layout.of(devices, (a for a, _ in pairs), source.partial, source.reduction),
         Use(Layout.of(devices, (b for _, b in pairs), want.partial, want.reduction), use.partial, use.operator),
@@ -179,9 +178,11 @@ class EdgeCosts:
 
     def __init__(self, costs: Any) -> None:
         self.costs = costs
-        self.known: dict[tuple, np.ndarray] = {}
-        self.footprints: dict[tuple, Any] = {}  # by (kind of operator, strategy)
-        self.terms: dict[tuple, tuple[list[tuple[Redistribution, bool]], np.ndarray, np.ndarray, np.ndarray]] = {}
+        self.known: dict[tuple[Any, ...], np.ndarray] = {}
+        self.footprints: dict[tuple[Any, ...], Any] = {}  # by (kind of operator, strategy)
+        self.terms: dict[
+            tuple[Any, ...], tuple[list[tuple[Redistribution, bool]], np.ndarray, np.ndarray, np.ndarray]
+        ] = {}
 
     def price(self, source: Layout, uses: Iterable[Use], value: Value, parameter: bool = False) -> float:
         """Seconds to serve uses of a value that lies in `source`; infinite where that is impossible."""
@@ -326,10 +327,9 @@ def op_cost(decision: Decision, costs: Any) -> OpCost:
     made = 0
     instructions = tuple(map(_on_padded, router.out) if decision.bound.uneven else router.out)
     for i in instructions:
-        own = isinstance(i, LocalOp)
-        results = [o for o in i.outputs if o is not None] if own else [i.target]
+        results = [o for o in i.outputs if o is not None] if isinstance(i, LocalOp) else [i.target]
         known.update((o.name, o) for o in results)
-        if own or i.source.name not in fed or i.forward.exchanges_halos:
+        if isinstance(i, LocalOp) or i.source.name not in fed or i.forward.exchanges_halos:
             forward += costs.forward(i, known)
             if any(o.value.requires_grad for o in results):
                 backward += costs.backward(i, known)
@@ -358,8 +358,10 @@ def _on_padded(instruction: Instruction) -> Instruction:
     """An instruction with all its values padded to their layouts' cuts."""
     if isinstance(instruction, LocalOp):
         return replace(instruction, outputs=tuple(o and _padded(o) for o in instruction.outputs))
-    operand = {"operand": _padded(instruction.operand)} if isinstance(instruction, GlobalExtreme) else {}
-    return replace(instruction, source=_padded(instruction.source), target=_padded(instruction.target), **operand)
+    source, target = _padded(instruction.source), _padded(instruction.target)
+    if isinstance(instruction, GlobalExtreme):
+        return replace(instruction, source=source, target=target, operand=_padded(instruction.operand))
+    return replace(instruction, source=source, target=target)
 
 
 #: Most atoms that a search assigns: an operator has up to (factors + 1) to this power strategies.
@@ -493,7 +495,7 @@ def options_of(
         outs: by operator, the output layouts that marks settle.
         known: plans whose strategies are to be among the options, so that no search does worse than they.
     """
-    cuts: dict[tuple, tuple[Assignment, ...]] = {}
+    cuts: dict[tuple[Any, ...], tuple[Assignment, ...]] = {}
 
     def all_of(op: Op, bound: Bound) -> tuple[Assignment, ...]:
         form = (bound.factors, bound.inputs, bound.outputs)
@@ -520,7 +522,7 @@ def options_among(
     """
     known = tuple(known)
     opened: dict[str, frozenset[Digits]] = {}  # value -> the digits of partial sums in which it may be left
-    alike: dict[tuple, tuple[tuple[Strategy, ...], tuple[frozenset[Digits], ...]]] = {}
+    alike: dict[tuple[Any, ...], tuple[tuple[Strategy, ...], tuple[frozenset[Digits], ...]]] = {}
     kept: list[tuple[Assignment, ...]] = []  # kept alive, so that no two of them have one id
     out: dict[str, tuple[Strategy, ...]] = {}
     for op in described.graph.ops:
@@ -623,7 +625,7 @@ class _Program:
         return isinstance(other, _Program) and self.key == other.key
 
     @property
-    def key(self) -> tuple:
+    def key(self) -> tuple[Any, ...]:
         said = []
         for i in self.footprint.program:
             made = i.outputs if isinstance(i, LocalOp) else (i.target,)

@@ -15,11 +15,12 @@ and `dynamic` search.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ..errors import ShardwrightError, StrategyError
 from ..graph import Graph, Op, Value
-from ..layout import Layout, allocate, beside
+from ..layout import Digits, Layout, allocate, beside
 from ..mixed_precision import is_float_cast
 from ..partition.local_program import Decision, Decisions, InputPlacement, batch_dims, batch_factor, description
 from ..partition.parameter_sharding import stored_layouts
@@ -182,10 +183,10 @@ class _Views:
         graph: Graph,
         devices: int,
         fed: InputPlacement,
-        described: dict,
+        described: Mapping[str, tuple[Rule, Bound, str | None]],
         decisions: dict[str, Decision],
         carries: dict[str, int],
-        stored: dict[str, Layout],
+        stored: Mapping[str, Layout],
     ) -> None:
         self.graph, self.devices, self.described, self.decisions = graph, devices, described, decisions
         self.carries = carries
@@ -219,7 +220,7 @@ class _Views:
                     layout = layout.with_partial(self.passed(op, decision))
                 self.layouts[value.name] = decision.out[i] if decision.out is not None else layout
 
-    def passed(self, op: Op, decision: Decision) -> tuple:
+    def passed(self, op: Op, decision: Decision) -> Digits:
         """The digits of the partial sum that passes through a view which follows its input."""
         came = self.layouts.get(op.inputs[0].name)
         if came is None or not came.partial or not decision.rule.is_linear(op) or len(op.inputs) > 1:
@@ -232,7 +233,8 @@ class _Views:
 
     def best(self, op: Op) -> Decision:
         rule, bound, note = self.described[op.name]
-        demands = self.demands(op.outputs[0])
+        made = op.outputs[0]
+        demands = self.demands(made)
         came = self.layouts.get(op.inputs[0].name) if op.inputs else None
         candidates: list[tuple[Assignment, str]] = []
         if came is not None:
@@ -256,7 +258,7 @@ class _Views:
                 left = left.with_partial(passed)
                 if not passed:
                     total += self.traffic(op.inputs[0], came, decision.wanted(0))
-            return total + sum(self.traffic(op.outputs[0], left, demand) for demand in demands)
+            return total + (0.0 if made is None else sum(self.traffic(made, left, demand) for demand in demands))
 
         best = min(candidates, key=cost)
         return Decision(op, rule, bound, best[0], cause=best[1], note=note or (said if best[0] == along else None))
@@ -281,6 +283,7 @@ class _Views:
                 elif i == 0:
                     bound = self.described[op.name][1]
                     pulled = (bound.follow({0: d}, of_outputs=True) for d in self.demands(op.outputs[0]))
-                    found.update(dict.fromkeys(bound.input_layout(0, p) for p in pulled if p is not None))
+                    wants = (bound.input_layout(0, p) for p in pulled if p is not None)
+                    found.update(dict.fromkeys(want for want in wants if want is not None))
             self.demanded[value.name] = tuple(found)
         return self.demanded[value.name]

@@ -240,7 +240,7 @@ class _Search:
             looks += 1
             for _ in range(many):
                 messages.sweep()
-                cost = self.core.cost(messages.states)
+                cost = self.core.cost(messages.states.tolist())
                 if cost < least or least == np.inf:
                     found, least = messages.states.copy(), cost
                 if self.late:
@@ -250,14 +250,16 @@ class _Search:
                 self.offer(descend(self.core, found.tolist(), until=self.until, seed=self._descents))
                 self._descents += 1
             if sum(int(mark.sum()) for mark in messages.alive) < SHRUNK * left:
-                messages = self.keep(messages)
-                if messages is None:
+                kept = self.keep(messages)
+                if kept is None:
                     return
+                messages = kept
             elif many == SWEEPS[-1] and messages.bound - before <= STALLED * (self.cost - self.bound):
                 break
         self.keep(messages)
 
     def solution(self, note: str) -> Solution:
+        assert self.states is not None
         return Solution(tuple(self.states), self.cost, self.bound, (note,))
 
     def finish(self, gone: Eliminated) -> None:
@@ -332,7 +334,7 @@ def wide(problem: Problem, states: Sequence[int], *, most: int = 2**12, seed: in
     """
     random = np.random.default_rng(seed)
     sizes = [len(own) for own in problem.costs]
-    order = elimination_order(sizes, problem.edges, most=most, hold=random.uniform(0.2, 1.0, len(sizes)))
+    order = elimination_order(sizes, problem.edges, most=most, hold=random.uniform(0.2, 1.0, len(sizes)).tolist())
     held = [False] * len(sizes)
     for v in order.held:
         held[v] = True

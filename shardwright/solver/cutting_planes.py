@@ -83,7 +83,8 @@ class Prices:
     """
 
     def __init__(self, count: int, limit: float) -> None:
-        self.limit, self.cuts = limit, []
+        self.limit = limit
+        self.cuts: list[Cut] = []
         self.multipliers, self.bound = np.zeros(count), -np.inf
 
     def see(self, multipliers: np.ndarray, value: float, cut: Cut) -> None:
@@ -359,10 +360,12 @@ class _PricedSearch:
         least = max(abs(self.prices.bound), 1e-300)
         cap, most = FIRST_PRICE * least, MOST_PRICE * least
         exact = isinstance(self.pricing, Pricing)
-        direct = exact and self.pricing.work <= DIRECT
+        direct = isinstance(self.pricing, Pricing) and self.pricing.work <= DIRECT
+        part: Any = self.pricing
         lacking, spliced = np.inf, False
         for turn in range(ROUNDS):
-            part: Any = self.pricing if direct else Part(self.problem, self.rows, self.marks())
+            if not direct:
+                part = Part(self.problem, self.rows, self.marks())
             self.tell()
             known = Prices(self.rows.count, self.rows.limit)
             known.cuts, known.multipliers = list(self.known.values()), self.prices.multipliers
@@ -400,7 +403,7 @@ class _PricedSearch:
             self.keep(part)
             self.splice()
         if self.states is not None and not self.near:
-            self.windows()
+            self.windows(self.states)
         if not self.near and len(self.problem.costs) <= MIXED:
             self.mix()
         return (
@@ -525,21 +528,20 @@ class _PricedSearch:
         self.states, self.cost = found
         return True
 
-    def windows(self) -> None:
-        """Choose stretches of nodes anew, one after the other."""
+    def windows(self, states: list[int]) -> None:
+        """Choose stretches of nodes anew, one after the other, from states within the limit."""
         alive = self.marks()
-        for mark, state in zip(alive, self.states):
+        for mark, state in zip(alive, states):
             mark[state] = True
         count, random = len(self.problem.costs), np.random.default_rng(0)
         for _ in range(WINDOWS):
             self.tell()
             length = int(random.integers(LENGTH // 8, LENGTH))
             begin = int(random.integers(-length // 2, max(count - length // 2, 1)))
-            self.take(
-                self.splicer.window(
-                    self.states, max(begin, 0), min(begin + length, count), alive, self.prices.multipliers, self.cost
-                )
-            )
+            end = min(begin + length, count)
+            found = self.splicer.window(states, max(begin, 0), end, alive, self.prices.multipliers, self.cost)
+            if self.take(found) and found is not None:
+                states = found[0]
             if self.near:
                 break
 
@@ -564,6 +566,7 @@ class _PricedSearch:
         return sorted(self.known.values(), key=lambda cut: cut.cost + float(prices @ (cut.used - limit)))
 
     def solution(self, note: str) -> Solution:
+        assert self.states is not None
         bound = min(self.cost, self.prices.bound)
         if self.cost - bound <= 1e-9 * abs(self.cost):
             note, bound = "exact: the bound meets the cost", self.cost

@@ -38,6 +38,7 @@ import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, overload
 
 import numpy as np
 
@@ -103,7 +104,7 @@ class Facts:
     """Properties of single tables, remembered by identity."""
 
     def __init__(self) -> None:
-        self._columns: dict[tuple[int, int], tuple] = {}
+        self._columns: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._shares: dict[int, tuple[float, np.ndarray]] = {}
 
     def share(self, table: np.ndarray) -> float:
@@ -146,6 +147,8 @@ class Facts:
 
 MOST = 2**24  # most entries of a joint: 128 MiB where it is made at once, about 50 ms
 
+Costs = Sequence[np.ndarray]
+Edges = Mapping[tuple[int, int], np.ndarray]
 Scope = tuple[int, ...]  # nodes, ascending
 
 
@@ -350,7 +353,7 @@ class Tables:
         self.facts = Facts() if facts is None else facts
         self.left = math.inf if most is None else most
         self.budget = current()
-        self._made: dict[tuple, tuple[np.ndarray, tuple]] = {}
+        self._made: dict[tuple[Any, ...], tuple[np.ndarray, tuple[Any, ...]]] = {}
         self._vectors: dict[bytes, np.ndarray] = {}
 
     def vector(self, values: np.ndarray) -> np.ndarray:
@@ -433,9 +436,8 @@ def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int, facts
             turned = np.ascontiguousarray(turned)
         aligned.append((frozenset(where), turned.reshape(shape), turned.base is None))
     pairs = [(facts.share(table), where, n) for n, (where, table) in enumerate(parts) if len(where) == 2 and dims > 1]
-    found = min(pairs, key=lambda entry: entry[0], default=(1.0, (), -1))
-    if found[0] <= SPARSE:
-        found = found[0], found[1], aligned[found[2]][1]
+    share, scope, number = min(pairs, key=lambda entry: entry[0], default=(1.0, (0, 0), -1))
+    sparse = aligned[number][1] if share <= SPARSE else None
     aligned.sort(key=lambda part: -part[1].size)
     joined: list[tuple[frozenset[int], np.ndarray, bool]] = []
     for has, table, own in aligned:  # a table within another is added to it: less work than in the joint
@@ -448,17 +450,17 @@ def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int, facts
     tables = [table for _, table, _ in sorted(joined, key=lambda part: part[1].size)]
     if len(tables) == 1:
         return tables[0].min(axis=0)
-    if found[0] <= SPARSE:
-        return _by_group(tables, dims, max(found[1]), found[2])
-    shape = np.broadcast_shapes(*(table.shape for table in tables))
-    if math.prod(shape) <= AT_ONCE:
+    if sparse is not None:
+        return _by_group(tables, dims, max(scope), sparse)
+    whole = np.broadcast_shapes(*(table.shape for table in tables))
+    if math.prod(whole) <= AT_ONCE:
         joint = tables[0]
         for table in tables[1:]:
             joint = joint + table
         return joint.min(axis=0)
-    least = np.empty(shape[1:])
-    rows = max(1, BLOCK // math.prod(shape[2:]))
-    for first in range(0, shape[1], rows):
+    least = np.empty(whole[1:])
+    rows = max(1, BLOCK // math.prod(whole[2:]))
+    for first in range(0, whole[1], rows):
         part = slice(first, first + rows)
         _by_state([table if table.shape[1] == 1 else table[:, part] for table in tables], least[part])
     return least
@@ -494,17 +496,19 @@ def _by_group(tables: Sequence[np.ndarray], dims: int, dim: int, which: np.ndarr
     shape = np.broadcast_shapes(*(table.shape for table in tables))
     least = np.empty(shape[1:])
     finite = np.isfinite(which).reshape(which.shape[0], -1)
-    at = (slice(None),) * (dim + 1)
+    at: tuple[Any, ...] = (slice(None),) * (dim + 1)
     for state in range(finite.shape[1]):
         rows = np.flatnonzero(finite[:, state])
         if not len(rows):
             least[(*at[1:], state)] = np.inf
             continue
-        joint: np.ndarray | None = None
+        parts = []
         for table in tables:
             part = table if table.shape[dim + 1] == 1 else table[(*at, slice(state, state + 1))]
-            part = part if part.shape[0] == 1 else part[rows]
-            joint = part if joint is None else joint + part
+            parts.append(part if part.shape[0] == 1 else part[rows])
+        joint = parts[0]
+        for part in parts[1:]:
+            joint = joint + part
         least[(*at[1:], slice(state, state + 1))] = joint.min(axis=0)
     return least
 
@@ -572,12 +576,13 @@ class Eliminated:
         """
         made, every = self._made, slice(None)
         for v, tables in reversed(self._back):
-            costs = None
+            costs: Any = 0.0
             for number, before, after in tables:
                 of_v = made[number]
                 if before or after:
-                    of_v = of_v[(*[states[u] for u in before], every, *[states[u] for u in after])]
-                costs = of_v if costs is None else costs + of_v
+                    at: tuple[Any, ...] = (*[states[u] for u in before], every, *[states[u] for u in after])
+                    of_v = of_v[at]
+                costs = costs + of_v
             states[v] = int(costs.argmin())
         return states
 
@@ -597,7 +602,7 @@ class Script:
     def __init__(self, sizes: Sequence[int], pairs: Iterable[tuple[int, int]], order: Order) -> None:
         self._pairs = tuple(pairs)
         self._back: list[tuple[int, tuple[Seen, ...]]] = []
-        self._work: list[tuple] = []
+        self._work: list[tuple[Any, ...]] = []
         self._at: list[dict[Scope, int]] = [{(v,): v} for v in range(len(sizes))]
         for number, pair in enumerate(self._pairs, len(sizes)):
             self._at[pair[0]][pair] = self._at[pair[1]][pair] = number
@@ -647,13 +652,16 @@ class Script:
         for u in scope:
             self._at[u][scope] = number
 
+    @overload
+    def run(self, costs: Costs, edges: Edges, *, made: Tables | None = None, until: None = None) -> Eliminated: ...
+
+    @overload
     def run(
-        self,
-        costs: Sequence[np.ndarray],
-        edges: Mapping[tuple[int, int], np.ndarray],
-        *,
-        made: Tables | None = None,
-        until: float | None = None,
+        self, costs: Costs, edges: Edges, *, made: Tables | None = None, until: float | None
+    ) -> Eliminated | None: ...
+
+    def run(
+        self, costs: Costs, edges: Edges, *, made: Tables | None = None, until: float | None = None
     ) -> Eliminated | None:
         """Eliminate the nodes.
 
@@ -685,13 +693,20 @@ class Script:
         return Eliminated(constant, {scope: tables[n] for scope, n in self._left.items()}, tables, self._back)
 
 
+@overload
 def eliminate(
-    costs: Sequence[np.ndarray],
-    edges: Mapping[tuple[int, int], np.ndarray],
-    order: Order,
-    *,
-    made: Tables | None = None,
-    until: float | None = None,
+    costs: Costs, edges: Edges, order: Order, *, made: Tables | None = None, until: None = None
+) -> Eliminated: ...
+
+
+@overload
+def eliminate(
+    costs: Costs, edges: Edges, order: Order, *, made: Tables | None = None, until: float | None
+) -> Eliminated | None: ...
+
+
+def eliminate(
+    costs: Costs, edges: Edges, order: Order, *, made: Tables | None = None, until: float | None = None
 ) -> Eliminated | None:
     """Eliminate the nodes in that order; see `Script.run`."""
     return Script([len(own) for own in costs], edges, order).run(costs, edges, made=made, until=until)

@@ -34,8 +34,9 @@ The file has four parts:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -151,7 +152,8 @@ SWEEPS = 48  # most sweeps of the shorter problem
 LOOK = 4  # sweeps between two checks of the bound
 STALLED = 3e-5  # relative change of the bound between two checks below which the sweeps end
 ENTRIES = 2**29  # entries of tables in all sweeps together; about 2 s
-BEST = 3  # states of a node that the sweeps propose
+NEAR_PRICES = 0.3  # relative change of the prices up to which sweeps begin with the last messages; measured
+BEST = 6  # states of a node that the sweeps propose
 
 
 class SweptPricing:
@@ -165,7 +167,8 @@ class SweptPricing:
     def __init__(self, problem: Problem, rows: Rows) -> None:
         self.problem, self.rows = problem, rows
         self._period = period(problem.costs, problem.edges)
-        self._last: Messages | None = None
+        #: Of the last sweeps: their problem, the prices by usage, their messages.
+        self._last: tuple[Shorter, np.ndarray, dict[Pair, np.ndarray]] | None = None
 
     def least(self, multipliers: np.ndarray) -> tuple[float, list[np.ndarray]]:
         """A lower bound of L at these multipliers, and by node the states (bool) that look best at them.
@@ -181,28 +184,44 @@ class SweptPricing:
             short = Shorter(nodes, edges, np.array(nodes), {pair: pair for pair in edges})
         inner = Problem(tuple(costs[v] for v in short.nodes), short.edges)
         try:
-            messages = Messages(inner)
+            messages = Messages(inner, dtype=np.float32)  # `bound_of` does not round
         except OutOfBudgetError:
             return self._unswept(costs, edges, short) - float(multipliers.sum()) * self.rows.limit, self._nearest(
                 inner, short
             )
         budget = current()
-        if self._last is not None:
-            messages.resume(self._last)
-        self._last = messages
+        prices = self.rows.prices(multipliers)
+        messages.begin(self._carried(short, prices))
         once = max(1, sum(table.size for table in short.edges.values()))
-        before = -np.inf
-        for turn in range(max(LOOK, min(SWEEPS, ENTRIES // once))):
+        value = before = -np.inf
+        most = max(LOOK, min(SWEEPS, ENTRIES // once))
+        for turn in range(most):
             budget.watch()
             messages.sweep()
-            if turn % LOOK == LOOK - 1:
-                if messages.bound - before <= STALLED * abs(messages.bound):
+            if turn % LOOK == LOOK - 1 or turn == most - 1:
+                found = bound_of(costs, edges, short, messages.sent())
+                value = max(value, found)
+                if found - before <= STALLED * abs(found):
                     break
-                before = messages.bound
-        thetas, sent = messages.thetas(), messages.sent()
-        value = bound_of(costs, edges, short, sent)
-        looks = [self._look(theta, state) for theta, state in zip(thetas, messages.states.tolist())]
+                before = found
+        self._last = short, prices, messages.received()
+        looks = [self._look(theta, state) for theta, state in zip(messages.thetas(), messages.states.tolist())]
         return value - float(multipliers.sum()) * self.rows.limit, [looks[v] for v in short.stands.tolist()]
+
+    def _carried(self, short: Shorter, prices: np.ndarray) -> dict[Pair, np.ndarray]:
+        """The messages of the last sweeps as messages of another shorter problem; none where its prices are far from
+        the last ones."""
+        out: dict[Pair, np.ndarray] = {}
+        if self._last is None:
+            return out
+        before, old, messages = self._last
+        if float(np.abs(prices - old).sum()) > NEAR_PRICES * float(prices.sum()):
+            return out
+        for pair, (x, y) in short.pairs.items():
+            if (x, y) not in out:
+                a, b = before.pairs[pair]
+                out[x, y], out[y, x] = messages[a, b], messages[b, a]
+        return out
 
     def forget(self) -> None:
         """Release the messages of the last sweeps, from which the next sweeps would begin."""
@@ -261,12 +280,12 @@ def bound_of(
         if key not in known:
             known[key] = float((table - down[:, None] - up).min())
         total += known[key]
-    sums: dict[tuple, float] = {}
+    sums: dict[tuple[Any, ...], float] = {}
     for own, mine in zip(costs, thetas):
-        key = (own.tobytes(), *map(id, mine))
-        if key not in sums:
-            sums[key] = float(sum(mine, own).min())
-        total += sums[key]
+        alike = (own.tobytes(), *map(id, mine))
+        if alike not in sums:
+            sums[alike] = float(sum(mine, own).min())
+        total += sums[alike]
     return total
 
 
@@ -335,7 +354,7 @@ class Batched:
         for a, b in problem.edges:
             slot(a, b)
         level_of: dict[object, int] = {}  # by node or pair, the level of its last change
-        found: dict[tuple, list] = {}
+        found: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
         for v, around in order.steps:
             if sizes[v] == 1:  # no joint is made: each neighbour is a step
                 for u in around:
@@ -345,9 +364,9 @@ class Batched:
                 self._step(found, level_of, slot, v, around)
         self._steps = [self._packed(key, mine) for key, mine in sorted(found.items(), key=lambda item: item[0][0])]
         self._given = {}
-        for shape, mine in tables.items():
-            self._given[shape] = given = np.zeros((len(mine), *shape))
-            for n, table in enumerate(mine):
+        for shape, some in tables.items():
+            self._given[shape] = given = np.zeros((len(some), *shape))
+            for n, table in enumerate(some):
                 if table is not None:
                     given[n] = table
         self._tables = {shape: given.copy() for shape, given in self._given.items()}
@@ -359,7 +378,14 @@ class Batched:
             if a in left and b in left
         ]
 
-    def _step(self, found: dict, level_of: dict, slot, v: int, around: tuple[int, ...]) -> None:
+    def _step(
+        self,
+        found: dict[tuple[Any, ...], list[tuple[Any, ...]]],
+        level_of: dict[object, int],
+        slot: Callable[[int, int], int],
+        v: int,
+        around: tuple[int, ...],
+    ) -> None:
         """Add one step to those of its level and shape."""
         sizes = self.sizes
         pairs = [(v, u) if v < u else (u, v) for u in around]
@@ -372,7 +398,7 @@ class Batched:
             (v, around, [slot(*pair) for pair in pairs], slot(*around) if len(around) == 2 else -1)
         )
 
-    def _packed(self, key: tuple, mine: list) -> _Steps:
+    def _packed(self, key: tuple[Any, ...], mine: list[tuple[Any, ...]]) -> _Steps:
         _, size, around, turned = key
         nodes = np.array([step[0] for step in mine])
         near = []
@@ -426,7 +452,7 @@ class Batched:
             {pair: tables[shape][at] for pair, shape, at in self._pairs},
         )
 
-    def _between(self, near: tuple) -> np.ndarray:
+    def _between(self, near: tuple[Any, ...]) -> np.ndarray:
         """The tables between a step's nodes and one neighbour each: (steps, own states, its states)."""
         _, _, shape, at, turn = near
         tables = self._tables[shape][at]
@@ -553,7 +579,7 @@ class Ascent:
         """
         priced = self.priced
         now = priced.sweep(sweeps)
-        states = priced.lift(priced.messages.states())
+        states = priced.lift(priced.messages.states().tolist())
         over = priced.rows.over(states)
         self._over = over if self._over is None else 0.6 * self._over + 0.4 * over
         multipliers = priced.multipliers

@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -65,7 +66,7 @@ class InfeasibleMemoryError(PlanError):
     states: tuple[int, ...] | None = None
     bound: float | None = None
 
-    def located(self, **where) -> InfeasibleMemoryError:
+    def located(self, **where: Any) -> InfeasibleMemoryError:
         out = super().located(**where)
         out.moments, out.least, out.enough = self.moments, self.least, self.enough
         out.states, out.bound = self.states, self.bound
@@ -115,6 +116,7 @@ def least_memory(problem: Problem, *, seconds: float | None = None, near: float 
     small = sum(table.size for table in inner.problem.edges.values()) <= SMALL
     if pricing is not None and (large or pricing.work <= QUICK):
         found = leanest_by_prices(bound, rows, pricing, low)
+        assert found.states is not None
         if large:
             return replace(found, states=tuple(inner.lift(found.states[:-1])))
         if np.isfinite(free.cost(found.states[:-1])):  # HiGHS does the rest of the range
@@ -162,17 +164,17 @@ def infeasible(
     found = LeastMemory(least, None, None) if least is not None else least_memory(problem, seconds=seconds, near=near)
     if known is not None:
         bound, times = binding(replace(problem, limit=-1.0))
-        held = float(Rows.of(bound, len(times)).used((*known, 0)).max(initial=0.0))
-        if found.enough is None or held < found.enough:
-            found = LeastMemory(found.least, held, tuple(known))
+        most = float(Rows.of(bound, len(times)).used((*known, 0)).max(initial=0.0))
+        if found.enough is None or most < found.enough:
+            found = LeastMemory(found.least, most, tuple(known))
     bound, times = binding(replace(problem, limit=-1.0))
     rows = Rows.of(bound, len(times))
-    held = rows.least()
+    held, limit = rows.least(), np.inf if problem.limit is None else problem.limit
     if (
-        not (held > problem.limit).any() and found.states is not None and near < APART
+        not (held > limit).any() and found.states is not None and near < APART
     ):  # each moment can be met, but not all at once
-        held = rows.used((*_lean(problem, found), 0))
-    over = np.flatnonzero(held > problem.limit)
+        held = rows.used((*_lean(problem, found.states, found.enough), 0))
+    over = np.flatnonzero(held > limit)
     moments = tuple(int(times[row]) for row in over)
     worst = over[np.argsort(-held[over], kind="stable")][:SHOWN]
     shown = ", ".join(
@@ -186,18 +188,17 @@ def infeasible(
     else:
         legal = f"a limit of {found.enough:,.0f}; none below {found.least:,.0f} can be kept"
     error = InfeasibleMemoryError(
-        f"no plan keeps the memory limit of {problem.limit:,.0f}"
-        + (f"; it cannot be met at {shown}{more}" if shown else ""),
+        f"no plan keeps the memory limit of {limit:,.0f}" + (f"; it cannot be met at {shown}{more}" if shown else ""),
         legal=legal,
     )
     error.moments, error.least, error.enough, error.states = moments, found.least, found.enough, found.states
     return error
 
 
-def _lean(problem: Problem, found: LeastMemory) -> tuple[int, ...]:
-    """States that keep the least limit and take little memory besides."""
-    if _large(problem):
-        return found.states
+def _lean(problem: Problem, states: tuple[int, ...], limit: float | None) -> tuple[int, ...]:
+    """States that keep the limit of these states and take little memory besides."""
+    if _large(problem) or limit is None:
+        return states
     inner = consistent(problem)
     bound, times = binding(replace(inner.problem, limit=-1.0))
     rows, ones = Rows.of(bound, len(times)), np.ones(len(times))
@@ -206,9 +207,9 @@ def _lean(problem: Problem, found: LeastMemory) -> tuple[int, ...]:
         {pair: np.where(np.isfinite(table), 0.0, np.inf) for pair, table in inner.problem.edges.items()}, ones
     )
     try:
-        return tuple(inner.lift(_fits(replace(inner.problem, costs=tuple(costs), edges=edges), found.enough, None)))
+        return tuple(inner.lift(_fits(replace(inner.problem, costs=tuple(costs), edges=edges), limit, None)))
     except PlanError:  # none in the time: return the known states
-        return found.states
+        return states
 
 
 def _who(problem: Problem, moment: int) -> str:

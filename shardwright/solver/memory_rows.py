@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -102,7 +103,7 @@ class _Extremes:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._allowed = [np.isfinite(own) for own in problem.costs]
-        self._known: dict[tuple, tuple[tuple[float, float], object]] = {}
+        self._known: dict[tuple[Any, ...], tuple[tuple[float, float], object]] = {}
 
     def of(self, use: MemoryUsage) -> tuple[float, float]:
         problem = self.problem
@@ -112,7 +113,8 @@ class _Extremes:
             if edge is None:
                 some = np.asarray(use.amount)[self._allowed[use.node]]
             else:
-                allowed = np.isfinite(edge) & self._allowed[use.node][:, None] & self._allowed[use.other]
+                own, other = (self._allowed[v] for v in use.nodes)
+                allowed = np.isfinite(edge) & own[:, None] & other
                 some = np.asarray(use.amount)[allowed]
             self._known[key] = (float(some.min(initial=np.inf)), float(some.max(initial=-np.inf))), use.amount
         return self._known[key][0]
@@ -174,7 +176,7 @@ class Rows:
         array = np.array(which, np.int64)
         return cls(
             count,
-            problem.limit,
+            np.inf if problem.limit is None else problem.limit,
             node,
             first,
             last,
@@ -192,8 +194,8 @@ class Rows:
 
     def held(self, states: Sequence[int]) -> np.ndarray:
         """By usage, the memory of the states."""
-        states = np.asarray(states, np.int64)
-        mine, theirs = states[self.node], states[self.other]
+        chosen = np.asarray(states, np.int64)
+        mine, theirs = chosen[self.node], chosen[self.other]
         return self.amounts[self.offset + np.where(self.step > 0, mine * self.step + theirs, mine)]
 
     @property
@@ -309,9 +311,9 @@ def kinds(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray]) -> np.n
     return _kinds(costs, looks)
 
 
-def _kinds(costs: Sequence[np.ndarray], looks: Sequence[list[tuple[int, ...]]]) -> np.ndarray:
+def _kinds(costs: Sequence[np.ndarray], looks: Sequence[Sequence[tuple[int, ...]]]) -> np.ndarray:
     """By node, a number that it shares with the nodes of equal costs and equal looks."""
-    number: dict[tuple, int] = {}
+    number: dict[tuple[Any, ...], int] = {}
     return np.array([number.setdefault((own.tobytes(), *sorted(mine)), len(number)) for own, mine in zip(costs, looks)])
 
 

@@ -12,7 +12,9 @@ live usages are not part of those of another moment, and where it can bind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -117,7 +119,7 @@ def milp(problem: Problem, *, seconds: float | None = None, work: float | None =
         mine = where[where >= 0].tolist()
         rows.add(1.0, 1.0, mine, [1.0] * len(mine))
     paid: list[float] = []  # by y
-    known: dict[tuple[int, ...], tuple] = {}
+    known: dict[tuple[int, ...], tuple[Any, ...]] = {}
     between: dict[tuple[int, int], list[np.ndarray]] = {}  # by edge, the amounts that both nodes decide
     for use in problem.usages if problem.limit is not None else ():
         if use.other is not None:
@@ -147,6 +149,7 @@ def milp(problem: Problem, *, seconds: float | None = None, work: float | None =
                 both = pair[pair >= 0].tolist()
                 if states or both:
                     rows.add(0.0, 0.0, both + states, [1.0] * len(both) + [-1.0] * len(states))
+    limit = math.inf if problem.limit is None else problem.limit
     for living in moments(problem) if problem.limit is not None else ():
         held: dict[int, np.ndarray] = {}
         shared: dict[tuple[int, int], np.ndarray] = {}
@@ -159,17 +162,17 @@ def milp(problem: Problem, *, seconds: float | None = None, work: float | None =
                 shared[pair] = shared.get(pair, 0) + np.asarray(use.amount, float)
         most = sum(float(amount[column[v] >= 0].max(initial=0.0)) for v, amount in held.items())
         most += sum(float(amount.max(initial=0.0)) for amount in shared.values())
-        if most > problem.limit:
-            pairs = [(int(c), float(m)) for v, amount in held.items() for c, m in zip(column[v], amount) if c >= 0]
+        if most > limit:
+            entries = [(int(c), float(m)) for v, amount in held.items() for c, m in zip(column[v], amount) if c >= 0]
             for pair, amount in shared.items():
                 number, first, second = chosen[pair]
-                pairs += [
+                entries += [
                     (int(c), float(m))
                     for c, m in zip(number.ravel(), amount[np.ix_(first, second)].ravel())
                     if c >= 0 and m
                 ]
-            unit = max(abs(problem.limit), 1.0)
-            rows.add(-highspy.kHighsInf, problem.limit / unit, [c for c, _ in pairs], [m / unit for _, m in pairs])
+            unit = max(abs(limit), 1.0)
+            rows.add(-highspy.kHighsInf, limit / unit, [c for c, _ in entries], [m / unit for _, m in entries])
     if work is not None and FEWEST * len(rows.columns) > work:
         raise PlanError(
             f"no assignment was found: a matrix of {len(rows.columns):,} entries is more than HiGHS is asked"

@@ -31,8 +31,9 @@ where state 1 of i costs the same. State 1 stays: with state 1 of j, state 0 of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -83,7 +84,7 @@ class RestrictedProblem:
 
 def interned(problem: Problem) -> Problem:
     """The same problem with equal tables as one object: operations on them are then computed once."""
-    known: dict[tuple, np.ndarray] = {}
+    known: dict[tuple[Any, ...], np.ndarray] = {}
     by_id: dict[int, np.ndarray] = {}
 
     def one(table: np.ndarray) -> np.ndarray:
@@ -102,7 +103,7 @@ def restrict(problem: Problem, alive: Sequence[np.ndarray]) -> RestrictedProblem
     """The problem with the states that are marked alive (bool, by node). Equal cuts of one table are one table."""
     marks = [mark.tobytes() for mark in alive]
     full = [bool(mark.all()) for mark in alive]
-    cut: dict[tuple, np.ndarray] = {}
+    cut: dict[tuple[Any, ...], np.ndarray] = {}
     numbers = {}
     for text, mark in zip(marks, alive):
         if text not in numbers:
@@ -110,10 +111,9 @@ def restrict(problem: Problem, alive: Sequence[np.ndarray]) -> RestrictedProblem
     costs = []
     for own, text, whole in zip(problem.costs, marks, full):
         if not whole:
-            key = (id(own), text)
-            if key not in cut:
-                cut[key] = own[numbers[text]]
-            own = cut[key]
+            if (id(own), text) not in cut:
+                cut[id(own), text] = own[numbers[text]]
+            own = cut[id(own), text]
         costs.append(own)
     edges = {}
     for (i, j), table in problem.edges.items():
@@ -191,7 +191,8 @@ def arcs(problem: Problem) -> list[np.ndarray] | Wiped:
             key = (id(allowed), axis, text)
             mark = supported.get(key)
             if mark is None:
-                mark = supported[key] = (allowed[alive[v]] if axis == 0 else allowed[:, alive[v]]).any(axis=axis)
+                mark = np.asarray((allowed[alive[v]] if axis == 0 else allowed[:, alive[v]]).any(axis=axis))
+                supported[key] = mark
             lost = alive[u] & ~mark
             if lost.any():
                 alive[u] = alive[u] & mark
@@ -276,16 +277,15 @@ def undominated(problem: Problem, *, rounds: int = 3) -> RestrictedProblem:
     for use in problem.usages if problem.limit is not None else ():
         for axis, v in enumerate(use.nodes):
             uses[v].append((np.asarray(use.amount), axis, None if use.other is None else use.nodes[1 - axis]))
-    known: dict[tuple, np.ndarray] = {}  # the states that stay; equal layers are compared once
+    known: dict[tuple[Any, ...], np.ndarray] = {}  # the states that stay; equal layers are compared once
     held = []  # keeps alive the tables that `known` identifies by id
     total = RestrictedProblem(problem, tuple(np.arange(len(own)) for own in problem.costs))
-    changed = range(len(problem.costs))
+    changed: Collection[int] = range(len(problem.costs))
     for _ in range(rounds):
         now = total.problem
         alive = [np.ones(len(own), bool) for own in now.costs]
-        look = set(changed)
-        changed = []
-        for v in look:
+        less: list[int] = []
+        for v in set(changed):
             own = now.costs[v]
             tables = [(now.edges[v, u], 0) if v < u else (now.edges[u, v], 1) for u in near[v]]
             if not 1 < len(own) <= MOST_STATES:
@@ -304,12 +304,12 @@ def undominated(problem: Problem, *, rounds: int = 3) -> RestrictedProblem:
                 held.append(tables)
             if not known[key].all():
                 alive[v] = known[key]
-                changed.append(v)
-        if not changed:
+                less.append(v)
+        if not less:
             break
         step = restrict(now, alive)
         total = RestrictedProblem(step.problem, tuple(kept[more] for kept, more in zip(total.kept, step.kept)))
-        changed = {u for v in changed for u in near[v]} | set(changed)
+        changed = {u for v in less for u in near[v]} | set(less)
     return total
 
 
@@ -537,9 +537,9 @@ def merged(problem: Problem, into: Mapping[int, int]) -> Merged:
         problem: the problem.
         into: node -> the neighbour to merge it into; a node takes part once.
     """
-    known: dict[tuple, tuple] = {}
+    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
-    def once(key: tuple, make, *held) -> np.ndarray:
+    def once(key: tuple[Any, ...], make: Callable[[], Any], *held: Any) -> Any:
         if key not in known:
             known[key] = (make(), *held)
         return known[key][0]

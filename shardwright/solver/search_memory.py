@@ -80,7 +80,9 @@ class SearchBudget:
         self.progress = progress
         self._began = self._said = time.monotonic()
         self._resident = resident_memory()
-        self.phase, self.best, self.bound = "", None, None
+        self.phase = ""
+        self.best: float | None = None
+        self.bound: float | None = None
 
     @property
     def grown(self) -> float:

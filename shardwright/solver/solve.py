@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -84,8 +85,8 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     bound, times = binding(inner.problem)
     if bound.limit is None:
         left = None if seconds is None else until - time.monotonic()
-        found = solve(replace(problem, usages=(), limit=None), seconds=left)
-        return replace(found, notes=(*found.notes, "the memory limit cannot be broken"))
+        free = solve(replace(problem, usages=(), limit=None), seconds=left)
+        return replace(free, notes=(*free.notes, "the memory limit cannot be broken"))
     rows = Rows.of(bound, len(times))
     over = rows.least() > bound.limit
     if over.any():
@@ -119,9 +120,9 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
             if found is None and known is None:
                 raise
             better = None
-        if found is None and better is None:
-            return _leanest(problem, infeasible(problem, known=known, near=gap), priced)
         found = _best_of(found, better)
+        if found is None:
+            return _leanest(problem, infeasible(problem, known=known, near=gap), priced)
         states, least = found.states, found.bound
     states = tuple(inner.lift(states[:-1]))
     cost = problem.cost(states)
@@ -156,7 +157,7 @@ def _leanest(problem: Problem, error: InfeasibleMemoryError, bound: float | None
         InfeasibleMemoryError: the limit does not allow them.
     """
     error.bound = bound
-    if error.states is None or error.enough is None or error.enough > problem.limit:
+    if error.states is None or error.enough is None or problem.limit is None or error.enough > problem.limit:
         raise error
     cost = problem.cost(error.states)
     if bound is None:
@@ -166,11 +167,12 @@ def _leanest(problem: Problem, error: InfeasibleMemoryError, bound: float | None
     return Solution(error.states, cost, min(cost, bound), ("the plan of the least memory known",))
 
 
-def _best_of(a: Solution | None, b: Solution | None) -> Solution:
-    """The cheaper of two answers, with the higher of their bounds; at least one is not None."""
+def _best_of(a: Solution | None, b: Solution | None) -> Solution | None:
+    """The cheaper of two answers, with the higher of their bounds; None where both are."""
     if a is None or b is None:
         return b if a is None else a
-    best, bound = min(a, b, key=lambda found: found.cost), max(a.bound, b.bound)
+    best: Solution = min(a, b, key=lambda found: found.cost)
+    bound = max(a.bound, b.bound)
     return replace(best, bound=min(bound, best.cost))
 
 
@@ -184,10 +186,11 @@ class _Best:
 
     def __init__(self, problem: Problem, rows: Rows) -> None:
         self.problem, self.rows = problem, rows
-        self.states, self.cost = None, np.inf
+        self.states: list[int] | None = None
+        self.cost = np.inf
         self.taken: list[np.ndarray] = []  # all states that were seen, in order
 
-    def see(self, states) -> bool:
+    def see(self, states: Sequence[int]) -> bool:
         """Record states; True where they keep the limit and are cheaper than the best."""
         self.taken.append(np.asarray(states, np.int16))
         if (self.rows.used(states) > self.rows.limit).any():
@@ -214,7 +217,7 @@ def _searched(problem: Problem, rows: Rows, until: float, gap: float, prices: np
     less = reduced(problem)
     found = _search(less.problem, Rows.of(less.problem, rows.count), until, gap, prices)
     return replace(
-        found, states=less.lift(found.states), cost=found.cost + less.constant, bound=found.bound + less.constant
+        found, states=tuple(less.lift(found.states)), cost=found.cost + less.constant, bound=found.bound + less.constant
     )
 
 
@@ -263,9 +266,9 @@ def _search(problem: Problem, rows: Rows, until: float, gap: float, prices: np.n
             best.see(step.lift(whole.lift(found.states)))
             least = found.bound + whole.constant
             if found.gap == 0:
-                return replace(proved, states=tuple(best.states), cost=best.cost, bound=best.cost)
+                return replace(proved, states=tuple(best.states or ()), cost=best.cost, bound=best.cost)
             return Solution(
-                tuple(best.states),
+                tuple(best.states or ()),
                 best.cost,
                 min(best.cost, max(priced.bound, least)),
                 ("bounds and HiGHS; not proved",),

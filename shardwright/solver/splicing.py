@@ -58,21 +58,22 @@ class Splicer:
             The states and their cost; None where there are none.
         """
         best: tuple[list[int], float] | None = None
-        for a, b in ((first, second), (second, first)):
-            a, b = np.asarray(a, np.int64), np.asarray(b, np.int64)
+        one, other = np.asarray(first, np.int64), np.asarray(second, np.int64)
+        used = self.rows.used(first), self.rows.used(second)
+        for a, b in ((one, other), (other, one)):
             costs = self._own.along(a, b) + self._edges.along(a, b)
             fits = np.ones(len(costs), bool)
-            over = np.maximum(self.rows.used(a), self.rows.used(b)) - self.rows.limit
+            over = np.maximum(*used) - self.rows.limit
             for row in np.argsort(-over, kind="stable")[:WORST]:
                 if over[row] > 0:
                     fits &= self._held(a, b, int(row)) <= self.rows.limit
             places = np.flatnonzero(fits & (costs < below))
             for k in places[np.argsort(costs[places], kind="stable")[:TRIED]]:
-                states = np.concatenate([a[:k], b[k:]])
+                states = [*a[:k].tolist(), *b[k:].tolist()]
                 if self.fits(states):
                     cost = self.problem.cost(states)
                     if cost < below:
-                        below, best = cost, (states.tolist(), cost)
+                        below, best = cost, (states, cost)
                     break
         return best
 

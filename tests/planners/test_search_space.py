@@ -9,6 +9,7 @@ import random
 import gpt
 import pytest
 import torch
+from one_device import assert_as_one_device
 from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -415,3 +416,38 @@ def test_processes_each_find_the_same_plan_and_train_as_one_device_does() -> Non
 def test_a_limit_for_a_mode_that_searches_nothing_is_an_error() -> None:
     with pytest.raises(SettingError, match="memory"):
         planned("mlp", "semi_auto", memory="70GB")
+
+
+# -- experts as one product --
+
+
+class Experts(nn.Module):
+    """Every token goes to every expert, in proportion; the experts are the batch of one product."""
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(experts, *shape) / shape[0] ** 0.5) for shape in ((width, hidden), (hidden, width))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sent = torch.einsum("ce,cd->ecd", self.router(x).softmax(-1), x)
+        hidden = F.gelu(torch.einsum("ecd,edf->ecf", sent, self.up))
+        return x + torch.einsum("ecf,efd->cd", hidden, self.down)
+
+
+@pytest.mark.parametrize("mode", SEARCHING)
+def test_a_product_of_experts_is_cut_between_experts_where_that_pays(mode: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(Experts(4, 16, 64), Experts(4, 16, 64)).double()
+    batches = [(torch.randn(8, 16, dtype=torch.float64),) for _ in range(2)]
+    model = assert_as_one_device(net, *batches, devices=4, mode=mode, cluster=cluster(4))
+    products = {op.name: op.in_strategy for op in model.plan.operators if op.op == "einsum"}
+    whole = [cuts for cuts in products.values() if len(cuts[0]) == 3]
+    assert len(whole) == 4 and all(cuts == ((4, 1, 1), (4, 1, 1)) for cuts in whole), products
+    experts = [p for name, p in model.plan.parameters.items() if name.endswith(("up", "down"))]
+    assert all(p.local_shape(rank) == (1, *p.shape[1:]) for p in experts for rank in range(4))
+    # many tokens of little width: their cut sends less than the experts' results
+    many = sw.plan(Experts(4, 4, 4), (torch.zeros(4096, 4),), parallel_mode=mode, devices=4, cluster=cluster(4))
+    assert all(p.local_shape(0) == p.shape for name, p in many.parameters.items()), many.parameters

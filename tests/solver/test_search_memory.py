@@ -4,7 +4,11 @@ come."""
 from __future__ import annotations
 
 import gc
+import json
 import os
+import subprocess
+import sys
+import tracemalloc
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from paths import EXAMPLES, ROOT
 from torch import nn
 
 import shardwright as sw
@@ -74,6 +79,20 @@ def layers(count: int, seed: int = 0, hub: bool = False) -> Problem:
             edges[0, at + 1] = positions
         usages += [MemoryUsage(at + n, at + n, 8 * count - at - n, amount) for n, amount in enumerate(held)]
     return Problem(tuple(costs), edges, (), tuple(usages), None)
+
+
+def widened(problem: Problem, times: int) -> Problem:
+    """The problem with so many copies of each state; what was one table is one table."""
+    made = {
+        id(table): table for table in (*problem.costs, *problem.edges.values(), *(u.amount for u in problem.usages))
+    }
+    wide = {key: np.tile(table, (times,) * table.ndim) for key, table in made.items()}
+    return replace(
+        problem,
+        costs=tuple(wide[id(own)] for own in problem.costs),
+        edges={pair: wide[id(table)] for pair, table in problem.edges.items()},
+        usages=tuple(replace(use, amount=wide[id(use.amount)]) for use in problem.usages),
+    )
 
 
 def most_held(problem: Problem) -> float:
@@ -145,6 +164,25 @@ def test_with_prices_it_is_below_whatever_keeps_the_limit(seed):
         prices = np.zeros(len(times))
         prices[draw.integers(0, len(times), 2)] = draw.random(2) * 0.1
         assert pricing.least(prices)[0] <= known.cost * (1 + 1e-9)
+
+
+def test_a_bound_of_many_layers_takes_the_memory_of_few() -> None:
+    """At prices of a few moments, the tables and messages are those of the layers that differ."""
+    most = {}
+    for count in (12, 48):
+        problem = widened(layers(count), 40)
+        problem = replace(problem, limit=0.8 * most_held(problem))
+        bound, times = binding(consistent(problem).problem)
+        rows = Rows.of(bound, len(times))
+        prices = np.zeros(len(times))
+        prices[len(times) // 2] = 0.1
+        pricing = SweptPricing(bound, rows)
+        tracemalloc.start()
+        found = [pricing.least(factor * prices)[0] for factor in (1.0, 1.1, 4.0)]
+        most[count] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert np.isfinite(found).all()
+    assert most[48] < 1.5 * most[12]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -255,6 +293,38 @@ def test_a_search_in_a_child_keeps_to_its_budget():
     grown, cost, bound = eval(text.decode())
     assert grown <= 160e6
     assert bound <= cost * (1 + 1e-9)
+
+
+LARGE = """
+import json, resource, sys, torch
+from torch.nn import functional as F
+from llama import Llama
+from shardwright.capture.export import capture
+from shardwright.planning import make_plan
+from shardwright.settings import Settings
+
+allowed, growth = 1e9, int(1.6e9)
+torch.set_num_threads(1)
+with torch.device("meta"):
+    net, tokens = Llama(32000, 4096, 96, 8192, 64, 8, 28672), torch.zeros(64, 4096, dtype=torch.long)
+graph = capture(net, (tokens, tokens), None, loss_fn=lambda out, t: F.cross_entropy(out.flatten(0, 1), t.flatten()))
+taken = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (taken + growth, taken + growth))
+given = dict(cluster="h100x8x8", memory=42e9, search_memory=allowed, search_progress=False)
+plan = make_plan(graph, 64, Settings("dynamic_programming", **given))
+print(json.dumps([plan.peak, plan.found.cost, plan.found.bound]))
+"""
+
+
+@pytest.mark.long
+def test_a_model_of_96_layers_is_planned_within_the_budget() -> None:
+    """The kernel refuses a child more memory than its budget and what a plan itself takes."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, EXAMPLES))), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", LARGE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    peak, cost, bound = json.loads(done.stdout.splitlines()[-1])
+    assert peak <= 42e9
+    assert bound <= cost <= 1.05 * bound
 
 
 # -- settings --

@@ -1,0 +1,83 @@
+"""Equal layers stay equal in a search: they have one set of options and share their tables, whatever a known plan
+decides in one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from llama import Llama
+from torch.nn import functional as F
+
+from shardwright.capture.export import capture
+from shardwright.cost.cost_model import CostModel
+from shardwright.partition.local_program import Decision, input_placement
+from shardwright.planners.memory_problem import holding
+from shardwright.planners.plan_search import Search
+from shardwright.planners.planning_problem import PlanningProblem
+from shardwright.planners.recursive import recursion
+from shardwright.planners.search_space import strategy_of
+from shardwright.planners.semi_auto import semi_auto
+from shardwright.solver.memory_rows import binding, period, shorter
+from shardwright.solver.presolve import consistent
+
+LAYERS = 12
+
+
+@pytest.fixture(scope="module")
+def search() -> Search:
+    """Llama of 12 equal layers on 4 devices."""
+    with torch.device("meta"):
+        net, tokens = Llama(64, 16, LAYERS, 32, 4, 2, 64), torch.zeros(8, 16, dtype=torch.long)
+    graph = capture(
+        net, (tokens, tokens), None, loss_fn=lambda logits, t: F.cross_entropy(logits.flatten(0, 1), t.flatten())
+    )
+    fed = input_placement(graph, 4, "full_batch")
+    return Search.of(PlanningProblem(graph, 4, fed, cost_model=CostModel("h100x8", 4)))
+
+
+def uneven_layers(search: Search) -> dict[str, Decision]:
+    """A plan that decides one layer in its own way: there every operator is whole."""
+    graph = search.described.graph
+    along, few = semi_auto(search.problem).decisions, len(graph.ops) // LAYERS
+    own = {op.name for op in graph.ops[5 * few : 6 * few]}
+    return {
+        name: replace(one, assignment=one.bound.whole(4), cause="batch") if name in own else one
+        for name, one in along.items()
+    }
+
+
+def test_equal_operators_have_the_same_options(search: Search) -> None:
+    plan = uneven_layers(search)
+    options = search.options([plan, recursion(search).decisions])
+    by_kind: dict[Any, tuple[Any, ...]] = {}
+    for op in search.described.graph.ops:
+        mine = options[op.name]
+        assert strategy_of(plan[op.name]) in mine
+        assert by_kind.setdefault(search.described.kinds[op.name], mine) is mine
+    assert len(by_kind) < len(options) / 4
+
+
+@pytest.mark.parametrize("share", [None, 0.6])
+def test_equal_layers_share_their_tables_and_a_known_plan_keeps_its_cost(search: Search, share: float | None) -> None:
+    plans: list[Mapping[str, Decision]] = [uneven_layers(search), recursion(search).decisions]
+    made = search.cost_graph(search.options(plans), plans)
+    problem = made.problem
+    if share is not None:
+        held = holding(made, search.fed, search.carries, 1.0, 2.0)
+        problem = held.cost_graph.problem
+        problem = replace(problem, limit=share * held.peak([0] * len(problem.costs)))
+        problem = binding(consistent(problem).problem)[0]
+        assert problem.usages
+    size = period(problem.costs, problem.edges)
+    short = None if size is None else shorter(problem.costs, problem.edges, size)
+    assert short is not None and len(short.nodes) < 0.6 * len(problem.costs)
+    assert len({id(states) for states in made.shares.values()}) < len(made.shares) / 3
+    if share is None:
+        for plan in plans:
+            alone = search.cost_graph(search.options([plan]), [plan])
+            strategies = {name: strategy_of(one) for name, one in plan.items()}
+            assert made.cost(strategies) == pytest.approx(alone.cost(strategies), rel=1e-12)
