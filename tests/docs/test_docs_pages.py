@@ -31,7 +31,9 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("generated")
 
 
-@pytest.mark.parametrize("page", [p for p in TAUGHT if RUN.search(p.read_text(encoding="utf-8"))], ids=named)
+@pytest.mark.parametrize(
+    "page", [p for p in [*TAUGHT, ROOT / "README.md"] if RUN.search(p.read_text(encoding="utf-8"))], ids=named
+)
 @pytest.mark.filterwarnings("ignore")
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each page in a folder of its own; the rules and planners that it adds are gone after it."""
@@ -49,6 +51,10 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
 def test_a_learn_page_has_code_that_runs() -> None:
     pages = [page for page in sorted((DOCS / "learn").glob("*.md")) if page.stem != "index"]
     assert [named(page) for page in pages if not PYTHON.search(page.read_text(encoding="utf-8"))] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=named)
