@@ -277,8 +277,8 @@ def diff(arguments: argparse.Namespace) -> int:
     """Compare two saved plans, and return the exit code."""
     if len(arguments.script_args) != 2:
         arguments.parser.error(f"diff takes two plans, but got {' '.join(arguments.script_args) or 'none'}")
+    from ..planning import Plan  # noqa: PLC0415  imports torch; registers how plans are read
     from ..report.plan_diff import difference  # noqa: PLC0415  imports torch
-    from ..sharded_plan import Plan  # noqa: PLC0415  imports torch
 
     try:
         before, after = map(Plan.load, arguments.script_args)
@@ -345,8 +345,8 @@ def explain(arguments: argparse.Namespace) -> int:
     """Explain a plan or one of its operators, and return the exit code."""
     from ..cluster import Cluster, memory_of  # noqa: PLC0415  needed only by some of the commands
     from ..explain import explained  # noqa: PLC0415  imports torch
+    from ..planning import Plan  # noqa: PLC0415  imports torch; registers how plans are read
     from ..report.explanations import costs, explanation  # noqa: PLC0415  imports torch
-    from ..sharded_plan import Plan  # noqa: PLC0415  imports torch
 
     if arguments.alternatives < 1:
         arguments.parser.error(f"--alternatives={arguments.alternatives} is below 1")
@@ -401,9 +401,9 @@ def simulate(arguments: argparse.Namespace) -> int:
     from ..cluster import Cluster  # noqa: PLC0415  needed only by some of the commands
     from ..json_files.json_values import write_text  # noqa: PLC0415  imports torch
     from ..pipeline.pipeline_plan import moments, timeline_of  # noqa: PLC0415  imports torch
+    from ..planning import Plan  # noqa: PLC0415  imports torch; registers how plans are read
     from ..report.table_parts import beside_lines  # noqa: PLC0415  imports torch
     from ..report.timeline import headline, picture, simulated, trace  # noqa: PLC0415  imports torch
-    from ..sharded_plan import Plan  # noqa: PLC0415  imports torch
 
     if arguments.picture is not None and not arguments.picture.lower().endswith(".svg"):
         arguments.parser.error(f"--picture={arguments.picture} is no SVG file: its name ends with .svg")

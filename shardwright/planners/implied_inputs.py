@@ -51,7 +51,7 @@ def implied_devices(graph: Graph) -> int:
     return math.lcm(*counts)
 
 
-def devices_of_call(net: nn.Module, loss_fn: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> int:
+def devices_of_call(net: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> int:
     """The number of devices that the marks of the operators in one call of a model imply.
 
     Args:

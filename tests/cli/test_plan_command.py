@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import subprocess
 import sys
 from pathlib import Path
 
@@ -364,6 +365,16 @@ def test_diff(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     for given in ((), ("a.json",), ("a.json", "b.json", "c.json")):
         assert command("diff", *given) == 2
         assert "diff takes two plans" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["explain {0} up", "simulate {0}", "plan diff {0} {0}"])
+def test_a_saved_plan_is_read_in_a_process_that_has_made_none(model: Path, tmp_path: Path, words: str) -> None:
+    """Nothing but the command itself imports what reads plans."""
+    saved = tmp_path / "a.json"
+    assert not command("--output", saved, f"{model}:as_dict")
+    arguments = words.format(saved).split()
+    done = subprocess.run([sys.executable, "-m", "shardwright", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout, done.stderr
 
 
 def test_operators_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""The demo as the README shows it."""
+"""The demo as its page shows it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 import demo
 import pytest
 
-README = Path(demo.__file__).parent.parent / "README.md"
+PAGE = Path(demo.__file__).parent.parent / "docs" / "understand" / "examples.md"
 
 
 @pytest.mark.long
-def test_the_readme_shows_what_the_demo_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_what_the_demo_prints(capsys: pytest.CaptureFixture[str]) -> None:
     """But for the seconds with the width of their column, and for the last digits of a difference of rounding."""
     assert not demo.main()
     printed = capsys.readouterr().out
-    shown = README.read_text().split("What `make demo` prints:")[1].split("```")[1]
+    shown = PAGE.read_text(encoding="utf-8").split("What `make demo` prints:")[1].split("```text")[1].split("```")[0]
     unsaid = [
         [re.sub(r"\d\.\de-1\d|\d+\.\d / \d+\.\d|─+", "", line).split() for line in text.strip().splitlines()]
         for text in (printed, shown)

@@ -3,16 +3,15 @@ blocks. CONTRIBUTING.md: its names."""
 
 from __future__ import annotations
 
-import doctest
 import importlib
 import re
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from doc_pages import PYTHON, run
 from paths import ROOT
 
 import shardwright
@@ -30,7 +29,6 @@ MODULE_NAMES = {path.stem for path in (ROOT / "shardwright").glob("*.py")} | {
 }
 IN_BACKTICKS = re.compile(r"`([\w./-]+\.(?:py|md|toml))`")
 DOTTED = re.compile(r"`([a-z_]+(?:\.\w+)+)(?:\(\))?`")
-BLOCKS = re.compile(r"^( *)```python\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 
 
 def missing(text: str) -> list[str]:
@@ -65,23 +63,6 @@ def unknown(text: str) -> list[str]:
                 wrong.append(name)
                 break
     return wrong
-
-
-def run(page: Path) -> None:
-    """Run the Python blocks of a page, one after the other, in one namespace; those with ``>>>`` as doctests."""
-    text = page.read_text(encoding="utf-8")
-    names: dict = {"__name__": page.stem}
-    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
-    for block in BLOCKS.finditer(text):
-        code, line = textwrap.dedent(block[2]), text[: block.start(2)].count("\n")
-        if ">>>" in code:
-            test = doctest.DocTestParser().get_doctest(code, names, page.name, str(page), line)
-            report: list[str] = []
-            runner.run(test, out=report.append, clear_globs=False)
-            assert not report, "".join(report)
-            names.update(test.globs)
-        else:
-            exec(compile("\n" * line + code, str(page), "exec"), names)
 
 
 @pytest.fixture
@@ -119,7 +100,7 @@ def test_a_name_that_is_not_there_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if BLOCKS.search(p.read_text(encoding="utf-8"))], ids=lambda p: p.stem
+    "page", [p for p in PAGES if PYTHON.search(p.read_text(encoding="utf-8"))], ids=lambda p: p.stem
 )
 @pytest.mark.filterwarnings("ignore")
 def test_the_blocks_of_a_page_run(page: Path, registered: None) -> None:

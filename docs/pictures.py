@@ -1,0 +1,108 @@
+"""Pictures of the pages, made by the program: ``python docs/pictures.py`` writes them.
+
+1. `slices`: a tensor under a `Layout`, one box for each slice, with the ranks that hold it.
+2. `memory`: the memory of a device in plans of one model, by kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwright as sw
+
+DOCS = Path(__file__).parent
+COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
+CELL, MARGIN = 48, 8  # pixels
+
+
+def slices(layout: sw.Layout, shape: Sequence[int], title: str) -> str:
+    """An SVG of a tensor of two dims: a box for each slice, which names the ranks that hold it."""
+    holders: dict[tuple[int, int, int, int], list[int]] = {}
+    for rank in range(layout.devices):
+        rows, columns = layout.slice(shape, rank)
+        holders.setdefault((rows.start, rows.stop, columns.start, columns.stop), []).append(rank)
+    width, height = shape[1] * CELL + 2 * MARGIN, shape[0] * CELL + 2 * MARGIN + 24
+    parts = [_head(width, height, title), f'<text x="{MARGIN}" y="20" class="title">{escape(title)}</text>']
+    for (top, bottom, left, right), ranks in sorted(holders.items()):
+        x, y = MARGIN + left * CELL, MARGIN + 24 + top * CELL
+        w, h = (right - left) * CELL, (bottom - top) * CELL
+        text = ("rank " if len(ranks) == 1 else "ranks ") * (w > CELL) + ", ".join(map(str, ranks))
+        parts.append(f'<rect x="{x}" y="{y}" width="{w}" height="{h}" fill="{COLOURS[ranks[0] % len(COLOURS)]}"/>')
+        parts.append(f'<text x="{x + w / 2:g}" y="{y + h / 2 + 5:g}" class="inside">{text}</text>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def bars(rows: Mapping[str, Mapping[str, float]], title: str, unit: str) -> str:
+    """An SVG of horizontal bars, each of which is a sum of kinds."""
+    kinds = list(dict.fromkeys(kind for row in rows.values() for kind in row))
+    most = max(sum(row.values()) for row in rows.values())
+    names, length = 190, 420
+    width, height = names + length + 90, 60 + 30 * len(rows) + 24
+    parts = [_head(width, height, title), f'<text x="{MARGIN}" y="20" class="title">{escape(title)}</text>']
+    for number, (name, row) in enumerate(rows.items()):
+        x, y = float(names), 36 + 30 * number
+        parts.append(f'<text x="{names - 8}" y="{y + 15}" class="name">{escape(name)}</text>')
+        for kind, value in row.items():
+            w = length * value / most
+            colour = COLOURS[kinds.index(kind)]
+            parts.append(f'<rect x="{x:.1f}" y="{y}" width="{w:.1f}" height="20" fill="{colour}"/>')
+            x += w
+        parts.append(f'<text x="{x + 6:.1f}" y="{y + 15}" class="value">{sum(row.values()):.1f} {unit}</text>')
+    x, y = float(names), 48 + 30 * len(rows)
+    for kind, colour in zip(kinds, COLOURS):
+        parts.append(f'<rect x="{x:g}" y="{y}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 18:g}" y="{y + 11}" class="value">{escape(kind)}</text>')
+        x += 34 + 7 * len(kind)
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def memory() -> str:
+    """The memory of one device in plans of one model, as the page learn/memory.md has it."""
+    with torch.device("meta"):
+        layers = [layer for _ in range(2) for layer in (nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))]
+        net = nn.Sequential(*layers)
+        inputs, targets = (torch.empty(2048, 1024),), torch.empty(2048, 1024)
+    settings: dict[str, dict[str, Any]] = {
+        "data_parallel": {"parallel_mode": "data_parallel"},
+        "hsdp level1": {"parallel_mode": "data_parallel", "hsdp": {"optimizer_level": "level1"}},
+        "hsdp level3": {"parallel_mode": "data_parallel", "hsdp": {"optimizer_level": "level3"}},
+        "dynamic_programming": {"parallel_mode": "dynamic_programming"},
+    }
+    rows = {}
+    for name, chosen in settings.items():
+        plan = sw.plan(net, inputs, nn.MSELoss(), targets, devices=8, cluster="h100x8", **chosen)
+        rows[name] = {kind: size / 2**20 for kind, size in plan.memory(0).items()}
+    return bars(rows, "A device's memory, summed by kind, of 8: four layers of 1024 x 4096, batch 2048, Adam", "MiB")
+
+
+def _head(width: int, height: int, title: str) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{escape(title, quote=True)}">\n<style>text {{font: 13px sans-serif; fill: #777}} '
+        ".title {font-weight: bold} .name {text-anchor: end} rect {stroke: #fff} "
+        ".inside {fill: #fff; text-anchor: middle}</style>"
+    )
+
+
+def made() -> dict[Path, str]:
+    """Every picture of the pages, by its file."""
+    layout = sw.Layout((2, 2, 2), ("dp", "sp", "mp"))
+    folder = DOCS / "learn" / "pictures"
+    return {
+        folder / "dp-mp.svg": slices(layout("dp", "mp"), (4, 8), 'layout("dp", "mp") of a tensor of 4 x 8'),
+        folder / "mp-sp-dp.svg": slices(layout("mp", ("sp", "dp")), (2, 4), '("mp", ("sp", "dp")), 2 x 4'),
+        folder / "mp-dp-sp.svg": slices(layout("mp", ("dp", "sp")), (2, 4), '("mp", ("dp", "sp")), 2 x 4'),
+        folder / "memory.svg": memory(),
+    }
+
+
+if __name__ == "__main__":
+    for path, text in made().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")

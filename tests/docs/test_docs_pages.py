@@ -1,0 +1,138 @@
+"""The pages of the site: their code runs, their links lead somewhere, and the reference names everything."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from doc_pages import PYTHON, RUN, anchors, broken_links, links, run
+from paths import DOCS, ROOT
+
+import shardwright as sw
+from shardwright import errors
+from shardwright.planners.planning_problem import PLANNERS
+from shardwright.rules import registry
+
+PAGES = sorted(DOCS.rglob("*.md"))
+TAUGHT = [page for folder in ("learn", "how-to", "reference") for page in sorted((DOCS / folder).glob("*.md"))]
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module that makes parts of pages."""
+    monkeypatch.setattr(sys, "path", [str(DOCS), *sys.path])
+    return importlib.import_module("generated")
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in [*TAUGHT, ROOT / "README.md"] if RUN.search(p.read_text(encoding="utf-8"))], ids=named
+)
+@pytest.mark.filterwarnings("ignore")
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page in a folder of its own; the rules and planners that it adds are gone after it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = dict(PLANNERS)
+    try:
+        assert run(page)
+    finally:
+        PLANNERS.clear()
+        PLANNERS.update(before)
+
+
+def test_a_learn_page_has_code_that_runs() -> None:
+    pages = [page for page in sorted((DOCS / "learn").glob("*.md")) if page.stem != "index"]
+    assert [named(page) for page in pages if not PYTHON.search(page.read_text(encoding="utf-8"))] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=named)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "there.md").write_text("# A `title`, here\n\n## Twice\n\n## Twice\n\n```\n# no title\n```\n")
+    page = tmp_path / "page.md"
+    page.write_text("[a](there.md#a-title-here) [b](there.md#twice-1) [c](gone.md) [d](there.md#no-title) [e](#none)\n")
+    assert broken_links(page) == ["gone.md", "there.md#no-title", "#none"]
+    assert anchors("# A `title`, here") == {"a-title-here"} and links("`[a](b.md)` [x](https://y.z)") == []
+
+
+@pytest.mark.parametrize(
+    ("block", "found"),
+    [
+        ("```python\n>>> 1 + 1\n3\n```", "Expected"),
+        ("```python\nraise ValueError('wrong')\n```", "wrong"),
+        ("```console\n$ shardwright checkpoint info nowhere\na step\n```", "nowhere"),
+    ],
+)
+def test_a_block_that_is_wrong_is_found(block: str, found: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"# Page\n\n{block}\n")
+    with pytest.raises((AssertionError, ValueError), match=found):
+        run(page)
+
+
+def test_every_page_is_in_a_list_of_contents() -> None:
+    """Each list stands in a block ``{toctree}``, of names without .md."""
+    listed = {DOCS / "index.md"}
+    for page in PAGES:
+        for block in page.read_text(encoding="utf-8").split("```{toctree}")[1:]:
+            entries = [line for line in block.split("```")[0].splitlines() if line and not line.startswith(":")]
+            listed |= {(page.parent / f"{entry.strip()}.md").resolve() for entry in entries}
+    assert sorted(map(named, set(PAGES) - listed)) == []
+    assert sorted(str(page) for page in listed - set(PAGES)) == []
+
+
+# -- reference ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_has_every_public_name(generated: ModuleType) -> None:
+    documented = [name for page in PAGES for name in generated.listed_names(page)]
+    assert sorted(documented) == sorted(set(sw.__all__) - {"__version__"})
+
+
+def test_the_reference_has_every_error() -> None:
+    """With a heading of its own, a cause and a cure."""
+    text = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
+    parts = {part.split("\n")[0].strip("` "): part for part in text.split("\n## ")[1:]}
+    known = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert known | {"InfeasibleMemoryError", "RecaptureWarning"} <= set(parts)
+    assert [name for name, part in parts.items() if "**Cause.**" not in part or "**Cure.**" not in part] == []
+
+
+def test_commands_are_those_of_the_parsers(generated: ModuleType) -> None:
+    text = generated.filled("<!-- made: commands -->")
+    for command in ("run", "plan", "explain", "simulate", "verify", "rehearse", "checkpoint transform", "calibrate"):
+        assert f"## shardwright {command}\n" in text
+    assert "--comm-memory SIZE" in text and max(map(len, text.splitlines())) <= 160
+
+
+def test_operators_are_those_of_the_registry(generated: ModuleType) -> None:
+    text = generated.filled("<!-- made: operators -->")
+    assert "| `aten.linear` | default |" in text and "`shardwright." not in text
+
+
+def test_indented_code_of_a_docstring_is_marked(generated: ModuleType) -> None:
+    lines = ["Text.", "", "    code()", "", "    more()", "", "Args:", "    a: it."]
+    assert generated.marked(lines) == ["Text.", "", "::", "", *lines[2:]]
+
+
+def test_pictures_are_those_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(DOCS), *sys.path])
+    made = importlib.import_module("pictures").made()
+    assert {path for path, text in made.items() if path.read_text(encoding="utf-8") != text} == set(), (
+        "python docs/pictures.py"
+    )
