@@ -294,7 +294,7 @@ def test_marks_of_operators_that_never_run_do_not_count() -> None:
 
 
 def test_full_batch_is_no_attribute() -> None:
-    """As in the tutorial of another system, where it is one."""
+    """The tutorial of another system sets it."""
     model = sw.AutoParallel(Layers(), LOSS)
     with pytest.raises(sw.SettingError, match="full_batch=True is no attribute") as error:
         model.full_batch = True
