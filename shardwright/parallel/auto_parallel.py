@@ -550,7 +550,8 @@ class AutoParallel(CallPlanning, nn.Module):
             around,
             {place.identity for place in recording.effects.advanced()},
         )
-        note_planned(self, module, recording.operators)
+        for _, part in module.tables:
+            note_planned(self, part, recording.operators)
         self._place, self._where = place_of(module), runtime.device
         self._stays = not runtime.processes and not runtime.chosen
         if before is None:

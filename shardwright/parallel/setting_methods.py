@@ -28,7 +28,6 @@ from ..runtime.compilation import Compilation
 from ..settings import KEYWORDS_ELSEWHERE, Settings
 from ..sharded_plan import Plan
 from ..torch_private import gradient_hooks
-from .graph_cache import GraphCache
 from .sequence_buckets import SequenceBuckets
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from ..process import Runtime
     from ..runtime.pipeline_step import PipelineProgram
     from ..runtime.step_program import StepProgram
+    from .graph_cache import GraphCache
 
     _Module = nn.Module  # the one subclass is a module
 else:
@@ -476,8 +476,7 @@ class SettingMethods(_Module):
             )
         self._programs.clear()
         self._states.clear()
-        self.__dict__["_graphs"], self._warned = GraphCache(), False
-        self._used = None
+        self._warned, self._used = False, None
         if not self.in_processes:
             self._stored = None
         forget_planned(self)

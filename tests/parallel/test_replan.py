@@ -33,6 +33,7 @@ class Layers(nn.Module):
         self.second = nn.Linear(16, 8, dtype=torch.float64)
         self.w, self.v = nn.Parameter(draw(8, 8, seed=1)), nn.Parameter(draw(8, 8, seed=2))
         self.product = sw.shard(torch.matmul, ((2, 2), (2, 1)))
+        self.unused = sw.Operator(torch.relu)
 
     def forward(self, x: Tensor) -> Tensor:
         return SHARED(self.product(self.second(torch.relu(self.first(x))), self.w), self.v)
@@ -51,6 +52,8 @@ MARKS: dict[str, Callable[[Layers], Any]] = {
     "shard() as a method": lambda net: net.product.shard(((4, 1), (1, 1))),
     "shard() of a global operator": lambda net: SHARED.shard(((4, 1), (1, 1))),
     "recompute() of a module": lambda net: sw.recompute(net.first),
+    "recompute() of the whole model": lambda net: sw.recompute(net),
+    "shard() of an operator that never runs": lambda net: net.unused.shard(((4, 1),)),
     "recompute() of an operator": lambda net: sw.recompute(net.product),
     "set_stage()": lambda net: sw.set_stage(net.second, 1),
     "no_optimizer_parallel()": lambda net: sw.no_optimizer_parallel(net.w),
@@ -291,7 +294,7 @@ def test_marks_of_operators_that_never_run_do_not_count() -> None:
 
 
 def test_full_batch_is_no_attribute() -> None:
-    """As in the tutorial of another system, where it is one."""
+    """The tutorial of another system sets it."""
     model = sw.AutoParallel(Layers(), LOSS)
     with pytest.raises(sw.SettingError, match="full_batch=True is no attribute") as error:
         model.full_batch = True
