@@ -58,6 +58,7 @@ Searcher = Callable[[Graph, Any, Callable[[], Decisions], Callable[[PortableDeci
 OWN_STATISTICS = ("data_parallel",)
 
 
+@gc_paused()
 def make_plan(
     graph: Graph,
     devices: int,
