@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -136,3 +137,17 @@ def test_pictures_are_those_of_the_program(monkeypatch: pytest.MonkeyPatch) -> N
     assert {path for path, text in made.items() if path.read_text(encoding="utf-8") != text} == set(), (
         "python docs/pictures.py"
     )
+
+
+def test_figures_of_the_readme_are_measured() -> None:
+    """Each number in the column "measured", and the number of models, stands where the scripts' figures are kept."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    models = (DOCS / "models.md").read_text(encoding="utf-8")
+    kept = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8") + models
+    table = readme.split("## Why not ...")[1].split("\n## ")[0]
+    rows = [line.split("|")[-2] for line in table.splitlines() if line.startswith("| ")][1:]
+    numbers = [number.rstrip(".,") for row in rows for number in re.findall(r"\d[\d.,]*", row)]
+    assert len(rows) == 6 and len(numbers) > 10
+    assert [number for number in numbers if not re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", kept)] == []
+    equal, all_ = re.search(r"(\d+) of (\d+) models are equal", models).groups()
+    assert equal == all_ and f"{all_} models of transformers" in readme
