@@ -1,6 +1,6 @@
 # make demo    the four tutorial networks on eight devices in this one process, beside one device
 # make test    the test suite, on all cores;  make test ARGS="-k layout -x"  hands arguments to pytest
-# make docs    the documentation site, from docs/ into build/docs; no network but for its generator, once
+# make docs    the documentation site, from docs/ into build/docs
 # make lint    ruff's format and rules, the layers of the package, and its types;  make format  mends what ruff can
 # make venv    the environment, made once, brought up to date when pyproject.toml changes
 # make clean   removes what runs leave behind;  make distclean  the environments too
@@ -15,7 +15,6 @@ ARGS    ?=
 
 VENV  := .venv$(if $(filter-out $(DEFAULT),$(TORCH)),-$(shell printf %s '$(TORCH)' | tr -cs 'A-Za-z0-9._' '-'))
 STAMP := $(VENV)/.shardwright-installed
-DOCS_STAMP := $(VENV)/.shardwright-docs-installed
 HELD  := $(VENV)/torch.txt
 # Types are those of the default torch; another one declares some of its own functions otherwise.
 TYPES := $(if $(filter $(DEFAULT),$(TORCH)),$(VENV)/bin/mypy --no-error-summary,true)
@@ -29,14 +28,9 @@ demo: venv
 test: lint
 	@$(VENV)/bin/python -m pytest tests -n auto --dist loadfile $(ARGS)
 
-docs: $(DOCS_STAMP)
+docs: venv
 	@$(VENV)/bin/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --doctree-dir build/doctrees docs build/docs
 	@echo "build/docs/index.html"
-
-$(DOCS_STAMP): $(STAMP)
-	@echo "$(VENV): installing the generator of the documentation"
-	@$(PIP) --constraint $(HELD) --editable '.[docs]'
-	@touch $@
 
 lint: venv
 	@$(VENV)/bin/ruff format --quiet --check . && $(VENV)/bin/ruff check --quiet . && $(VENV)/bin/lint-imports >/dev/null \

@@ -14,14 +14,11 @@ Sharing: tables are told apart by identity, and the same operation on the same t
 of L equal layers is computed once, and a chain of equal links is squared log2(L) times. A node with one state
 separates its tables: it makes no joint.
 
-Time and space: the largest joint; the number of nodes times a few microseconds for the rest.
-
-The file has four parts:
+Time and space: the largest joint; the number of nodes times a few microseconds for the rest. Four parts:
 
 1. Facts about single tables (`Facts`, `slices`): the share of a table that is allowed, and its equal columns. A
    layout determines the strategy that left it, and a save-or-recompute state says only whether the value is saved:
-   such tables are mostly forbidden, or have few distinct columns. Elimination then has less to do than the number of
-   states suggests.
+   such tables are mostly forbidden, or have few distinct columns, and elimination has less to do.
 2. The order of the nodes (`elimination_order`): the least weighted fill first (entries of the pair tables that the
    node would newly make), then the smallest joint, then the node whose neighbourhood has been eliminated from least
    often, so that a long chain is halved again and again.
@@ -44,22 +41,12 @@ import numpy as np
 
 from .search_memory import OutOfBudgetError, current
 
+# fmt: off
 __all__ = [
-    "FEW",
-    "MOST",
-    "SPARSE",
-    "Eliminated",
-    "Facts",
-    "Order",
-    "Scope",
-    "Script",
-    "Shapes",
-    "Tables",
-    "eliminate",
-    "elimination_order",
-    "shared_work",
-    "slices",
+    "FEW", "MOST", "SPARSE", "Eliminated", "Facts", "Order", "Scope", "Script", "Shapes", "Tables", "eliminate",
+    "elimination_order", "shared_work", "slices",
 ]
+# fmt: on
 
 
 # -- facts about single tables --
