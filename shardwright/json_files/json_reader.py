@@ -24,13 +24,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NoReturn
 
-from ..errors import ShardwrightError
+from ..errors import ShardwrightError, did_you_mean, shown
 from ..garbage import gc_paused
 
-__all__ = ["DEPTH", "DIGITS", "MIB", "kind_of", "parse", "read_object", "short", "step"]
+__all__ = ["DEPTH", "DIGITS", "MIB", "check_fields", "kind_of", "parse", "read_object", "short", "step"]
 
 #: Objects and lists within one another, at most.
 DEPTH = 100
@@ -137,6 +137,30 @@ def parse(text: str, error: type[ShardwrightError], name: str, source: str, lega
             source=f"{source}:{text.count(chr(10), 0, at) + 1}" if lines else source,
             legal=legal,
         ) from None
+
+
+def check_fields(
+    words: Iterable[str], known: Collection[str], kind: type[ShardwrightError], what: str, source: str
+) -> None:
+    """Refuse fields of an object that nothing would read: a field that was misspelt by hand is not ignored.
+
+    Args:
+        words: the object's fields.
+        known: the fields that are read.
+        kind: the class of the error.
+        what: the object in words: "the operator matmul1".
+        source: its place in the file.
+
+    Raises:
+        ShardwrightError: of class `kind`: the first unknown field, and the known ones.
+    """
+    unknown = next((word for word in words if word not in known), None)
+    if unknown is not None:
+        raise kind(
+            f"{what} has an unknown field {shown(unknown)}",
+            source=source,
+            legal=did_you_mean(unknown, sorted(known), {}),
+        )
 
 
 def kind_of(value: Any) -> str:

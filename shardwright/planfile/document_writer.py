@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from ..sharded_plan import Plan
 
 __all__ = [
+    "LINE_FIELDS",
+    "PIPELINE_FIELDS",
     "PIPELINE_SCHEMA",
     "SCHEMA",
+    "STAGE_FIELDS",
     "Parts",
     "dataset_strategy",
     "digest",
@@ -52,6 +55,23 @@ SCHEMA = 1
 
 #: The version of the format of a pipeline's document, likewise.
 PIPELINE_SCHEMA = 2
+
+
+#: The fields of a document's head, of a stage's, and of the lines of each section.
+HEAD_FIELDS = {
+    "schema", "graph", "devices", "mode", "dataset_strategy", "hsdp", "uneven", "open", "own", "optimizer", "memory",
+    "comm_memory", "cluster", "total",
+}  # fmt: skip
+PIPELINE_FIELDS = HEAD_FIELDS | {"pipeline", "notes"}
+STAGE_FIELDS = HEAD_FIELDS | {"stage", "ranks", "fed"}
+LINE_FIELDS = {
+    "operators": {
+        "name", "op", "device_matrix", "alias_name", "in_strategy", "leaves", "out_strategy", "open", "cause", "shapes",
+        "recompute", "origin", "via", "module", "source", "note", "seconds",
+    },
+    "parameters": {"name", "shape", "dtype", "storage", "used_as", "settled", "ranks"},
+}  # fmt: skip
+LINE_FIELDS["buffers"] = LINE_FIELDS["parameters"]
 
 
 class Parts(NamedTuple):

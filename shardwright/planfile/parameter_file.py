@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 from ..cluster import MOST_DEVICES
 from ..errors import LayoutError, PlanError, SettingError, ShardwrightError, shown
 from ..graph import Graph, Value
-from ..json_files.json_reader import read_object
+from ..json_files.json_reader import check_fields, read_object
 from ..json_files.json_values import dtype_name, dtype_named, is_shape, write_text
 from ..layout import Layout
 from ..partition.uneven import is_stored_padded, true_slice
@@ -44,6 +44,8 @@ SCHEMA = 1
 
 #: The value of the head's "kind".
 KIND = "parameter strategies"
+
+_FIELDS = {"schema", "kind", "devices", "uneven", "parameters", "buffers"}
 
 #: A part of a tensor, one slice a dim.
 Box: TypeAlias = tuple[slice, ...]
@@ -176,6 +178,7 @@ class ParameterStrategies:
                 source=str(path),
                 legal=f"schema {SCHEMA}, or the version of Shardwright that wrote it",
             )
+        check_fields(words, _FIELDS, PlanError, "the file", str(path))
         devices = words.get("devices")
         if type(devices) is not int or not 1 <= devices <= MOST_DEVICES:
             raise PlanError(

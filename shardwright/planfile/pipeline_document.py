@@ -24,6 +24,7 @@ from typing import Any
 from ..cluster import Cluster
 from ..errors import PlanError, ShardwrightError, shown
 from ..graph import Graph
+from ..json_files.json_reader import check_fields
 from ..partition.local_program import InputPlacement
 from ..pipeline.build import planned_stages
 from ..pipeline.microbatch import Join, MicrobatchPlan
@@ -33,7 +34,7 @@ from ..pipeline.stages import StageGraph, StageInput
 from ..planners.planning_problem import PlanningProblem
 from ..planners.semi_auto import semi_auto
 from ..sharded_plan import Plan
-from .document_writer import whole_graph
+from .document_writer import PIPELINE_FIELDS, whole_graph
 from .encoding import read_graph, unpacked
 from .plan_document import PlanDocument, section_places
 
@@ -86,6 +87,7 @@ class PipelineDocument:
                 source=str(path),
                 legal=legal,
             )
+        check_fields(words, PIPELINE_FIELDS, PlanError, "the plan", str(path))
         head = PlanDocument(path, words, {}, {}, captured[-1])
         shared: dict[str, Any] = {"mode": words.get("mode"), "optimizer": words.get("optimizer", "adam")}
         documents = []

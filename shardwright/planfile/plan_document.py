@@ -33,6 +33,7 @@ from ..cluster import MOST_DEVICES, Cluster
 from ..cost.memory_timeline import optimizer_bytes
 from ..errors import LayoutError, PlanError, ShardwrightError, shown
 from ..graph import Graph, Op, types_of
+from ..json_files.json_reader import check_fields
 from ..layout import Layout
 from ..partition.hybrid_parallel import OwnPrograms
 from ..partition.local_program import Decision, Decisions, InputPlacement, SearchResult, batch_dims, description
@@ -42,7 +43,7 @@ from ..planners.planning_problem import PLANNERS, Planner, modes
 from ..rules import Bound, bound_rule, whole_rule
 from ..rules.user_strategy import output_layouts_of
 from ..sharded_plan import Plan
-from .document_writer import digest, fed_by, head_digest
+from .document_writer import LINE_FIELDS, STAGE_FIELDS, digest, fed_by, head_digest
 from .encoding import read_assignment, read_digits, read_graph, read_layout, recompute_of, spell_layout, unpacked
 
 __all__ = ["DocumentHead", "DocumentLine", "PlanDocument", "called", "field_line", "read_lines", "section_places"]
@@ -338,6 +339,7 @@ def read_lines(path: Path, text: str, given: Any, section: str, number: int = -1
         where = f"{path}:{found[min(name in out, len(found) - 1)]}"
         if name in out:
             raise PlanError(f"a second line for {shown(name)}", source=where, legal="one")
+        check_fields(words, LINE_FIELDS[section], PlanError, f"the line of {shown(name)}", where)
         out[name] = DocumentLine(name, words, where)
     return out
 
@@ -371,6 +373,7 @@ class PlanDocument(DocumentHead):
         operators, parameters = (
             read_lines(path, text, words.pop(section, None), section, number) for section in ("operators", "parameters")
         )
+        check_fields(words.keys() - {"captured"}, STAGE_FIELDS, PlanError, "the plan", str(path))
         for line in operators.values() if "open" in words else ():
             line.words.setdefault("open", words["open"])
         captured = words.pop("captured", None)

@@ -191,6 +191,9 @@ def recaptured(change: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, 
         (lambda w: w["operators"][1].update(name="matmul7"), r"(?s)no operator 'matmul7'.*matmul1"),
         (lambda w: w["operators"].pop(1), "no line for matmul1"),
         (lambda w: w["parameters"][0].update(name="w7"), "no parameter 'w7'"),
+        (lambda w: w.update(hspd=None), r"(?s)unknown field 'hspd'.*\"hsdp\""),
+        (lambda w: w["operators"][1].update(in_stratgey=[[1, 8]]), r"(?s)json:\d+: .*'matmul1'.*\"in_strategy\""),
+        (lambda w: w["parameters"][0].update(storge=[1, 8]), r"(?s)unknown field 'storge'.*\"storage\""),
     ],
 )
 def test_a_document_that_is_none(change: Callable, message: str, tmp_path: Path) -> None:
