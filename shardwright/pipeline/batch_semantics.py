@@ -138,6 +138,8 @@ def after_cut(op: Op, described: Rule, bound: Bound, factor: int, parts: int) ->
     if not bound.is_consistent(assignment):  # the batch is a minor part of a dim: there is no layout for it
         works_out = described.expand is not None and described.expand(op, bound, assignment) is not None
         return ["mixed" if works_out else _outcome(bound, dims, factor) for dims in bound.outputs]
+    if any(bound.halos(i, assignment) for i in range(len(op.inputs))):  # windows over rows of two parts
+        return ["mixed"] * len(outputs)
     try:
         steps, renamed = expand(op, described, bound, assignment)
     except ShardwrightError:

@@ -368,7 +368,8 @@ def test_the_last_mark_before_the_first_step_holds() -> None:
     close(model(X, T), nn.functional.cross_entropy(net(X), T))
     found = {name: model.plan.operator(name).in_strategy for name in ("matmul1", "matmul2", "head")}
     assert found == {"matmul1": ((4, 1), (1, 2)), "matmul2": ((8, 1), (1, 1)), "head": ((2, 2), (2, 2), (2,))}
-    net.matmul1.shard(((1, 1), (1, 8)))  # too late for these shapes
+    with pytest.raises(sw.SettingError, match="too late"):
+        net.matmul1.shard(((1, 1), (1, 8)))
     model(X, T)
     assert model.plan.operator("matmul1").in_strategy == ((4, 1), (1, 2))
 

@@ -20,7 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from checkpoint_runs import PLANS, Net, alike, batch, sgd, train
+from checkpoint_runs import PLANS, Net, alike, batch, sgd, train, unlocked
 from ranks import run_ranks, run_scenarios
 
 import shardwright as sw
@@ -120,7 +120,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             f"host-{host}:{place}/{host}/run/{STEP}": tuple(f"__{r}_0.distcp" for r in range(world) if HOSTS[r] == host)
             for host in "ab"
         }
-        assert sorted(os.listdir(place / HOSTS[rank] / "run")) == [STEP]
+        assert unlocked(place / HOSTS[rank] / "run") == {STEP}
 
     def the_same_plan(rank: int, world: int) -> None:
         for name in ("rows and columns", "level3", "data_parallel", "two stages"):
@@ -196,7 +196,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
                 saving.wait()
             losses = train(model, optimizer, *LATER)
             dist.barrier()
-            assert os.listdir(path) == [STEP], "the older one is gone on each host"
+            assert unlocked(path) == {STEP}, "the older one is gone on each host"
             assert went_on("rows and columns", path) == losses
 
     def a_death_between_two_renames(rank: int, world: int) -> None:
@@ -211,11 +211,11 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
                 refused(lambda: saved(model, optimizer, path, step=3), "ZeroDivisionError: division by zero")
             there = [f"step-0000000{step}" for step in ((2,) if HOSTS[rank] == "a" else (2, 3))]
             dist.barrier()
-            assert sorted(os.listdir(path)) == there, "host b has renamed its folder, rank 0 has not"
+            assert sorted(unlocked(path)) == there, "host b has renamed its folder, rank 0 has not"
             assert went_on("level1", path) == losses, "the step that is whole on all of them"
             saved(model, optimizer, path, step=3)
             dist.barrier()
-            assert sorted(os.listdir(path)) == ["step-00000002", "step-00000003"]
+            assert unlocked(path) == {"step-00000002", "step-00000003"}
             assert manifest.read(path / "step-00000003").step == 3
 
     def damage_on_one_host(rank: int, world: int) -> None:
@@ -277,7 +277,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
                 f"host-b:{copy}/b/run: Permission denied",
             )
             dist.barrier()
-            assert sorted(os.listdir(path)) == [STEP], "nothing is left of it"
+            assert unlocked(path) == {STEP}, "nothing is left of it"
 
     def a_model_of_hugging_face(rank: int, world: int) -> None:
         place = folder / "face"

@@ -408,8 +408,8 @@ def test_what_cannot_be(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     for there in ("here", "file"):
         refused(1, "it is there already", "merge", "--step", 3, run, tmp_path / there)
         refused(1, "it is there already", "transform", "--to", 1, run, tmp_path / there)
-        refused(1, "it is no checkpoint" if there == "here" else "no such folder", "merge", tmp_path / there, new)
-        refused(2, "it is no checkpoint" if there == "here" else "no such folder", "verify", tmp_path / there)
+        refused(1, "it is no checkpoint" if there == "here" else "it is a file", "merge", tmp_path / there, new)
+        refused(2, "it is no checkpoint" if there == "here" else "it is a file", "verify", tmp_path / there)
     refused(1, "no such folder", "transform", "--to", 1, tmp_path / "nowhere", new)
     refused(2, "no such folder", "info", tmp_path / "nowhere")
     refused(1, "there is no checkpoint of step 9", "merge", "--step", 9, run, new)
