@@ -151,7 +151,10 @@ def test_ranks_exchange_no_pickles():
 
 
 def test_no_file_is_above_700_lines():
-    lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in FILES}
+    files = [
+        path for folder in ("shardwright", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
+    ]
+    lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in files}
     assert {name: count for name, count in lines.items() if count > 700} == {}
 
 
