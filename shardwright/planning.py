@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import torch
@@ -37,15 +38,30 @@ from .pipeline.pipeline_plan import PipelinePlan, PipelineSearchResult
 from .pipeline.stage_costs import recomputed
 from .pipeline.stage_search import UNITS_BY, AutomaticStages, check_automatic
 from .pipeline.stages import units_of
+from .planfile.parameter_file import ParameterStrategies
+from .planfile.pipeline_document import PipelineDocument
+from .planfile.plan_document import PlanDocument
 from .planners.memory_fit import TooLittleMemoryError
 from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, planners, warn_of_ignored_marks
 from .planners.replanning import at_other_sizes
 from .planners.semi_auto import held_parameters
 from .planners.storage_choice import fastest_storage, storages
 from .pytree_objects import with_tensors
+from .setting_types import (
+    ClusterSetting,
+    DatasetStrategy,
+    HsdpSetting,
+    Limit,
+    MissingRule,
+    OptimizerState,
+    ParallelMode,
+    PipelineSetting,
+    PrecisionSetting,
+    RecomputePolicy,
+)
 from .settings import KEYWORDS_ELSEWHERE, Settings
 from .sharded_plan import Plan
-from .solver.search_memory import SearchBudget, spending
+from .solver.search_memory import SearchBudget, SearchProgress, spending
 
 __all__ = ["capture_micro", "make_pipeline", "make_plan", "plan"]
 
@@ -466,26 +482,26 @@ def plan(
     loss_fn: Any = None,
     targets: Any = None,
     *,
-    parallel_mode: str = "semi_auto",
+    parallel_mode: ParallelMode = "semi_auto",
     devices: int = 8,
-    dataset_strategy: Any = "full_batch",
-    on_missing_rule: str = "error",
-    marks: Mapping[str, Any] | None = None,
+    dataset_strategy: DatasetStrategy = "full_batch",
+    on_missing_rule: MissingRule = "error",
+    marks: Mapping[str, tuple[Any, ...]] | None = None,
     kwargs: dict[str, Any] | None = None,
     sync_batch_norm: bool = False,
-    hsdp: Mapping[str, Any] | OptimizerParallel | None = None,
-    recompute: Any = None,
+    hsdp: HsdpSetting | OptimizerParallel | None = None,
+    recompute: RecomputePolicy | None = None,
     uneven: bool = False,
-    cluster: Any = None,
-    memory: Any = None,
-    optimizer: Any = None,
-    strategies: Any = None,
-    param_strategies: Any = None,
-    pipeline: Mapping[str, Any] | None = None,
-    mixed_precision: Any = None,
-    comm_memory: Any = None,
-    search_memory: Any = None,
-    search_progress: Any = None,
+    cluster: ClusterSetting | None = None,
+    memory: Limit | None = None,
+    optimizer: OptimizerState | None = None,
+    strategies: PlanDocument | PipelineDocument | str | PathLike[str] | None = None,
+    param_strategies: ParameterStrategies | str | PathLike[str] | None = None,
+    pipeline: PipelineSetting | None = None,
+    mixed_precision: PrecisionSetting | None = None,
+    comm_memory: Limit | None = None,
+    search_memory: Limit | None = None,
+    search_progress: Callable[[SearchProgress], Any] | bool | None = None,
 ) -> Plan | PipelinePlan:
     """Plan a model without running it: no process group, no devices, nothing allocated.
 

@@ -17,7 +17,7 @@ import contextlib
 import contextvars
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,8 +41,20 @@ from ..runtime.deferred_init import optimizer_finder
 from ..runtime.optimizer_guard import Accumulation, watch_steps
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram, make_program
+from ..setting_types import (
+    ClusterSetting,
+    CompileSetting,
+    Limit,
+    MissingRule,
+    OptimizerState,
+    ParallelMode,
+    PrecisionSetting,
+    RandomNumbers,
+    RecomputePolicy,
+)
 from ..settings import Settings
 from ..sharded_plan import Plan
+from ..solver.search_memory import SearchProgress
 from ..torch_private import MODULE_TABLES, hooks_of, pytree, transforms
 from .call_planning import CallPlanning
 from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch_wrapping
@@ -98,10 +110,13 @@ class AutoParallel(CallPlanning, nn.Module):
             `shardwright.shard`. Or a step function; its models are those that it refers to by variables.
         loss_fn: if given, the model is called as ``model(*inputs, target)`` and returns the loss of the whole batch,
             the same on every rank.
-        parallel_mode: "stand_alone", "data_parallel", "semi_auto", or "hybrid_parallel": each rank runs the unchanged
-            model on its own part of the batch, parameters marked with `layerwise_parallel` differ from rank to rank,
-            and `shardwright.ops` in the model communicate between ranks. A loss outside the model is each rank's own,
-            and gradients are those of the mean of the ranks' losses.
+        parallel_mode: "stand_alone": one device. "data_parallel": the batch is cut, parameters are whole. "semi_auto":
+            marked operators as marked, the others along the batch. "sharding_propagation": operators follow a few
+            marks, and cost decides between conflicting demands. "recursive_programming": a quick search over all
+            operators, one digit of the ranks at a time. "dynamic_programming": a search over all operators and digits
+            at once, with a bound on the best plan. "hybrid_parallel": each rank runs the unchanged model on its part
+            of the batch; parameters marked with `layerwise_parallel` differ from rank to rank, and `shardwright.ops`
+            in the model communicate. A loss outside the model is each rank's own, and gradients are those of the mean.
         net: beside a step function: its models, where they are not to be found: a model, a list, or a dict by names.
         on_missing_rule: "error", or "replicate": operators without a rule run whole on every device.
         save_graphs: a directory for the IR dumps of every rank; None: none are written.
@@ -158,26 +173,26 @@ class AutoParallel(CallPlanning, nn.Module):
         model: nn.Module | Callable[..., Any] | None = None,
         /,
         loss_fn: Callable[..., Any] | None = None,
-        parallel_mode: str = "semi_auto",
+        parallel_mode: ParallelMode = "semi_auto",
         *,
         net: Any = None,
-        on_missing_rule: str = "error",
+        on_missing_rule: MissingRule = "error",
         save_graphs: str | Path | None = None,
         sync_batch_norm: bool = False,
-        random: str = "exact",
+        random: RandomNumbers = "exact",
         parameter_broadcast: bool = False,
-        recompute: Any = None,
+        recompute: RecomputePolicy | None = None,
         uneven: bool = False,
-        compile: bool | str | Callable[..., Any] | Mapping[str, Any] = False,
-        cluster: Any = None,
-        memory: Any = None,
-        optimizer: Any = None,
+        compile: bool | str | Callable[..., Any] | CompileSetting = False,
+        cluster: ClusterSetting | None = None,
+        memory: Limit | None = None,
+        optimizer: OptimizerState | None = None,
         max_programs: int = 64,
         varying: Sequence[int] = (),
-        mixed_precision: Any = None,
-        comm_memory: Any = None,
-        search_memory: Any = None,
-        search_progress: Any = None,
+        mixed_precision: PrecisionSetting | None = None,
+        comm_memory: Limit | None = None,
+        search_memory: Limit | None = None,
+        search_progress: Callable[[SearchProgress], Any] | bool | None = None,
     ) -> None:
         super().__init__()
         step, net = self._step_and_net(model, net, loss_fn is not None)
@@ -268,7 +283,7 @@ class AutoParallel(CallPlanning, nn.Module):
 
     def with_same_settings(self, net: nn.Module) -> AutoParallel:
         """A wrapper of another model of the same step, with the settings of this one."""
-        made = AutoParallel(net, parallel_mode=self.parallel_mode)
+        made = AutoParallel(net)
         made._settings, made._running = self._settings, self._running
         made.__dict__["_accumulation"] = self._accumulation
         return made

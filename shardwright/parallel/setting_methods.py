@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -25,6 +25,7 @@ from ..planfile.load_save import read_document
 from ..planfile.parameter_file import ParameterStrategies
 from ..planners.planning_problem import PLANNERS
 from ..runtime.compilation import Compilation
+from ..setting_types import DatasetStrategy, FusionSetting, GradientFusion, OptimizerLevel, Schedule
 from ..settings import KEYWORDS_ELSEWHERE, Settings
 from ..sharded_plan import Plan
 from ..torch_private import gradient_hooks
@@ -166,7 +167,7 @@ class SettingMethods(_Module):
     _handed: tuple[str, Any] | None = None
 
     @known_keywords({"full_batch": '"full_batch" itself, or "data_parallel" for full_batch=False'})
-    def dataset_strategy(self, strategy: str | tuple[Any, ...]) -> Self:
+    def dataset_strategy(self, strategy: DatasetStrategy) -> Self:
         """Set the way in which the batch is fed.
 
         Args:
@@ -218,7 +219,11 @@ class SettingMethods(_Module):
         return self
 
     def comm_fusion(
-        self, config: dict[str, Any] | None = None, *, allreduce: Any = None, openstate: bool = True
+        self,
+        config: FusionSetting | None = None,
+        *,
+        allreduce: GradientFusion | Literal["auto"] | float | Sequence[int] | None = None,
+        openstate: bool = True,
     ) -> Self:
         """Set the buckets of gradients. The gradients of a bucket are summed over ranks in one collective: they wait
         for one another, and the collective runs while the backward goes on.
@@ -251,7 +256,7 @@ class SettingMethods(_Module):
         return self
 
     @known_keywords({"optimizer_weight_shard_size": "shard_size=", "parallel_optimizer_threshold": "threshold="})
-    def hsdp(self, shard_size: int = -1, threshold: float = 64, optimizer_level: str = "level1") -> Self:
+    def hsdp(self, shard_size: int = -1, threshold: float = 64, optimizer_level: OptimizerLevel = "level1") -> Self:
         """Set ZeRO/FSDP sharding (optimizer parallel): parameters that are replicated on several devices are stored
         in shards, on top of the cuts of the operators' own strategies. They are gathered before use; their gradients
         are summed and scattered. The computed values stay the same.
@@ -281,9 +286,9 @@ class SettingMethods(_Module):
     @known_keywords({"pipeline_scheduler": "scheduler=", "num_stages": "stages=", "micro_batch_num": "micro_batches="})
     def pipeline(
         self,
-        stages: int | str = 2,
-        scheduler: str = "1f1b",
-        micro_batches: int | str | None = None,
+        stages: int | Literal["auto"] = 2,
+        scheduler: Schedule | str = "1f1b",
+        micro_batches: int | Literal["auto"] | None = None,
         stage_config: Mapping[str, int] | None = None,
         chunks: int | None = None,
     ) -> Self:

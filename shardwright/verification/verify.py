@@ -34,6 +34,15 @@ from ..pytree_objects import closed, opened, with_tensors
 from ..runtime.deferred_init import materialize
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram
+from ..setting_types import (
+    ClusterSetting,
+    DatasetStrategy,
+    Limit,
+    MissingRule,
+    ParallelMode,
+    PipelineSetting,
+    PrecisionSetting,
+)
 from ..settings import KEYWORDS_ELSEWHERE
 from ..sharded_plan import Plan
 from ..torch_private import pytree
@@ -64,19 +73,19 @@ def verify(
     *,
     loss_fn: Callable[..., Any] | None = None,
     devices: int = 8,
-    parallel_mode: str = "semi_auto",
+    parallel_mode: ParallelMode = "semi_auto",
     steps: int = 3,
-    dataset_strategy: Any = "full_batch",
+    dataset_strategy: DatasetStrategy = "full_batch",
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32),
     tolerances: Mapping[torch.dtype, float] | None = None,
-    on_missing_rule: str = "error",
+    on_missing_rule: MissingRule = "error",
     kwargs: dict[str, Any] | None = None,
     uneven: bool = False,
-    cluster: Any = None,
-    memory: Any = None,
-    pipeline: Mapping[str, Any] | None = None,
-    mixed_precision: Any = None,
+    cluster: ClusterSetting | None = None,
+    memory: Limit | None = None,
+    pipeline: PipelineSetting | None = None,
+    mixed_precision: PrecisionSetting | None = None,
     cut: bool = False,
 ) -> VerifyReport:
     """Compare a model under a plan with the same model on one device.
