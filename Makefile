@@ -1,4 +1,5 @@
-# make demo    the four tutorial networks on eight devices in this one process, beside one device
+# make demo    a small GPT on eight devices in this one process, beside one device
+# make tutorials    the four tutorial networks, likewise
 # make test    the test suite, on all cores;  make test ARGS="-k layout -x"  hands arguments to pytest
 # make docs    the documentation site, from docs/ into build/docs
 # make lint    ruff's format and rules, the layers of the package, and its types;  make format  mends what ruff can
@@ -20,10 +21,13 @@ HELD  := $(VENV)/torch.txt
 TYPES := $(if $(filter $(DEFAULT),$(TORCH)),$(VENV)/bin/mypy --no-error-summary,true)
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq
 
-.PHONY: demo test docs lint format venv clean distclean
+.PHONY: demo tutorials test docs lint format venv clean distclean
 
 demo: venv
 	@$(VENV)/bin/python examples/demo.py
+
+tutorials: venv
+	@$(VENV)/bin/python examples/tutorials.py
 
 test: lint
 	@$(VENV)/bin/python -m pytest tests -n auto --dist loadfile $(ARGS)
