@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .device_modules import is_recording_graph
+from .accelerator_api import is_recording_graph
 from .errors import SettingError, known_keywords
 from .launch.device_choice import asked_device, check_shared, device_of_group, device_of_rank
 from .launch.environment import LOOPBACK, RankInRun, find, is_loopback, is_msrun_scheduler, leading_to, remark, token_of
