@@ -40,9 +40,9 @@ from gpt import GPT, mark
 from race import machine
 
 import shardwright as sw
-from shardwright.checkpoint.formats import WholeFiles
 from shardwright.checkpoint.manifest import new_id
 from shardwright.checkpoint.state_file import STATE
+from shardwright.checkpoint.tensor_files import WholeFiles
 from shardwright.checkpoint.tensor_reader import StoredTensors
 from shardwright.checkpoint.writer import sealed
 from shardwright.planfile.parameter_file import ParameterStrategies, TensorStorage

@@ -96,7 +96,7 @@ class Value:
 
 Record = TypeVar("Record", "Value", "Op")
 
-#: The seed of the random operators: a further input of a program that has some. See `rules/counter_rng.py`.
+#: The seed of the random operators: a further input of a program that has some. See `counter_rng`.
 SEED = Value("<seed>", (4,), torch.int64)
 
 

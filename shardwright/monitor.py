@@ -23,8 +23,8 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
+from .accelerator_api import on_host_soon
 from .cost.primitives import work_of
-from .device_modules import on_host_soon
 from .errors import SettingError
 from .process import rank
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .device_modules import is_recording_graph
+from .accelerator_api import is_recording_graph
 from .errors import SettingError, known_keywords
 from .launch.device_choice import asked_device, check_shared, device_of_group, device_of_rank
 from .launch.environment import LOOPBACK, RankInRun, find, is_loopback, is_msrun_scheduler, leading_to, remark, token_of
@@ -303,7 +303,7 @@ class RandomStream:
         return self.seed, self.calls
 
     def draw(self, exact: bool) -> Tensor:
-        """The seed of a call's first micro-batch, as a tensor in host memory for `rules.counter_rng`. The call is
+        """The seed of a call's first micro-batch, as a tensor in host memory for `rules.random_numbers`. The call is
         counted.
 
         Args:

@@ -138,7 +138,7 @@ QUICK = (
     "autograd_function",
     "export",
     "cluster",
-    "redistribution",
+    "redistributions",
     "environment",
     "indexing",
     "layout",

@@ -11,8 +11,8 @@ A checkpoint is written under a name that begins with a dot and gets its own nam
 Where ranks share no file system, each folder has the parts of its own ranks, and all else.
 
     save, writer            saving: the content of a checkpoint, and its writing by all ranks together
-    state                   the tensors of a model and an optimizer on one rank
-    formats                 the tensor files, and the assignment of each tensor's boxes to ranks
+    checkpointed_model      the tensors of a model and an optimizer on one rank
+    tensor_files            the tensor files, and the assignment of each tensor's boxes to ranks
     box_joining             short runs of a file put together into long ones
     manifest                the manifest; the check for damage
     digests                 digests of files, block by block

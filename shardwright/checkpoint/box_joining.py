@@ -27,8 +27,8 @@ from torch import Tensor
 from ..json_files.json_values import dtype_named
 from ..runtime.distributed.coordination import ProcessRanks
 from ..runtime.distributed.shared_memory import HostMemory
-from .formats import WrittenBox
 from .manifest import element_size
+from .tensor_files import WrittenBox
 
 __all__ = ["Joint", "joined", "joints_of", "scattered"]
 

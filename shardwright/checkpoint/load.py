@@ -26,9 +26,9 @@ from ..errors import CheckpointError, shown
 from ..json_files.json_values import dtype_name, dtype_named
 from ..runtime.deferred_init import filled_later
 from ..runtime.distributed.coordination import ProcessRanks, SingleRank, ranks_of_now
+from .checkpointed_model import CheckpointedModel, TensorPlacement, restore_generators, state_names
 from .save import several, wait_for_last
 from .seen_folders import SeenCheckpoint, fetch, seen_by_all
-from .state import CheckpointedModel, TensorPlacement, restore_generators, state_names
 from .state_file import STATE, check_generators, check_settings, read_state, value_of
 from .tensor_reader import StoredTensors
 

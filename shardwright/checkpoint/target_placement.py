@@ -4,7 +4,7 @@
     optimizer state of a parameter's shape          placed as the parameter
     a buffer, other optimizer state                 whole; written by the first of the ranks that have it
 
-Among ranks that hold the same slice, `formats.written_here` picks the writer, as in a save of that run.
+Among ranks that hold the same slice, `tensor_files.written_here` picks the writer, as in a save of that run.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..errors import CheckpointError
 from ..json_files.json_values import dtype_named
 from ..layout import Layout
 from ..planfile.parameter_file import ParameterStrategies, TensorStorage
-from .formats import written_here
+from .checkpointed_model import Box, LocalTensor, TensorPlacement
 from .manifest import TensorEntry
-from .state import Box, LocalTensor, TensorPlacement
+from .tensor_files import written_here
 
 __all__ = ["TargetPlacement", "boxes_of", "one_device", "placed", "strategy_name"]
 

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..device_modules import host_memory
+from ..accelerator_api import host_memory
 from ..errors import CheckpointError, shown
 from ..json_files.json_reader import MIB, kind_of, read_object
 from ..json_files.json_values import dtype_named
-from .formats import header_of
 from .manifest import MANIFEST, Manifest, Piece, TensorEntry, element_size, is_plain_name, read
+from .tensor_files import header_of
 
 __all__ = ["HUGGING_FACE", "StoredTensors", "WantedSlice", "is_hugging_face"]
 

@@ -37,12 +37,12 @@ from ..runtime.distributed.coordination import SingleRank
 from ..sharded_plan import ParameterPlan
 from . import manifest
 from .checkpoint_folders import absent, folder_of, folder_of_files, name_of, steps_in
-from .formats import METADATA, DcpItem, PartFile, WholeFiles, entries_of, write_metadata
+from .checkpointed_model import Box, CheckpointedModel, generators, restore_generators
 from .load import load_checkpoint
 from .manifest import MANIFEST, TensorEntry, check_files, new_id, sync_folder, write_file
-from .state import Box, CheckpointedModel, generators, restore_generators
 from .state_file import STATE, read_state, state_text
 from .target_placement import boxes_of, one_device, placed, strategy_name
+from .tensor_files import METADATA, DcpItem, PartFile, WholeFiles, entries_of, write_metadata
 from .tensor_reader import StoredTensors, is_hugging_face
 from .writer import CONFIG, PLAN, sealed
 

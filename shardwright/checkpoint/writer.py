@@ -34,7 +34,6 @@ from ..sharded_plan import Plan
 from . import checkpoint_folders as folders
 from .box_joining import Joint, joined, joints_of, scattered
 from .digests import digest, shares
-from .formats import DcpItem, PartFile, WholeFiles, WrittenBox, entries_of, part_name, write_metadata
 from .manifest import (
     MANIFEST,
     CheckpointFile,
@@ -47,6 +46,7 @@ from .manifest import (
 )
 from .seen_folders import place_of
 from .state_file import STATE, state_text
+from .tensor_files import DcpItem, PartFile, WholeFiles, WrittenBox, entries_of, part_name, write_metadata
 
 __all__ = ["CONFIG", "PLAN", "Described", "SaveJob", "located", "sealed"]
 

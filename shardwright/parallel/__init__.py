@@ -6,7 +6,7 @@ data_shards          the part of the data that each process reads
 train_step           step functions in place of a model, whose models are parallel while they run
 step_models          the models that a step function calls
 value_and_grad       `value_and_grad` and `optimizer`, with which a step is a function of its gradients
-transformed_calls    calls of the model under torch.func
+torch_func_calls     calls of the model under torch.func
 setting_methods      the settings of `AutoParallel` that are methods, and those that decide nothing of a plan
 graph_cache          captured graphs of one model, one for each set of input sizes
 sequence_buckets     sequences padded to one of a few lengths

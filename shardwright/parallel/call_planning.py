@@ -35,7 +35,7 @@ from ..planners.planning_problem import warn_of_ignored_marks
 from ..planning import make_pipeline, make_plan
 from ..process import Runtime, current, stream
 from ..pytree_objects import opened, with_tensors
-from ..rules.fast_attention import with_fast_attention
+from ..rules.random_numbers.fast_attention import with_fast_attention
 from ..runtime.deferred_init import beginnings
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram
@@ -172,7 +172,7 @@ class CallPlanning(SettingMethods):
                         partial(captures, self.net, **how),
                     )
                 graph = with_policy(graph, settings.recompute)
-                # A compiler's own masks cost no more than fast ones, and fuse (`rules.traced_mask`).
+                # A compiler's own masks cost no more than fast ones, and fuse (`rules.random_numbers.traced_dropout`).
                 fast = self._running.random == "fast" and not self._running.compiled
                 return with_fast_attention(graph) if fast else graph, wide[0] if wide else None
 

@@ -176,7 +176,7 @@ def _follow_step(
     layouts: dict[str, Layout | None],
 ) -> None:
     """Record the kinds of the outputs of one operator of an expansion."""
-    draws = any(v.name == SEED.name for v in op.inputs)  # a part's random numbers are offset: see rules/counter_rng.py
+    draws = any(v.name == SEED.name for v in op.inputs)  # a part's random numbers are offset: see `counter_rng`
     read = []
     for i, value in enumerate(op.inputs):
         wanted, kind = bound.input_layout(i, assignment), kinds.get(value.name, "same")

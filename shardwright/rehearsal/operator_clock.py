@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..partition.local_program import LocalOp
-from ..rules.counter_rng import PLAIN
+from ..rules.random_numbers.counter_rng import PLAIN
 from ..torch_private import backward_number, pytree
 
 __all__ = ["OperatorClock"]

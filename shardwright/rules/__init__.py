@@ -6,17 +6,13 @@ user_strategy        cuts or Layouts given by a user -> an assignment, or an err
 dims                 names of dims, positions in a slice, padding
 pointwise, matmul, spatial, reduction, normalization, loss, attention, shape, indexing, recurrent, random
                      the families of operators
-counter_rng          random numbers: a word for each position of the whole tensor
-    mask_kernel          a mask of random booleans in one kernel, on devices for which Triton compiles
-    traced_mask          masks in operators that a compiler sees through
-    fast_attention       attention with dropout in one operator of torch, with torch's own numbers
+random_numbers/      the numbers that random operators draw, equal under every cut; masks of dropouts
 """
 
 from __future__ import annotations
 
 from . import (
     attention,
-    counter_rng,
     dims,
     indexing,
     loss,
@@ -24,6 +20,7 @@ from . import (
     normalization,
     pointwise,
     random,
+    random_numbers,
     recurrent,
     reduction,
     shape,

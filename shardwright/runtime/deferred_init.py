@@ -35,9 +35,9 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
+from ..accelerator_api import sum_type
 from ..capture.source_lines import calling_line
 from ..cost.memory_timeline import HeldOptimizer, held_optimizer
-from ..device_modules import sum_type
 from ..errors import SettingError
 from ..torch_private import TorchDispatchMode, move_gradient_hooks, parameter_table, pytree, storage_id, version_of
 

@@ -1,8 +1,8 @@
 """The seed of a compiled program in the memory of its device.
 
-A compiled mask (`rules.traced_mask`) reads the seed of the call and the start of the rank's slice. Both are tensors in
-host memory, which the operators of an uncompiled program read there. A compiler does not record a CUDA graph of a
-program that has a tensor in host memory, so a compiled program has them on its device:
+A compiled mask (`rules.random_numbers.traced_dropout`) reads the seed of the call and the start of the rank's slice.
+Both are tensors in host memory, which the operators of an uncompiled program read there. A compiler does not record a
+CUDA graph of a program that has a tensor in host memory, so a compiled program has them on its device:
 
     seed      copied at each call, 32 bytes, without a wait: the one input that differs from step to step
     starts    an ``arange`` of the program, made on the device
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from ..rules.traced_mask import TRACED
+from ..rules.random_numbers.traced_dropout import TRACED
 from .lower import Lowered
 
 __all__ = ["place_seed"]

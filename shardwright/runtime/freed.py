@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..device_modules import is_accelerator
+from ..accelerator_api import is_accelerator
 
 __all__ = ["freed"]
 

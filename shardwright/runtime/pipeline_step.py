@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .. import torch_private
+from ..accelerator_api import moved
 from ..capture.guards import Guards
 from ..capture.side_effects import Effects
-from ..device_modules import moved
 from ..errors import SettingError
 from ..graph import Value
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..accelerator_api import moved
 from ..capture.guards import Guards
 from ..capture.side_effects import Effects
-from ..device_modules import moved
 from ..graph import Value
 from ..layout import Layout
 from ..partition.gradient_fusion import Fusion

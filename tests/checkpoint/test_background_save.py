@@ -17,7 +17,13 @@ from ranks import PATIENCE
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import formats as whole_files, manifest, save as copies, save as saving, writer as writing
+from shardwright.checkpoint import (
+    manifest,
+    save as copies,
+    save as saving,
+    tensor_files as whole_files,
+    writer as writing,
+)
 from shardwright.checkpoint.tensor_reader import StoredTensors
 from shardwright.errors import CheckpointError
 

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.checkpoint import (
     box_joining as joining,
-    formats as whole_files,
     manifest,
     save as copies,
+    tensor_files as whole_files,
     writer as writing,
 )
 from shardwright.checkpoint.tensor_reader import StoredTensors

@@ -23,8 +23,8 @@ import shardwright as sw
 from shardwright.checkpoint import manifest
 from shardwright.checkpoint.digests import digest
 from shardwright.checkpoint.folder_lock import LOCK
-from shardwright.checkpoint.formats import header_of
 from shardwright.checkpoint.manifest import untiled
+from shardwright.checkpoint.tensor_files import header_of
 from shardwright.checkpoint.tensor_reader import StoredTensors
 from shardwright.cli.main import main
 from shardwright.errors import CheckpointError

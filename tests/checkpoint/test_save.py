@@ -24,9 +24,9 @@ from shardwright.checkpoint import (
     box_joining as joining,
     callback,
     checkpoint_folders as folders,
-    formats as whole_files,
     manifest,
     save as saving,
+    tensor_files as whole_files,
     writer as writing,
 )
 from shardwright.checkpoint.tensor_reader import StoredTensors

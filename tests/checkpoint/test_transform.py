@@ -25,7 +25,7 @@ from hypothesis import given, settings, strategies as st
 from ranks import run_ranks
 
 import shardwright as sw
-from shardwright.checkpoint import formats as part_files, manifest
+from shardwright.checkpoint import manifest, tensor_files as part_files
 from shardwright.checkpoint.tensor_reader import StoredTensors
 from shardwright.checkpoint.transform import merge, transform
 from shardwright.cli import main as cli

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, strategies as st
-from test_redistribution import pairs
+from test_redistributions import pairs
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode

@@ -134,7 +134,7 @@ def test_text_that_is_run_is_found(line: str) -> None:
 
 
 #: What loads a pickle runs code of its writer. The one file writes torch's own format, and reads none.
-WITH_PICKLE = {"checkpoint/formats.py"}
+WITH_PICKLE = {"checkpoint/tensor_files.py"}
 
 
 def test_ranks_exchange_no_pickles():

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...accelerator_api import is_accelerator, sum_type, total_memory
 from ...cluster import Cluster, Level
 from ...cost.cost_model import CostModel
-from ...device_modules import is_accelerator, sum_type, total_memory
 from ...errors import SettingError
 from ...layout import Digit, Layout
 from ...process import Runtime

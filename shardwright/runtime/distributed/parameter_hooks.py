@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...accelerator_api import random_state
 from ...capture.annotations import CUT
 from ...capture.manual import is_own, stacked
-from ...device_modules import random_state
 from ...errors import SettingError
 from ...torch_private import gradient_hooks, move_gradient_hooks
 

@@ -38,10 +38,10 @@ from ...graph import Op, Value, key_of, leaves, map_leaves, map_values
 from ...layout import Digit, Layout
 from ...partition.local_program import LocalOp
 from ...rules import Bound, Rule, bound_rule, find_rule
-from ...rules.counter_rng import PLAIN
 from ...rules.loss import SUM
+from ...rules.random_numbers.counter_rng import PLAIN
+from ...rules.random_numbers.traced_dropout import TRACED
 from ...rules.registry import POINTWISE
-from ...rules.traced_mask import TRACED
 from ...torch_private import OpOverload, overload_name, pytree, schema_of, torch_function
 from .products import product
 from .shards import Axes, RankShape, check_replicas, union

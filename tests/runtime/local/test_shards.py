@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings, strategies as st
 from one_device import assert_as_one_device
-from test_redistribution import DEVICES, draw_layout, make_shards
+from test_redistributions import DEVICES, draw_layout, make_shards
 from torch import nn
 
 import shardwright as sw

@@ -21,8 +21,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..graph import Graph
-from ..torch_private import FakeTensor
+from ...graph import Graph
+from ...torch_private import FakeTensor
 from .counter_rng import PLAIN, fast_seed
 
 __all__ = ["attention_with_dropout", "with_fast_attention"]

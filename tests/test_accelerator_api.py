@@ -15,10 +15,18 @@ from small_networks import draw
 from torch import nn
 
 import shardwright as sw
-from shardwright import device_modules
+from shardwright import accelerator_api
+from shardwright.accelerator_api import (
+    host_memory,
+    module_of,
+    moved,
+    on_host_soon,
+    random_state,
+    sum_type,
+    total_memory,
+)
 from shardwright.checkpoint import tensor_reader
-from shardwright.checkpoint.state import generators, restore_generators
-from shardwright.device_modules import host_memory, module_of, moved, on_host_soon, random_state, sum_type, total_memory
+from shardwright.checkpoint.checkpointed_model import generators, restore_generators
 from shardwright.runtime import freed as freed_memory
 from shardwright.runtime.deferred_init import beginnings
 from shardwright.runtime.distributed import calibrate
@@ -34,10 +42,10 @@ NAMED = {
     "cli/rehearse_command.py": "examples in messages",
     "rehearsal/rehearse.py": "torch's own default of fork_rng",
     "runtime/compilation.py": "torch's own names of inductor's modes",
-    "rules/mask_kernel.py": "the kinds of devices for which Triton compiles",
+    "rules/random_numbers/dropout_kernel.py": "the kinds of devices for which Triton compiles",
     "process.py": "the name of each vendor's library of collectives, and examples",
     "torch_private.py": "cuDNN is NVIDIA's own",
-    "device_modules.py": "hardware that adds float64; examples in messages",
+    "accelerator_api.py": "hardware that adds float64; examples in messages",
 }
 
 
@@ -91,7 +99,7 @@ def test_no_code_names_a_vendor() -> None:
 
 def test_a_cpu_has_no_module() -> None:
     cpu = torch.device("cpu")
-    assert module_of(cpu) is None and device_modules.event(cpu) is None and device_modules.side_stream(cpu) is None
+    assert module_of(cpu) is None and accelerator_api.event(cpu) is None and accelerator_api.side_stream(cpu) is None
     assert not host_memory(torch.ones(2)).is_pinned() and torch.equal(random_state(cpu), torch.get_rng_state())
     x = torch.ones(2)
     assert on_host_soon(x) == (x, None) and sum_type(cpu) == torch.float64

@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="Triton has no package for this machine")
 DRAWN = """
 import random
 import torch
-from shardwright.rules import mask_kernel
-from shardwright.rules.counter_rng import Slice, _signed, host_words, key
+from shardwright.rules.random_numbers import dropout_kernel
+from shardwright.rules.random_numbers.counter_rng import Slice, _signed, host_words, key
 
 random.seed(0)
 for turn in range(40):
@@ -29,7 +29,7 @@ for turn in range(40):
     below = -(1 << 31) + 1 if turn % 5 == 0 else round(random.random() * 2**32) - (1 << 31)
     out = torch.zeros(size, dtype=torch.bool)
     rows = at.offsets_on(torch.device("cpu")) if at.rows else at.first
-    mask_kernel.store_mask(out, rows, at.run, _signed(start), _signed(step), below)
+    dropout_kernel.store_mask(out, rows, at.run, _signed(start), _signed(step), below)
     positions = torch.tensor(at.offsets())[:, None] + torch.arange(at.run)
     words = host_words(start, step, (positions.ravel() // 2).numpy(), 1).view(torch.int32)
     halves = words.gather(1, positions.view(-1, 1) % 2)
@@ -41,12 +41,12 @@ print("the same bits")
 COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from shardwright.rules import mask_kernel
+from shardwright.rules.random_numbers import dropout_kernel
 
 whole = dict.fromkeys(("numel", "run", "first", "start", "step"), "i64") | {"below": "i32"}
 for many, rows in ((True, "*i64"), (False, "*u8")):
     signature = {"out": "*u8", "rows": rows} | whole | {"MANY": "constexpr", "BLOCK": "constexpr"}
-    source = ASTSource(mask_kernel._compiled, signature, {"MANY": many, "BLOCK": mask_kernel.BLOCK})
+    source = ASTSource(dropout_kernel._compiled, signature, {"MANY": many, "BLOCK": dropout_kernel.BLOCK})
     for generation in (80, 90):
         made = compile(source, target=GPUTarget("cuda", generation, 32))
         assert made.asm["ptx"].count("st.global") >= 1 and made.asm["cubin"]

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..accelerator_api import random_states, set_random_states
 from ..capture.annotations import whole_shape
 from ..capture.manual import is_own, stacked
-from ..device_modules import random_states, set_random_states
 from ..errors import CheckpointError
 from ..json_files.json_values import dtype_name
 from ..layout import Digit, Layout, group_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from ranks import run_ranks
-from test_redistribution import pairs
+from test_redistributions import pairs
 
 from shardwright.cost import primitives
 from shardwright.errors import SettingError

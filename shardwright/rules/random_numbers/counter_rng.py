@@ -476,11 +476,11 @@ def _mask(
     if abs(below) == 1 << 31:
         return out.fill_(below > 0)
     if dtype == torch.bool and on.type != "cpu":
-        from . import mask_kernel  # noqa: PLC0415  it imports Triton, which takes half a second and serves devices alone
+        from . import dropout_kernel  # noqa: PLC0415  it imports Triton, which takes half a second and serves devices alone
 
-        if mask_kernel.available(on):
+        if dropout_kernel.available(on):
             rows = at.offsets_on(on) if at.rows else at.first
-            mask_kernel.store_mask(out, rows, at.run, _signed(stream[0]), _signed(stream[1]), below)
+            dropout_kernel.store_mask(out, rows, at.run, _signed(stream[0]), _signed(stream[1]), below)
             return out
 
     if on.type != "cpu" and not _has_words(on.type):

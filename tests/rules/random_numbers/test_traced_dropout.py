@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from shardwright.rules.counter_rng import key
-from shardwright.rules.traced_mask import _key, traced_mask
+from shardwright.rules.random_numbers.counter_rng import key
+from shardwright.rules.random_numbers.traced_dropout import _key, traced_mask
 
 mask = torch.ops.shardwright.mask.default
 

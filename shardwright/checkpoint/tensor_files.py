@@ -60,8 +60,8 @@ from torch.utils.serialization import config
 from ..errors import CheckpointError, shown
 from ..json_files.json_reader import kind_of, parse
 from ..json_files.json_values import dtype_named, is_shape
+from .checkpointed_model import LocalTensor
 from .manifest import ID_KEY, Piece, TensorEntry, element_size, trailer, write_file
-from .state import LocalTensor
 
 __all__ = [
     "METADATA",
