@@ -241,6 +241,8 @@ class _Pass:
             sent = [s for s in (instruction.forward, instruction.backward) if s is not None and s.collectives]
             if not sent or not {instruction.dtype, instruction.sums} <= PLAIN:
                 continue
+            if not all(r.collectives[0].pattern.travels_alone for r in sent):
+                continue
             self._split(place, instruction, first_read.get(instruction.target.name, self.forward))
 
     def _split(self, place: int, move: Redistribute, use: int) -> None:

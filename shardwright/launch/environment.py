@@ -438,7 +438,7 @@ _HOW_TO_BE_ALONE = "`shardwright run --devices=8 train.py`, or SHARDWRIGHT_DEVIC
 def _seen(environ: Environment) -> list[tuple[str, str, int, str, int | None]]:
     """Variables that give this process a rank: launcher, name and value of the rank, name and value of the number of
     processes. Pairs ``X_RANK`` and ``X_SIZE`` of unknown launchers come last, without a launcher's name."""
-    known = [row for row in _UNREAD if environ.get(row[1], "").isdecimal()]
+    known = [row for row in _UNREAD if _count(environ.get(row[1], "")) is not None]
     names = {rank for _, rank, _ in known} | {"RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK"}
     rows = [
         *known,
@@ -446,10 +446,15 @@ def _seen(environ: Environment) -> list[tuple[str, str, int, str, int | None]]:
     ]
     found = []
     for launcher, rank_name, size_name in rows:
-        rank, size = environ.get(rank_name, ""), environ.get(size_name, "") if size_name else ""
-        if rank.isdecimal() and (launcher or size.isdecimal()):
-            found.append((launcher, rank_name, int(rank), size_name, int(size) if size.isdecimal() else None))
+        rank, size = _count(environ.get(rank_name, "")), _count(environ.get(size_name, "") if size_name else "")
+        if rank is not None and (launcher or size is not None):
+            found.append((launcher, rank_name, rank, size_name, size))
     return found
+
+
+def _count(text: str) -> int | None:
+    """The number that a variable holds; None for another text, and for more than 9 digits."""
+    return int(text) if text.isdecimal() and len(text) <= 9 else None
 
 
 def unread(environ: Environment) -> SettingError | None:
@@ -477,8 +482,8 @@ def remark(environ: Environment) -> str | None:
         if rank_name not in ("LOCAL_RANK", "SLURM_PROCID")  # 0 in notebooks, and in Slurm's batch scripts
         and (size is None or rank < size > 1)
     ]
-    workers = environ.get("MS_WORKER_NUM", "")
-    if workers.isdecimal() and int(workers) > 1 and not environ.get("MS_ROLE"):
+    workers = _count(environ.get("MS_WORKER_NUM", ""))
+    if workers is not None and workers > 1 and not environ.get("MS_ROLE"):
         told.append(f"MS_WORKER_NUM={workers} without MS_ROLE")
     if not told:
         return None

@@ -128,6 +128,12 @@ class CollectiveKind(str, Enum):
         return self is not CollectiveKind.SLICE
 
     @property
+    def travels_alone(self) -> bool:
+        """True where a runtime may issue the collective and wait for it later. A halo exchange is several messages
+        between neighbours, with work between them, and runs in one piece."""
+        return self.communicates and self not in (CollectiveKind.HALO_EXCHANGE, CollectiveKind.HALO_REDUCE)
+
+    @property
     def reduces(self) -> bool:
         """True where terms are reduced."""
         return self.source is Placement.PARTIAL

@@ -329,6 +329,12 @@ def test_whatever_stands_in_a_file_it_is_read_or_refused(name: str) -> None:
     check(name, 50)
 
 
+@pytest.mark.parametrize("name", ["RANK", "PMI_RANK", "OTHER_RANK", "OTHER_SIZE", "MS_WORKER_NUM", "SLURM_PROCID"])
+def test_a_variable_of_10_000_digits(name: str) -> None:
+    with contextlib.suppress(ShardwrightError):
+        find({"PMI_RANK": "0", "OTHER_RANK": "0", "OTHER_SIZE": "2", name: "1" * 10_000})
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", READERS)
 def test_whatever_stands_in_a_file_in_2000_cases(name: str) -> None:

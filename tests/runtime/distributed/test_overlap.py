@@ -19,7 +19,10 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.cost.communication_schedule import CommunicationSchedule, block_of
+from shardwright.partition.local_program import Redistribute
+from shardwright.redistribution.collective_kinds import CollectiveKind
 from shardwright.runtime.distributed.process_groups import ProcessGroups
+from shardwright.runtime.distributed.scheduled_collectives import BEGINNINGS
 
 LAYERS, BATCH, LENGTH, VOCABULARY, RANKS = 4, 16, 8, 32, 4
 LEVELS = ("level1", "level2", "level3")
@@ -365,3 +368,38 @@ def on_a_library(rank: int, world: int) -> Any:
 
 def test_numbers_are_those_of_one_device() -> None:
     all_passed(run_ranks(on_a_library, RANKS))
+
+
+# -- halos -------------------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Two convolutions of one result whose height is cut: the second halo exchange could travel beside the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.small = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.large = nn.Conv2d(8, 8, 5, padding=2)
+        for layer in (self.stem, self.small, self.large):
+            sw.shard(layer, ((1, 1, 8, 1), (1, 1, 1, 1), (1,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x)
+        made: Tensor = self.small(y) + self.large(y)
+        return made
+
+
+def test_halo_exchanges_run_in_one_piece_beside_other_work() -> None:
+    with rank_of_eight():
+        model = sw.AutoParallel(nn.Sequential(Branches(), Branches())).dataset_strategy("full_batch")
+        made = model(torch.randn(8, 8, 64, 64))
+        made.sum().backward()
+    schedule, instructions = model.plan.schedule, model.plan.program.instructions
+    halos = [
+        k for k, i in enumerate(instructions) if isinstance(i, Redistribute) and any(s.halo for s in i.forward.steps)
+    ]
+    assert len(halos) >= 4 and not set(halos) & set(schedule.splits)
+
+
+def test_every_collective_that_travels_alone_has_a_beginning() -> None:
+    assert set(BEGINNINGS) == {kind for kind in CollectiveKind if kind.travels_alone and kind.source is not None}
