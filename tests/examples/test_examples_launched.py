@@ -47,7 +47,7 @@ def first_loss(name: str) -> float:
             ],
         ),
         (
-            ALL,
+            ["layout_objects", HYBRID],
             [
                 "-m",
                 "torch.distributed.run",

@@ -137,8 +137,7 @@ WAYS: dict[str, tuple[Callable[[Network], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("random", ["exact", "fast"])
+@pytest.mark.parametrize(("devices", "random"), [(2, "exact"), (4, "fast"), (8, "exact")])
 def test_nothing_changes(devices: int, random: str) -> None:
     expected, plain = trained(network(devices), devices, random=random)
     for way, (mark, options) in WAYS.items():
