@@ -112,8 +112,12 @@ class MixedPrecision:
         names = [f.name for f in fields(cls)]
         # FSDP2's policy: its fields differ between versions of torch; unknown ones are dropped at their default
         if is_dataclass(given) and not isinstance(given, type) and type(given).__name__ == "MixedPrecisionPolicy":
-            said = {f.name: getattr(given, f.name) for f in fields(given)}
-            given = {name: said[name] for name in said if name in names or said[name] != getattr(type(given)(), name)}
+            settings = {f.name: getattr(given, f.name) for f in fields(given)}
+            given = {
+                name: settings[name]
+                for name in settings
+                if name in names or settings[name] != getattr(type(given)(), name)
+            }
         if not isinstance(given, Mapping) or set(given) - set(names):
             raise SettingError(f"mixed_precision={given!r}", legal=_LEGAL)
         return cls(**given)

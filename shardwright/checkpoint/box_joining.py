@@ -103,24 +103,26 @@ def scattered(written: Iterable[WrittenBox]) -> dict[str, Extent]:
 
 
 def joints_of(
-    tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], said: Sequence[Mapping[str, Extent]], most: int
+    tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]],
+    extents_of_ranks: Sequence[Mapping[str, Extent]],
+    most: int,
 ) -> list[Joint]:
     """The joints, in the order of the tensors.
 
     Args:
         tensors: name -> (shape, dtype, layout).
-        said: the result of `scattered` on each rank. No two boxes overlap.
+        extents_of_ranks: the result of `scattered` on each rank. No two boxes overlap.
         most: bytes of rows that a rank may write in a step.
     """
     out, most = [], min(most, STEP)
     for name, (shape, dtype, _) in tensors.items():
         alike: dict[tuple[int, int], list[int]] = {}  # ranks by their part of dim 0
-        for rank, extents in enumerate(said):
+        for rank, extents in enumerate(extents_of_ranks):
             if name in extents:
                 starts, sizes = extents[name]
                 alike.setdefault((starts[0], sizes[0]), []).append(rank)
         for (_, length), ranks in alike.items():
-            parts = tuple(said[rank][name] for rank in ranks)
+            parts = tuple(extents_of_ranks[rank][name] for rank in ranks)
             cut = [dim for _, sizes in parts for dim in range(1, len(shape)) if sizes[dim] < shape[dim]]
             if not cut or sum(math.prod(sizes) for _, sizes in parts) < length * math.prod(shape[1:]):
                 continue

@@ -217,8 +217,8 @@ def model_fingerprint(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> st
     Args:
         tensors: (name, shape, dtype) of each, in any order.
     """
-    said = sorted([name, list(shape), dtype] for name, shape, dtype in tensors)
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+    rows = sorted([name, list(shape), dtype] for name, shape, dtype in tensors)
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class _Reading:
         for section in ("files", "tensors"):
             if not isinstance(words[section], dict):
                 self._fault([section], f"it is {kind_of(words[section])}, and no object")
-        files = {name: self._file(schema, name, said) for name, said in words["files"].items()}
+        files = {name: self._file(schema, name, entry) for name, entry in words["files"].items()}
         return Manifest(
             words["kind"],
             self._whole(["step"], words["step"]),
@@ -326,72 +326,72 @@ class _Reading:
             None if words["plan"] is None else self._hex(["plan"], words["plan"]),
             self._whole(["world"], words["world"], 1, MOST_DEVICES),
             files,
-            {name: self._tensor(files, name, said) for name, said in words["tensors"].items()},
+            {name: self._tensor(files, name, entry) for name, entry in words["tensors"].items()},
             schema,
             self._places(files, words.get("places", {})),
         )
 
-    def _file(self, schema: int, name: str, said: Any) -> CheckpointFile:
+    def _file(self, schema: int, name: str, entry: Any) -> CheckpointFile:
         place = ["files", name]
         if not is_plain_name(name):
             self._fault(place, "it is no name of a file in the checkpoint's folder")
-        self._fields(place, said, ["bytes", "digest"])
-        size = self._whole([*place, "bytes"], said["bytes"])
+        self._fields(place, entry, ["bytes", "digest"])
+        size = self._whole([*place, "bytes"], entry["bytes"])
         return CheckpointFile(
-            size, self._hex([*place, "digest"], said["digest"], ALGORITHMS[schema].digits * blocks_of(size))
+            size, self._hex([*place, "digest"], entry["digest"], ALGORITHMS[schema].digits * blocks_of(size))
         )
 
-    def _places(self, files: Mapping[str, CheckpointFile], said: Any) -> dict[str, tuple[str, ...]]:
-        if not isinstance(said, dict):
-            self._fault(["places"], f"it is {kind_of(said)}, and no object")
-        for place, names in said.items():
+    def _places(self, files: Mapping[str, CheckpointFile], entry: Any) -> dict[str, tuple[str, ...]]:
+        if not isinstance(entry, dict):
+            self._fault(["places"], f"it is {kind_of(entry)}, and no object")
+        for place, names in entry.items():
             if (
                 not place.isprintable()
                 or not isinstance(names, list)
                 or not all(isinstance(name, str) and name in files for name in names)
             ):
                 self._fault(["places", place], f"{shown(names)} is no list of files of the checkpoint")
-        return {place: tuple(names) for place, names in said.items()}
+        return {place: tuple(names) for place, names in entry.items()}
 
-    def _tensor(self, files: Mapping[str, CheckpointFile], name: str, said: Any) -> TensorEntry:
+    def _tensor(self, files: Mapping[str, CheckpointFile], name: str, entry: Any) -> TensorEntry:
         place = ["tensors", name]
         if not name.isprintable():
             self._fault(place, "its name moves the cursor")
-        self._fields(place, said, ["shape", "dtype", "layout", "pieces"])
-        shape, layout = said["shape"], said["layout"]
+        self._fields(place, entry, ["shape", "dtype", "layout", "pieces"])
+        shape, layout = entry["shape"], entry["layout"]
         if not is_shape(shape):
             self._fault([*place, "shape"], f"{shown(shape)} is no shape")
         try:
-            size = element_size(said["dtype"])
+            size = element_size(entry["dtype"])
         except ValueError as error:
             self._fault([*place, "dtype"], str(error))
         if layout is not None:
             self._layout([*place, "layout"], layout)
-        if not isinstance(said["pieces"], list):
-            self._fault([*place, "pieces"], f"it is {kind_of(said['pieces'])}, and no list")
+        if not isinstance(entry["pieces"], list):
+            self._fault([*place, "pieces"], f"it is {kind_of(entry['pieces'])}, and no list")
         pieces = tuple(
             self._piece([*place, "pieces", number], files, len(shape), size, piece)
-            for number, piece in enumerate(said["pieces"])
+            for number, piece in enumerate(entry["pieces"])
         )
         wrong = untiled(tuple(shape), tuple((piece.starts, piece.sizes) for piece in pieces))
         if wrong is not None:
             self._fault([*place, "pieces"], wrong)
-        return TensorEntry(tuple(shape), said["dtype"], layout, pieces)
+        return TensorEntry(tuple(shape), entry["dtype"], layout, pieces)
 
-    def _layout(self, place: Sequence[str | int], said: Any) -> None:
-        own = isinstance(said, dict) and "own" in said
-        self._fields(place, said, ["devices", "first", "layout", *["own"] * own])
-        self._whole([*place, "devices"], said["devices"], 1, MOST_DEVICES)
-        self._whole([*place, "first"], said["first"], 0, MOST_DEVICES)
-        if not isinstance(said["layout"], (list, dict)) or (own and said["own"] is not True):
-            self._fault(place, f"{shown(said)} is no layout")
+    def _layout(self, place: Sequence[str | int], entry: Any) -> None:
+        own = isinstance(entry, dict) and "own" in entry
+        self._fields(place, entry, ["devices", "first", "layout", *["own"] * own])
+        self._whole([*place, "devices"], entry["devices"], 1, MOST_DEVICES)
+        self._whole([*place, "first"], entry["first"], 0, MOST_DEVICES)
+        if not isinstance(entry["layout"], (list, dict)) or (own and entry["own"] is not True):
+            self._fault(place, f"{shown(entry)} is no layout")
 
     def _piece(
-        self, place: Sequence[str | int], files: Mapping[str, CheckpointFile], dims: int, size: int, said: Any
+        self, place: Sequence[str | int], files: Mapping[str, CheckpointFile], dims: int, size: int, entry: Any
     ) -> Piece:
-        if not isinstance(said, list) or len(said) != 4:
-            self._fault(place, f"{shown(said)} is no [file, offset, starts, sizes]")
-        file, offset, starts, sizes = said
+        if not isinstance(entry, list) or len(entry) != 4:
+            self._fault(place, f"{shown(entry)} is no [file, offset, starts, sizes]")
+        file, offset, starts, sizes = entry
         if not isinstance(file, str) or file not in files:
             self._fault(place, f"{shown(file)} is no file of the checkpoint")
         for numbers in (starts, sizes):

@@ -397,9 +397,9 @@ def save_checkpoint(
         except Exception as raised:  # any error must reach the other ranks
             error = located(raised, path)
     try:
-        said = ranks.agreed(error, None if job is None else job.said)
+        descriptions = ranks.agreed(error, None if job is None else job.description)
         assert job is not None  # agreed raises where this rank has an error
-        job.settle(said)
+        job.settle(descriptions)
     except Exception:  # of any kind: raised again
         if job is not None:
             job.give_up()
@@ -512,15 +512,15 @@ def _collected(
     if whole and hasattr(subject.net, "save_pretrained") and config is not None and hasattr(config, "to_json_string"):
         texts[CONFIG] = config.to_json_string().encode()  # Hugging Face needs it to read the folder
     written = written_here(held, ranks.rank)
-    said: dict[str, Any] = {
+    description: dict[str, Any] = {
         "step": step,
         "integrated_save": whole,
         "tensors": described_here(held, written),
         "scalars": words(others, "the optimizer's state"),
     }
     if ranks.rank == 0:
-        said["id"] = new_id()
-        folders.begin(path, step, said["id"], subject.net if subject.wrapper is None else subject.wrapper)
+        description["id"] = new_id()
+        folders.begin(path, step, description["id"], subject.net if subject.wrapper is None else subject.wrapper)
     job = SaveJob(
         ranks,
         path,
@@ -531,7 +531,7 @@ def _collected(
         subject.aliases,
         subject.plan,
         written,
-        said,
+        description,
         generators(),
         position,
         state,

@@ -197,14 +197,14 @@ def _check_same(seen: list[list[str] | None], first: int, folder: str) -> None:
 def _together(folder: Path, visible: list[Path], manifest: Manifest, ranks: SingleRank) -> SeenCheckpoint:
     """The checkpoint, once its files are found on some rank each, and undamaged."""
     paths = _paths(visible, manifest)
-    said = ranks.exchanged([_view(visible), [name for name in manifest.files if name not in paths]])
-    lacking = [set(names) for _, names in said]
+    views = ranks.exchanged([_view(visible), [name for name in manifest.files if name not in paths]])
+    lacking = [set(names) for _, names in views]
     served = {
         name: next(rank for rank, names in enumerate(lacking) if name not in names)
-        for name in dict.fromkeys(name for _, names in said for name in names)
+        for name in dict.fromkeys(name for _, names in views for name in names)
         if not all(name in names for names in lacking)
     }
-    alike = [rank for rank, (view, _) in enumerate(said) if view == said[ranks.rank][0]]
+    alike = [rank for rank, (view, _) in enumerate(views) if view == views[ranks.rank][0]]
     error, state = None, None
     try:
         problems = _missing(manifest, set.intersection(*lacking))
@@ -281,14 +281,14 @@ def fetch(stored: StoredTensors, ranks: ProcessRanks) -> None:
     Raises:
         CheckpointError: a file cannot be read here for another rank.
     """
-    said = ranks.exchanged(
+    requests = ranks.exchanged(
         [
             [w.piece.file, w.piece.offset, list(w.piece.sizes), w.dtype, w.starts, list(w.out.shape)]
             for w in stored.wanted
         ]
     )
     mine, failed = iter(stored.wanted), None
-    for rank, wanted in enumerate(said):
+    for rank, wanted in enumerate(requests):
         for file, offset, sizes, dtype, starts, lengths in wanted:
             server = stored.served[file]
             if ranks.rank not in (rank, server):

@@ -111,9 +111,9 @@ def read_state(folder: Path, manifest: Manifest, text: str | None = None) -> dic
     for alias, name in state["tied"].items():
         check(isinstance(name, str), f"tied[{alias!r}]", name, "the name of a tensor")
     check(isinstance(state["schedulers"], list), "schedulers", state["schedulers"], "a list")
-    for number, said in enumerate(state["schedulers"]):
-        good = isinstance(said, dict) and isinstance(said.get("kind"), str) and "state" in said
-        check(good, f"schedulers[{number}]", said, '{"kind": "StepLR", "state": …}')
+    for number, entry in enumerate(state["schedulers"]):
+        good = isinstance(entry, dict) and isinstance(entry.get("kind"), str) and "state" in entry
+        check(good, f"schedulers[{number}]", entry, '{"kind": "StepLR", "state": …}')
     optimizer = state["optimizer"]
     if optimizer is not None:
         good = isinstance(optimizer, dict) and isinstance(optimizer.get("kind"), str)
@@ -125,12 +125,12 @@ def read_state(folder: Path, manifest: Manifest, text: str | None = None) -> dic
         good = isinstance(scalars, dict) and all(isinstance(held, dict) for held in scalars.values())
         check(good, "optimizer.scalars", scalars, "an object of objects")
     for key in ("random", "data"):
-        said = state[key]
-        if said is None:
+        entry = state[key]
+        if entry is None:
             continue
-        good = isinstance(said, dict) and all(isinstance(said.get(name), list) for name in ("ranks", "states"))
-        check(good, key, said, '{"ranks": [0, …], "states": [{…}, …]}')
-        numbers, states = said["ranks"], said["states"]
+        good = isinstance(entry, dict) and all(isinstance(entry.get(name), list) for name in ("ranks", "states"))
+        check(good, key, entry, '{"ranks": [0, …], "states": [{…}, …]}')
+        numbers, states = entry["ranks"], entry["states"]
         good = bool(numbers) and all(type(i) is int and 0 <= i < len(states) for i in numbers)
         check(good, f"{key}.ranks", numbers, f"for each rank the number of a state, below {len(states)}")
         good = all(isinstance(held, dict) if key == "random" else True for held in states)

@@ -237,13 +237,13 @@ def header_of(path: Path) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise wrong(f"its header is damaged: __metadata__ is {shown(metadata)}, and no object of texts")
     tensors, spans = {}, []
-    for name, said in words.items():
-        if not name.isprintable() or not isinstance(said, dict):
-            raise wrong(f"its header is damaged: {shown(name)} is {shown(said)}")
-        shape, offsets = said.get("shape"), said.get("data_offsets")
-        dtype = _DTYPES.get(said["dtype"]) if isinstance(said.get("dtype"), str) else None
+    for name, entry in words.items():
+        if not name.isprintable() or not isinstance(entry, dict):
+            raise wrong(f"its header is damaged: {shown(name)} is {shown(entry)}")
+        shape, offsets = entry.get("shape"), entry.get("data_offsets")
+        dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry.get("dtype"), str) else None
         if dtype is None:
-            raise wrong(f"{shown(name)} has the dtype {shown(said.get('dtype'))}, of which torch has none")
+            raise wrong(f"{shown(name)} has the dtype {shown(entry.get('dtype'))}, of which torch has none")
         if not is_shape(shape) or not _is_span(offsets):
             raise wrong(f"its header is damaged: {shown(name)} has the shape {shown(shape)} at {shown(offsets)}")
         first, last = offsets

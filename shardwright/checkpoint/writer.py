@@ -155,7 +155,7 @@ class SaveJob:
         aliases: further name of a tied tensor -> its first name.
         plan: the plan, if there is one.
         written: the boxes that this rank writes.
-        said: the description of this rank's part for the other ranks.
+        description: the description of this rank's part for the other ranks.
         random: the states of this rank's `generators`.
         data: this rank's position in the data, encoded.
         state: the rest of the state; rank 0's is written.
@@ -177,7 +177,7 @@ class SaveJob:
     aliases: Mapping[str, str]
     plan: Plan | PipelinePlan | None
     written: list[WrittenBox]
-    said: dict[str, Any]
+    description: dict[str, Any]
     random: dict[str, Any]
     data: dict[str, Any] | None
     state: dict[str, Any]
@@ -194,21 +194,21 @@ class SaveJob:
         """The folder being written."""
         return self.path / f".{folders.name_of(self.step)}.{self.id}.part"
 
-    def settle(self, said: list[dict[str, Any]]) -> None:
+    def settle(self, descriptions: list[dict[str, Any]]) -> None:
         """Combine the descriptions of all ranks.
 
         Args:
-            said: the descriptions, by rank.
+            descriptions: the descriptions, by rank.
 
         Raises:
             CheckpointError: ranks save different things; raised on all of them.
         """
-        self.id = said[0]["id"]
-        for rank, other in enumerate(said):
+        self.id = descriptions[0]["id"]
+        for rank, other in enumerate(descriptions):
             for key in ("step", "integrated_save"):
-                if other[key] != said[0][key]:
+                if other[key] != descriptions[0][key]:
                     raise CheckpointError(
-                        f"rank {rank} saves with {key}={other[key]!r}, rank 0 with {said[0][key]!r}",
+                        f"rank {rank} saves with {key}={other[key]!r}, rank 0 with {descriptions[0][key]!r}",
                         source=str(self.path),
                         legal="the same on every rank",
                     )
@@ -221,10 +221,10 @@ class SaveJob:
             parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
             return 1, parameters[parameter], key
 
-        everything = {name: described for other in said for name, described in other["tensors"].items()}
+        everything = {name: described for other in descriptions for name, described in other["tensors"].items()}
         self.tensors = {name: everything[name] for name in sorted(everything, key=place)}
         if self.state["optimizer"] is not None:
-            self.state["optimizer"]["scalars"] = {k: v for other in said for k, v in other["scalars"].items()}
+            self.state["optimizer"]["scalars"] = {k: v for other in descriptions for k, v in other["scalars"].items()}
 
     def write(self) -> None:
         """Write the checkpoint.
@@ -256,15 +256,15 @@ class SaveJob:
         sees = rank == 0 or self.part.is_dir()
         if self.whole and (not sees or self.ranks.remote(rank)):
             boxes = [[w.name, list(w.starts), list(w.tensor.shape), w.tensor.dtype] for w in self.written]
-        said = self.ranks.exchanged([sees, place_of(self.path), boxes])
+        views = self.ranks.exchanged([sees, place_of(self.path), boxes])
         self.remote = {
             other: [(name, tuple(starts), tuple(sizes), dtype) for name, starts, sizes, dtype in theirs]
-            for other, (_, _, theirs) in enumerate(said)
+            for other, (_, _, theirs) in enumerate(views)
             if theirs is not None
         }
-        if self.whole or all(sees for sees, *_ in said):
+        if self.whole or all(sees for sees, *_ in views):
             return
-        self.places = [said[0][1] if sees else place for sees, place, _ in said]
+        self.places = [views[0][1] if sees else place for sees, place, _ in views]
         reason = None
         if not sees and self.failed is None:
             try:
@@ -293,7 +293,7 @@ class SaveJob:
     def give_up(self) -> None:
         """Remove everything written so far."""
         if self.ranks.rank == 0:
-            self.id = self.said["id"]
+            self.id = self.description["id"]
         if self.ranks.rank == 0 or self.leads:
             shutil.rmtree(self.part, ignore_errors=True)
 
@@ -357,10 +357,10 @@ class SaveJob:
 
     def _joints(self) -> list[Joint]:
         """The boxes that ranks join, where all are on one host; empty where the ranks share no memory."""
-        said = self.ranks.exchanged(scattered(self.written))
-        if not any(said) or self._several.rows() is None:
+        extents = self.ranks.exchanged(scattered(self.written))
+        if not any(extents) or self._several.rows() is None:
             return []
-        return joints_of(self.tensors, said, self._several.row_bytes)
+        return joints_of(self.tensors, extents, self._several.row_bytes)
 
     def _join(self, files: WholeFiles, joints: list[Joint]) -> None:
         """Write boxes that are short runs in the file, joined with the other columns of their rows from other ranks."""
@@ -418,14 +418,14 @@ class SaveJob:
         self._each(write)
         # In lists: a large model has ten thousand boxes a rank, and rank 0 reads those of all ranks.
         boxes = [[i.name, *i.piece[:2], list(i.piece.starts), list(i.piece.sizes), i.offset, i.length] for i in items]
-        said = self.ranks.gathered({"files": files, "boxes": boxes})
+        gathered = self.ranks.gathered({"files": files, "boxes": boxes})
         items = [
             DcpItem(name, Piece(file, first, tuple(starts), tuple(sizes)), *at)
-            for theirs in said
+            for theirs in gathered
             for name, file, first, starts, sizes, *at in theirs["boxes"]
         ]
         self._each(lambda: write_metadata(self.part, self.tensors, items, self.id) if self.ranks.rank == 0 else None)
-        files = {name: CheckpointFile(*file) for theirs in said for name, file in theirs["files"].items()}
+        files = {name: CheckpointFile(*file) for theirs in gathered for name, file in theirs["files"].items()}
         return entries_of(self.tensors, items), files
 
     def _look(self) -> None:

@@ -667,10 +667,10 @@ def _place(
     if table is not None:
         beside = table.beside(rank)
         device, devices = table.devices[rank].device, 1 + max(entry.device for entry in beside)
-        said = number(environ, "DEVICE_ID")
-        if said is not None and said != device:
+        device_id = number(environ, "DEVICE_ID")
+        if device_id is not None and device_id != device:
             raise SettingError(
-                f"DEVICE_ID={said}, but rank {rank} is device {device} of server {table.devices[rank].server}",
+                f"DEVICE_ID={device_id}, but rank {rank} is device {device} of server {table.devices[rank].server}",
                 source=table.path,
                 legal=f"DEVICE_ID={device}, or none",
             )

@@ -335,12 +335,12 @@ class Nodes(RendezvousHandler):
 
         threading.Thread(target=put, daemon=True, name="question to node 0").start()
         try:
-            said = answers.get(timeout=ANSWER)
+            answer = answers.get(timeout=ANSWER)
         except queue.Empty:
             raise _NoAnswer("node 0 does not answer") from None
-        if said[1] is not None:
-            raise _NoAnswer("node 0 is gone") from said[1]
-        return said[0]
+        if answer[1] is not None:
+            raise _NoAnswer("node 0 is gone") from answer[1]
+        return answer[0]
 
     def tell(self, code: int, text: str, node: int | None = None, kind: str = "lost") -> None:
         """Tell the other nodes that the run has failed here, or on `node`. The first failure written counts.

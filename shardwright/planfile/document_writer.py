@@ -139,7 +139,7 @@ def parts_of(plan: Plan, word: bool = True) -> Parts:
         _operator(op, plan.decisions[op.name], seconds.get(op.name, 0.0), "open" in head) for op in plan.graph.ops
     ]
     parameters = list(_parameters(plan))
-    said = {
+    digests = {
         "head": head_digest(head),
         "operators": {op.name: digest(op, plan.decisions[op.name]) for op in plan.graph.ops},
         "parameters": {line["name"]: line["storage"] for line in parameters},
@@ -150,7 +150,7 @@ def parts_of(plan: Plan, word: bool = True) -> Parts:
         parameters,
         {
             "graph": write_graph(plan.graph),
-            "said": said,
+            "said": digests,
             "found": None if plan.found is None else asdict(plan.found) | {"seconds": plan.cost},
         },
     )
@@ -226,16 +226,16 @@ def _parameters(plan: Plan) -> Iterator[dict[str, Any]]:
 def head_digest(head: Mapping[str, Any]) -> str:
     """A digest of the head's fields that a search depends on."""
     keys = ("graph", "devices", "dataset_strategy", "hsdp", "uneven", "optimizer", "cluster")
-    said = [head.get(key) for key in keys]
+    settings = [head.get(key) for key in keys]
     if head.get("memory") is not None:  # only then: documents older than this field have a digest without it
-        said.append(head["memory"])
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:8]
+        settings.append(head["memory"])
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
 
 
 def digest(op: Op, decision: Decision) -> str:
     """A digest of a line's content that planning depends on, in normal form: independent of its notation."""
-    said = (decision.assignment.digits, tuple(map(str, decision.out or ())), decision.open, op.recompute)
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:8]
+    identity = (decision.assignment.digits, tuple(map(str, decision.out or ())), decision.open, op.recompute)
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:8]
 
 
 # -- the document of a pipeline ----------------------------------------------------------------------------------------
@@ -367,25 +367,25 @@ def _fits(word: str, alone: Graph, stage: Stage) -> bool:
 # -- the graph of a micro-batch, which is nearly that of its stages ----------------------------------------------------
 
 
-def _beside(said: dict[str, Any], stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _beside(encoded: dict[str, Any], stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A written graph reduced by its stages' graphs.
 
     An operator that a stage has is replaced by its name, a value that a stage has by None.
     """
     ops, values = _of_stages(stages)
-    return said | {
-        "ops": [op["name"] if ops.get(op["name"]) == op else op for op in said["ops"]],
-        "values": {name: None if values.get(name) == value else value for name, value in said["values"].items()},
+    return encoded | {
+        "ops": [op["name"] if ops.get(op["name"]) == op else op for op in encoded["ops"]],
+        "values": {name: None if values.get(name) == value else value for name, value in encoded["values"].items()},
     }
 
 
-def whole_graph(said: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The written graph that `_beside` has reduced to `said`."""
+def whole_graph(encoded: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The written graph that `_beside` has reduced to `encoded`."""
     ops, values = _of_stages(stages)
     return {
-        **said,
-        "ops": [ops[op] if isinstance(op, str) else op for op in said["ops"]],
-        "values": {name: values[name] if value is None else value for name, value in said["values"].items()},
+        **encoded,
+        "ops": [ops[op] if isinstance(op, str) else op for op in encoded["ops"]],
+        "values": {name: values[name] if value is None else value for name, value in encoded["values"].items()},
     }
 
 

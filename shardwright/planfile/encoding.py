@@ -138,9 +138,9 @@ def _value(value: Value) -> list:
     return [list(value.shape), str(value.dtype).removeprefix("torch."), value.requires_grad, *master]
 
 
-def write_recompute(said: Recompute) -> dict[str, Any]:
+def write_recompute(setting: Recompute) -> dict[str, Any]:
     """The recomputation of an operator as a dict: ``call``, and the fields that differ from their default."""
-    held = {f.name: (getattr(said, f.name), f.default) for f in fields(said)}
+    held = {f.name: (getattr(setting, f.name), f.default) for f in fields(setting)}
     return {name: value for name, (value, default) in held.items() if name == "call" or value != default}
 
 
@@ -192,19 +192,19 @@ def fingerprint(graph: Graph) -> str:
     return fingerprint_of(write_graph(graph))
 
 
-def fingerprint_of(said: Mapping[str, Any]) -> str:
-    """The fingerprint of the graph that `said` is, as `write_graph` writes it.
+def fingerprint_of(encoded: Mapping[str, Any]) -> str:
+    """The fingerprint of the graph that `encoded` is, as `write_graph` writes it.
 
     Raises:
-        KeyError, TypeError, AttributeError: `said` was not written by `write_graph`.
+        KeyError, TypeError, AttributeError: `encoded` was not written by `write_graph`.
     """
-    ops = [{key: x for key, x in op.items() if key not in ("module", "source")} for op in said["ops"]]
-    return hashlib.sha256(json.dumps({**said, "ops": ops}, sort_keys=True).encode()).hexdigest()[:16]
+    ops = [{key: x for key, x in op.items() if key not in ("module", "source")} for op in encoded["ops"]]
+    return hashlib.sha256(json.dumps({**encoded, "ops": ops}, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def packed(said: Any) -> str:
+def packed(encoded: Any) -> str:
     """JSON as one line of base64, compressed."""
-    text = json.dumps(said, separators=(",", ":"))
+    text = json.dumps(encoded, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
@@ -335,23 +335,23 @@ def _loaded(module: str, path: str) -> Any:
     return found if isinstance(found, type) else None
 
 
-def _target_of(said: Any, name: str, source: str | None) -> Any:
+def _target_of(encoded: Any, name: str, source: str | None) -> Any:
     """The operator of a written target.
 
     Raises:
         PlanError: it is not registered in this process.
     """
-    if isinstance(said, dict) and "autocast" in said:
-        state = Autocast(tuple((kind, _leaf_of(dtype, {})) for kind, dtype in said["autocast"]), said["shares"])
-        return under(_target_of(said["target"], name, source), state)
-    if isinstance(said, dict):
-        return _applied(said, name, source)
-    namespace, _, rest = said.partition(".")
+    if isinstance(encoded, dict) and "autocast" in encoded:
+        state = Autocast(tuple((kind, _leaf_of(dtype, {})) for kind, dtype in encoded["autocast"]), encoded["shares"])
+        return under(_target_of(encoded["target"], name, source), state)
+    if isinstance(encoded, dict):
+        return _applied(encoded, name, source)
+    namespace, _, rest = encoded.partition(".")
     packet, _, overload = rest.rpartition(".")
     found = getattr(getattr(getattr(torch.ops, namespace, None), packet, None), overload, None)
     if not isinstance(found, OpOverload):
         raise PlanError(
-            f"there is no operator {said} in this process",
+            f"there is no operator {encoded} in this process",
             operator=name,
             source=source,
             legal="import what registers it (torch.library.custom_op, sw.rule) before the plan is read",
@@ -359,9 +359,9 @@ def _target_of(said: Any, name: str, source: str | None) -> Any:
     return found
 
 
-def _applied(said: dict[str, Any], name: str, source: str | None) -> Applied:
+def _applied(encoded: dict[str, Any], name: str, source: str | None) -> Applied:
     """A user's function, looked up in the module that defined it; nothing is imported."""
-    module, _, path = said["function"].partition(":")
+    module, _, path = encoded["function"].partition(":")
     found = _loaded(module, path)
     if found is None or not issubclass(found, torch.autograd.Function):
         raise PlanError(
@@ -371,47 +371,48 @@ def _applied(said: dict[str, Any], name: str, source: str | None) -> Applied:
             legal=f"import {module} before the plan is read",
         )
     leaves = [
-        torch.empty(0, device="meta") if i in said["places"] else _leaf_of(x, {}) for i, x in enumerate(said["leaves"])
+        torch.empty(0, device="meta") if i in encoded["places"] else _leaf_of(x, {})
+        for i, x in enumerate(encoded["leaves"])
     ]
-    made = Applied(found, leaves, _read_spec(said["spec"] or None, source or name))
-    made.differentiable = tuple(said["differentiable"])
+    made = Applied(found, leaves, _read_spec(encoded["spec"] or None, source or name))
+    made.differentiable = tuple(encoded["differentiable"])
     return made
 
 
-def recompute_of(said: dict[str, Any] | None) -> Recompute | None:
+def recompute_of(encoded: dict[str, Any] | None) -> Recompute | None:
     """The recomputation that `write_recompute` wrote; None for None.
 
     Raises:
-        TypeError: `said` has other fields or types.
+        TypeError: `encoded` has other fields or types.
     """
-    if said is None:
+    if encoded is None:
         return None
-    made = Recompute(**said)
+    made = Recompute(**encoded)
     kinds = {**dict.fromkeys(asdict(made), bool), "call": int, "path": str}
     if any(type(getattr(made, name)) is not kind for name, kind in kinds.items()):
-        raise TypeError(f"{said!r}")
+        raise TypeError(f"{encoded!r}")
     return made
 
 
-def read_graph(said: dict[str, Any], source: str = "", expected: str | None = None) -> Graph:
+def read_graph(encoded: dict[str, Any], source: str = "", expected: str | None = None) -> Graph:
     """The graph that `write_graph` wrote, constants as meta tensors. Nothing is imported.
 
     Args:
-        said: the graph, as it was read.
+        encoded: the graph, as it was read.
         source: the file, as errors name it.
         expected: the fingerprint that it must have, which is compared before the graph is interpreted; None: none.
 
     Raises:
-        PlanError: another fingerprint; an operator or class that this process does not have, by name; `said` was not
+        PlanError: another fingerprint; an operator or class that this process does not have, by name; `encoded` was not
             written by `write_graph`.
     """
     legal = "a file that Plan.save wrote"
     try:
-        if expected is not None and (found := fingerprint_of(said)) != expected:
+        if expected is not None and (found := fingerprint_of(encoded)) != expected:
             raise PlanError(
                 f"the captured graph is {found}, the plan is of {shown(expected)}", source=source, legal=legal
             )
-        return _graph(said, source)
+        return _graph(encoded, source)
     except ShardwrightError:
         raise
     except Exception as error:  # of any kind: what was captured is interpreted by torch's own functions too
@@ -422,7 +423,7 @@ def read_graph(said: dict[str, Any], source: str = "", expected: str | None = No
         ) from error
 
 
-def _graph(said: dict[str, Any], source: str) -> Graph:
+def _graph(encoded: dict[str, Any], source: str) -> Graph:
 
     def value(name: str, shape: list, dtype: str, grad: bool, master: list | None = None) -> Value:
         return Value(
@@ -433,9 +434,9 @@ def _graph(said: dict[str, Any], source: str) -> Graph:
             None if master is None else Master(*(_named("dtype", each) for each in master)),
         )
 
-    values = {name: value(name, *rest) for name, rest in said["values"].items()}
+    values = {name: value(name, *rest) for name, rest in encoded["values"].items()}
     ops = []
-    for op in said["ops"]:
+    for op in encoded["ops"]:
         args = tuple(_leaf_of(x, values) for x in op["args"])
         kwargs = {key: _leaf_of(x, values) for key, x in op.get("kwargs", {}).items()}
         inputs = tuple(values[n] for n in op["inputs"]) if "inputs" in op else values_in((args, kwargs))
@@ -460,22 +461,22 @@ def _graph(said: dict[str, Any], source: str) -> Graph:
         )
     constants = {
         name: torch.empty(shape, dtype=_leaf_of(dtype, {}), device="meta")
-        for name, (shape, dtype) in said["constants"].items()
+        for name, (shape, dtype) in encoded["constants"].items()
     }
-    in_spec, out_spec = (_read_spec(said[which], source) for which in ("in_spec", "out_spec"))
+    in_spec, out_spec = (_read_spec(encoded[which], source) for which in ("in_spec", "out_spec"))
     return Graph(
-        tuple(values[n] for n in said["inputs"]),
-        {name: value(*rest) for name, rest in said["parameters"].items()},
-        {name: value(*rest) for name, rest in said["buffers"].items()},
+        tuple(values[n] for n in encoded["inputs"]),
+        {name: value(*rest) for name, rest in encoded["parameters"].items()},
+        {name: value(*rest) for name, rest in encoded["buffers"].items()},
         constants,
         tuple(ops),
-        tuple(_leaf_of(x, values) for x in said["outputs"]),
+        tuple(_leaf_of(x, values) for x in encoded["outputs"]),
         in_spec,
         out_spec,
-        {name: values[n] for name, n in said["updates"].items()},
-        dict(said["aliases"]),
-        said.get("batch"),
-        tuple(said.get("changed", ())),
+        {name: values[n] for name, n in encoded["updates"].items()},
+        dict(encoded["aliases"]),
+        encoded.get("batch"),
+        tuple(encoded.get("changed", ())),
     )
 
 

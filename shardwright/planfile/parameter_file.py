@@ -270,10 +270,10 @@ class ParameterStrategies:
                     source=held.where,
                     legal=f"ranks of one stage: {devices // int(groups)} devices",
                 )
-            said = str(value.stored.dtype).removeprefix("torch.")
-            if (tuple(value.shape), said) != (held.shape, held.dtype):
+            dtype = str(value.stored.dtype).removeprefix("torch.")
+            if (tuple(value.shape), dtype) != (held.shape, held.dtype):
                 raise PlanError(
-                    f"the line is of {held.dtype}{list(held.shape)}, the model has {said}{list(value.shape)}: "
+                    f"the line is of {held.dtype}{list(held.shape)}, the model has {dtype}{list(value.shape)}: "
                     "strategies of another model?",
                     operator=f"the parameter {name!r}",
                     source=held.where,

@@ -91,15 +91,15 @@ class PipelineDocument:
         head = PlanDocument(path, words, {}, {}, captured[-1])
         shared: dict[str, Any] = {"mode": words.get("mode"), "optimizer": words.get("optimizer", "adam")}
         documents = []
-        for number, said in enumerate(stages):
-            if type(said.get("stage")) is not int or said["stage"] != number:
+        for number, written in enumerate(stages):
+            if type(written.get("stage")) is not int or written["stage"] != number:
                 raise PlanError(
-                    f"stages[{number}] is stage {shown(said.get('stage'))}",
+                    f"stages[{number}] is stage {shown(written.get('stage'))}",
                     source=str(path),
                     legal="all stages, in order",
                 )
-            part = PlanDocument.of(path, text, shared | said | {"captured": captured[number]}, number)
-            if "cluster" not in said:
+            part = PlanDocument.of(path, text, shared | written | {"captured": captured[number]}, number)
+            if "cluster" not in written:
                 try:
                     part.words["cluster"] = Cluster.of(head.cluster, part.devices).to_dict()
                 except ShardwrightError as error:
@@ -260,8 +260,8 @@ class PipelineDocument:
         Raises:
             PlanError: the graph is not the head's.
         """
-        said = whole_graph(self.held["graph"], [stage.held["graph"] for stage in self.stages])
-        graph = read_graph(said, self.head.where, str(self.head.words.get("graph")))
+        encoded = whole_graph(self.held["graph"], [stage.held["graph"] for stage in self.stages])
+        graph = read_graph(encoded, self.head.where, str(self.head.words.get("graph")))
         again = {op.name: op.recompute for part in own for op in part.ops if op.recompute is not None}
         return graph.with_ops(
             tuple(op if op.name not in again else replace(op, recompute=again[op.name]) for op in graph.ops)

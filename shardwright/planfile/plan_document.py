@@ -235,12 +235,12 @@ class DocumentLine:
             )
         except ShardwrightError as error:
             keys = ("in_strategy", "out_strategy", "leaves", "open")
-            said = {key: self.words[key] for key in keys if key in self.words}
+            strategies = {key: self.words[key] for key in keys if key in self.words}
             raise type(error)(
                 error.message,
                 operator=called(op),
                 source=self.where,
-                strategy=said.get("in_strategy") if len(said) == 1 else said,
+                strategy=strategies.get("in_strategy") if len(strategies) == 1 else strategies,
                 legal=error.legal,
             ) from None
 
@@ -389,7 +389,7 @@ class PlanDocument(DocumentHead):
         """The content of the captured line: graph, search report, and the digests of the other lines when written."""
         held = unpacked(self.captured, self.where)
         with self.captured_content():
-            said, found = held["said"], held["found"]
+            digests, found = held["said"], held["found"]
             if found is not None:
                 told = {key: value for key, value in found.items() if key != "seconds"}
                 SearchResult(**told)
@@ -404,9 +404,9 @@ class PlanDocument(DocumentHead):
                 "graph": dict(held["graph"]),
                 "found": found,
                 "said": {
-                    "head": said["head"],
-                    "operators": dict(said["operators"]),
-                    "parameters": dict(said["parameters"]),
+                    "head": digests["head"],
+                    "operators": dict(digests["operators"]),
+                    "parameters": dict(digests["parameters"]),
                 },
             }
 
@@ -543,8 +543,8 @@ class PlanDocument(DocumentHead):
         decision = line.decision(op, devices, on_missing_rule, uneven, own)
         if digest(op, decision) != self.held["said"]["operators"].get(line.name):
             return replace(decision, cause="mark")
-        said = {key: line.words[key] for key in ("note", "origin", "via") if isinstance(line.words.get(key), str)}
-        return replace(decision, **said)
+        texts = {key: line.words[key] for key in ("note", "origin", "via") if isinstance(line.words.get(key), str)}
+        return replace(decision, **texts)
 
     def marked(self, decision: Decision) -> Decision:
         """The decision as a mark, which its operator carries."""
@@ -573,17 +573,17 @@ class PlanDocument(DocumentHead):
         out = {}
         values = graph.parameters | graph.buffers
         for name, line in self.parameters.items():
-            said = line.words.get("storage")
-            if not line.words.get("settled") and said == self.held["said"]["parameters"].get(name):
+            storage = line.words.get("storage")
+            if not line.words.get("settled") and storage == self.held["said"]["parameters"].get(name):
                 continue
             try:
-                out[name] = read_layout(said, devices, values[name].shape, self.uneven)
+                out[name] = read_layout(storage, devices, values[name].shape, self.uneven)
             except ShardwrightError as error:
                 raise LayoutError(
                     error.message,
                     operator=f"the parameter {name!r}",
                     source=line.where,
-                    strategy=said,
+                    strategy=storage,
                     legal=error.legal or f"cuts, one for each dim of {tuple(values[name].shape)}",
                 ) from None
         return out or None

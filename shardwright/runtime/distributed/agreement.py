@@ -71,7 +71,7 @@ class Handed(Protocol):
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Statement:
     """The message of a rank about itself.
 
     Attributes:
@@ -144,16 +144,16 @@ class Agreement:
             RuntimeMismatchError, Exception: as `search`.
         """
         self._known = True
-        everyone = _exchanged(_Said(self.mode, self.fed, None, graph_digest(graph), _spelt(settings)))
+        everyone = _exchanged(_Statement(self.mode, self.fed, None, graph_digest(graph), _spelt(settings)))
         _alike(everyone, "program", "have captured another model than rank 0", "marks and inputs")
         _alike(everyone, "settings", "search with other settings than rank 0", "marks and settings")
         if dist.get_rank():
             with explaining():
-                said = from_first(None)
-            if "error" in said:
-                raise error_of(said["error"])
+                first = from_first(None)
+            if "error" in first:
+                raise error_of(first["error"])
             self._known = False
-            return kind.read(said["found"])
+            return kind.read(first["found"])
         try:
             found = find()
         except Exception as error:
@@ -170,7 +170,7 @@ class Agreement:
             RuntimeMismatchError: on every rank alike, where others can plan.
         """
         if not self._known:
-            _exchanged(_Said(self.mode, self.fed, _words(error)))
+            _exchanged(_Statement(self.mode, self.fed, _words(error)))
 
     def agree(
         self,
@@ -184,7 +184,7 @@ class Agreement:
 
         Args:
             plan: with a `fingerprint`.
-            started, seed, settings, data: as in `_Said`.
+            started, seed, settings, data: as in `_Statement`.
 
         Returns:
             The `data` of each rank.
@@ -192,7 +192,7 @@ class Agreement:
         Raises:
             RuntimeMismatchError: on every rank alike, with the ranks that differ and the difference.
         """
-        mine = _Said(self.mode, self.fed, None, plan.fingerprint, _spelt(settings), started, seed, data)
+        mine = _Statement(self.mode, self.fed, None, plan.fingerprint, _spelt(settings), started, seed, data)
         everyone = _exchanged(mine)
         first = everyone[0]
         _alike(everyone, "program", "have planned another program than rank 0", "marks and settings")
@@ -222,17 +222,17 @@ class Agreement:
                         else ""
                     ),
                 )
-        return [said.data for said in everyone]
+        return [statement.data for statement in everyone]
 
 
-def _exchanged(mine: _Said) -> list[_Said]:
+def _exchanged(mine: _Statement) -> list[_Statement]:
     """The messages of all ranks, by rank.
 
     Raises:
         RuntimeMismatchError: ranks have different modes or inputs, or some but not all ranks have failed.
     """
     with explaining():
-        everyone = [_Said(**said) for said in exchanged(vars(mine))]
+        everyone = [_Statement(**statement) for statement in exchanged(vars(mine))]
     first = everyone[0]
     modes = _others(everyone, "mode")
     if modes:
@@ -256,12 +256,12 @@ def _exchanged(mine: _Said) -> list[_Said]:
     return everyone
 
 
-def _others(everyone: list[_Said], name: str) -> list[int]:
+def _others(everyone: list[_Statement], name: str) -> list[int]:
     """The ranks whose message differs from rank 0's in the attribute `name`."""
     return [r for r, other in enumerate(everyone) if getattr(other, name) != getattr(everyone[0], name)]
 
 
-def _alike(everyone: list[_Said], name: str, message: str, of: str) -> None:
+def _alike(everyone: list[_Statement], name: str, message: str, of: str) -> None:
     other = _others(everyone, name)
     if other:
         raise RuntimeMismatchError(f"ranks {other} {message}", legal=f"the same model, {of} on every rank")

@@ -153,8 +153,8 @@ class SingleRank:
         """
         if self.world == 1 and error is not None and not isinstance(error, OSError):
             raise error
-        said = self.exchanged((None if error is None else error_words(_portable(error)), mine))
-        failed = [(rank, e) for rank, (e, _) in enumerate(said) if e is not None]
+        answers = self.exchanged((None if error is None else error_words(_portable(error)), mine))
+        failed = [(rank, e) for rank, (e, _) in enumerate(answers) if e is not None]
         if failed:
             rank, first = failed[0][0], error_of(failed[0][1])
             if len(failed) < self.world and isinstance(first, ShardwrightError):
@@ -166,7 +166,7 @@ class SingleRank:
                     legal=first.legal,
                 )
             raise first
-        return [held for _, held in said]
+        return [held for _, held in answers]
 
 
 class ProcessRanks(SingleRank):

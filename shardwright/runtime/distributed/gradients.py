@@ -267,9 +267,9 @@ for _kind in (Gradient, StageGradient):
 
 def _said(found: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
     """The norms that the counting ranks contribute, on every rank."""
-    said = torch.stack([n if getattr(g, "counts", True) else torch.zeros_like(n) for n, g in zip(found, gradients)])
-    dist.all_reduce(said)
-    return list(said.unbind())
+    norms = torch.stack([n if getattr(g, "counts", True) else torch.zeros_like(n) for n, g in zip(found, gradients)])
+    dist.all_reduce(norms)
+    return list(norms.unbind())
 
 
 def of_stage(parameter: nn.Parameter, counts: bool) -> None:

@@ -95,8 +95,8 @@ class HostMemory:
         self._tickets = ctypes.c_void_p(start + _TICKETS)
         own = [ctypes.c_void_p(start + _OWN + k * _LINE) for k in range(ranks)]
         self._mine, self._others = own[position], [s for k, s in enumerate(own) if k != position]
-        said = _OWN + ranks * _LINE
-        self._said = memoryview(self._memory)[said : said + 2 * ranks * 8].cast("q")
+        marks = _OWN + ranks * _LINE
+        self._marks = memoryview(self._memory)[marks : marks + 2 * ranks * 8].cast("q")
 
     @classmethod
     def of(
@@ -152,8 +152,12 @@ class HostMemory:
         if self._broken:
             raise RuntimeError("a collective of these ranks has failed before, and they can have no other")
         self._broken, k, self._meetings = True, self.round, (self._meetings + 1) % _ROUNDS
-        said, at, what = self._said, k * self._ranks, self._meetings * _ROUND + nbytes * len(_NUMBERS) + _NUMBERS[kind]
-        said[at + self._position] = what
+        marks, at, what = (
+            self._marks,
+            k * self._ranks,
+            self._meetings * _ROUND + nbytes * len(_NUMBERS) + _NUMBERS[kind],
+        )
+        marks[at + self._position] = what
         assert _calls is not None
         if _calls.sem_trywait(self._tickets):  # no ticket is left: this rank is the last
             for _ in self._others:
@@ -163,10 +167,10 @@ class HostMemory:
         else:
             self._sleep()
         for position in range(self._ranks):
-            if said[at + position] != what:
+            if marks[at + position] != what:
                 raise RuntimeError(
                     f"ranks come for different collectives: of {self._ranks} number {self._position} for "
-                    f"{_spelled(what)}, number {position} for {_spelled(said[at + position])}; do they run "
+                    f"{_spelled(what)}, number {position} for {_spelled(marks[at + position])}; do they run "
                     "the same program?"
                 )
         self._broken, self.round = False, 1 - k
@@ -186,7 +190,7 @@ class HostMemory:
 
     def _came(self, position: int) -> bool:
         """True where a rank has come to this meeting."""
-        return self._said[self.round * self._ranks + position] // _ROUND == self._meetings
+        return self._marks[self.round * self._ranks + position] // _ROUND == self._meetings
 
     def _lives(self, position: int) -> bool:
         if position == self._position:

@@ -168,8 +168,8 @@ class Peers:
         """End the run on all ranks with an error; return the error that ends it, which is another rank's where that was
         first."""
         store = store or self.store
-        said = store.compare_set("verdict", "", dumps(error_words(error)).decode())
-        self.verdict = _verdict(said)
+        verdict = store.compare_set("verdict", "", dumps(error_words(error)).decode())
+        self.verdict = _verdict(verdict)
         self.raise_alarm(store)
         return self.verdict
 
