@@ -10,6 +10,7 @@ optimizer_guard      checks before an optimizer's step
 pipeline_step        one step of a pipeline
 pipeline_p2p         the stages of a pipeline on processes
 stage_links          the messages between these
+redistribution_functions  the autograd functions of redistributions, which both runtimes share
 halo_exchanges       exchanges of halos: all ranks in one process, and one rank
 call_boundary        parameters and results that are each rank's own
 freed                host memory that a step has freed

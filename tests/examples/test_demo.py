@@ -15,7 +15,7 @@ PAGE = Path(demo.__file__).parent.parent / "docs" / "understand" / "examples.md"
 
 @pytest.fixture(scope="module")
 def printed() -> str:
-    """What a short demo prints where the output is no terminal."""
+    """The output of a short demo that is no terminal."""
     with pytest.MonkeyPatch.context() as patch:
         import io
         import sys

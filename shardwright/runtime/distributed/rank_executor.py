@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ...cost.communication_schedule import CommunicationSchedule
 from ...layout import Digits, group_of, merge
@@ -23,9 +22,9 @@ from ...partition.local_program import GlobalExtreme, Redistribute
 from ...redistribution import CollectiveKind, Redistribution, redistribution
 from ...torch_private import module_table
 from ..compilation import Compilation
-from ..local.local_executor import ties
 from ..local.operators import plain_function
 from ..lower import Lowered, cast, extreme, move, sum_of_gradient
+from ..redistribution_functions import ExtremeFunction, RedistributionFunction, Steps, run_steps
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
 from .buckets import Scatter
 from .collectives import Bound, arrangements, bind_all
@@ -47,51 +46,8 @@ from .watch.positions import WaitPoint, noted
 
 __all__ = ["RankExecutor"]
 
-Steps = tuple[Bound, ...]
-
 # Up to this many elements a copy takes less time than a Python function in the backward.
 SHORT = 1 << 10
-
-
-class _Convert(torch.autograd.Function):
-    """This rank's part of a redistribution and of its transpose."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Steps, backward: Steps) -> Tensor:
-        ctx.steps = backward
-        y = _run(x, forward)
-        return y.view_as(y) if y is x else y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _run(gradient, ctx.steps), None, None
-
-
-def _run(x: Tensor, steps: Steps) -> Tensor:
-    for step in steps:
-        x = step(x)
-    return x
-
-
-class _Extreme(torch.autograd.Function):
-    """A maximum or minimum over ranks; `local.local_executor` explains the gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, reduced: Tensor, operand: Tensor, forward: Steps, count: Steps, dims: tuple[int, ...]
-    ) -> Tensor:
-        result = _run(reduced, forward)
-        ctx.save_for_backward(reduced, operand, result)
-        ctx.steps, ctx.dims = count, dims
-        return result.view_as(result) if result is reduced else result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        reduced, operand, result = ctx.saved_tensors
-        held = ties(operand, reduced, result, ctx.dims)
-        return gradient * held / _run(held.to(gradient.dtype), ctx.steps), None, None, None, None
 
 
 class Cast:
@@ -115,18 +71,18 @@ class BoundRedistribute(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.requires_grad or not torch.is_grad_enabled():
-            return _run(x, self.forward_steps)
+            return run_steps(x, self.forward_steps)
         if not self.backward_steps and x.numel() <= SHORT:
             y = x.clone()  # its backward is in C++; most often a loss
-            y.detach().copy_(_run(x.detach(), self.forward_steps))
+            y.detach().copy_(run_steps(x.detach(), self.forward_steps))
             return y
-        return _Convert.apply(x, self.forward_steps, self.backward_steps)
+        return RedistributionFunction.apply(x, self.forward_steps, self.backward_steps)
 
     __call__ = forward  # skips `nn.Module.__call__`: there are no hooks
 
     def back(self, gradient: Tensor) -> Tensor:
         """The gradient of the input, from that of the output."""
-        return _run(gradient, self.backward_steps)
+        return run_steps(gradient, self.backward_steps)
 
     def extra_repr(self) -> str:
         return self.label
@@ -165,7 +121,7 @@ class BoundWeight(BoundRedistribute):
         if self.unkept is not None:
             # Some writes raise the version of the parameter, others that of its local tensor.
             stored, steps = x.detach(), self.again
-            self.unkept.note(self.name, (stored, *self.parameter), (gathered,), lambda: (_run(stored, steps),))
+            self.unkept.note(self.name, (stored, *self.parameter), (gathered,), lambda: (run_steps(stored, steps),))
         return gathered
 
     __call__ = forward
@@ -192,7 +148,7 @@ class BoundExtreme(nn.Module):
         self.forward_steps, self.count_steps, self.dims = forward_steps, count_steps, dims
 
     def forward(self, reduced: Tensor, operand: Tensor) -> Tensor:
-        return _Extreme.apply(reduced, operand, self.forward_steps, self.count_steps, self.dims)
+        return ExtremeFunction.apply(reduced, operand, self.forward_steps, self.count_steps, self.dims)
 
 
 class BoundRegions(nn.Module):
@@ -428,7 +384,7 @@ class RankExecutor:
             (step,), shape = instruction.forward.steps, tuple(instruction.source.local_shape)
             pieces, arranged = arrangements(step.geometry(shape))
             single = self._steps(instruction.forward, shape, instruction, way)
-            alone = partial(_run, steps=(*_cast(instruction.dtype), *single) if instruction.casts else single)
+            alone = partial(run_steps, steps=(*_cast(instruction.dtype), *single) if instruction.casts else single)
             members.append(WeightOfBlock(instruction.dtype, pieces, arranged, alone, math.prod(shape)))
         first = self._instructions[places[0]]
         place = self._place(first.forward, first, way, len(places) - 1) if self._eager else None

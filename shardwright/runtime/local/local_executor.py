@@ -25,11 +25,12 @@ from ...redistribution import Redistribution, redistribution
 from ..compilation import Compilation
 from ..halo_exchanges import exchanging
 from ..lower import Lowered, cast, extreme, move, sum_of_gradient
+from ..redistribution_functions import ExtremeFunction, RedistributionFunction
 from ..saved_tensors import LoweredRegions, RegatheredWeights, keep
 from .operators import Call, plain_function
 from .shards import Axes, RankShape, assemble, convert_shards as convert_list, converting, scatter, union
 
-__all__ = ["LocalExecutor", "SingleDeviceExecutor", "ties"]
+__all__ = ["LocalExecutor", "SingleDeviceExecutor"]
 
 
 def convert_shards(conversion: Redistribution, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
@@ -85,58 +86,12 @@ class _Ways(NamedTuple):
     def convert(self, x: Tensor) -> Tensor:
         return convert_shards(self.forward, x if self.types is None else x.to(self.types[0]), self.run)
 
-
-class _Convert(torch.autograd.Function):
-    """A redistribution and its transpose."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ways: _Ways) -> Tensor:
-        ctx.ways = ways
-        made = ways.convert(x)
-        return made.view_as(made) if made is x else made
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ways = ctx.ways
-        if ways.types is None:
-            return convert_shards(ways.backward, gradient, ways.back), None
-        _, sums, held = ways.types
-        return convert_shards(ways.backward, gradient.to(sums), ways.back).to(held), None
-
-
-class _Extreme(torch.autograd.Function):
-    """A maximum or minimum over ranks.
-
-    The gradient goes to the elements that attain the extreme, in equal shares: rank r with c_r such elements gets c_r
-    / Σ c of it, which its local operator shares among them.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, reduced: Tensor, operand: Tensor, dims: tuple[int, ...], ways: _Ways) -> Tensor:
-        ctx.dims, ctx.ways = dims, ways
-        result = convert_shards(ways.forward, reduced, ways.run)
-        ctx.save_for_backward(reduced, operand, result)
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        reduced, operand, result = ctx.saved_tensors
-        held = ties(operand, reduced, result, ctx.dims).to(gradient.dtype)
-        total = convert_shards(ctx.ways.backward, held, ctx.ways.back)
-        return gradient * held / total, None, None, None
-
-
-def ties(operand: Tensor, reduced: Tensor, result: Tensor, dims: Sequence[int]) -> Tensor:
-    """The number of a rank's elements that attain the extreme of all ranks, per element of the result."""
-    shape = [1 if d in dims else size for d, size in enumerate(operand.shape)]
-    count = (
-        (operand == reduced.reshape(shape)).sum(tuple(dims)).reshape(reduced.shape)
-        if dims
-        else torch.ones_like(reduced)
-    )
-    return torch.where(reduced == result, count, torch.zeros_like(count))
+    def transpose(self, gradient: Tensor) -> Tensor:
+        assert self.backward is not None and self.back is not None
+        if self.types is None:
+            return convert_shards(self.backward, gradient, self.back)
+        _, sums, held = self.types
+        return convert_shards(self.backward, gradient.to(sums), self.back).to(held)
 
 
 class LocalExecutor:
@@ -352,11 +307,12 @@ class LocalExecutor:
     def _move(self, node: torch.fx.Node) -> Callable[[list], Any]:
         instruction: Redistribute = node.meta["instruction"]
         source, ways = self._slots[node.args[0]], self._ways[node]
+        forward, backward = (ways.convert,), (ways.transpose,)
 
         def run(env: list) -> Any:
             x = env[source]
             if ways.backward is not None and torch.is_grad_enabled() and x.requires_grad:
-                return _Convert.apply(x, ways)
+                return RedistributionFunction.apply(x, forward, backward)
             return ways.convert(x)
 
         return self._gathering(instruction, source, ways, run) if instruction.again else run
@@ -380,7 +336,10 @@ class LocalExecutor:
         reduced, operand = (self._slots[a] for a in node.args)
         shapes = [(*held, *instance.local_shape) for instance in (instruction.source, instruction.operand)]
         dims = tuple(len(held) + d for d in instruction.dims)
-        return lambda env: _Extreme.apply(env[reduced].expand(shapes[0]), env[operand].expand(shapes[1]), dims, ways)
+        forward, count = (ways.convert,), (ways.transpose,)
+        return lambda env: ExtremeFunction.apply(
+            env[reduced].expand(shapes[0]), env[operand].expand(shapes[1]), forward, count, dims
+        )
 
 
 def _layouts(nodes: Sequence[torch.fx.Node]) -> list[Layout]:
