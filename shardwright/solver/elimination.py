@@ -88,11 +88,11 @@ def slices(table: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray | None]
 
 
 class Facts:
-    """Properties of single tables, remembered by identity."""
+    """Properties of single tables, remembered by identity, with those of `known`. Such a table is kept alive."""
 
-    def __init__(self) -> None:
-        self._columns: dict[tuple[int, int], tuple[Any, ...]] = {}
-        self._shares: dict[int, tuple[float, np.ndarray]] = {}
+    def __init__(self, known: Facts | None = None) -> None:
+        self._columns: dict[tuple[int, int], tuple[Any, ...]] = {} if known is None else dict(known._columns)
+        self._shares: dict[int, tuple[float, np.ndarray]] = {} if known is None else dict(known._shares)
 
     def share(self, table: np.ndarray) -> float:
         """The share of a table's entries that is finite."""
@@ -332,12 +332,12 @@ class Tables:
     Tables are known by identity. Every table that was an argument is kept alive, so that an identity is not used again.
 
     Args:
-        facts: of the tables.
+        facts: of tables that outlive these; the facts of the tables that are made here end with them.
         most: entries of all results of `least`; with more, `OutOfBudgetError`. None: no limit.
     """
 
     def __init__(self, facts: Facts | None = None, most: int | None = None) -> None:
-        self.facts = Facts() if facts is None else facts
+        self.facts = Facts(facts)
         self.left = math.inf if most is None else most
         self.budget = current()
         self._made: dict[tuple[Any, ...], tuple[np.ndarray, tuple[Any, ...]]] = {}

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tracemalloc
+import weakref
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -23,7 +24,7 @@ import shardwright as sw
 from shardwright.errors import SettingError
 from shardwright.solver import cutting_planes as searching
 from shardwright.solver.cutting_planes import priced_search
-from shardwright.solver.elimination import Tables
+from shardwright.solver.elimination import Facts, Tables
 from shardwright.solver.lagrangian import Pricing, SweptPricing
 from shardwright.solver.memory_rows import Rows, binding, period, shorter
 from shardwright.solver.presolve import consistent
@@ -197,6 +198,18 @@ def test_a_search_by_sweeps_is_as_good_as_one_by_elimination(seed):
     assert found.bound <= exact.cost * (1 + 1e-9)
     assert found.cost <= exact.cost * 1.02
     assert (rows.used(found.states) <= problem.limit).all()
+
+
+def test_a_table_of_one_elimination_ends_with_the_elimination():
+    """A table with prices in it never comes again: its facts would only keep it alive."""
+    facts, known, priced = Facts(), np.ones((40, 30)), np.ones((20, 30))
+    before, gone = facts.columns(known, 0), weakref.ref(priced)
+    tables = Tables(facts)
+    assert tables.least(((0, -1), (1, -1)), (known, priced), 2).shape == (40, 20)
+    assert tables.facts.columns(known, 0)[0] is before[0]
+    del tables, priced
+    gc.collect()
+    assert gone() is None
 
 
 # -- the budget --
