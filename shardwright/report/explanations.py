@@ -270,7 +270,8 @@ def _next_best(said: Explanation, names: OperatorNames) -> str | None:
     least = "" if said.exact and best.proved else "at least " if not said.exact else "at most "
     more = f"{least}{_micro(best.more)} a step" if said.stage is None else f"{least}{_micro(best.more)} a micro-batch"
     alone = "impossible" if math.isinf(best.alone) else _micro(best.alone)
-    text = f"next best: {strategy_text(best.decision)}, {more} if all else is chosen anew, "
+    label = "next best" if best.more >= 0 else "better by the search"
+    text = f"{label}: {strategy_text(best.decision)}, {more} if all else is chosen anew, "
     text += f"{alone} if nothing else changes"
     return text + (f", since {_because(best.holder, names)}" if best.holder is not None else "")
 
