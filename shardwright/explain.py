@@ -61,6 +61,7 @@ __all__ = [
     "explained",
     "opened",
     "row_above",
+    "seconds_of",
     "shares_of",
 ]
 
@@ -226,6 +227,7 @@ class Share:
         other: the operator at the other end, "" where there is none.
         sends: the collectives, forward, then backward, such as "all_reduce(8@1)".
         forward, backward: seconds.
+        own: the seconds that count as this operator's; the rest counts as that of the operator at the other end.
     """
 
     what: str
@@ -234,6 +236,7 @@ class Share:
     sends: tuple[str, ...]
     forward: float
     backward: float
+    own: float
 
     @property
     def seconds(self) -> float:
@@ -260,15 +263,35 @@ def shares_of(plan: Plan, name: str, costs: CostModel) -> tuple[Share, ...]:
             key = _part(ran, name)
             if key is None:
                 continue
-            entry = sums.setdefault(key, [[], 0.0, 0.0])
-            entry[1 + half] += costs.backward(instruction, known) if half else costs.forward(instruction, known)
+            entry = sums.setdefault(key, [[], 0.0, 0.0, 0.0])
+            seconds = costs.backward(instruction, known) if half else costs.forward(instruction, known)
+            entry[1 + half] += seconds
+            paid = 0.0 if half and not again else _completed(ran, costs.collectives_of(instruction, bool(half)))
+            entry[3] += seconds - paid if ran.operator == name else 0.0
+            entry[3] += paid if getattr(ran, "producer", "") == name else 0.0
             if isinstance(ran, LocalOp):
                 continue
             conversion = ran.forward if not half or again or isinstance(ran, GlobalExtreme) else ran.backward
             if conversion is not None:
                 entry[0] += [f"{s.kind}({'·'.join(map(repr, s.digits))})" for s in costs.sends(conversion)]
-    shares = (Share(*key, tuple(sends), forward, backward) for key, (sends, forward, backward) in sums.items())
+    shares = (Share(*key, tuple(sends), *seconds) for key, (sends, *seconds) in sums.items())
     return tuple(sorted((s for s in shares if s.seconds or s.what == "computing"), key=lambda s: -s.seconds))
+
+
+def seconds_of(plan: Plan, names: Iterable[str]) -> float:
+    """Seconds of some operators in a step: the one cost of an operator, or of a layer's, in all tables.
+
+    A redistribution counts for its consumer, the completion of a partial sum for its producer (`Price.by_operator`).
+    """
+    prices = plan.price.by_operator
+    return sum(prices.get(name, 0.0) for name in names)
+
+
+def _completed(ran: Any, sent: Iterable[tuple[Any, float, float]]) -> float:
+    """Seconds of a forward redistribution in which it completes a partial sum of its producer."""
+    if not isinstance(ran, Redistribute) or ran.cause == "parameter" or not ran.producer:
+        return 0.0
+    return sum(seconds for step, _, seconds in sent if step.kind.reduces)
 
 
 def _part(instruction: Any, name: str) -> tuple[str, str, str] | None:
@@ -388,8 +411,8 @@ class Explanation:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all shares together."""
-        return sum(share.seconds for share in self.shares)
+        """Seconds of the operator in a step, as in all tables."""
+        return seconds_of(self.plan, (self.decision.op.name,))
 
     @property
     def holder(self) -> Holder | None:
@@ -416,17 +439,8 @@ def explained(plan: Plan | PipelinePlan, name: str, count: int = 3, memory: floa
     costs = CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
     decision, shares = plan.decisions[name], shares_of(plan, name, costs)
     if plan.own is not None:
-        return Explanation(
-            plan,
-            decision,
-            shares,
-            plan.cost,
-            plan.cost,
-            (),
-            1,
-            True,
-            f"in {plan.mode} every operator runs as it stands",
-        )
+        reason = f"in {plan.mode} every operator runs as it stands"
+        return Explanation(plan, decision, shares, plan.cost, plan.cost, (), 1, True, reason)
     neighbourhood = _Neighbourhood(plan, name, costs, memory)
     missing = neighbourhood.missing()
     if missing is not None:
@@ -501,20 +515,11 @@ class _Neighbourhood:
         forms = self._forms(options, whole.costs)
         own = options.index(self.chosen[self.name])
         forms.pop(self._form(options[own]))
-        alternatives = [
-            self._alternative(options[states[0]], float(whole.costs[states[0]]), self.cost)
-            for states in [*forms.values()][:count]
-        ]
-        return Explanation(
-            self.plan,
-            self.plan.decisions[self.name],
-            shares,
-            self.cost,
-            float(whole.costs[own]),
-            tuple(alternatives),
-            len(options),
-            whole.exact,
-        )
+        firsts = [states[0] for states in forms.values()][:count]
+        found = tuple(self._alternative(options[first], float(whole.costs[first]), self.cost) for first in firsts)
+        least = float(whole.costs[own])
+        decision = self.plan.decisions[self.name]
+        return Explanation(self.plan, decision, shares, self.cost, least, found, len(options), whole.exact)
 
     def _limited(self, shares: tuple[Share, ...], count: int, limit: float) -> Explanation:
         """The explanation where all plans must keep a limit."""

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from html import escape
 from itertools import product
 from typing import Any, NoReturn
 
@@ -38,6 +39,7 @@ __all__ = [
     "digits_size",
     "group_of",
     "groups",
+    "html_table",
     "merge",
     "number_of",
     "overlap",
@@ -588,10 +590,20 @@ class Layout:
 
     def __repr__(self) -> str:
         if self.alias_name is not None:
-            order = "" if self._axes is None else f", rank_list={self._ranks()}"
+            order = "" if self._axes is None else f", rank_list={_shortened(self._ranks())}"
             base = f"Layout({self.device_matrix}, {self.alias_name}{order})"
             return base if self.dims is None else base + "(" + ", ".join(map(repr, self._entries or ())) + ")"
         return f"Layout({self})"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for dim, digits in enumerate(self.dims or ()):
+            parts = f"{digits_size(digits)} parts" if digits else "whole"
+            rows.append((str(dim), parts, self.named(dim), "·".join(map(repr, digits))))
+        said = repr(self) if self.dims is None else str(self)
+        if self.dims is not None and (copies := digits_size(self.replicas)) > 1:
+            said += f", {copies} replicas"
+        return html_table(said, ("dim", "cut", "axes", "digits"), rows)
 
     def _ranks(self) -> tuple[int, ...]:
         """The rank at each position of the device matrix."""
@@ -608,6 +620,25 @@ class Layout:
         dims = ", ".join("·".join(map(repr, d)) or "-" for d in self.dims)
         open_ = f" +{self.reduction} {'·'.join(map(repr, self.partial))}" if self.partial else ""
         return f"{self.devices}: [{dims}]{open_}"
+
+
+#: The ranks of a `rank_list` that a repr shows at either end, where there are more than twice as many.
+SHOWN_RANKS = 64
+
+
+def _shortened(ranks: tuple[int, ...]) -> str:
+    """A rank list as text; of a long one its ends."""
+    if len(ranks) <= 2 * SHOWN_RANKS:
+        return str(ranks)
+    ends = (", ".join(map(str, part)) for part in (ranks[:SHOWN_RANKS], ranks[-SHOWN_RANKS:]))
+    return f"({', ..., '.join(ends)})"
+
+
+def html_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A small table for notebooks, without scripts or styles from elsewhere; all texts are escaped."""
+    row = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+    body = "".join(row(cells, "td") for cells in rows)
+    return f"<div><b>{escape(title)}</b><table>{row(head, 'th')}{body}</table></div>"
 
 
 def _restore(*values: Any) -> Layout:

@@ -14,7 +14,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,14 +26,13 @@ from .cost.communication_schedule import CommunicationSchedule
 from .cost.cost_model import CostModel, Price, StepInTime
 from .cost.memory_timeline import CountedOptimizer, MemoryTimeline, optimizer_bytes, timeline
 from .errors import PlanError
-from .graph import Graph, Value
-from .layout import Layout, group_of
+from .graph import Graph
+from .layout import Layout, group_of, html_table
 from .partition.gradient_fusion import Fusion
 from .partition.hybrid_parallel import OwnPrograms, own_programs
 from .partition.local_program import (
     TAKEN,
     Decision,
-    GlobalExtreme,
     InputPlacement,
     LocalOp,
     LocalProgram,
@@ -43,12 +44,37 @@ from .partition.local_program import (
 )
 from .partition.parameter_sharding import OptimizerParallel
 from .partition.partitioner import partition
-from .partition.rematerialization import RecomputedInstruction, Regather, Region, RegionStarts, regions_of, wanted_again
+from .partition.planned_collectives import Collective, backward_collectives, forward_collectives
+from .partition.rematerialization import Regather, Region, RegionStarts, regions_of, wanted_again
 from .partition.uneven import true_slice
-from .redistribution import CollectiveKind, Redistribution
 from .rules import held_layouts, in_order
 
-__all__ = ["Collective", "OperatorPlan", "ParameterPlan", "Plan", "SavedPlan"]
+__all__ = [
+    "Collective",
+    "OperatorPlan",
+    "ParameterPlan",
+    "Plan",
+    "SavedPlan",
+    "backward_collectives",
+    "forward_collectives",
+    "near",
+]
+
+
+#: The numbers of near names, and of other names where none is near, that an error lists.
+NEAR, FEW = 5, 12
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """The names that an unknown one may stand for, by their last parts too; a few of all where none is near."""
+    names = list(dict.fromkeys(known))
+    last = lambda path: path.rpartition(".")[2]
+    close = get_close_matches(name, names, NEAR)
+    ends = set(get_close_matches(last(name), {last(path) for path in names}, NEAR))
+    found = list(dict.fromkeys((*close, *(path for path in names if last(path) in ends))))
+    if found:
+        return ", ".join(found[:NEAR])
+    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
 
 
 class SavedPlan:
@@ -86,13 +112,47 @@ class SavedPlan:
         """
         return SavedPlan._read(Path(path))
 
+    def describe(self) -> Any:
+        """The plan in the field's words, by groups of equal layers: a `report.description.Description`, whose text is
+        its `str`.
+
+        Example:
+            >>> print(plan.describe())  # doctest: +SKIP
+            semi_auto on 32 devices of h100x8x4
+            layers 0-79: data 8 x tensor 4 (column, row, heads; sequence parallel between); ZeRO-3 over data 8
+        """
+        # By name: texts about plans are a layer above plans.
+        return import_module(".report.description", __package__).describe(self)
+
+    def explain(self, name: str | None = None, *, width: int | None = None) -> None:
+        """Print the plan as a table, equal layers once. With a name, print the operators of that module; of one
+        operator its cost, its alternatives and the reasons that hold its strategy.
+
+        Args:
+            name: an operator or a module, or the end of its path, such as ``q_proj``.
+            width: the width of the text, in characters; None: the terminal's, or 100 where there is none.
+
+        Raises:
+            PlanError: there is no such operator or module, or there are several that differ.
+        """
+        import_module(".report.explanations", __package__).tell(self, name, width=width)
+
+    def __repr__(self) -> str:
+        return import_module(".report.description", __package__).short(self)
+
+    def __str__(self) -> str:
+        return import_module(".report.description", __package__).on_a_screen(self)
+
+    def _repr_html_(self) -> str:
+        return self.describe()._repr_html_()
+
     @staticmethod
     def register_files(write: Callable[[Any, Path], None], read: Callable[[Path], Any]) -> None:
         """Register the functions that write plans to a path and read them from one."""
         SavedPlan._write, SavedPlan._read = staticmethod(write), staticmethod(read)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OperatorPlan:
     """One operator of the user's program, as planned.
 
@@ -122,6 +182,20 @@ class OperatorPlan:
     dtypes: tuple[Any, ...]
     cause: str
     note: str | None
+
+    def __repr__(self) -> str:
+        at = "".join(f", {where}" for where in (self.module, self.source) if where and where != self.name)
+        return f"<operator {self.name} ({self.op}{at}): {self.in_strategy} -> {self.out_strategy}, by {self.cause}>"
+
+    def _repr_html_(self) -> str:
+        sides = (("in", self.in_shapes, self.in_layouts), ("out", self.out_shapes, self.out_layouts))
+        local = self.local_shapes(0)
+        rows = [
+            (f"{side} {i}", str(shape), str(layout.cuts), str(layout), str(part))
+            for (side, shapes, layouts), parts in zip(sides, local)
+            for i, (shape, layout, part) in enumerate(zip(shapes, layouts, parts))
+        ]
+        return html_table(repr(self), ("tensor", "shape", "cuts", "layout", "on a device"), rows)
 
     def local_shapes(self, rank: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
         """Shapes of the slices on `rank`, padding included: (inputs, outputs)."""
@@ -159,37 +233,7 @@ class ParameterPlan:
         return tuple(s.stop - s.start for s in self.slice(rank))
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective in which a rank takes part.
-
-    Attributes:
-        op: the kind; its word is "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "halo_exchange" or
-            "halo_reduce", or "send" or "recv" in a pipeline.
-        ranks: its group, ascending.
-        shape: of the rank's own input to it.
-        bytes: of that input; of an exchange of halos, those of its elements that the rank sends.
-        sent: bytes that the rank must send, `CollectiveKind.sent`: 2(n−1)/n of the input for an all-reduce, (n−1)/n
-            for a reduce-scatter and an all-to-all, n−1 times the input for an all-gather. The most over ranks.
-        phase: "forward", "backward", "gradient" (a parameter's), or "storage" (from a parameter's storage to its use).
-        cause: "operator", "conversion" or "parameter".
-        operator: the operator that causes it.
-        again: True in the backward, for a tensor not saved from the forward: a weight gathered again, or a
-            recomputation.
-    """
-
-    op: CollectiveKind
-    ranks: tuple[int, ...]
-    shape: tuple[int, ...]
-    bytes: int
-    sent: int
-    phase: str
-    cause: str
-    operator: str
-    again: bool = False
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(CountedOptimizer, SavedPlan):
     """The strategy and placement of every operator on every device; made by `shardwright.plan`.
 
@@ -255,7 +299,8 @@ class Plan(CountedOptimizer, SavedPlan):
         )
 
     def operator(self, name: str) -> OperatorPlan:
-        """An operator by its mark's attribute path, its name, or the path of a module that calls a single one.
+        """An operator by its mark's attribute path, its name, the path of a module that calls a single one, or the end
+        of such a path.
 
         Raises:
             PlanError: there is none, or several.
@@ -269,9 +314,17 @@ class Plan(CountedOptimizer, SavedPlan):
             inside = [o for o in inside if not (o.in_names and buffers.issuperset(o.in_names))] or inside
         if len(inside) == 1:
             return inside[0]
+        ends = [o for o in self.operators if f".{name}" in (o.name[-len(name) - 1 :], o.module[-len(name) - 1 :])]
+        if not inside and len(ends) == 1:
+            return ends[0]
+        found = inside or ends
         raise PlanError(
-            f"no operator is called {name!r}" if not inside else f"the module {name!r} calls {len(inside)} operators",
-            legal=", ".join(o.name for o in (inside or self.operators)),
+            f"no operator is called {name!r}"
+            if not found
+            else f"the module {name!r} calls {len(inside)} operators"
+            if inside
+            else f"{name!r} is the end of {len(ends)} names",
+            legal=", ".join(o.name for o in found) or near(name, (o.name for o in self.operators)),
         )
 
     @cached_property
@@ -604,42 +657,6 @@ def _copied(instruction: Any) -> bool:
     )
 
 
-def conversion_collectives(
-    steps: Redistribution,
-    shape: tuple[int, ...],
-    value: Value,
-    phase: str,
-    cause: str,
-    operator: str,
-    producer: str = "",
-) -> Iterator[tuple[Collective, Any]]:
-    """Yield the collectives of one redistribution of a value whose local shape is `shape` at its start.
-
-    A step that completes a partial sum is caused, in the forward, by the producer of the sum.
-    """
-    for step in steps.steps:
-        if step.communicates:
-            numel = 1
-            for size in shape:
-                numel *= size
-            nbytes = numel * value.dtype.itemsize
-            completes = step.reduces and cause != "parameter"
-            yield (
-                Collective(
-                    step.kind,
-                    (),
-                    shape,
-                    nbytes if step.halo is None else step.sent(nbytes),
-                    step.sent(nbytes),
-                    phase,
-                    "operator" if completes else "conversion" if cause == "operator" else cause,
-                    producer if completes and producer else operator,
-                ),
-                step.digits,
-            )
-        shape = step.local_shape_after(shape)
-
-
 def _in_strategy(decision: Decision) -> tuple[tuple[int, ...], ...]:
     """The cuts of an operator's inputs, as its mark gave them where a product gathers the contracted dim of both."""
     bound, mark, cuts = decision.bound, decision.op.mark, decision.bound.in_strategy(decision.assignment)
@@ -649,50 +666,3 @@ def _in_strategy(decision: Decision) -> tuple[tuple[int, ...], ...]:
     if held is None or cuts[:2] != ((held[0].cuts[0], 1), (1, held[1].cuts[1])):
         return cuts
     return (held[0].cuts, held[1].cuts, *cuts[2:])
-
-
-def forward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
-    """Yield the collectives of an instruction in the forward."""
-    if not isinstance(instruction, LocalOp):
-        source = instruction.source
-        cause = "operator" if isinstance(instruction, GlobalExtreme) else instruction.cause
-        phase = "storage" if cause == "parameter" else "forward"
-        yield from conversion_collectives(
-            instruction.forward,
-            source.local_shape,
-            instruction.target.value,
-            phase,
-            cause,
-            instruction.operator,
-            getattr(instruction, "producer", ""),
-        )
-
-
-def backward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
-    """Yield the collectives of an instruction in the backward."""
-    if isinstance(instruction, RecomputedInstruction):
-        for collective, digits in forward_collectives(instruction.instruction):
-            phase = "backward" if collective.phase == "forward" else collective.phase
-            yield replace(collective, phase=phase, again=True), digits
-        return
-    if isinstance(instruction, Regather):
-        move = instruction.move
-        for collective, digits in conversion_collectives(
-            move.forward, move.source.local_shape, move.target.value, "storage", "parameter", instruction.operator
-        ):
-            yield replace(collective, again=True), digits
-    elif isinstance(instruction, Redistribute) and instruction.backward is not None:
-        target = instruction.target
-        phase = "gradient" if instruction.cause == "parameter" else "backward"
-        yield from conversion_collectives(
-            instruction.backward, target.local_shape, instruction.back, phase, instruction.cause, instruction.operator
-        )
-    elif isinstance(instruction, GlobalExtreme) and instruction.backward is not None:
-        yield from conversion_collectives(
-            instruction.forward,
-            instruction.source.local_shape,
-            instruction.source.value,
-            "backward",
-            "operator",
-            instruction.operator,
-        )

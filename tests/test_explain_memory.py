@@ -21,6 +21,7 @@ from shardwright.explain import as_given, explained
 from shardwright.partition.rematerialization import with_recompute
 from shardwright.planfile.document_writer import head_digest, written
 from shardwright.planfile.encoding import packed, unpacked
+from shardwright.report.operator_names import OperatorNames
 from shardwright.report.plan_diff import difference
 
 MODE, DEVICES = "dynamic_programming", 2
@@ -103,7 +104,8 @@ def test_a_user_s_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     held = explained(plan, changed).held
     assert "at least" not in out, "a bound that does not look at the memory"
     assert "the search decided; held there by memory: without the limit" in out
-    assert f"but then {held.over.moment} would hold" in out and "chosen anew within" in out
+    half, _, operator = held.over.moment.rpartition(" of ")
+    assert f"but then {half} of {OperatorNames(plan).path(operator)} would hold" in out and "chosen anew within" in out
 
     assert cli.main(["plan", "diff", wide, path]) == 1
     assert f"memory: no limit -> {limit():.0f} bytes a device" in capsys.readouterr().out

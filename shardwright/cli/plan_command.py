@@ -317,9 +317,9 @@ def add_explain_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         "explain",
         allow_abbrev=False,
         help="what a plan costs, and why an operator is split as it is",
-        description="Of a plan that was written: what a step takes and where, its lower bound. Of one of its "
-        "operators: what it costs, its best alternatives and what a step would take with each, and what holds it "
-        "where it is. "
+        description="Of a plan that was written: how it is parallel, what a step takes and where, its lower bound. "
+        "Of one of its modules: its operators. Of one of its operators: what it costs, its best alternatives and what "
+        "a step would take with each, and what holds it where it is. Equal layers are one line. "
         "Exit code 0: explained, 2: the plan cannot be read, or has no such operator.",
     )
     parser.add_argument("--alternatives", type=int, default=3, metavar="N", help="how many alternatives (default: 3)")
@@ -337,16 +337,17 @@ def add_explain_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         help="import a module first, which registers operators of yours (may be repeated)",
     )
     parser.add_argument("plan", help="a file that shardwright plan or Plan.save wrote")
-    parser.add_argument("operator", nargs="?", help="an operator's name, or the path of a module that calls just one")
+    parser.add_argument(
+        "operator", nargs="?", help="an operator or a module: its name, its path, or the end of the path (q_proj)"
+    )
     parser.set_defaults(func=explain, parser=parser)
 
 
 def explain(arguments: argparse.Namespace) -> int:
     """Explain a plan or one of its operators, and return the exit code."""
     from ..cluster import Cluster, memory_of  # noqa: PLC0415  needed only by some of the commands
-    from ..explain import explained  # noqa: PLC0415  imports torch
     from ..planning import Plan  # noqa: PLC0415  imports torch; registers how plans are read
-    from ..report.explanations import costs, explanation  # noqa: PLC0415  imports torch
+    from ..report.explanations import costs, tell  # noqa: PLC0415  imports torch
 
     if arguments.alternatives < 1:
         arguments.parser.error(f"--alternatives={arguments.alternatives} is below 1")
@@ -357,7 +358,7 @@ def explain(arguments: argparse.Namespace) -> int:
             costs(plan)
         else:
             memory = memory_of(arguments.memory, Cluster.of(plan.cluster, plan.devices))
-            explanation(explained(plan, arguments.operator, arguments.alternatives, memory))
+            tell(plan, arguments.operator, alternatives=arguments.alternatives, memory=memory)
     except Nothing as error:
         arguments.parser.error(str(error))
     except ShardwrightError as error:

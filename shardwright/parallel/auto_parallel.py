@@ -632,22 +632,14 @@ class AutoParallel(CallPlanning, nn.Module):
         return WholeModel(self, rank)
 
     def explain(self, name: str | None = None) -> None:
-        """Print the plan as a table: every operator, its call site, its strategy, layouts and redistributions. With a
-        name, print one operator: its cost, its three best alternatives, the time of a step with each, and the reasons
-        that hold its strategy.
+        """Print the plan as a table: every operator, its call site, its strategy, layouts and redistributions; equal
+        layers once. With a name, print the operators of that module; of one operator its cost, its three best
+        alternatives, the time of a step with each, and the reasons that hold its strategy.
 
         Args:
-            name: the name of an operator, or the path of a module that calls just one.
+            name: an operator or a module: its name, its path, or the end of the path, such as ``q_proj``.
         """
-        from ..report.tables import explain  # noqa: PLC0415  needed only to print
-
-        if name is None:
-            explain(self.plan)
-            return
-        from ..explain import explained  # noqa: PLC0415  needed only to print
-        from ..report.explanations import explanation  # noqa: PLC0415  needed only to print
-
-        explanation(explained(self.plan, name))
+        self.plan.explain(name)
 
     # -- steps with several models
 

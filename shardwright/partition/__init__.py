@@ -5,6 +5,7 @@ partitioner          the redistribution on each edge between operators
 parameter_sharding   the storage layout of each parameter: ZeRO/FSDP sharding (optimizer parallel)
 uneven               padding of dims that their cuts do not divide
 gradient_fusion      which gradients are summed together
+planned_collectives  the collectives of each instruction, as records
 rematerialization    the values that autograd saves, the recomputed operators, the weights gathered again
 hybrid_parallel      graphs of one rank's own shapes: ``hybrid_parallel``, batch norm under data parallel
 """

@@ -142,7 +142,7 @@ class Transfer(NamedTuple):
         return out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PipelinePlan(SavedPlan):
     """The strategy and placement of every operator on every device of a pipeline; made by `shardwright.plan`.
 

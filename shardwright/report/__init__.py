@@ -1,5 +1,8 @@
 """Texts and pictures of a plan, for people.
 
+description          a plan in the field's words, by groups of equal layers
+operator_cuts        the cuts of operators in the field's words
+operator_names       operators by their paths in the model
 tables               a plan in a terminal
 pipeline_tables      a pipeline in a terminal
 table_parts          rows, columns and notes that both have

@@ -1,151 +1,228 @@
 """The reasons for a plan, as text in a terminal: its most expensive operators, or one operator with its alternatives.
 
-1. `costs` prints totals, bound and gap, the most expensive communications, and the `DEAREST` most expensive operators.
-2. `explanation` prints one operator: its strategy and the cause of it, its share of the step, its best alternatives,
+1. `costs` prints totals, bound and gap, the most expensive communications, layers, and operators (`DEAREST`).
+2. `module` prints the operators of one module with their costs.
+3. `explanation` prints one operator: its strategy and the cause of it, its share of the step, its best alternatives,
    and the memory limit or the neighbours that hold its strategy.
 
-`tables` prints all operators of a plan without reasons; the figures come from `shardwright.explain`.
+`tell` takes a name and prints what it means. `tables` prints all operators of a plan without reasons; the figures come
+from `shardwright.explain`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import IO
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..explain import Alternative, Explanation, Holder, Row, row_above
+from ..explain import Alternative, Explanation, Holder, Row, explained, row_above, seconds_of
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..sharded_plan import Plan
+from .description import describe, numbers_text
 from .format import size_text, time_text
+from .operator_names import Found, OperatorNames
 from .plan_diff import strategy_text
-from .tables import summary
+from .table_parts import LEGEND, console_of, operators_table, rows, saying, show, table
+from .tables import explain, summary
 
-__all__ = ["costs", "explanation"]
+__all__ = ["costs", "explanation", "module", "tell"]
 
 #: The number of operators that are shown.
 DEAREST = 10
+
+#: Columns of numbers, and those that give way where a table of costs is too wide.
+NUMBERS, WRAPS = ("each", "times", "seconds", "part"), ("operator", "strategy")
+SECONDS = ("forward", "backward", "counts")
+
+#: The meaning of costs in tables, and of the parts of an operator's cost.
+COSTS = (
+    "Seconds of an operator: its computing, the redistributions of its inputs and weights, and the completion of its "
+    "partial sums, forward and backward; they add up to the step."
+)
+SHARES = (
+    "computing: on a device's slices; asked: redistribution of an input; handed on: redistribution of a result to its "
+    "consumer, or completion of its partial sum; weights: from storage, and sums of gradients; counts: what is this "
+    "operator's, the rest counts for the other end. all_gather(4@2): among the 4 ranks that differ in r // 2 % 4. "
+    "held by: the operator at the other end of the value whose redistribution rises most, and by how much."
+)
 
 #: The largest relative difference between the search's price of a plan and its cost that is not mentioned.
 UNEQUAL = 1e-6
 
 
-def costs(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
-    """Print the cost of a plan: totals, bound and gap, the most expensive communications and operators.
+def tell(
+    plan: Plan | PipelinePlan,
+    name: str | None = None,
+    file: IO[str] | None = None,
+    width: int | None = None,
+    alternatives: int = 3,
+    memory: float | None = None,
+) -> None:
+    """Print a plan as a table, the operators of one of its modules, or one operator with its alternatives.
+
+    Args:
+        plan: the plan.
+        name: as `OperatorNames.find` takes it; None: the whole plan.
+        file: the file to print to; None: standard output.
+        width: of tables, in characters; None: the terminal's, or 100 where there is none.
+        alternatives: their number.
+        memory: bytes that a device may hold, for the alternatives; None: the limit of the plan's search.
+
+    Raises:
+        PlanError: as `OperatorNames.find`.
+    """
+    if name is None:
+        explain(plan, file, width)
+        return
+    names = OperatorNames(plan)
+    found = names.find(name)
+    if len(found.operators) == 1:
+        said = explained(plan, found.operators[0], alternatives, memory)
+        explanation(said, file, width, names, found)
+    else:
+        module(plan, found, names, file, width)
+
+
+def costs(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int | None = None) -> None:
+    """Print the cost of a plan: totals, bound and gap, the most expensive communications, layers and operators.
 
     Args:
         plan: the plan.
         file: the file to print to; None: standard output.
+        width: of tables, in characters; None: the terminal's, or 100 where there is none.
     """
-    summary(plan, file)
-    plans = {stage.number: stage.plan for stage in plan.stages} if isinstance(plan, PipelinePlan) else {0: plan}
-    staged = isinstance(plan, PipelinePlan)
+    summary(plan, file, width)
+    names, console, staged = OperatorNames(plan), console_of(file, width), isinstance(plan, PipelinePlan)
+    plans = _plans(plan)
     whole = sum(each.cost for each in plans.values())
+    stage_of = {name: stage for stage, each in plans.items() for name in each.price.by_operator}
+    spent = {name: seconds_of(plans[stage], (name,)) for name, stage in stage_of.items()}
     part = lambda seconds: f"{seconds / whole:.1%}" if whole else ""
-    spent = sorted(
-        ((seconds, stage, name) for stage, each in plans.items() for name, seconds in each.price.by_operator.items()),
-        key=lambda entry: (-entry[0], entry[1:]),
-    )
-    table = _table(
-        "operator",
-        *(("stage",) if staged else ()),
-        "op",
-        "strategy",
-        "decided by",
-        "seconds",
-        "part",
-        "called at",
-        right=("stage", "seconds", "part"),
-    )
-    for seconds, stage, name in spent[:DEAREST]:
-        decision, at = plans[stage].decisions.get(name), (str(stage),) if staged else ()
-        if decision is None:  # redistributions of outputs and buffers, which are no operator
-            table.add_row(name, *at, "", "", "", time_text(seconds), part(seconds), "")
-        else:
-            table.add_row(
-                *map(
-                    Text,
-                    (
-                        name,
-                        *at,
-                        decision.op.kind,
-                        strategy_text(decision),
-                        decision.cause,
-                        time_text(seconds),
-                        part(seconds),
-                        decision.op.source,
-                    ),
-                )
-            )
-    if spent[DEAREST:]:
-        seconds = sum(each for each, *_ in spent[DEAREST:])
-        table.add_row(
-            f"{len(spent) - DEAREST} others",
-            *(("",) if staged else ()),
-            "",
-            "",
-            "",
-            time_text(seconds),
-            part(seconds),
-            "",
-        )
-    console = _console(file)
     for number, each in plans.items():
         limit = None if each.found is None else each.found.limit
         if limit is not None:
             over = row_above(each.timeline, limit)
             which = f"stage {number}" if staged else "it"
-            console.print(
-                Text(
-                    f"{which} was searched within {size_text(limit)} a device"
-                    + ("" if over is None else f", which it does not keep: {_row(over)}")
-                )
-            )
-    console.print(table)
-    if staged:
-        console.print(Text("seconds are those of one micro-batch"))
+            said = "" if over is None else f", which it does not keep: {_row(over, names)}"
+            saying(console, width)(f"{which} was searched within {size_text(limit)} a device{said}")
+    show(console, _layers(plan, spent, part))
+    at = ("stages",) if staged else ()
+    made = table("operator", *at, "strategy", "decided by", *NUMBERS, right=NUMBERS, wraps=WRAPS)
+    text = lambda name: strategy_text(plans[stage_of[name]].decisions[name])
+    known = lambda name: name in plans[stage_of[name]].decisions
+    folded = names.folded(spent, lambda name: (text(name), time_text(spent[name])) if known(name) else name)
+    folded.sort(key=lambda entry: -sum(map(spent.__getitem__, entry[1])))
+    for path, group in folded[:DEAREST]:
+        together = sum(map(spent.__getitem__, group))
+        one = group[0]
+        strategy, cause = (text(one), plans[stage_of[one]].decisions[one].cause) if known(one) else ("", "")
+        stages = (numbers_text(stage_of[name] for name in group),) if staged else ()
+        numbers = time_text(spent[one]), str(len(group)), time_text(together), part(together)
+        cells = (path, *stages, strategy, cause, *numbers)
+        made.add_row(*map(Text, cells))
+    if folded[DEAREST:]:
+        rest = [name for _, group in folded[DEAREST:] for name in group]
+        together = sum(map(spent.__getitem__, rest))
+        made.add_row(f"{len(rest)} others", *("" for _ in at), "", "", "", "", time_text(together), part(together))
+    show(console, made)
+    console.print(Text(COSTS + (" Seconds are those of one micro-batch." if staged else "")))
 
 
-def explanation(said: Explanation, file: IO[str] | None = None) -> None:
+def _plans(plan: Plan | PipelinePlan) -> dict[int, Plan]:
+    return {stage.number: stage.plan for stage in plan.stages} if isinstance(plan, PipelinePlan) else {0: plan}
+
+
+def _layers(plan: Plan | PipelinePlan, spent: Mapping[str, float], part: Callable[[float], str]) -> Table:
+    """The cost of layers, a row for those of one block; operators outside of blocks together."""
+    made = table("part of the model", "each", "times", "seconds", "part", right=NUMBERS)
+    rest = dict(spent)
+    for block in describe(plan).blocks:
+        each = [sum(rest.pop(name, 0.0) for name in operators) for operators in block.operators]
+        ends = sorted({time_text(seconds) for seconds in (min(each), max(each))})
+        one = " to ".join(ends if each and min(each) == max(each) else [time_text(min(each)), time_text(max(each))])
+        one = ends[0] if len(ends) == 1 else one
+        made.add_row(*map(Text, (block.title, one, str(len(each)), time_text(sum(each)), part(sum(each)))))
+    others = sum(rest.values())
+    made.add_row(*map(Text, ("all else, such as the loss", "", str(len(rest)), time_text(others), part(others))))
+    return made
+
+
+def module(
+    plan: Plan | PipelinePlan, found: Found, names: OperatorNames, file: IO[str] | None = None, width: int | None = None
+) -> None:
+    """Print the operators of a module: their strategies, layouts, traffic and costs.
+
+    Args:
+        plan: the plan.
+        found: the module.
+        names: the operators' paths.
+        file: the file to print to; None: standard output.
+        width: of tables, in characters; None: the terminal's, or 100 where there is none.
+    """
+    console = console_of(file, width)
+    say = saying(console, width)
+    for number, each in _plans(plan).items():
+        inside = [name for name in found.operators if name in each.decisions]
+        if not inside:
+            continue
+        alike = f", one of {found.alike} that are split alike" if found.alike > 1 else ""
+        where = f" of stage {number}, one micro-batch" if isinstance(plan, PipelinePlan) else " of a step"
+        cost = f"{time_text(seconds_of(each, inside))} of {time_text(each.cost)}{where}"
+        say(f"{found.path}{alike}: {len(inside)} operators, {cost}")
+        show(console, operators_table(rows(each, each.collectives(0), names, only=set(inside)), console))
+        made = table("operator", "decided by", "seconds", "part", right=("seconds", "part"))
+        for name in sorted(inside, key=lambda name: -seconds_of(each, (name,)))[:DEAREST]:
+            seconds = seconds_of(each, (name,))
+            share = f"{seconds / each.cost:.1%}" if each.cost else ""
+            made.add_row(*map(Text, (names.text(name), each.decisions[name].cause, time_text(seconds), share)))
+        show(console, made)
+    console.print(Text(f"{LEGEND} {COSTS}"))
+
+
+def explanation(
+    said: Explanation,
+    file: IO[str] | None = None,
+    width: int | None = None,
+    names: OperatorNames | None = None,
+    found: Found | None = None,
+) -> None:
     """Print the cost of an operator, its best alternatives and the reasons that hold its strategy.
 
     Args:
         said: the explanation, of `shardwright.explain.explained`.
         file: the file to print to; None: standard output.
+        width: of tables, in characters; None: the terminal's, or 100 where there is none.
+        names: the paths of operators; None: those of the explanation's plan.
+        found: the name by which the operator was found; None: its own path.
     """
-    console, decision, cost = _console(file), said.decision, said.plan.cost
-    say = lambda text: console.print(Text(text))
+    console, decision, cost = console_of(file, width), said.decision, said.plan.cost
+    names = names or OperatorNames(said.plan)
+    say = saying(console, width)
     op = decision.op
-    say(
-        f"{op.name} ({op.kind}){f', {op.module}' if op.module else ''}{f', {op.source}' if op.source else ''}: "
-        f"{strategy_text(decision)}"
-    )
-    say(_decided(said))
-    say(
-        f"it costs {time_text(said.seconds)} of {time_text(cost)} "
-        + ("a step" if said.stage is None else f"that stage {said.stage} takes with one micro-batch")
-    )
-    table = _table("what", "value", "other end", "forward", "backward", "sends", right=("forward", "backward"))
+    inside = op.module if op.module and not names.paths.get(op.name, "").startswith(op.module) else ""
+    place = "".join(f", {part}" for part in (inside, op.source) if part)
+    say(f"{names.text(op.name)}{place}: {strategy_text(decision)}")
+    if found is not None and found.alike > 1:
+        say(f"{found.path}: the first of {found.alike} operators that are split alike")
+    say(_decided(said, names))
+    step = "a step" if said.stage is None else f"that stage {said.stage} takes with one micro-batch"
+    say(f"it costs {time_text(said.seconds)} of {time_text(cost)} {step}")
+    if (following := _next_best(said, names)) is not None:
+        say(following)
+    made = table("part of the cost", "value", "other end", "forward", "backward", "counts", "sends", right=SECONDS)
     for share in said.shares:
-        table.add_row(
-            *map(
-                Text,
-                (
-                    share.what,
-                    share.value,
-                    share.other,
-                    time_text(share.forward),
-                    time_text(share.backward),
-                    ", ".join(share.sends),
-                ),
-            )
+        cells = (
+            *(share.what, _value(share.value, names), names.path(share.other)),
+            *map(time_text, (share.forward, share.backward, share.own)),
+            ", ".join(share.sends),
         )
-    console.print(table)
+        made.add_row(*map(Text, cells))
+    show(console, made)
     if said.over is not None:
-        say(f"this plan itself does not fit: {_row(said.over)}")
+        say(f"this plan itself does not fit: {_row(said.over, names)}")
     if said.missing is not None:
         say(f"no alternatives: {said.missing}")
         return
@@ -159,15 +236,11 @@ def explanation(said: Explanation, file: IO[str] | None = None) -> None:
         say("there is no other way to cut it")
         return
     total = "in all" if said.exact else "at least in all"
-    table = _table("alternative", total, "more", "alone", "held by", right=(total, "more", "alone"))
+    made = table("alternative", total, "more", "alone", "held by", right=(total, "more", "alone"))
     for other in said.alternatives:
-        table.add_row(
-            *map(
-                Text,
-                (strategy_text(other.decision), _total(other), _more(other, said.cost), _alone(other), _held(other)),
-            )
-        )
-    console.print(table)
+        cells = (strategy_text(other.decision), _total(other), _more(other, said.cost), _alone(other))
+        made.add_row(*map(Text, (*cells, _held(other, names))))
+    show(console, made)
     for other in said.alternatives:
         if other.refused:
             say(f"{strategy_text(other.decision)} does not fit: {other.refused}")
@@ -175,15 +248,66 @@ def explanation(said: Explanation, file: IO[str] | None = None) -> None:
     anew = "chosen anew"
     if said.limit is not None:
         anew += f" within {size_text(said.limit)} a device, with what is recomputed and how parameters are stored"
-    say(
-        f"in all: the whole {whole}, when everything else is {anew}; alone: when nothing else changes. "
-        f"Among {said.strategies} strategies, one line for each way to cut."
+    console.print(
+        Text(
+            f"in all: the whole {whole}, when everything else is {anew}; alone: when nothing else changes. "
+            f"Among {said.strategies} strategies, one line for each way to cut. {SHARES}"
+        )
     )
     tried, others = said.tried
     if tried < others:
         say(f"Of {others} other ways to cut, the {tried} that cost least without the limit were searched within it.")
     if not all(other.proved for other in said.alternatives):
         say("from ... to: no plan within the limit takes less than the one, and one was found that takes the other.")
+
+
+def _next_best(said: Explanation, names: OperatorNames) -> str | None:
+    """The sentence about the best alternative: its difference in microseconds, and the reason against it."""
+    fitting = [other for other in said.alternatives if not math.isinf(other.total)]
+    if said.missing is not None or not fitting:
+        return None
+    best = min(fitting, key=lambda other: other.total)
+    least = "" if said.exact and best.proved else "at least " if not said.exact else "at most "
+    more = f"{least}{_micro(best.more)} a step" if said.stage is None else f"{least}{_micro(best.more)} a micro-batch"
+    alone = "impossible" if math.isinf(best.alone) else _micro(best.alone)
+    label = "next best" if best.more >= 0 else "better by the search"
+    text = f"{label}: {strategy_text(best.decision)}, {more} if all else is chosen anew, "
+    text += f"{alone} if nothing else changes"
+    return text + (f", since {_because(best.holder, names)}" if best.holder is not None else "")
+
+
+def _micro(seconds: float) -> str:
+    """A difference in microseconds."""
+    return f"{seconds * 1e6:+.3g} us" if abs(seconds) < 1e-2 else f"{seconds * 1e6:+,.0f} us"
+
+
+def _because(holder: Holder, names: OperatorNames) -> str:
+    """The reason why an alternative alone costs more, as a sentence."""
+    more = "cannot be" if math.isinf(holder.more) else f"takes {_micro(holder.more)}"
+    if not holder.value:
+        return f"its own work, and what it is fed, {more}"
+    if not holder.operators:
+        return f"the redistribution of {_value(holder.value, names)} {more}"
+    return f"the redistribution of {_theirs(holder, names)} between it and {_who(holder, names)} {more}"
+
+
+def _theirs(holder: Holder, names: OperatorNames) -> str:
+    """The value of a holder, beside the operators at its other end."""
+    if names.producers.get(holder.value) in holder.operators:
+        return "its result" if len(holder.operators) == 1 else "the result of the first"
+    return _value(holder.value, names)
+
+
+def _who(holder: Holder, names: OperatorNames) -> str:
+    """The operators at the other end of a value; marked ones say so."""
+    who = [names.path(o) + " (marked)" * (o in holder.marked) for o in holder.operators]
+    return ", ".join(who[:3]) + (f" and {len(who) - 3} more" if len(who) > 3 else "")
+
+
+def _value(value: str, names: OperatorNames) -> str:
+    """A value: a parameter's or an input's name, or the operator that produces it."""
+    found = names.value(value)
+    return f"the {found}" if found.startswith("result of ") else found
 
 
 def _total(other: Alternative) -> str:
@@ -199,58 +323,59 @@ def _more(other: Alternative, cost: float) -> str:
     return f"{other.more / cost:+.2%}" if cost and not math.isinf(other.more) else ""
 
 
-def _decided(said: Explanation) -> str:
+def _decided(said: Explanation, names: OperatorNames) -> str:
     """The cause of an operator's strategy, and the reasons that hold it."""
     decision, op = said.decision, said.decision.op
     if decision.cause == "mark":
         where = f" at {op.mark.source}" if op.mark is not None and op.mark.source else ""
         return f"marked{where}: the mark holds it there, whatever it costs"
+    origin = names.path(decision.origin)
     words = {
         "search": "the search decided",
         "batch": "along the batch",
         "follow": "it follows its input",
         "whole": "whole on every device",
-        "propagated": f"it follows {'' if decision.origin.startswith('input ') else 'the mark on '}{decision.origin}",
+        "propagated": f"it follows {'' if origin.startswith('input ') else 'the mark on '}{origin}",
     }
     text = words.get(decision.cause, decision.cause)
-    by = [] if said.held is None else [_memory(said.held)]
-    by += [] if said.holder is None else [_holder(said.holder)]
+    by = [] if said.held is None else [_memory(said.held, names)]
+    by += [] if said.holder is None else [_holder(said.holder, names)]
     return f"{text}; held there by {', and by '.join(by)}" if by else text
 
 
-def _memory(held: Alternative) -> str:
+def _memory(held: Alternative, names: OperatorNames) -> str:
     """The strategy that an operator would have without the memory limit."""
     assert held.over is not None and held.aside is not None
     return (
         f"memory: without the limit {strategy_text(held.decision)} would do, in all {time_text(held.aside)}, but "
-        f"then {_row(held.over)}"
+        f"then {_row(held.over, names)}"
     )
 
 
-def _held(other: Alternative) -> str:
+def _held(other: Alternative, names: OperatorNames) -> str:
     """The reasons that keep an operator from another strategy."""
     words = []
     if other.over is not None and other.aside is not None:
-        words.append(f"memory: in all {time_text(other.aside)} without the limit, but {_row(other.over)}")
+        words.append(f"memory: in all {time_text(other.aside)} without the limit, but {_row(other.over, names)}")
     elif other.row is not None:
-        words.append(f"memory, alone: {_row(other.row)}")
-    return "; ".join([*words, *([] if other.holder is None else [_holder(other.holder)])])
+        words.append(f"memory, alone: {_row(other.row, names)}")
+    return "; ".join([*words, *([] if other.holder is None else [_holder(other.holder, names)])])
 
 
-def _row(row: Row) -> str:
+def _row(row: Row, names: OperatorNames) -> str:
+    half, of, operator = row.moment.partition(" of ")
     above = f"{size_text(row.held - row.limit)} above {size_text(row.limit)}"
-    return f"{row.moment} would hold {size_text(row.held)}, {above}"
+    return f"{half}{of}{names.path(operator)} would hold {size_text(row.held)}, {above}"
 
 
-def _holder(holder: Holder) -> str:
+def _holder(holder: Holder, names: OperatorNames) -> str:
     more = "which cannot be" if math.isinf(holder.more) else f"+{time_text(holder.more)}"
     if not holder.value:
         return f"its own work and what it is fed: {more}"
+    value = _value(holder.value, names)
     if not holder.operators:
-        return f"the parameter {holder.value}: {more}"
-    who = [f"{o} (marked)" if o in holder.marked else o for o in holder.operators]
-    others = ", ".join(who[:3]) + (f" and {len(who) - 3} more" if len(who) > 3 else "")
-    return f"{others}, by {holder.value}: {more}"
+        return f"{'' if value.startswith('the result') else 'the parameter '}{value}: {more}"
+    return f"{_who(holder, names)}, by {_theirs(holder, names)}: {more}"
 
 
 def _alone(other: Alternative) -> str:
@@ -258,15 +383,3 @@ def _alone(other: Alternative) -> str:
         return "cannot be"
     sign, large = "-" if other.alone < 0 else "+", "" if other.row is None else ", does not fit"
     return f"{sign}{time_text(abs(other.alone))}{large}"
-
-
-def _console(file: IO[str] | None) -> Console:
-    console = Console(file=file, highlight=False)
-    return console if console.is_terminal else Console(file=file, highlight=False, width=200)
-
-
-def _table(*columns: str, right: tuple[str, ...]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    return table

@@ -41,11 +41,12 @@ from ..graph import Value
 from ..json_files.json_values import write_text
 from ..layout import Layout, group_of
 from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, made_by, read_by
+from ..partition.planned_collectives import backward_collectives, forward_collectives
 from ..partition.rematerialization import RecomputedInstruction, Regather
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
 from ..redistribution import CollectiveKind, Redistribution, RedistributionStep, redistribution
 from ..rules.dims import send
-from ..sharded_plan import Plan, backward_collectives, forward_collectives
+from ..sharded_plan import Plan
 from .format import (
     ValueNumbers,
     arguments,

@@ -8,7 +8,7 @@ Plans without stages are printed by `tables`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO
 
 from rich.console import Console
@@ -22,21 +22,28 @@ from ..layout import Digits, digits_size
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
 from ..pipeline.simulate import Once, Simulation
 from ..rules.dims import send
+from .description import cluster_line, describe, fed_line, numbers_text
 from .format import size_text, time_text
+from .operator_names import OperatorNames
 from .table_parts import (
     DEAREST,
     LEGEND,
     NOTES,
     UNLIMITED,
     alternatives_of,
+    console_of,
     cuts_of,
     memory_line,
-    narrow,
+    notes_of,
+    operators_table,
+    operators_text,
     parameters,
+    regions,
     rows,
+    saying,
+    show,
     table,
     total,
-    wide,
 )
 from .timeline import COLUMNS, LINES, headline
 
@@ -65,48 +72,44 @@ def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int
         width: see `tables.explain`.
     """
     sent = {stage.number: stage.plan.collectives(0) for stage in plan.stages}
-    lines = {stage.number: list(rows(stage.plan, sent[stage.number], (send,))) for stage in plan.stages}
-    tables = {number: wide(of) for number, of in lines.items()}
-    console = Console(file=file, width=width, highlight=False)
-    options = console.options.update(max_width=UNLIMITED)
-    needed = {number: console.measure(each, options=options).maximum for number, each in tables.items()}
-    if width is None and not console.is_terminal:
-        console = Console(file=file, width=max(*needed.values(), 100), highlight=False)
-    say = lambda text: console.print(Text(text))
+    console, names = console_of(file, width), OperatorNames(plan)
+    say = saying(console, width)
     say(
         f"{plan.mode} on {plan.devices} devices: {_scheduled(plan)}, {len(plan.operators)} operators, plan "
         f"{plan.fingerprint}"
     )
-    say_chosen(plan, console)
-    say(LEGEND)
+    for line in describe(plan).body():
+        say(line)
+    say_chosen(plan, console, say)
+    console.print(Text(LEGEND))
     for stage in plan.stages:
         say(f"stage {stage.number} on rank{'s' * (stage.devices > 1)} {ranks_text(stage.ranks)}, one micro-batch")
         number = stage.number
-        console.print(tables[number] if needed[number] <= console.width else narrow(lines[number]))
+        show(console, operators_table(rows(stage.plan, sent[number], names, (send,)), console))
         say(total(stage.plan, sent[number], "with one micro-batch"))
         if stage.plan.parameters:
-            console.print(parameters(stage.plan))
-        for region in stage.plan.regions:
-            say(f"recomputed in the backward: {region.path} ({', '.join(region.operators)})")
+            show(console, parameters(stage.plan))
+        for line in regions(stage.plan, names):
+            say(line)
     if plan.transfers:
-        console.print(_crossing(plan))
+        show(console, _crossing(plan))
     for stage in _firsts(plan):
         sends = sum(c.sent for c in plan.collectives(stage.first))
         held = memory_line(plan.memory(stage.first), stage.plan.counted_optimizer)
         say(f"{_on(plan, stage)}: {held}; sends {size_text(sends)} in a step")
     if (text := grid(plan)) is not None:
         say(text.rstrip("\n"))
-    for note in plan.notes:
+    for note in notes_of(plan.notes):
         say(f"note: {note}")
 
 
-def say_chosen(plan: PipelinePlan, console: Console) -> None:
+def say_chosen(plan: PipelinePlan, console: Console, say: Callable[[str], None]) -> None:
     """Print the alternatives that stages="auto" priced and its choice. Nothing is printed where the stages were
     given."""
     if plan.chosen is not None:
-        console.print(alternatives_of(plan.chosen))
+        show(console, alternatives_of(plan.chosen))
         for line in cuts_of(plan.chosen):
-            console.print(Text(line))
+            say(line)
 
 
 def _scheduled(plan: PipelinePlan) -> str:
@@ -158,56 +161,63 @@ def _sent(plan: PipelinePlan, t: Transfer) -> str:
     return size_text(t.nbytes)
 
 
-def summary_of_pipeline(plan: PipelinePlan, file: IO[str] | None = None) -> None:
+def summary_of_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int | None = None) -> None:
     """Print the cost of a pipeline: the time of a step, and each stage's share of it."""
-    console = Console(file=file, highlight=False, soft_wrap=True)
-    console = console if console.is_terminal else Console(file=file, highlight=False, width=200)
-    say = lambda text: console.print(Text(text))
+    console, names = console_of(file, width), OperatorNames(plan)
+    say = saying(console, width)
     cluster, simulation = Cluster.of(plan.cluster, plan.devices), plan.simulation
     say(
         f"{plan.mode} on {plan.devices} devices of {cluster.name}: {len(plan.operators)} operators, plan "
         f"{plan.fingerprint}"
     )
+    for line in (*describe(plan).body(), cluster_line(plan), fed_line(plan)):
+        say(line)
     say(headline(simulation))
     say("no lower bound was proved: stages are planned one by one")
-    say_chosen(plan, console)
-    console.print(_stages(plan, simulation))
+    say_chosen(plan, console, say)
+    for made in _stages(plan, simulation, console):
+        show(console, made)
     if plan.peak > cluster.memory:
         say(f"that is more than a device has, which is {size_text(cluster.memory)}")
     if plan.transfers:
-        console.print(_crossing(plan))
+        show(console, _crossing(plan))
     spent = [(c, stage) for stage in plan.stages for c in stage.plan.price.collectives]
     if spent:
-        console.print(_dearest_stage(spent, cluster))
-    for note in plan.notes[:NOTES]:
+        show(console, _dearest_stage(spent, cluster, names))
+    notes = notes_of(plan.notes)
+    for note in notes[:NOTES]:
         say(f"note: {note}")
-    if len(plan.notes) > NOTES:
-        say(f"note: and {len(plan.notes) - NOTES} more, which the lines of the plan have")
+    if len(notes) > NOTES:
+        say(f"note: and {len(notes) - NOTES} more, which the lines of the plan have")
 
 
-def _stages(plan: PipelinePlan, simulation: Simulation) -> Table:
-    """The table of the stages, a row each: seconds of one micro-batch, bytes on a device."""
+def _stages(plan: PipelinePlan, simulation: Simulation, console: Console) -> Iterator[Table]:
+    """The table of the stages, a row each: seconds of one micro-batch, bytes on a device. Two tables where one is too
+    wide for the console."""
     kinds = list(dict.fromkeys(kind for stage in plan.stages for kind in stage.plan.memory(0)))
     said = {"optimizer": f"optimizer ({optimizer_text(plan.stages[0].plan.counted_optimizer)})"}
-    shown = [said.get(kind, kind) for kind in kinds]
-    numbers = ("operators", "forward", "backward", "once a step", "kept", *shown, "waits", "peak")
-    made = table("stage", "ranks", *numbers, right=numbers)
-    for stage in plan.stages:
-        group = plan.schedule.placement[stage.number]
-        kept, held = plan.schedule.most_kept(stage.number), plan.memory_of(stage)
-        operators = sum(op.target is not send for op in stage.plan.graph.ops)
-        waits = 1 - simulation.busy(group) / simulation.total if simulation.total else 0.0
-        made.add_row(
-            str(stage.number),
-            ranks_text(stage.ranks),
-            str(operators),
-            *map(time_text, _seconds(simulation, stage)),
-            f"{kept}x",
-            *(size_text(held[kind]) if kind in held else "" for kind in kinds),
-            f"{waits:.1%}",
-            size_text(simulation.peak(group)),
-        )
-    return made
+    times, sizes = ("operators", "forward", "backward", "once a step", "kept", "waits"), [said.get(k, k) for k in kinds]
+
+    def drawn(*parts: str) -> Table:
+        numbers = [*(times if "times" in parts else ()), *((*sizes, "peak") if "sizes" in parts else ())]
+        made = table("stage", "ranks", *numbers, right=tuple(numbers))
+        for stage in plan.stages:
+            group = plan.schedule.placement[stage.number]
+            kept, held = plan.schedule.most_kept(stage.number), plan.memory_of(stage)
+            operators = sum(op.target is not send for op in stage.plan.graph.ops)
+            waits = 1 - simulation.busy(group) / simulation.total if simulation.total else 0.0
+            spent = (str(operators), *map(time_text, _seconds(simulation, stage)), f"{kept}x", f"{waits:.1%}")
+            stored = (*(size_text(held[k]) if k in held else "" for k in kinds), size_text(simulation.peak(group)))
+            cells = (*(spent if "times" in parts else ()), *(stored if "sizes" in parts else ()))
+            made.add_row(str(stage.number), ranks_text(stage.ranks), *cells)
+        return made
+
+    whole = drawn("times", "sizes")
+    if console.measure(whole, options=console.options.update(max_width=UNLIMITED)).maximum <= console.width:
+        yield whole
+    else:
+        yield drawn("times")
+        yield drawn("sizes")
 
 
 def _seconds(simulation: Simulation, stage: Stage) -> tuple[float, float, float]:
@@ -222,7 +232,7 @@ def _seconds(simulation: Simulation, stage: Stage) -> tuple[float, float, float]
     return spent["forward"], spent["backward"], spent["once"]
 
 
-def _dearest_stage(spent: Iterable[tuple[PricedCollective, Stage]], cluster: Cluster) -> Table:
+def _dearest_stage(spent: Iterable[tuple[PricedCollective, Stage]], cluster: Cluster, names: OperatorNames) -> Table:
     """The most expensive communications inside stages, for one micro-batch. Equal communications share a row; a row
     that several stages share counts one of them, the most expensive."""
     alike: dict[tuple[str, Digits, float, str, int], dict[int, list[PricedCollective]]] = {}
@@ -241,36 +251,25 @@ def _dearest_stage(spent: Iterable[tuple[PricedCollective, Stage]], cluster: Clu
         "phase",
         "for",
         right=("ranks", "bytes", "times", "seconds"),
+        wraps=("over", "for"),
     )
     order = [(key, stages, max(stages.values(), key=seconds)) for key, stages in alike.items()]
     for (kind, digits, size, phase, devices), stages, most in sorted(order, key=lambda one: -seconds(one[2]))[:DEAREST]:
-        names = list(dict.fromkeys(c.operator for c in most))
         over = ", ".join(f"{units} by {level.name}" for level, units in Cluster.of(cluster, devices).crossed(digits))
         made.add_row(
             *map(
                 Text,
                 (
                     kind,
-                    _numbers(sorted(stages)),
+                    numbers_text(stages),
                     str(digits_size(digits)),
                     over,
                     size_text(size),
                     str(len(most)),
                     time_text(seconds(most)),
                     phase,
-                    ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3)),
+                    operators_text(names, (c.operator for c in most)),
                 ),
             )
         )
     return made
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    """Ascending numbers with runs joined: ``0-3, 5``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

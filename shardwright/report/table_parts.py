@@ -8,12 +8,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import IO, Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -21,7 +23,9 @@ from ..cost.memory_timeline import optimizer_text
 from ..layout import digits_size
 from ..pipeline.stage_choice import PipelineSearchResult, PricedPipeline
 from ..sharded_plan import Collective, OperatorPlan, ParameterPlan, Plan
+from .description import layer_of, numbered, numbers_text
 from .format import layout_text, size_text, time_text
+from .operator_names import OperatorNames
 
 __all__ = [
     "DEAREST",
@@ -30,23 +34,33 @@ __all__ = [
     "UNLIMITED",
     "alternatives_of",
     "beside_lines",
+    "console_of",
     "cuts_of",
     "memory_line",
-    "narrow",
+    "notes_of",
+    "operators_table",
+    "operators_text",
     "parameters",
+    "regions",
     "rows",
+    "saying",
+    "show",
     "table",
     "total",
-    "wide",
 ]
 
 
-#: A width, in characters, in which every table fits; tables are measured in it.
-UNLIMITED = 10_000
+#: A width, in characters, in which every table fits; tables are measured in it. The width without a terminal.
+UNLIMITED, WIDTH = 10_000, 100
 
 
 #: The notation of layouts.
-LEGEND = "layouts by dim: 4@2 cuts into 4 parts, of which rank r has number r // 2 % 4; - keeps the dim whole"
+LEGEND = (
+    "layers.{0-3}.up: the operator of layers 0 to 3, which are equal. Strategy: the cuts of each input by dim, then "
+    "its cause: batch (along the batch), follow (as its input), whole (on every device), propagated, search; none: a "
+    "mark. Layout [4@2, -]: dim 0 in 4 parts, of which rank r has number r // 2 % 4; dim 1 whole. Before, after: "
+    "collectives / ranks that take part. Sent: bytes of a rank."
+)
 
 
 @dataclass(frozen=True)
@@ -68,18 +82,55 @@ def memory_line(kinds: Mapping[str, int], optimizer: Any) -> str:
     return ", ".join(f"{kind} {size_text(count)}{said.get(kind, '')}" for kind, count in kinds.items())
 
 
-def rows(plan: Plan, sent: Iterable[Collective], without: Collection[Any] = ()) -> list[_Row]:
-    """A row for each operator. A further row has the collectives that bring a result into the layout of the outputs.
+def console_of(file: IO[str] | None, width: int | None = None) -> Console:
+    """A console that is as wide as the terminal, or `WIDTH` where there is none.
+
+    Args:
+        file: the file to print to; None: standard output.
+        width: a width in its place.
+    """
+    console = Console(file=file, width=width, highlight=False)
+    if width is None and not console.is_terminal:
+        console = Console(file=file, width=WIDTH, highlight=False)
+    return console
+
+
+def saying(console: Console, width: int | None = None) -> Callable[[str], None]:
+    """A function that prints sentences: wrapped to a terminal or to `width`, otherwise a line each."""
+    soft = width is None and not console.is_terminal
+    return lambda text: console.print(Text(text), soft_wrap=soft)
+
+
+def show(console: Console, made: Table) -> None:
+    """Print a table. Where its columns that keep their width leave too little room, all give way: nothing is cut
+    off."""
+    if console.measure(made, options=console.options.update(max_width=UNLIMITED)).minimum > console.width:
+        for column in made.columns:
+            column.no_wrap = False
+    console.print(made)
+
+
+def rows(
+    plan: Plan,
+    sent: Iterable[Collective],
+    names: OperatorNames,
+    without: Collection[Any] = (),
+    only: Collection[str] | None = None,
+) -> list[_Row]:
+    """A row for each operator; operators of equal layers share a row where all their cells are equal. A further row has
+    the collectives that bring a result into the layout of the outputs.
 
     Args:
         plan: the plan.
         sent: the collectives of a rank.
+        names: the operators' paths.
         without: the targets of operators that get no row.
+        only: the names of the operators that get a row, each one of its own; None: all.
     """
     of: dict[str, list[Collective]] = {}
     for collective in sent:
         of.setdefault(collective.operator, []).append(collective)
-    out = []
+    out: dict[str, _Row] = {}
     again = {
         name
         for region in plan.regions
@@ -87,30 +138,34 @@ def rows(plan: Plan, sent: Iterable[Collective], without: Collection[Any] = ()) 
         if (recompute := plan.decisions[name].op.recompute) is not None and not recompute.keep
     }
     for operator, op in zip(plan.operators, plan.graph.ops, strict=True):
-        if op.target in without:
+        mine = of.pop(operator.name, [])
+        if op.target in without or (only is not None and operator.name not in only):
             continue
-        name = operator.name if operator.op in operator.name else f"{operator.name} ({operator.op})"
-        where = " ".join(filter(None, (operator.module, operator.source, "recomputed" * (operator.name in again))))
-        out.append(
-            _Row(
-                name,
-                where,
-                _strategy(operator),
-                _layouts(operator),
-                _local(operator),
-                *_traffic(of.pop(operator.name, [])),
-            )
+        where = " ".join(filter(None, (operator.source, "recomputed" * (operator.name in again))))
+        out[operator.name] = _Row(
+            names.text(operator.name), where, _strategy(operator), _layouts(operator), _local(operator), *_traffic(mine)
         )
+    if only is not None:
+        return list(out.values())
     for name, mine in of.items():  # redistributions of the results, which belong to no operator
-        out.append(_Row(name, "", "", "", "", *_traffic(mine)))
-    return out
+        out[name] = _Row(name, "", "", "", "", *_traffic(mine))
+    folded = names.folded(out, lambda name: replace(out[name], operator=""))
+    return [replace(out[group[0]], operator=text) for text, group in folded]
 
 
-def table(*columns: str, right: tuple[str, ...] = (), lines: bool = False) -> Table:
-    """An empty table."""
+def table(*columns: str, right: tuple[str, ...] = (), lines: bool = False, wraps: tuple[str, ...] = ()) -> Table:
+    """An empty table.
+
+    Args:
+        columns: the columns.
+        right: those that are aligned on the right.
+        lines: True for a line between rows.
+        wraps: the columns that give way where the table is too wide; empty: all.
+    """
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_lines=lines)
     for name in columns:
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        fixed = bool(wraps) and name not in wraps
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=fixed)
     return made
 
 
@@ -161,6 +216,54 @@ def narrow(lines: Iterable[_Row]) -> Table:
         cells = (row.operator, row.where), (row.strategy, row.layouts, row.local), traffic
         made.add_row(*(Text("\n".join(filter(None, cell))) for cell in cells))
     return made
+
+
+def operators_table(lines: Sequence[_Row], console: Console) -> Table:
+    """The table of operators: a line each where that fits the console, otherwise a few lines each."""
+    shown = wide(lines)
+    needed = console.measure(shown, options=console.options.update(max_width=UNLIMITED)).maximum
+    return shown if needed <= console.width else narrow(lines)
+
+
+def operators_text(names: OperatorNames, operators: Iterable[str]) -> str:
+    """Operators by their paths, those of several layers joined: at most two."""
+    folded = names.folded(dict.fromkeys(operators), lambda name: "")
+    texts = [text.partition(" (")[0] if group[0] in names.paths else f"result {text}" for text, group in folded]
+    return ", ".join(texts[:2]) + (f" and {len(texts) - 2} more" if len(texts) > 2 else "")
+
+
+def notes_of(notes: Iterable[str]) -> list[str]:
+    """Notes that several operators share, once, with the first of these operators."""
+    folded: dict[tuple[str, str], list[str]] = {}
+    for note in notes:
+        found = re.fullmatch(r"(stage \d+: )?([^\s:]+): (.*)", note, re.DOTALL)
+        where, operator, text = ("", "", note) if found is None else found.groups(default="")
+        folded.setdefault((where, text), []).append(operator)
+    out = []
+    for (where, text), operators in folded.items():
+        who = ", ".join(operators[:3]) + (f" and {len(operators) - 3} more" if len(operators) > 3 else "")
+        out.append(f"{where}{who}: {text}" if who else text)
+    return out
+
+
+def regions(plan: Plan, names: OperatorNames) -> Iterator[str]:
+    """The recomputed parts, a line for equal layers."""
+    folded: dict[tuple[Any, ...], list[str]] = {}
+    layers = layer_of([region.path for region in plan.regions] + list(names.paths.values()))
+    for region in plan.regions:
+        path, layer = region.path, layers.get(names.paths.get(region.path, region.path))
+        inside = [names.path(name) for name in region.operators]
+        before = path if layer is None else f"{layer[0].rpartition('.')[2]}.{layer[1]}".lstrip(".")
+        key = path if layer is None else layer[0], tuple(each.removeprefix(f"{before}.") for each in inside)
+        folded.setdefault(key, []).append(path)
+    for (_, inside), paths in folded.items():
+        more = f" and {len(inside) - SHOWN} more" if len(inside) > SHOWN else ""
+        title = paths[0]
+        if len(paths) > 1 and (found := layers.get(names.paths.get(title, title))) is not None:
+            before = f"{found[0].rpartition('.')[2]}.{found[1]}".lstrip(".")
+            numbers = numbers_text(layers[names.paths.get(path, path)][1] for path in paths)
+            title = f"{found[0].rpartition('.')[2]}.{{{numbers}}}".lstrip(".") + names.path(title).removeprefix(before)
+        yield f"recomputed in the backward: {title} ({', '.join(inside[:SHOWN])}{more})"
 
 
 def _strategy(operator: OperatorPlan) -> str:
@@ -226,13 +329,17 @@ def beside_lines(plan: Plan) -> Iterator[str]:
         f"computing {time_text(step.compute)}, waiting for messages {time_text(price.exposed)} of their "
         f"{time_text(price.communication)}"
     )
-    longest = [f"{plan.schedule.messages[number]} ({time_text(seconds)})" for number, seconds in step.waits[:WAITS]]
+    names, longest = OperatorNames(plan), []
+    for number, seconds in step.waits[:WAITS]:
+        message = plan.schedule.messages[number]
+        moved = names.value(message.whose) if message.role == "redistribution" else message.whose
+        longest.append(f"{message.kind}, {moved} ({time_text(seconds)})")
     if longest:
         yield f"waited for longest: {'; '.join(longest)}"
 
 
 def parameters(plan: Plan) -> Table:
-    """The table of parameters: shapes, cuts, layouts and bytes on a device."""
+    """The table of parameters: shapes, cuts, layouts and bytes on a device; equal ones of several layers once."""
     cut = plan.hsdp is not None or any(p.storage != p.layout for p in plan.parameters.values())
     made = table(
         "parameter",
@@ -244,9 +351,10 @@ def parameters(plan: Plan) -> Table:
         "stored on a device",
         *(("optimizer parallel",) if cut else ()),
         right=("stored on a device",),
+        wraps=("parameter", "layout", "stored on a device", "optimizer parallel"),
     )
     dtypes = {v.name: v.stored.dtype for v in plan.graph.sources()}
-    together = 0
+    together, rows = 0, {}
     for name, parameter in plan.parameters.items():
         held = plan.graph.aliases.get(name)
         local, nbytes = parameter.local_shape(0), dtypes[parameter.name].itemsize
@@ -254,21 +362,24 @@ def parameters(plan: Plan) -> Table:
             nbytes *= size
         together += nbytes if held is None else 0
         used = (_shape(parameter.layout.local_shape(parameter.layout.padded(parameter.shape))),) if cut else ()
-        made.add_row(
-            *map(
-                Text,
-                (
-                    name,
-                    _shape(parameter.shape),
-                    *used,
-                    _shape(local),
-                    str(parameter.storage.cuts),
-                    layout_text(parameter.storage),
-                    size_text(nbytes) if held is None else f"is {held}",
-                    *((_cut(parameter),) if cut else ()),
-                ),
-            )
+        rows[name] = (
+            _shape(parameter.shape),
+            *used,
+            _shape(local),
+            str(parameter.storage.cuts),
+            layout_text(parameter.storage),
+            size_text(nbytes) if held is None else f"is {held}",
+            *((_cut(parameter),) if cut else ()),
         )
+    folded: dict[tuple[Any, ...], list[str]] = {}
+    for name, cells in rows.items():
+        container, number, rest = next(iter(numbered(name)), ("", None, name))
+        folded.setdefault((container, number is not None, rest, cells), []).append(name)
+    for (container, inside, rest, cells), names in folded.items():
+        each = f" ({len(names)} of them)" if len(names) > 1 else ""
+        numbers = numbers_text(next(iter(numbered(name)))[1] for name in names) if inside and each else ""
+        name = f"{container}.{{{numbers}}}.{rest}".lstrip(".") if numbers else names[0]
+        made.add_row(*map(Text, (name + each, *cells)))
     made.add_row(*map(Text, ("together", "", *(("",) if cut else ()), "", "", "", size_text(together))), style="bold")
     return made
 
@@ -278,6 +389,9 @@ def _cut(parameter: ParameterPlan) -> str:
     further = digits_size(parameter.storage.carried) // digits_size(parameter.layout.carried)
     return f"cut over {further}" if further > 1 else parameter.note or ""
 
+
+#: The number of operators of a recomputed part that are shown.
+SHOWN = 6
 
 #: The numbers of communications and of notes that are shown, and of messages that are waited for.
 DEAREST, NOTES, WAITS = 10, 20, 3

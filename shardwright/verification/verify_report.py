@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..layout import html_table
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..sharded_plan import Plan
 from .value_precision import Precision
@@ -155,7 +156,7 @@ class Differences:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VerifyReport:
     """The findings of a verification. The headline numbers are those of float64, else of the first dtype.
 
@@ -231,26 +232,9 @@ class VerifyReport:
 
     def summary(self) -> str:
         """The report as text."""
-        verdict = "NOT OK" if not self.ok else "ok, but nothing was proved" if self.unproved else "ok"
-        head = (
-            f"{verdict}: {self.parallel_mode} on {self.devices} "
-            f"device{'s' * (self.devices > 1)}{self._stages} against one device, "
-            f"{self.steps} step{'s' * (self.steps > 1)}"
-        )
-        rows = [("relative differences", "loss", "gradients", "parameters", "allowed", "")]
-        for d in self.differences:
-            rows.append(
-                (
-                    _type(d.dtype),
-                    f"{d.loss:.1e}",
-                    _named(d.gradient, d.worst_gradient),
-                    _named(d.parameter, d.worst_parameter),
-                    _allowed(d),
-                    "" if d.ok else "not ok",
-                )
-            )
+        rows = self._rows()
         widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = [head, *("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)]
+        lines = [self._verdict, *("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)]
         for d in self.differences:
             for precision in dict.fromkeys(p for _, p in d.coarser):
                 what = " and ".join(what for what, p in d.coarser if p == precision)
@@ -269,6 +253,43 @@ class VerifyReport:
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     __str__ = summary
+
+    def __repr__(self) -> str:
+        d = self.headline
+        lines = [f"<{self._verdict}; relative differences in {_type(d.dtype)}: loss {d.loss:.1e}, gradients"]
+        lines[0] += f" {d.gradient:.1e}, parameters {d.parameter:.1e}>"
+        if self.first_difference is not None:
+            lines.append(f"first difference, {self.first_difference.phase}: {self.first_difference}".partition("\n")[0])
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._rows()
+        return html_table(repr(self).strip("<>"), head, rows)
+
+    @property
+    def _verdict(self) -> str:
+        verdict = "NOT OK" if not self.ok else "ok, but nothing was proved" if self.unproved else "ok"
+        return (
+            f"{verdict}: {self.parallel_mode} on {self.devices} "
+            f"device{'s' * (self.devices > 1)}{self._stages} against one device, "
+            f"{self.steps} step{'s' * (self.steps > 1)}"
+        )
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """The table of differences: its head, and a row for each dtype."""
+        rows: list[tuple[str, ...]] = [("relative differences", "loss", "gradients", "parameters", "allowed", "")]
+        for d in self.differences:
+            rows.append(
+                (
+                    _type(d.dtype),
+                    f"{d.loss:.1e}",
+                    _named(d.gradient, d.worst_gradient),
+                    _named(d.parameter, d.worst_parameter),
+                    _allowed(d),
+                    "" if d.ok else "not ok",
+                )
+            )
+        return rows
 
     @property
     def _stages(self) -> str:

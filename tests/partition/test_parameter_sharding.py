@@ -276,7 +276,7 @@ def test_memory_of_a_plan() -> None:
 def test_tables_and_dumps_show_it(tmp_path, capsys) -> None:
     model = parallel(marked(8), CROSS_ENTROPY, save_graphs=tmp_path).hsdp(threshold=0.5, optimizer_level="level3")
     model(*BATCHES[0])
-    model.explain()
+    model.plan.explain(width=200)
     table = capsys.readouterr().out
     assert all(text in table for text in ("used as", "cut over 4", "cut over 8", "below the threshold of 0.5 KB"))
     text = (tmp_path / "rank_5" / "execute.ir").read_text()

@@ -238,7 +238,7 @@ def table(plan: sw.Plan, width: int | None = None) -> str:
 
 
 def test_the_table_shows_operators_traffic_and_parameters(tutorial):
-    text = table(tutorial)
+    text = table(tutorial, 240)
     rows = {line.split()[0]: re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if line.strip()}
     assert rows["matmul1"] == [
         "matmul1",
@@ -278,7 +278,7 @@ def test_the_table_tells_layouts_of_equal_cuts_apart():
     layout, x = sw.Layout((2, 2, 2), ("dp", "sp", "mp")), torch.zeros(16, 8)
     texts = []
     for strategy in [((2, 4), (4, 1)), (layout("mp", ("sp", "dp")), layout(("sp", "dp"), "None"))]:
-        texts.append(table(sw.plan(Product(strategy), (x,), devices=8)))
+        texts.append(table(sw.plan(Product(strategy), (x,), devices=8), 240))
     for text, shown in zip(texts, ("[2@4, 4@1] [4@1, -] -> [2@4, -]", "[2@1, 2@2·2@4] [2@2·2@4, -] -> [2@1, -]")):
         assert "((2, 4), (4, 1))" in text and shown in text
 
@@ -305,7 +305,9 @@ def test_the_table_shows_notes_and_names_in_brackets():
 
     plan = planned(Net(), (4, 16))
     text = table(plan)
-    assert plan.notes and all(f"note: {note}" in text for note in plan.notes)
+    shared = "the batch of 4 is cut 4 ways on 8 devices; 2 devices repeat the same work"
+    assert plan.notes == (f"linear: {shared}", f"relu: {shared}")
+    assert f"note: linear, relu: {shared}" in " ".join(text.split())
     assert "layers.[red].weight" in text
 
 

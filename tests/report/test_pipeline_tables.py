@@ -42,14 +42,14 @@ def cells(text: str, first: str) -> list[str]:
 
 def test_explain_shows_each_stage_and_what_crosses() -> None:
     plan = planned(Chain(tied=True, skip=True))
-    text = shown(explain, plan)
+    text = shown(explain, plan, width=200)
     assert text.startswith(
         f"semi_auto on 8 devices: 2 stages, 1f1b, 4 micro-batches, 10 operators, plan {plan.fingerprint}\n"
     )
     first, second = (text.index(f"stage {s} on ranks {4 * s}-{4 * s + 3}, one micro-batch") for s in (0, 1))
-    assert first < text.index(" linear_1 ") < second < text.index(" mse_loss ")
-    assert "send.relu" not in text
-    assert cells(text, "layers.1.weight")[:3] == ["layers.1.weight", "16x16", "16x16"]
+    assert first < text.index(" layers.1 (linear) ") < second < text.index("mse_loss")
+    assert "send.relu" not in text and "stage 0 on ranks 0-3: layers.0, layers.1\n" in text
+    assert re.search(r"layers\.\{0-1\}\.weight \(2 of them\) +16x16 +16x16", text)
     crossing = [line for line in text.splitlines() if re.search(r"stage 0\s+stage 1", line)]
     assert len(crossing) == len(plan.transfers) == 3
     assert sum("once a step" in line for line in crossing) == 1 and all("comes back" in line for line in crossing)
@@ -78,14 +78,17 @@ def test_a_model_explains_itself(capsys: pytest.CaptureFixture) -> None:
 
 def test_a_summary_has_a_line_a_stage() -> None:
     plan = planned(Chain(), pipeline=setting("zbv", 4), parallel_mode="dynamic_programming", hsdp={"threshold": 0})
-    text = shown(summary, plan)
+    text = shown(summary, plan, width=200)
     assert (
         f"{time_text(plan.cost)} a step, bubble {plan.simulation.bubble:.1%}: zbv, 4 stages on 2 groups of devices, "
         "4 micro-batches" in text
     )
     lines = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if re.match(r"\s+\d\s+\d-\d", line)]
     assert [line[:3] for line in lines] == [["0", "0-3", "2"], ["1", "4-7", "2"], ["2", "4-7", "2"], ["3", "0-3", "3"]]
+    narrow = [re.split(r"\s{2,}", line.strip()) for line in shown(summary, plan).splitlines()]
     for line, stage in zip(lines, plan.stages):
+        halves = [cells for cells in narrow if cells[:2] == line[:2]]
+        assert [*halves[0], *halves[1][2:]] == line, "two tables where one is too wide, with the same cells"
         assert line[6] == f"{plan.schedule.most_kept(stage.number)}x"
         assert size_text(plan.memory_of(stage)["activations"]) in line
         assert line[-1] == size_text(plan.simulation.peak(plan.schedule.placement[stage.number]))
@@ -97,7 +100,7 @@ def test_a_summary_has_a_line_a_stage() -> None:
 
 def test_communications_of_stages_alike_are_one_line() -> None:
     plan = planned(pipeline=setting("1f1b", 4))
-    text = shown(summary, plan)
+    text = shown(summary, plan, width=160)
     sums = [c for c in plan.stages[1].plan.price.collectives if c.phase == "gradient" and c.bytes == 16 * 16 * 8]
     line = re.split(
         r"\s{2,}", next(row for row in text.splitlines() if "all_reduce" in row and "2.0 KiB" in row).strip()
@@ -109,9 +112,9 @@ def test_communications_of_stages_alike_are_one_line() -> None:
 
 def test_costs_name_the_stage() -> None:
     plan = planned(optimizer="sgd")
-    text = shown(costs, plan)
-    assert cells(text, "mse_loss")[:3] == ["mse_loss", "1", "mse_loss"] and cells(text, "linear_1")[1] == "0"
-    assert "seconds are those of one micro-batch" in text
+    text = shown(costs, plan, width=160)
+    assert cells(text, "loss_fn")[1] == "1" and cells(text, "layers.1")[1] == "0"
+    assert "Seconds are those of one micro-batch" in text
 
 
 def test_an_operator_is_explained_in_its_stage() -> None:

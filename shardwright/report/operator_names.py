@@ -1,0 +1,209 @@
+"""Operators by their place in the model: the paths that tables show, and operators found by a path or its end.
+
+    linear_14 of module layers.2.self_attn.q_proj, its only operator   layers.2.self_attn.q_proj
+    mul_9 of module layers.0.self_attn, the second of three            layers.0.self_attn.mul#2
+    an operator with a mark                                            the mark's path
+    equal operators of equal layers                                    layers.{0-11}.self_attn.q_proj
+
+A name that a user gives is an operator's name, its path, a module's path, or the end of one: ``q_proj``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..errors import PlanError
+from ..partition.local_program import Decision
+from ..pipeline.pipeline_plan import PipelinePlan
+from ..rules.dims import send
+from ..sharded_plan import Plan, near
+from .description import layer_of, numbers_text
+
+__all__ = ["Found", "OperatorNames"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Operators that a name means.
+
+    Attributes:
+        path: the operator's or the module's path; with several equal ones, the folded path.
+        operators: names of the operators; of several equal modules those of the first.
+        alike: the number of equal modules or operators.
+    """
+
+    path: str
+    operators: tuple[str, ...]
+    alike: int = 1
+
+
+class OperatorNames:
+    """The operators of a plan by their paths.
+
+    Args:
+        plan: the plan.
+
+    Attributes:
+        paths: name of an operator -> its path.
+        kinds: name of an operator -> its plain name, such as "linear".
+    """
+
+    def __init__(self, plan: Plan | PipelinePlan) -> None:
+        plans = [stage.plan for stage in plan.stages] if isinstance(plan, PipelinePlan) else [plan]
+        self.decisions: dict[str, Decision] = {
+            name: d for each in plans for name, d in each.decisions.items() if d.op.target is not send
+        }
+        self.producers = {v: op.name for each in plans for v, op in each.graph.producers().items()}
+        self.buffers = {name for each in plans for name in each.graph.buffers}
+        self.kinds = {name: d.op.kind for name, d in self.decisions.items()}
+        counts = Counter(
+            ".".join(d.op.module.split(".")[:depth])
+            for d in self.decisions.values()
+            for depth in range(1, d.op.module.count(".") + 2)
+        )
+        kinds = Counter((d.op.module, d.op.kind) for d in self.decisions.values())
+        met: Counter[tuple[str, str]] = Counter()
+        self.paths: dict[str, str] = {}
+        for name, d in self.decisions.items():
+            module, kind = d.op.module, d.op.kind
+            met[module, kind] += 1
+            if not module or not re.fullmatch(re.escape(kind) + r"_*\d*", name):
+                self.paths[name] = name
+            elif counts[module] == 1:
+                self.paths[name] = module
+            else:
+                number = f"#{met[module, kind]}" if kinds[module, kind] > 1 else ""
+                self.paths[name] = f"{module}.{kind}{number}"
+
+    def path(self, name: str) -> str:
+        """The path of an operator as it is shown: inside of a layer from the layers' container on, ``layers.0.up``;
+        of a numbered module with the operator's kind, ``3 (linear)``."""
+        path = self.paths.get(name, name)
+        kind = f" ({self.kinds[name]})" if name in self.kinds and path.rpartition(".")[2].isdecimal() else ""
+        return self._short(path, self.layers.get(path)) + kind
+
+    def text(self, name: str) -> str:
+        """The path of an operator as it is shown, and its kind where the path does not say it."""
+        path, kind = self.path(name), self.kinds.get(name, "")
+        return path if kind in path else f"{path} ({kind})"
+
+    def value(self, name: str) -> str:
+        """The path of the operator that produces a value, ``result of ...``; a value that none produces as it is."""
+        found = self.producers.get(name, name)
+        if found not in self.decisions:  # a value inside of an operator has a number behind the operator's name
+            found = name.rpartition(".")[0]
+        return f"result of {self.path(found)}" if found in self.decisions else name
+
+    @staticmethod
+    def _short(path: str, layer: tuple[str, int] | None) -> str:
+        above = "" if layer is None else layer[0].rpartition(".")[0]
+        return path.removeprefix(f"{above}.") if above else path
+
+    @cached_property
+    def layers(self) -> dict[str, tuple[str, int]]:
+        """Path of an operator -> (path of the container, number) of its layer."""
+        return layer_of(self.paths.values())
+
+    def folded(self, names: Iterable[str], same: Callable[[str], Hashable]) -> list[tuple[str, tuple[str, ...]]]:
+        """Operators of equal layers joined: (the path for all of them, their names), in the order of the first ones.
+
+        Args:
+            names: of operators, or of other things, which stay alone.
+            same: what must be equal of two operators.
+        """
+        groups: dict[tuple[Hashable, ...], list[str]] = {}
+        for name in names:
+            layer = self.layers.get(self.paths.get(name, name))
+            inside = self._inside(name)
+            key = (name,) if layer is None else (layer[0], inside, self.kinds[name], same(name))
+            groups.setdefault(key, []).append(name)
+        return [(self.joined(group), tuple(group)) for group in groups.values()]
+
+    def joined(self, names: Sequence[str]) -> str:
+        """The text for operators that differ in the number of their layer alone: ``layers.{0-3}.mlp.up``."""
+        first = self.text(names[0])
+        layer = self.layers.get(self.paths.get(names[0], names[0]))
+        if len(names) == 1 or layer is None:
+            return first
+        numbers = numbers_text(self.layers[self.paths[name]][1] for name in names)
+        container = layer[0].rpartition(".")[2]
+        before = f"{container}.{layer[1]}".lstrip(".")
+        return f"{container}.{{{numbers}}}".lstrip(".") + first.removeprefix(before)
+
+    def _inside(self, name: str) -> str:
+        """The path of an operator from its layer on."""
+        path = self.paths.get(name, name)
+        layer = self.layers.get(path)
+        return path if layer is None else path.removeprefix(f"{layer[0]}.{layer[1]}".lstrip("."))
+
+    # -- found by name
+
+    @cached_property
+    def modules(self) -> Mapping[str, tuple[str, ...]]:
+        """Path of a module -> the names of all operators in it."""
+        out: dict[str, list[str]] = {}
+        for name, d in self.decisions.items():
+            place = self.paths[name] if self.paths[name].startswith(d.op.module) else d.op.module
+            parts = place.split(".")
+            for count in range(1, len(parts) + 1):
+                out.setdefault(".".join(parts[:count]), []).append(name)
+        return {path: tuple(names) for path, names in out.items()}
+
+    def find(self, text: str) -> Found:
+        """The operator or module that a name means.
+
+        Raises:
+            PlanError: there is none, with near ones; or the end of a path is that of several that are not split alike.
+        """
+        if text in self.decisions:
+            return Found(self.paths[text], (text,))
+        exact = self._found(text)
+        if exact is not None:
+            return exact
+        ends = [path for path in dict.fromkeys((*self.modules, *self.paths.values())) if path.endswith(f".{text}")]
+        alike: dict[tuple[Hashable, ...], list[Found]] = {}
+        for found in filter(None, map(self._found, ends)):
+            key = tuple(self._inside(name) for name in found.operators), tuple(map(self._split, found.operators))
+            alike.setdefault(key, []).append(found)
+        if not alike:
+            known = (*self.modules, *self.paths.values(), *self.decisions)
+            raise PlanError(f"no operator or module is called {text!r}", legal=near(text, known))
+        groups = [self._group(group) for group in alike.values()]
+        if len(groups) > 1:
+            raise PlanError(
+                f"{text!r} is the end of several paths, which are not split alike",
+                legal="; ".join(f"{group.path} ({group.alike})" if group.alike > 1 else group.path for group in groups),
+            )
+        return groups[0]
+
+    def _found(self, path: str) -> Found | None:
+        by_path = tuple(name for name, known in self.paths.items() if known == path)
+        names = by_path or self.modules.get(path, ())
+        real = [n for n in names if not (op := self.decisions[n].op).inputs or not self._counts(op.inputs)]
+        if len(real) == 1:  # a batch norm also counts batches
+            names = tuple(real)
+        return Found(path, names) if names else None
+
+    def _counts(self, inputs: Iterable[object]) -> bool:
+        return self.buffers.issuperset(getattr(v, "name", "") for v in inputs)
+
+    def _split(self, name: str) -> Hashable:
+        d = self.decisions[name]
+        return d.assignment.digits, d.cause, d.open
+
+    def _group(self, group: Sequence[Found]) -> Found:
+        first = group[0]
+        if len(group) == 1:
+            return first
+        layers = [self.layers.get(self.paths[found.operators[0]]) for found in group]
+        if any(layer is None for layer in layers):
+            return Found(first.path, first.operators, len(group))
+        containers = {layer[0] for layer in layers if layer is not None}
+        numbers = numbers_text(layer[1] for layer in layers if layer is not None)
+        container = containers.pop()
+        rest = first.path.removeprefix(f"{container}.{layers[0][1] if layers[0] else ''}".lstrip("."))
+        return Found(f"{container}.{{{numbers}}}".lstrip(".") + rest, first.operators, len(group))
