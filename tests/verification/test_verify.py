@@ -265,7 +265,7 @@ def test_a_conversion_is_told_from_the_operator(monkeypatch, phase):
 
     def wrong(conversion, shards, how):
         result = right(conversion, shards, how)
-        backward = sys._getframe(1).f_code.co_name == "backward"
+        backward = sys._getframe(1).f_code.co_name == "transpose"
         there = conversion.target.cuts == ((8, 1) if backward else (1, 8))
         hit = there and any(s.kind == "all_to_all" for s in conversion.steps) and backward == (phase == "gradient")
         return 2 * result if hit else result
