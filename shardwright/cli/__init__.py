@@ -4,6 +4,8 @@
     rehearse_command     rehearse
     calibrate_command    calibrate
     checkpoint_command   checkpoint info, verify, merge, transform
+    doctor_command       doctor
+    forked_ranks         forked processes with a time limit, two of them as ranks, for doctor
     checkpoint_tables    a checkpoint in a terminal
     script               the target of a command: a training script, or a function
 

@@ -17,6 +17,7 @@ import shardwright
 from ..launch.run import add_run_parser
 from .calibrate_command import add_calibrate_parser
 from .checkpoint_command import add_checkpoint_parser
+from .doctor_command import add_doctor_parser
 from .plan_command import add_explain_parser, add_plan_parser, add_simulate_parser, add_verify_parser
 from .rehearse_command import add_rehearse_parser
 
@@ -31,6 +32,7 @@ COMMANDS = (
     add_rehearse_parser,
     add_checkpoint_parser,
     add_calibrate_parser,
+    add_doctor_parser,
 )
 
 

@@ -35,6 +35,8 @@ OF_ENVIRONMENT = {
     "launch/run.py",
     "launch/agent.py",
     "process.py",
+    "cli/doctor_command.py",
+    "cli/forked_ranks.py",
     "cli/script.py",
     "runtime/distributed/shared_memory.py",
     "runtime/freed.py",

@@ -53,7 +53,7 @@ from torch import Tensor
 from ...redistribution import CollectiveKind
 from ..local.shards import reduce_terms
 
-__all__ = ["HostMemory", "SameHost", "sharing"]
+__all__ = ["HostMemory", "SameHost", "group_bytes", "sharing"]
 
 
 _FOLDER, _PREFIX = "/dev/shm", "shardwright-"
@@ -433,6 +433,11 @@ class SameHost:
             even, odd = self._memory.rows
             rows = self._rows[dtype] = even.view(dtype), odd.view(dtype)
         return rows
+
+
+def group_bytes(ranks: int) -> int:
+    """Bytes of shared memory of a group of `ranks` ranks."""
+    return _head(ranks) + 2 * ranks * _row_bytes(ranks)
 
 
 def _row_bytes(ranks: int) -> int:
