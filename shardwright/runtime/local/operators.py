@@ -238,7 +238,7 @@ class Call:
         called = key_of((node.args, node.kwargs), lambda a: slots[a] if type(a) is torch.fx.Node else a)
         operands = [(self._local(a), self.held[a], self.terms.get(a), self.gradients[a]) for a in self.operands]
         values = [(v.shape, v.dtype, v.requires_grad) for v in map(self._value, self.operands)]
-        drawn = op.number, op.micro, op.fast
+        drawn = op.micro, op.fast  # rules only pass the operator's number on, and it is an argument in `called`
         return node.target, called, self.out, tuple(operands), tuple(values), form_of(op), drawn, op.origin is None
 
     def step(self) -> Get:
