@@ -27,6 +27,7 @@ __all__ = [
     "Value",
     "argument_names",
     "changed",
+    "form_of",
     "key_of",
     "leaves",
     "map_leaves",
@@ -166,14 +167,35 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
     return pytree.tree_map(change, tree)
 
 
-def key_of(tree: Any) -> tuple[Any, ...]:
-    """Nested arguments as a dictionary key. 1, 1.0 and True are equal in Python, but not to an operator."""
+def key_of(tree: Any, stand_in: Callable[[Any], Any] | None = None) -> tuple[Any, ...]:
+    """Nested arguments as a dictionary key. 1, 1.0 and True are equal in Python, as 0.0 and -0.0 are, but not to an
+    operator.
+
+    Args:
+        stand_in: ``stand_in(leaf)`` takes the place of each leaf in the key.
+    """
     kind = type(tree)
     if isinstance(tree, (tuple, list)):
-        return kind, tuple(map(key_of, tree))
+        return kind, tuple([key_of(branch, stand_in) for branch in tree])
     if isinstance(tree, dict):
-        return kind, tuple((name, key_of(branch)) for name, branch in tree.items())
-    return kind, tree
+        return kind, tuple([(name, key_of(branch, stand_in)) for name, branch in tree.items()])
+    if kind is float:
+        return kind, tree.hex()
+    return kind, tree if stand_in is None else stand_in(tree)
+
+
+def form_of(op: Op) -> tuple[Any, ...]:
+    """A call without its names: equal for calls that rules treat alike, such as those of equal layers."""
+    places: dict[str, int] = {}
+
+    def place(x: Any) -> Any:
+        return places.setdefault(x.name, len(places)) if type(x) is Value else x
+
+    def side(values: Sequence[Value | None]) -> tuple[Any, ...]:
+        return tuple([None if v is None else (v.shape, v.dtype, v.requires_grad) for v in values])
+
+    called = key_of((op.args, op.kwargs), place)
+    return op.target, called, tuple([place(v) for v in op.inputs]), side(op.inputs), side(op.outputs)
 
 
 #: The most frequent types of arguments that hold others.

@@ -99,7 +99,7 @@ class Observation:
             tuple[int, Any], Any
         ] = {}  # identity of a place -> its number, while a counter replaces it
         self._generators: dict[int, tuple[Any, Any, str]] = {}
-        self._relevant: dict[types.CodeType, bool] = {}
+        self._relevant: dict[str, bool] = {}  # file -> True where reads in it count
         self._scanned: dict[int, Any] = {}  # id of a function or class -> itself
         self._patched: list[tuple[type, str, Any]] = []
         self._classes: set[type] = set()
@@ -183,21 +183,21 @@ class Observation:
         assigned: Callable[..., None] = cls.__setattr__
         relevant, note, wrote = self._relevant, self._read, self._wrote
 
-        def is_relevant(code: types.CodeType) -> bool:
-            seen = relevant.get(code)
+        def is_relevant(file: str) -> bool:
+            seen = relevant.get(file)
             if seen is None:
-                seen = relevant[code] = _is_relevant(code.co_filename)
+                seen = relevant[file] = _is_relevant(file)
             return seen
 
         def __getattribute__(self: Any, name: str) -> Any:
-            if is_relevant(sys._getframe(1).f_code):
+            if is_relevant(sys._getframe(1).f_code.co_filename):
                 note(self, name)
             return read(self, name)
 
         def __setattr__(self: Any, name: str, value: Any) -> None:
-            code = sys._getframe(1).f_code
-            if is_relevant(code):
-                wrote(self, name, code.co_filename.startswith(_LAYERS))
+            file = sys._getframe(1).f_code.co_filename
+            if is_relevant(file):
+                wrote(self, name, file.startswith(_LAYERS))
             assigned(self, name, value)
 
         for name, ours in (("__getattribute__", __getattribute__), ("__setattr__", __setattr__)):

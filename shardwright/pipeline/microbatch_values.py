@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import SettingError, ShardwrightError
-from ..graph import Graph, Op, Pieces, Value, map_values
+from ..graph import Graph, Op, Pieces, Value, form_of, map_values
 from ..layout import Layout
 from ..rules import Bound, Builder, Rule, bound_rule, find_rule, normalization as normalisation
 from ..rules.dims import wide as wide_type
@@ -275,7 +275,7 @@ class MicrobatchRewriter:
     def _of_alike(self, op: Op, twin: Op, inputs: Sequence[Kind]) -> tuple[Op | None, list[Kind]]:
         """The result of `_of_rows`, computed once for all calls of one form, since layers of a model are often
         equal."""
-        form = _form(op), _form(twin), tuple(inputs)
+        form = form_of(op), form_of(twin), tuple(inputs)
         try:
             known = self.alike.get(form)
         except TypeError:  # an argument that cannot be looked up, such as a slice
@@ -457,29 +457,6 @@ def _statistics(graph: Graph) -> set[str]:
     return found | {
         name for name in graph.updates if name.rpartition(".")[0] in modules and name.endswith("num_batches_tracked")
     }
-
-
-def _form(op: Op) -> tuple:
-    """A call without its names: equal for calls with equal kinds by the rules."""
-    places: dict[str, int] = {}
-
-    def form(x: Any) -> Any:
-        kind = type(x)
-        if kind is Value:
-            return places.setdefault(x.name, len(places)), x.shape, x.dtype, x.requires_grad
-        if isinstance(x, (tuple, list)):
-            return kind, tuple([form(y) for y in x])
-        if isinstance(x, dict):
-            return kind, tuple([(name, form(y)) for name, y in x.items()])
-        return kind, x
-
-    return (
-        op.target,
-        form(op.args),
-        form(op.kwargs),
-        form(op.inputs),
-        tuple([None if v is None else (v.shape, v.dtype, v.requires_grad) for v in op.outputs]),
-    )
 
 
 def _counts_off(op: Op) -> bool:

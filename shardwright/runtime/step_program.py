@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from ..accelerator_api import moved
 from ..capture.guards import Guards
 from ..capture.side_effects import Effects
+from ..capture.source_lines import stack_level
+from ..garbage import gc_paused
 from ..graph import Value
 from ..layout import Layout
 from ..partition.gradient_fusion import Fusion
@@ -127,6 +129,7 @@ def _handed(output: Tensor, handing: Callable[[Tensor], Tensor] | None) -> Tenso
     return output if handing is None else handing(output)
 
 
+@gc_paused()
 def make_program(
     plan: Plan | PipelinePlan,
     holder: nn.Module,
@@ -167,7 +170,8 @@ def make_program(
             return piped
         if compiled:
             warnings.warn(
-                "compile=True: one process plays all devices, operator by operator, and is not compiled", stacklevel=7
+                "compile=True: one process plays all devices, operator by operator, and is not compiled",
+                stacklevel=stack_level(),
             )
         piped = local_pipeline(plan, holder, runtime.device, before is None)
         piped.device = moved
@@ -187,7 +191,8 @@ def make_program(
     state += [plan.graph.constants[n].to(runtime.device) for n in lowered.constants]
     if compiled and not single:
         warnings.warn(
-            "compile=True: one process plays all devices, operator by operator, and is not compiled", stacklevel=7
+            "compile=True: one process plays all devices, operator by operator, and is not compiled",
+            stacklevel=stack_level(),
         )
     body = SingleDeviceExecutor(lowered, compiled) if single else LocalExecutor(lowered)
     return StepProgram(plan, body, state, [named[n] for n in lowered.updates], device=moved, seed_device=seed_device)

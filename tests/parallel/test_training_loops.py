@@ -298,5 +298,6 @@ def test_compiled_on_one_device():
 
 def test_what_is_not_compiled_is_said():
     model = parallel(net(), compile=True)
-    with pytest.warns(UserWarning, match="one process plays all devices"):
+    with pytest.warns(UserWarning, match="one process plays all devices") as warned:
         model(*next(batches(1)))
+    assert [each.filename for each in warned] == [__file__]  # the line of the call, not one of ours

@@ -12,6 +12,7 @@ Replicas that were computed independently are stored once per rank and compared 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -114,6 +115,7 @@ class LocalExecutor:
         self._terms: dict[torch.fx.Node, RankShape] = {}
         self._gradients: dict[torch.fx.Node, Layout] = {}
         self._ways: dict[torch.fx.Node, _Ways] = {}
+        self._calls: dict[Any, Callable[[Sequence[Any]], Any]] = {}  # form of a call -> its step
         for node in nodes[:-1]:
             self._lay(node)
         # These redistributions only sum the gradients of a value that is stored once: its consumer sums them already.
@@ -302,7 +304,19 @@ class LocalExecutor:
         if "instruction" not in node.meta:
             base, index = slots[node.args[0]], node.args[1]
             return lambda env: env[base][index]
-        return Call(node, self.axes, self._held, self._terms, self._gradients, slots).step()
+        call = Call(node, self.axes, self._held, self._terms, self._gradients)
+        return _on_slots(self._shared(call), [slots[a] for a in call.operands])
+
+    def _shared(self, call: Call) -> Callable[[Sequence[Any]], Any]:
+        """The step of a call: one for all calls of its form, since the layers of a model are often equal."""
+        form = call.form()
+        try:
+            known = self._calls.get(form)
+        except TypeError:  # an argument that cannot be looked up, such as a slice
+            return call.step()
+        if known is None:
+            known = self._calls[form] = call.step()
+        return known
 
     def _move(self, node: torch.fx.Node) -> Callable[[list], Any]:
         instruction: Redistribute = node.meta["instruction"]
@@ -340,6 +354,17 @@ class LocalExecutor:
         return lambda env: ExtremeFunction.apply(
             env[reduced].expand(shapes[0]), env[operand].expand(shapes[1]), forward, count, dims
         )
+
+
+def _on_slots(step: Callable[[Sequence[Any]], Any], slots: Sequence[int]) -> Callable[[list], Any]:
+    """The function ``env -> value`` of a step on the values in these slots."""
+    if len(slots) == 1:
+        (slot,) = slots
+        return lambda env: step((env[slot],))
+    if not slots:
+        return lambda env: step(())
+    operands = itemgetter(*slots)
+    return lambda env: step(operands(env))
 
 
 def _layouts(nodes: Sequence[torch.fx.Node]) -> list[Layout]:

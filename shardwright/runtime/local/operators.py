@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...graph import Op, Value, key_of, leaves, map_leaves, map_values
+from ...graph import Op, Value, form_of, key_of, leaves, map_leaves, map_values
 from ...layout import Digit, Layout
 from ...partition.local_program import LocalOp
 from ...rules import Bound, Rule, bound_rule, find_rule
@@ -197,7 +197,7 @@ def _works_out(op: Op, rule: Rule, bound: Bound, factor: int) -> bool:
 PARSED = frozenset({"default", "Tensor", "Scalar", "int", "dim", "dim_IntList", "Tensor_Scalar", "self"})
 
 
-#: A function from the values of a step to one of them, or to what is computed from them.
+#: A function from the operands of a call to one of them, or to what is computed from them.
 Get = Callable[[Sequence[Any]], Any]
 
 
@@ -211,7 +211,9 @@ class Call:
         terms: the axes along which the gradients of a value's consumers are terms of a sum, although the value is
             stored once; the backward of broadcasting sums them.
         gradients: the layout of each value's gradient.
-        slots: the index of each value in the `env` of a step.
+
+    Attributes:
+        operands: the values that the call reads, in the order in which a step takes them.
     """
 
     def __init__(
@@ -221,17 +223,26 @@ class Call:
         held: Mapping[torch.fx.Node, RankShape],
         terms: Mapping[torch.fx.Node, RankShape],
         gradients: Mapping[torch.fx.Node, Layout],
-        slots: Mapping[torch.fx.Node, int],
     ) -> None:
-        self.node, self.axes, self.held, self.slots = node, axes, held, slots
+        self.node, self.axes, self.held = node, axes, held
         self.terms, self.gradients = terms, gradients
         self.operands = list(node.all_input_nodes)
+        self.slots = {a: i for i, a in enumerate(self.operands)}
         self.out = held[node]
         self.instruction: LocalOp = node.meta["instruction"]
         self._shapes: dict[torch.fx.Node, RankShape | None] = {}
 
-    def step(self) -> Callable[[list], Any]:
-        """The function ``env -> value``: a tensor with axes for the ranks, or a tuple of them."""
+    def form(self) -> tuple[Any, ...]:
+        """A key that is equal for calls of one program with equal steps: the call without its names."""
+        node, op, slots = self.node, self.instruction.op, self.slots
+        called = key_of((node.args, node.kwargs), lambda a: slots[a] if type(a) is torch.fx.Node else a)
+        operands = [(self._local(a), self.held[a], self.terms.get(a), self.gradients[a]) for a in self.operands]
+        values = [(v.shape, v.dtype, v.requires_grad) for v in map(self._value, self.operands)]
+        drawn = op.micro, op.fast  # rules only pass the operator's number on, and it is an argument in `called`
+        return node.target, called, self.out, tuple(operands), tuple(values), form_of(op), drawn, op.origin is None
+
+    def step(self) -> Get:
+        """The function ``operands -> value``: a tensor with axes for the ranks, or a tuple of them."""
         for way in (
             self._once,
             self._product,
@@ -248,11 +259,11 @@ class Call:
 
     # -- the ways, in order --
 
-    def _once(self) -> Callable[[list], Any] | None:
+    def _once(self) -> Get | None:
         """The plain call, where the value is the same on all ranks."""
         return None if self.out else self._written(plain_function(self.node))
 
-    def _product(self) -> Callable[[list], Any] | None:
+    def _product(self) -> Get | None:
         op, tensors = self.instruction.op, self._tensors
         rule = find_rule(op)
         if (
@@ -281,7 +292,7 @@ class Call:
             kwargs={},
         )
 
-    def _elementwise(self) -> Callable[[list], Any] | None:
+    def _elementwise(self) -> Get | None:
         rule = find_rule(self.instruction.op)
         if rule is None or rule.notation is not POINTWISE.notation or rule.localize is not None:
             return None
@@ -294,15 +305,15 @@ class Call:
             return None  # this operand determines the shape of the result
         return self._written(plain_function(self.node), dims, self.operands)
 
-    def _told_of_dims(self) -> Callable[[list], Any] | None:
+    def _told_of_dims(self) -> Get | None:
         """The call with more dims, where dims or a shape are among the arguments."""
         return self._longer if told_of_dims(self.node.target) else None
 
-    def _with_more_dims(self) -> Callable[[list], Any] | None:
+    def _with_more_dims(self) -> Get | None:
         return self._longer
 
     @cached_property
-    def _longer(self) -> Callable[[list], Any] | None:
+    def _longer(self) -> Get | None:
         """The call with the axes as more dims before all others."""
         node, tensors = self.node, self._tensors
         if (
@@ -332,7 +343,7 @@ class Call:
         function = plain_function(node) if made.target is node.target else made.target
         return self._written(function, dims, tensors if broadcast else (), args=args, kwargs=kwargs)
 
-    def _side_by_side(self) -> Callable[[list], Any] | None:
+    def _side_by_side(self) -> Get | None:
         """The call with the ranks' slices beside one another along dim 0. Dim 0 must be one factor that may be split;
         the results must keep it there, and among the operands exactly those that differ must have it."""
         op, node = self.instruction.op, self.node
@@ -368,7 +379,7 @@ class Call:
         apart = lambda made: made.view(*out, made.shape[0] // math.prod(out), *made.shape[1:])
         return self._written(plain_function(node), side=True, after=apart)
 
-    def _sums_of_rows(self) -> Callable[[list], Any] | None:
+    def _sums_of_rows(self) -> Get | None:
         """A loss summed over rows, with the number of rows that count: computed for all ranks' rows, then summed for
         each rank."""
         node, out = self.node, self.out
@@ -385,7 +396,7 @@ class Call:
 
         return self._written(sums, side=True, args=(scores, target), kwargs={})
 
-    def _one_by_one(self) -> Callable[[list], Any]:
+    def _one_by_one(self) -> Get:
         """A call for each stored shard of the result."""
         axes, out, node = self.axes, self.out, self.node
         count, firsts = self._count(), {}
@@ -397,10 +408,10 @@ class Call:
         each = _call(plain_function(node), node.args, node.kwargs, shard.__getitem__)
         several = "instance" not in node.meta
 
-        def run(env: list) -> Any:
+        def run(given: Sequence[Any]) -> Any:
             shards = []
             for get, shape, places in parts:
-                held = axes.unbind(get(env), shape)
+                held = axes.unbind(get(given), shape)
                 shards.append([held[k] for k in places])
             made = [each(x) for x in zip(*shards)] if shards else [each(()) for _ in ranks]
             if not several:
@@ -452,12 +463,12 @@ class Call:
         return self.out if a is self._expanded else self._checked(a) or self.held[a]
 
     def _get(self, a: torch.fx.Node) -> Get:
-        """The function ``env -> operand``."""
+        """The function ``operands -> operand``."""
         slot = self.slots[a]
         get: Get = itemgetter(slot)
         if checked := self._checked(a):
             alike, how = SameOnAllRanks.apply, (self.axes, self.held[a], checked, self.gradients[a])
-            get = lambda env: alike(env[slot], *how)
+            get = lambda given: alike(given[slot], *how)
         return _then(get, Tensor.expand, (*self.out, *self._local(a))) if a is self._expanded else get
 
     def _written(
@@ -470,8 +481,8 @@ class Call:
         kwargs: dict[str, Any] | None = None,
         side: bool = False,
         after: Any = None,
-    ) -> Callable[[list], Any]:
-        """The function ``env -> value`` of one call.
+    ) -> Get:
+        """The function ``operands -> value`` of one call.
 
         Args:
             function: the function to call.
@@ -496,35 +507,35 @@ class Call:
         if after is None:
             return made
         if "instance" in self.node.meta:
-            return lambda env: after(made(env))
-        return lambda env: tuple(map(after, made(env)))
+            return lambda given: after(made(given))
+        return lambda given: tuple(map(after, made(given)))
 
 
 def _call(function: Any, args: Sequence, kwargs: Mapping[str, Any], operand: Callable[[torch.fx.Node], Get]) -> Get:
-    """The function ``env -> function(*args, **kwargs)`` with `operand` for each node.
+    """The function ``operands -> function(*args, **kwargs)`` with `operand` for each node.
 
     Most calls have one, two or three tensors first, then constants. Others fill in a copy of their arguments.
     """
     first = list(takewhile(lambda a: isinstance(a, torch.fx.Node), args))
     rest, names = tuple(args[len(first) :]), tuple(kwargs)
-    given = _filled(tuple(args), operand) or (lambda env: args)
+    filled = _filled(tuple(args), operand) or (lambda given: args)
     named = _filled([*kwargs.values()], operand)
     if named is not None:
-        return lambda env: function(*given(env), **dict(zip(names, named(env))))
+        return lambda given: function(*filled(given), **dict(zip(names, named(given))))
     if kwargs:
         function = partial(function, **kwargs)
     if not 1 <= len(first) <= 3 or _filled(rest, operand) is not None:
-        return lambda env: function(*given(env))
+        return lambda given: function(*filled(given))
     x, y, z = [*map(operand, first), None, None][:3]
     if z is not None:
-        return lambda env: function(x(env), y(env), z(env), *rest)
+        return lambda given: function(x(given), y(given), z(given), *rest)
     if y is not None:
-        return lambda env: function(x(env), y(env), *rest)
-    return lambda env: function(x(env), *rest)
+        return lambda given: function(x(given), y(given), *rest)
+    return lambda given: function(x(given), *rest)
 
 
 def _filled(a: Any, operand: Callable[[torch.fx.Node], Get]) -> Get | None:
-    """The function ``env -> a`` with `operand` for each node; None where there is no node in `a`."""
+    """The function ``operands -> a`` with `operand` for each node; None where there is no node in `a`."""
     if isinstance(a, torch.fx.Node):
         return operand(a)
     if not isinstance(a, (list, tuple)):
@@ -533,18 +544,18 @@ def _filled(a: Any, operand: Callable[[torch.fx.Node], Get]) -> Get | None:
     if not places:
         return None
 
-    def fill(env: Sequence[Any]) -> list:
+    def fill(given: Sequence[Any]) -> list:
         made = [*a]
         for i, get in places:
-            made[i] = get(env)
+            made[i] = get(given)
         return made
 
-    return fill if isinstance(a, list) else lambda env: tuple(fill(env))
+    return fill if isinstance(a, list) else lambda given: tuple(fill(given))
 
 
 def _then(get: Get, method: Callable[[Tensor, tuple[int, ...]], Tensor], shape: tuple[int, ...]) -> Get:
-    """The function ``env -> tensor`` in another shape, by this method."""
-    return lambda env: method(get(env), shape)
+    """The function ``operands -> tensor`` in another shape, by this method."""
+    return lambda given: method(get(given), shape)
 
 
 class SameOnAllRanks(torch.autograd.Function):

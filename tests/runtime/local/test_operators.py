@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 import torch.fx
+from small_networks import draw
+from torch import nn
 
+import shardwright as sw
+from shardwright.partition.local_program import LocalOp
 from shardwright.runtime.local.operators import Call, _call
 
 GRAPH = torch.fx.Graph()
@@ -53,6 +57,45 @@ def test_an_operand_that_ranks_compute_with_independently_is_expanded_for_each()
     x = torch.randn(1, 2, 3, requires_grad=True)
     made = call._get(B)([None, x])
     assert torch.equal(made, x.expand(4, 2, 3)) and made.grad_fn.name() == "SameOnAllRanksBackward"
+
+
+class Signed(nn.Module):
+    """Equal layers but for a constant, whose kind or sign alone may differ from that of another layer."""
+
+    def __init__(self, constants: list[Any]) -> None:
+        super().__init__()
+        self.constants = constants
+        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in constants)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, constant in zip(self.layers, self.constants):
+            h = torch.relu(layer(x)) + 1
+            x = torch.copysign(h, torch.full_like(h, constant)) + (h + constant).sum(0) + h.sum(1, keepdim=True)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("constants", [[1.0] * 4, [0.0, -0.0, 1, 1.0, True, -1, 0.0]])
+def test_calls_of_equal_layers_share_their_steps_and_others_do_not(constants, monkeypatch) -> None:
+    """Steps are made once a form; losses and gradients are those of one device."""
+    made: list[str] = []
+    plain = Call.step
+    monkeypatch.setattr(Call, "step", lambda call: [made.append(call.node.name), plain(call)][1])
+    torch.manual_seed(0)
+    net, x = Signed(constants), draw(8, 8)
+    loss = net(x)
+    loss.backward()
+    expected = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    sw.init(devices=4)
+    model = sw.AutoParallel(net, parallel_mode="semi_auto").dataset_strategy("data_parallel")
+    alike = model(x)
+    alike.backward()
+    torch.testing.assert_close(alike, loss)
+    for parameter, gradient in zip(net.parameters(), expected):
+        torch.testing.assert_close(parameter.grad, gradient)
+    calls = [i for i in model.plan.program.instructions if isinstance(i, LocalOp)]
+    distinct = len(set(map(repr, constants))) + 1  # the input of the first layer has no gradient
+    assert len(made) <= len(calls) * min(1, distinct / len(constants)) + 3
 
 
 def replaced(a: Any, values: dict[str, str]) -> Any:
