@@ -77,7 +77,10 @@ class DocumentHead:
     @property
     def uneven(self) -> bool:
         """True where cuts need not divide."""
-        return self.words.get("uneven") is True
+        given = self.words.get("uneven", False)
+        if not isinstance(given, bool):
+            raise self.wrong(f"uneven: {shown(given)}", "true or false")
+        return given
 
     @property
     def mode(self) -> str:
@@ -125,9 +128,11 @@ class DocumentHead:
             not isinstance(given, dict)
             or not isinstance(given.get("parameters"), list)
             or not all(isinstance(name, str) for name in given["parameters"])
+            or not isinstance(given.get("loss", False), bool)
+            or set(given) - {"parameters", "loss"}
         ):
             raise self.wrong(f"own: {shown(given)}", '{"parameters": [], "loss": true}')
-        return OwnPrograms(frozenset(given["parameters"]), given.get("loss") is True)
+        return OwnPrograms(frozenset(given["parameters"]), given.get("loss", False))
 
     @property
     def optimizer(self) -> Any:
@@ -569,12 +574,20 @@ class PlanDocument(DocumentHead):
 
         Raises:
             LayoutError: a layout that does not fit the parameter, with the line.
+            PlanError: "settled" is neither true nor false.
         """
         out = {}
         values = graph.parameters | graph.buffers
         for name, line in self.parameters.items():
-            storage = line.words.get("storage")
-            if not line.words.get("settled") and storage == self.held["said"]["parameters"].get(name):
+            storage, fixed = line.words.get("storage"), line.words.get("settled", False)
+            if not isinstance(fixed, bool):
+                raise PlanError(
+                    f"settled: {shown(fixed)}",
+                    operator=f"the parameter {shown(name)}",
+                    source=line.where,
+                    legal="true or false",
+                )
+            if not fixed and storage == self.held["said"]["parameters"].get(name):
                 continue
             try:
                 out[name] = read_layout(storage, devices, values[name].shape, self.uneven)

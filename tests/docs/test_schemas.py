@@ -1,0 +1,255 @@
+"""The JSON Schemas of the reference: of each format, and no stricter than its reader."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import json
+import random
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from checkpoint_runs import trained
+from mutations import places
+from paths import DOCS, SUPPORT
+from plan_documents import PLANS, made
+
+import shardwright as sw
+from shardwright.checkpoint import manifest
+from shardwright.cluster import PRESETS, Cluster
+from shardwright.errors import ShardwrightError
+from shardwright.planfile.document_writer import written
+from shardwright.planfile.parameter_file import ParameterStrategies
+
+FORMATS = ("cluster", "plan", "pipeline", "parameters", "manifest")
+EARLIER = SUPPORT / "earlier_plans"
+CHECKPOINTS = sorted((SUPPORT / "earlier_checkpoints").rglob("manifest.json"))
+
+
+@cache
+def validator(name: str) -> Any:
+    schema = json.loads((DOCS / "reference" / "schemas" / f"{name}.schema.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def faults(name: str, words: Any) -> list[str]:
+    """The faults that a schema finds in a document."""
+    return [f"{fault.json_path}: {fault.message}" for fault in validator(name).iter_errors(words)]
+
+
+def valid(name: str, text: str) -> bool:
+    return faults(name, json.loads(text)) == []
+
+
+# -- documents that the package writes ---------------------------------------------------------------------------------
+
+
+def test_schemas_are_those_of_the_readers_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(DOCS), *sys.path])
+    schemas = importlib.import_module("schemas")
+    found = schemas.made()
+    assert sorted(path.name for path in found) == sorted(f"{name}.schema.json" for name in FORMATS)
+    assert {path.name for path, text in found.items() if path.read_text(encoding="utf-8") != text} == set(), (
+        "python docs/schemas.py"
+    )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_field_has_a_description(name: str) -> None:
+    """Editors show it."""
+
+    def walk(schema: Any, at: str) -> list[str]:
+        if isinstance(schema, list):
+            return [fault for i, part in enumerate(schema) for fault in walk(part, f"{at}[{i}]")]
+        if not isinstance(schema, dict):
+            return []
+        bare = [
+            f"{at}.{field}"
+            for field, value in schema.get("properties", {}).items()
+            if not {"description", "$ref", "const"} & set(value)
+        ]
+        return bare + [fault for key, part in schema.items() for fault in walk(part, f"{at}.{key}")]
+
+    assert walk(validator(name).schema, name) == []
+
+
+def test_every_cluster_is_valid() -> None:
+    for name in [*PRESETS, "h100x8x128"]:
+        assert faults("cluster", json.loads(json.dumps(Cluster.of(name).to_dict()))) == [], name
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_and_its_parameters_are_valid(name: str) -> None:
+    plan = made(name)
+    assert faults("plan", json.loads(written(plan))) == []
+    assert faults("parameters", json.loads(ParameterStrategies.of(plan).text())) == []
+
+
+def test_earlier_documents_are_valid() -> None:
+    assert valid("plan", (EARLIER / "program.json").read_text())
+    assert valid("pipeline", (EARLIER / "pipeline.json").read_text())
+    assert len(CHECKPOINTS) == 2
+    for path in CHECKPOINTS:
+        assert valid("manifest", path.read_text()) and valid("plan", (path.parent / "plan.json").read_text())
+
+
+def test_a_kind_of_file_is_not_another() -> None:
+    """Each document is valid by its own schema alone."""
+    for name, text in documents().items():
+        assert [other for other in FORMATS if valid(other, text)] == [name]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_checkpoint_is_valid(whole: bool, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    path = sw.save_checkpoint(model, optimizer, tmp_path, step=1, integrated_save=whole).wait()
+    assert valid("manifest", (path / "manifest.json").read_text())
+    assert valid("plan", (path / "plan.json").read_text())
+
+
+# -- changed documents: refused by the schema where the reader refuses them ---------------------------------------------
+
+#: One value of each type of JSON.
+VALUES: list[Any] = [None, True, 7, "x", [], [7], ["x"], {}, {"a": 1}]
+
+#: Keys below which the reader knows more than the schema: the model, the dtypes of torch, the names of the files.
+MODEL = {
+    "cluster": (),
+    "plan": ("dataset_strategy", "in_strategy", "out_strategy", "storage"),
+    "pipeline": ("dataset_strategy", "in_strategy", "out_strategy", "storage", "placement", "split", "captured"),
+    "parameters": ("storage",),
+    "manifest": ("files", "tensors"),
+}
+
+
+@cache
+def documents() -> dict[str, str]:
+    """A document of each format."""
+    return {
+        "cluster": json.dumps(Cluster.of("h100x8x128").to_dict()),
+        "plan": written(made("tutorial, hsdp")),
+        "pipeline": (EARLIER / "pipeline.json").read_text(),
+        "parameters": ParameterStrategies.of(made("tutorial, fed by Layouts")).text(),
+        "manifest": CHECKPOINTS[0].read_text(),
+    }
+
+
+@cache
+def starts(name: str) -> list[Any]:
+    """The documents of a format that are changed."""
+    more = {
+        "plan": [written(made(plan)) for plan in ("hybrid_parallel", "gpt, recomputed", "tutorial by Layouts")],
+        "parameters": [ParameterStrategies.of(made("resnet")).text()],
+        "manifest": [path.read_text() for path in CHECKPOINTS[1:]],
+    }
+    return [json.loads(text) for text in (documents()[name], *more.get(name, ()))]
+
+
+def resealed(words: Any) -> str:
+    """The text of a manifest with a seal that holds, where it has one at its end."""
+    if not isinstance(words, dict) or not isinstance(words.get("seal"), str):
+        return json.dumps(words)
+    body = json.dumps({key: value for key, value in words.items() if key != "seal"})[:-1]
+    return f'{body},\n "seal": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
+
+
+def refused(name: str, words: Any, folder: Path) -> ShardwrightError | None:
+    """The error of the reader, or None."""
+    path = folder / f"{name}.json"
+    path.write_text(resealed(words) if name == "manifest" else json.dumps(words))
+    readers: dict[str, Callable[[], Any]] = {
+        "cluster": lambda: Cluster.load(path),
+        "plan": lambda: sw.Plan.load(path),
+        "pipeline": lambda: sw.Plan.load(path),
+        "parameters": lambda: ParameterStrategies.read(path),
+        "manifest": lambda: manifest.parsed(path.read_text(), json.loads(path.read_text()), str(path)),
+    }
+    try:
+        readers[name]()
+    except ShardwrightError as error:
+        return error
+    return None
+
+
+def kind(value: Any) -> str:
+    return {bool: "boolean", int: "number", float: "number"}.get(type(value), type(value).__name__)
+
+
+def shape_of(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(key if isinstance(key, str) else "*" for key in path)
+
+
+def one_change(name: str, rng: random.Random) -> tuple[Any, tuple[Any, ...], str]:
+    """A document with one key misspelt or one value of another type, the place, and the change in words.
+
+    Each kind of place is as likely as another, however often it stands in the document.
+    """
+    words = copy.deepcopy(rng.choice(starts(name)))
+    misspell = rng.random() < 0.5
+    found = [path for path in places(words) if path and (not misspell or isinstance(path[-1], str))]
+    chosen = rng.choice(sorted({shape_of(path) for path in found}))
+    path = rng.choice([path for path in found if shape_of(path) == chosen])
+    around = words
+    for key in path[:-1]:
+        around = around[key]
+    key = path[-1]
+    if misspell:
+        at = rng.randrange(len(key))
+        other = rng.choice([key[:at] + key[at] + key[at:], key[:at] + "q" + key[at + 1 :], key + "s", key.upper()])
+        if other in around:
+            other = f"{key}_"
+        around[other] = around.pop(key)
+        return words, path, f"{key} -> {other}"
+    around[key] = rng.choice([value for value in VALUES if kind(value) != kind(around[key])])
+    return words, path, f"= {around[key]!r}"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_changed_document_is_invalid_where_its_reader_refuses_it(name: str, tmp_path: Path) -> None:
+    rng = random.Random(name)
+    both = 0
+    for _ in range(100):
+        words, path, change = one_change(name, rng)
+        error, wrong = refused(name, words, tmp_path), faults(name, words)
+        place = f"{'.'.join(map(str, path))} {change}"
+        assert error is not None or not wrong, f"the reader takes {place}, and the schema finds {wrong}"
+        known = set(path) & set(MODEL[name])
+        assert error is None or wrong or known, f"the schema takes {place}, and the reader says {error}"
+        both += error is not None and bool(wrong)
+    assert both >= 30
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_documents_as_they_are_pass_both(name: str, tmp_path: Path) -> None:
+    for words in starts(name):
+        assert refused(name, words, tmp_path) is None and faults(name, words) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("cluster", lambda words: words.update(schema=True)),
+        ("plan", lambda words: words.update(uneven="yes")),
+        ("plan", lambda words: words["parameters"][0].update(settled=1)),
+        ("pipeline", lambda words: words["pipeline"].update(chunk=1)),
+        ("parameters", lambda words: words.update(uneven="yes")),
+    ],
+)
+def test_a_value_that_nothing_would_honour_is_refused(name: str, change: Callable, tmp_path: Path) -> None:
+    words = copy.deepcopy(starts(name)[0])
+    change(words)
+    assert refused(name, words, tmp_path) is not None and faults(name, words)
+
+
+@pytest.mark.parametrize("change", [{"loss": 1}, {"losses": True}])
+def test_the_fields_of_own_programs_are_checked(change: dict[str, Any], tmp_path: Path) -> None:
+    words = copy.deepcopy(starts("plan")[1])
+    words["own"].update(change)
+    assert refused("plan", words, tmp_path) is not None and faults("plan", words)
