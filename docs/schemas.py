@@ -224,7 +224,7 @@ def optimizer() -> Schema:
     """The optimizer: a word in letters of any size, or a number of bytes."""
     words = "|".join("".join(f"[{c.upper()}{c}]" for c in word) for word in OPTIMIZERS)
     return either(
-        "Optimizer whose state is counted in the memory, or bytes of state for each element of a parameter; null: adam.",
+        "Optimizer whose state is counted in the memory, or bytes of state for each element; null: adam.",
         {"enum": list(OPTIMIZERS)},
         {"type": "string", "pattern": f"^({words})$"},
         {"type": "number", "minimum": 0},
@@ -385,6 +385,11 @@ CAPTURED = "The captured graph, compressed. Not to be edited."
 
 def plan() -> Schema:
     """A plan of one program."""
+    own_goes_with_its_mode: Schema = {
+        "if": {"properties": {"mode": {"const": "hybrid_parallel"}}, "required": ["mode"]},
+        "then": {"properties": {"own": {"type": "object"}}, "required": ["own"]},
+        "else": {"properties": {"own": NULL}},
+    }
     return document(
         "Shardwright plan",
         record(
@@ -398,6 +403,7 @@ def plan() -> Schema:
                 "captured": text(CAPTURED),
             },
             ["schema", "graph", "devices", "mode", "dataset_strategy", "operators", "parameters", "captured"],
+            **own_goes_with_its_mode,
         ),
         **plan_parts(),
     )

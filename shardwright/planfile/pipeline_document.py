@@ -24,7 +24,7 @@ from typing import Any
 from ..cluster import Cluster
 from ..errors import PlanError, ShardwrightError, shown
 from ..graph import Graph
-from ..json_files.json_reader import check_fields
+from ..json_files.json_reader import check_fields, section_places
 from ..partition.local_program import InputPlacement
 from ..pipeline.build import planned_stages
 from ..pipeline.microbatch import Join, MicrobatchPlan
@@ -36,7 +36,7 @@ from ..planners.semi_auto import semi_auto
 from ..sharded_plan import Plan
 from .document_writer import PIPELINE_FIELDS, whole_graph
 from .encoding import read_graph, unpacked
-from .plan_document import PlanDocument, section_places
+from .plan_document import PlanDocument
 
 __all__ = ["PipelineDocument"]
 
