@@ -387,8 +387,8 @@ def plan() -> Schema:
     """A plan of one program."""
     own_goes_with_its_mode: Schema = {
         "if": {"properties": {"mode": {"const": "hybrid_parallel"}}, "required": ["mode"]},
-        "then": {"properties": {"own": {"type": "object"}}, "required": ["own"]},
-        "else": {"properties": {"own": NULL}},
+        "then": {"properties": {"own": said("Required in hybrid_parallel.", type="object")}, "required": ["own"]},
+        "else": {"properties": {"own": said("Goes with hybrid_parallel alone.", **NULL)}},
     }
     return document(
         "Shardwright plan",
