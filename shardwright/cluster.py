@@ -276,7 +276,7 @@ class Cluster:
         """
         held = dict(_known(held, where, [f.name for f in fields(cls)], optional=("schema",)))
         schema = held.pop("schema", SCHEMA)
-        if schema != SCHEMA:
+        if type(schema) is not int or schema != SCHEMA:
             raise SettingError(f"{where}: 'schema' is {shown(schema)}", legal=str(SCHEMA))
         if not isinstance(held["levels"], (list, tuple)) or not held["levels"]:
             raise SettingError(

@@ -30,7 +30,19 @@ from typing import Any, NoReturn
 from ..errors import ShardwrightError, did_you_mean, shown
 from ..garbage import gc_paused
 
-__all__ = ["DEPTH", "DIGITS", "MIB", "check_fields", "kind_of", "parse", "read_object", "short", "step"]
+__all__ = [
+    "DEPTH",
+    "DIGITS",
+    "MIB",
+    "check_fields",
+    "field_line",
+    "kind_of",
+    "parse",
+    "read_object",
+    "section_places",
+    "short",
+    "step",
+]
 
 #: Objects and lists within one another, at most.
 DEPTH = 100
@@ -246,6 +258,23 @@ def _check_strings(words: Any) -> None:
             left += (*value, *value.values())
         elif isinstance(value, list):
             left += value
+
+
+def section_places(text: str, section: str) -> list[int]:
+    """The indices in the text at which lists and objects of that name begin."""
+    return [found.start() for found in re.finditer(rf'(?<!\\)"{section}"\s*:\s*[\[{{]', text)]
+
+
+def field_line(text: str, name: str, value: Any) -> int:
+    """The line number of the first field of this name and value in a text; 1 where there is none."""
+    decoder = json.JSONDecoder()
+    for found in re.finditer(rf'(?<!\\)"{name}"\s*:\s*', text):
+        try:
+            if repr(decoder.raw_decode(text, found.end())[0]) == repr(value):
+                return text.count("\n", 0, found.start()) + 1
+        except ValueError:
+            continue  # within a string
+    return 1
 
 
 # -- the place of a fault ----------------------------------------------------------------------------------------------

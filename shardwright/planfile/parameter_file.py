@@ -45,7 +45,7 @@ SCHEMA = 1
 #: The value of the head's "kind".
 KIND = "parameter strategies"
 
-_FIELDS = {"schema", "kind", "devices", "uneven", "parameters", "buffers"}
+FIELDS = {"schema", "kind", "devices", "uneven", "parameters", "buffers"}
 
 #: A part of a tensor, one slice a dim.
 Box: TypeAlias = tuple[slice, ...]
@@ -178,16 +178,19 @@ class ParameterStrategies:
                 source=str(path),
                 legal=f"schema {SCHEMA}, or the version of Shardwright that wrote it",
             )
-        check_fields(words, _FIELDS, PlanError, "the file", str(path))
+        check_fields(words, FIELDS, PlanError, "the file", str(path))
         devices = words.get("devices")
         if type(devices) is not int or not 1 <= devices <= MOST_DEVICES:
             raise PlanError(
                 f"devices: {shown(devices)}", source=str(path), legal=f"a whole number from 1 to {MOST_DEVICES:,}"
             )
+        uneven = words.get("uneven", False)
+        if not isinstance(uneven, bool):
+            raise PlanError(f"uneven: {shown(uneven)}", source=str(path), legal="true or false")
         made = []
         for name in ("parameters", "buffers"):
             lines = read_lines(path, text, words.get(name, [] if name == "buffers" else None), name)
-            made.append({line.name: _storage(line, devices, words.get("uneven") is True) for line in lines.values()})
+            made.append({line.name: _storage(line, devices, uneven) for line in lines.values()})
         twice = next((name for name in made[1] if name in made[0]), None)
         if twice is not None:
             raise PlanError(f"{twice!r} is a parameter too", source=made[1][twice].where, legal="one line")

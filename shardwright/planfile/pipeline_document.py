@@ -24,7 +24,7 @@ from typing import Any
 from ..cluster import Cluster
 from ..errors import PlanError, ShardwrightError, shown
 from ..graph import Graph
-from ..json_files.json_reader import check_fields
+from ..json_files.json_reader import check_fields, section_places
 from ..partition.local_program import InputPlacement
 from ..pipeline.build import planned_stages
 from ..pipeline.microbatch import Join, MicrobatchPlan
@@ -36,7 +36,7 @@ from ..planners.semi_auto import semi_auto
 from ..sharded_plan import Plan
 from .document_writer import PIPELINE_FIELDS, whole_graph
 from .encoding import read_graph, unpacked
-from .plan_document import PlanDocument, section_places
+from .plan_document import PlanDocument
 
 __all__ = ["PipelineDocument"]
 
@@ -44,7 +44,7 @@ __all__ = ["PipelineDocument"]
 MOST_MICRO_BATCHES = 1 << 16
 
 #: The types of the fields of "pipeline".
-_KINDS = {"stages": int, "scheduler": str, "micro_batches": int, "placement": list, "split": list}
+PIPELINE_KINDS = {"stages": int, "scheduler": str, "micro_batches": int, "placement": list, "split": list}
 
 
 @dataclass(frozen=True)
@@ -132,13 +132,14 @@ class PipelineDocument:
             PlanError: an invalid value.
         """
         given = self.head.words["pipeline"]
-        for key, kind in _KINDS.items():
+        for key, kind in PIPELINE_KINDS.items():
             value = given.get(key) if isinstance(given, dict) else None
             if type(value) is not kind:
                 raise self.wrong(
                     f"pipeline: {key}={shown(value)}",
-                    ", ".join(f"{name}: {kind.__name__}" for name, kind in _KINDS.items()),
+                    ", ".join(f"{name}: {kind.__name__}" for name, kind in PIPELINE_KINDS.items()),
                 )
+        check_fields(given, {*PIPELINE_KINDS, "chunks", "actions"}, PlanError, "the pipeline", self.line)
         if not 1 <= given["stages"] <= len(self.stages):
             raise self.wrong(
                 f"pipeline: stages={shown(given['stages'])}, and the plan has {len(self.stages)} stages",

@@ -33,7 +33,7 @@ from ..cluster import MOST_DEVICES, Cluster
 from ..cost.memory_timeline import optimizer_bytes
 from ..errors import LayoutError, PlanError, ShardwrightError, shown
 from ..graph import Graph, Op, types_of
-from ..json_files.json_reader import check_fields
+from ..json_files.json_reader import check_fields, field_line, section_places
 from ..layout import Layout
 from ..partition.hybrid_parallel import OwnPrograms
 from ..partition.local_program import Decision, Decisions, InputPlacement, SearchResult, batch_dims, description
@@ -46,7 +46,7 @@ from ..sharded_plan import Plan
 from .document_writer import LINE_FIELDS, STAGE_FIELDS, digest, fed_by, head_digest
 from .encoding import read_assignment, read_digits, read_graph, read_layout, recompute_of, spell_layout, unpacked
 
-__all__ = ["DocumentHead", "DocumentLine", "PlanDocument", "called", "field_line", "read_lines", "section_places"]
+__all__ = ["DocumentHead", "DocumentLine", "PlanDocument", "called", "read_lines"]
 
 
 # -- the head: fields of the whole plan, each checked on access --------------------------------------------------------
@@ -77,7 +77,10 @@ class DocumentHead:
     @property
     def uneven(self) -> bool:
         """True where cuts need not divide."""
-        return self.words.get("uneven") is True
+        given = self.words.get("uneven", False)
+        if not isinstance(given, bool):
+            raise self.wrong(f"uneven: {shown(given)}", "true or false")
+        return given
 
     @property
     def mode(self) -> str:
@@ -125,9 +128,11 @@ class DocumentHead:
             not isinstance(given, dict)
             or not isinstance(given.get("parameters"), list)
             or not all(isinstance(name, str) for name in given["parameters"])
+            or not isinstance(given.get("loss", False), bool)
+            or set(given) - {"parameters", "loss"}
         ):
             raise self.wrong(f"own: {shown(given)}", '{"parameters": [], "loss": true}')
-        return OwnPrograms(frozenset(given["parameters"]), given.get("loss") is True)
+        return OwnPrograms(frozenset(given["parameters"]), given.get("loss", False))
 
     @property
     def optimizer(self) -> Any:
@@ -288,23 +293,6 @@ class DocumentLine:
 def called(op: Op) -> str | None:
     """The name of an operator in errors."""
     return op.where["operator"]
-
-
-def section_places(text: str, section: str) -> list[int]:
-    """The indices in the text at which lists and objects of that name begin."""
-    return [found.start() for found in re.finditer(rf'(?<!\\)"{section}"\s*:\s*[\[{{]', text)]
-
-
-def field_line(text: str, name: str, value: Any) -> int:
-    """The line number of the first field of this name and value in a text; 1 where there is none."""
-    decoder = json.JSONDecoder()
-    for found in re.finditer(rf'(?<!\\)"{name}"\s*:\s*', text):
-        try:
-            if repr(decoder.raw_decode(text, found.end())[0]) == repr(value):
-                return text.count("\n", 0, found.start()) + 1
-        except ValueError:
-            continue  # within a string
-    return 1
 
 
 def read_lines(path: Path, text: str, given: Any, section: str, number: int = -1) -> dict[str, DocumentLine]:
@@ -569,12 +557,20 @@ class PlanDocument(DocumentHead):
 
         Raises:
             LayoutError: a layout that does not fit the parameter, with the line.
+            PlanError: "settled" is neither true nor false.
         """
         out = {}
         values = graph.parameters | graph.buffers
         for name, line in self.parameters.items():
-            storage = line.words.get("storage")
-            if not line.words.get("settled") and storage == self.held["said"]["parameters"].get(name):
+            storage, fixed = line.words.get("storage"), line.words.get("settled", False)
+            if not isinstance(fixed, bool):
+                raise PlanError(
+                    f"settled: {shown(fixed)}",
+                    operator=f"the parameter {shown(name)}",
+                    source=line.where,
+                    legal="true or false",
+                )
+            if not fixed and _same(storage, self.held["said"]["parameters"].get(name)):
                 continue
             try:
                 out[name] = read_layout(storage, devices, values[name].shape, self.uneven)
@@ -691,6 +687,11 @@ class PlanDocument(DocumentHead):
         elif mode.name == "data_parallel":
             mode = PLANNERS["semi_auto"]  # `data_parallel` ignores marks
         return graph, mode, dict(stored) if stored else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """True for the same JSON. In Python true equals 1."""
+    return one == other and json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def _alike(graph: Graph) -> list[tuple[str, str]]:

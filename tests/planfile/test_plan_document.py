@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from document_schemas import faults
 from hypothesis import given, settings, strategies as st
 from plan_documents import DEVICES, PLANS, made, meta, sent, tutorial
 from torch import nn
@@ -64,6 +65,7 @@ def test_what_is_loaded_is_what_was_saved(name: str, tmp_path: Path) -> None:
             if field.name not in ("op", "rule"):
                 assert getattr(same, field.name) == getattr(decision, field.name), field.name
     assert written(loaded) == written(plan) == path.read_text(), "the same text again"
+    assert faults("plan", json.loads(path.read_text())) == []
 
 
 @pytest.mark.parametrize("name", [name for name in PLANS if "searched" not in name])
