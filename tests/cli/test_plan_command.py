@@ -162,7 +162,7 @@ def test_gpt3_s_width_on_16384_devices(tmp_path: Path, capsys: pytest.CaptureFix
     kinds = plan.timeline.kinds
     assert {"parameters", "gradients", "optimizer", "activations"} <= kinds.keys()
     for kind, count in (*kinds.items(), ("all together", sum(kinds.values()))):
-        (line,) = (line for line in lines if line.strip().startswith(kind))
+        (line,) = (line for line in lines if line.startswith(f" {kind}"))
         assert line.split()[-2:] == size_text(count).split()
     assert sum(kinds.values()) == pytest.approx(plan.peak)
     at = next(i for i, line in enumerate(lines) if line.startswith(" communication"))

@@ -10,6 +10,8 @@ from test_plan_command import _as_a_process_of_its_own, command  # noqa: F401  a
 import shardwright as sw
 from shardwright.layout import digits_size
 from shardwright.report.format import size_text, time_text
+from shardwright.report.operator_names import OperatorNames
+from shardwright.report.table_parts import operators_text
 
 #: What a user might train; the weights of 175 billion parameters would be 650 GiB.
 SCRIPT = """
@@ -38,13 +40,16 @@ def shown(plan: sw.Plan, out: str) -> None:
         f"dynamic_programming on {plan.devices} devices of {plan.cluster.name}: {len(plan.operators)} "
         f"operators, plan {plan.fingerprint}"
     )
-    assert lines[1].startswith(f"a step takes {time_text(price.total)}: forward {time_text(price.forward)}, ")
-    assert lines[2].startswith("with messages beside computation, as on a library such as NCCL, a step takes ")
-    assert lines[3].startswith("waited for longest: ")
-    assert lines[4] == f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}"
+    described = str(plan.describe()).splitlines()
+    assert lines[1 : len(described)] == described[1:], "the plan in the field's words, below its first line"
+    step = next(i for i, line in enumerate(lines) if line.startswith("a step takes "))
+    assert lines[step].startswith(f"a step takes {time_text(price.total)}: forward {time_text(price.forward)}, ")
+    assert lines[step + 1].startswith("with messages beside computation, as on a library such as NCCL, a step takes ")
+    assert lines[step + 2].startswith("waited for longest: ")
+    assert lines[step + 3] == f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}"
     assert {"parameters", "gradients", "optimizer", "activations"} <= kinds.keys()
     for kind, count in (*kinds.items(), ("all together", sum(kinds.values()))):
-        (line,) = (line for line in lines if line.strip().startswith(kind))
+        (line,) = (line for line in lines if line.startswith(f" {kind}"))
         assert line.split()[-2:] == size_text(count).split()
     assert sum(kinds.values()) == pytest.approx(plan.peak)
     at = next(i for i, line in enumerate(lines) if line.startswith(" communication"))
@@ -55,8 +60,15 @@ def shown(plan: sw.Plan, out: str) -> None:
     (kind, ranks, size, phase), _ = max(alike.items(), key=lambda entry: entry[1])
     first = lines[at + 2]
     assert first.split()[:2] == [kind, str(ranks)] and size in first and f" {phase} " in first
-    assert any(c.operator in first for c in price.collectives if c.kind == kind), "and whose it is"
-    assert any("InfiniBand" in line for line in lines[at + 2 : at + 12]), "and where it goes"
+    column, end = lines[at].index("for"), next(i for i in range(at + 3, len(lines)) if lines[i][:2].strip())
+    mine = [
+        c.operator
+        for c in price.collectives
+        if (c.kind, digits_size(c.digits), size_text(c.bytes), c.phase) == (kind, ranks, size, phase)
+    ]
+    named = "".join(line[column:].strip() for line in lines[at + 2 : end]).replace(" ", "")
+    assert named == operators_text(OperatorNames(plan), mine).replace(" ", ""), "and whose it is"
+    assert any("InfiniBand" in line for line in lines[at + 2 :]), "and where it goes"
 
 
 def written_plan(script: Path, layers: int, capsys: pytest.CaptureFixture, *words: object) -> sw.Plan:
