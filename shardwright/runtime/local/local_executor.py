@@ -309,6 +309,8 @@ class LocalExecutor:
 
     def _shared(self, call: Call) -> Callable[[Sequence[Any]], Any]:
         """The step of a call: one for all calls of its form, since the layers of a model are often equal."""
+        if not call.out:  # a plain call, which is made sooner than found
+            return call.step()
         form = call.form()
         try:
             known = self._calls.get(form)
