@@ -43,34 +43,34 @@ Schema = dict[str, Any]
 # -- parts of schemas --------------------------------------------------------------------------------------------------
 
 
-def said(description: str, **rest: Any) -> Schema:
+def described(description: str, **rest: Any) -> Schema:
     """A value with its description; without `rest` any value."""
     return {"description": description, **rest}
 
 
 def whole(description: str, low: int, high: int | None = None) -> Schema:
     """A whole number."""
-    return said(description, type="integer", minimum=low, **({} if high is None else {"maximum": high}))
+    return described(description, type="integer", minimum=low, **({} if high is None else {"maximum": high}))
 
 
 def text(description: str, **rest: Any) -> Schema:
-    return said(description, type="string", **rest)
+    return described(description, type="string", **rest)
 
 
 def flag(description: str) -> Schema:
-    return said(description, type="boolean")
+    return described(description, type="boolean")
 
 
 def positive(description: str) -> Schema:
-    return said(description, type="number", exclusiveMinimum=0)
+    return described(description, type="number", exclusiveMinimum=0)
 
 
-def list_of(description: str, items: Schema, **rest: Any) -> Schema:
-    return said(description, type="array", items=items, **rest)
+def list_of(description: str, items: Schema | bool, **rest: Any) -> Schema:
+    return described(description, type="array", items=items, **rest)
 
 
 def either(description: str, *schemas: Schema) -> Schema:
-    return said(description, anyOf=list(schemas))
+    return described(description, anyOf=list(schemas))
 
 
 def use(name: str) -> Schema:
@@ -93,7 +93,7 @@ def record(
     known = set(known)
     if known != set(properties):
         raise ValueError(f"{description}: {sorted(known ^ set(properties))} stand on one side alone")
-    return said(
+    return described(
         description, type="object", properties=properties, required=list(required), additionalProperties=False, **rest
     )
 
@@ -166,7 +166,7 @@ def cluster() -> Schema:
         "Devices of one kind, with their links, memory and speed.",
         ["schema", *(f.name for f in fields(Cluster))],
         {
-            "schema": said(f"Version of the format: {CLUSTER_SCHEMA}.", const=CLUSTER_SCHEMA),
+            "schema": described(f"Version of the format: {CLUSTER_SCHEMA}.", const=CLUSTER_SCHEMA),
             "name": text("Name of the cluster, for reports.", minLength=1),
             "levels": list_of(
                 f"Levels of links, from the inside out. The product of the sizes is the number of devices, at most "
@@ -175,7 +175,7 @@ def cluster() -> Schema:
                 minItems=1,
             ),
             "memory": positive("Bytes of memory of a device."),
-            "peak": said(
+            "peak": described(
                 "Peak rates of a device in flop/s, by the name of a dtype.",
                 type="object",
                 properties={name: positive(f"flop/s in {name}.") for name in DTYPES},
@@ -193,7 +193,7 @@ def cluster() -> Schema:
 
 
 def version(number: int) -> Schema:
-    return said(f"Version of the format: {number}.", const=number)
+    return described(f"Version of the format: {number}.", const=number)
 
 
 def hsdp() -> Schema:
@@ -208,10 +208,10 @@ def hsdp() -> Schema:
                 {"const": -1},
                 {"type": "integer", "minimum": 1},
             ),
-            "threshold": said("KB of a whole parameter from which on it is cut.", type="number", minimum=0),
-            "optimizer_level": said("Level of optimizer parallel.", enum=[*LEVELS, AUTO_LEVEL]),
-            "whole": said("Names of the parameters that are left out.", **names),
-            "kept": said("Names of the parameters whose gathered weights are saved for the backward.", **names),
+            "threshold": described("KB of a whole parameter from which on it is cut.", type="number", minimum=0),
+            "optimizer_level": described("Level of optimizer parallel.", enum=[*LEVELS, AUTO_LEVEL]),
+            "whole": described("Names of the parameters that are left out.", **names),
+            "kept": described("Names of the parameters whose gathered weights are saved for the backward.", **names),
         },
     )
     return either("Parameters, gradients and optimizer state in shards over replicas; null: none.", setting, NULL)
@@ -261,18 +261,18 @@ def head() -> dict[str, Schema]:
             ),
         ),
         "optimizer": optimizer(),
-        "memory": said(
+        "memory": described(
             "Bytes that a device may hold: the limit of the search; null: no limit.",
             type=["number", "null"],
             exclusiveMinimum=0,
         ),
-        "comm_memory": said(
+        "comm_memory": described(
             "Bytes by which messages under way may raise the peak; null: the default.",
             type=["number", "null"],
             minimum=0,
         ),
         "cluster": either("Devices for which the plan is priced; null: none.", use("cluster"), NULL),
-        "total": said("Seconds and memory of a step. Computed again on loading: changes have no effect."),
+        "total": described("Seconds and memory of a step. Computed again on loading: changes have no effect."),
     }
 
 
@@ -281,7 +281,7 @@ TEXT: Schema = {"type": "string"}
 
 def operator() -> Schema:
     """The line of an operator."""
-    kinds = {bool: flag, int: lambda d: said(d, type="integer"), str: text}
+    kinds = {bool: flag, int: lambda d: described(d, type="integer"), str: text}
     recompute = {
         "call": "Number of the recomputed call: operators of one number are computed again together.",
         "path": "Path of the module for which recomputation was requested, or the operator's name.",
@@ -326,15 +326,15 @@ def operator() -> Schema:
                 NULL,
             ),
             "open": OPEN,
-            "cause": said("Reason of the strategy: mark, batch, search, ... An edited line gets mark."),
+            "cause": described("Reason of the strategy: mark, batch, search, ... An edited line gets mark."),
             "shapes": text("Dtypes and shapes of inputs and outputs. Must be those of the graph."),
             "recompute": either("Recomputation in the backward; null: none.", again, NULL),
-            "origin": said("Operator or mark from which the strategy was propagated."),
-            "via": said("The way of the propagation."),
-            "module": said("Path of the module that called the operator. For the reader of the file."),
-            "source": said("Line of code that called the operator. For the reader of the file."),
-            "note": said("A remark of the planner."),
-            "seconds": said("Seconds of the operator. Computed again on loading: changes have no effect."),
+            "origin": described("Operator or mark from which the strategy was propagated."),
+            "via": described("The way of the propagation."),
+            "module": described("Path of the module that called the operator. For the reader of the file."),
+            "source": described("Line of code that called the operator. For the reader of the file."),
+            "note": described("A remark of the planner."),
+            "seconds": described("Seconds of the operator. Computed again on loading: changes have no effect."),
         },
         ["name", "op", "in_strategy", "shapes"],
         dependentRequired=PAIR,
@@ -351,16 +351,18 @@ def parameter(in_plan: bool) -> Schema:
         LINE_FIELDS["parameters"],
         {
             "name": text("Name of the parameter in the model."),
-            "shape": said(f"{shape} For the reader of the file.") if in_plan else list_of(shape, sizes, maxItems=64),
-            "dtype": said(f"{dtype} For the reader of the file.")
+            "shape": described(f"{shape} For the reader of the file.")
+            if in_plan
+            else list_of(shape, sizes, maxItems=64),
+            "dtype": described(f"{dtype} For the reader of the file.")
             if in_plan
             else text(dtype, examples=["float32", "bfloat16", "float16", "float64", "int64"]),
             "storage": use("layout"),
-            "used_as": said("Layout in which operators use the parameter, where it is another one. Not read."),
+            "used_as": described("Layout in which operators use the parameter, where it is another one. Not read."),
             "settled": flag("True where the storage was fixed before planning.")
             if in_plan
-            else said("Not read in this file."),
-            "ranks": said(f"{ranks} Not read in a plan.")
+            else described("Not read in this file."),
+            "ranks": described(f"{ranks} Not read in a plan.")
             if in_plan
             else text(ranks, pattern="^[0-9]{1,7}-[0-9]{1,7}$"),
         },
@@ -377,8 +379,8 @@ def sections() -> dict[str, Schema]:
 
 
 STAGE = {
-    "ranks": said("Ranks of the stage. For the reader of the file."),
-    "fed": said("Sources and layouts of the stage's inputs. For the reader of the file."),
+    "ranks": described("Ranks of the stage. For the reader of the file."),
+    "fed": described("Sources and layouts of the stage's inputs. For the reader of the file."),
 }
 CAPTURED = "The captured graph, compressed. Not to be edited."
 
@@ -387,8 +389,8 @@ def plan() -> Schema:
     """A plan of one program."""
     own_goes_with_its_mode: Schema = {
         "if": {"properties": {"mode": {"const": "hybrid_parallel"}}, "required": ["mode"]},
-        "then": {"properties": {"own": said("Required in hybrid_parallel.", type="object")}, "required": ["own"]},
-        "else": {"properties": {"own": said("Goes with hybrid_parallel alone.", **NULL)}},
+        "then": {"properties": {"own": described("Required in hybrid_parallel.", type="object")}, "required": ["own"]},
+        "else": {"properties": {"own": described("Goes with hybrid_parallel alone.", **NULL)}},
     }
     return document(
         "Shardwright plan",
@@ -397,7 +399,7 @@ def plan() -> Schema:
             {*STAGE_FIELDS, "operators", "parameters", "captured"},
             {
                 **head(),
-                "stage": said("Not read: the number of a stage in the plan of a pipeline."),
+                "stage": described("Not read: the number of a stage in the plan of a pipeline."),
                 **STAGE,
                 **sections(),
                 "captured": text(CAPTURED),
@@ -422,9 +424,9 @@ def pipeline() -> Schema:
         {*STAGE_FIELDS, "operators", "parameters", "captured"},
         {
             **words,
-            "schema": said("Not read in a stage."),
-            "dataset_strategy": said("Not read in a stage."),
-            "captured": said("Not read in a stage."),
+            "schema": described("Not read in a stage."),
+            "dataset_strategy": described("Not read in a stage."),
+            "captured": described("Not read in a stage."),
             "stage": whole("Number of the stage, from 0, in order.", 0),
             **STAGE,
             **sections(),
@@ -438,7 +440,7 @@ def pipeline() -> Schema:
         "micro_batches": whole("Number of micro-batches. Must be that of the graph.", 1, MOST_MICRO_BATCHES),
         "placement": list_of("The group of devices of each stage.", {"type": "integer"}),
         "split": list_of("For each input, true where the input is cut into micro-batches.", {"type": "boolean"}),
-        "chunks": said(
+        "chunks": described(
             "Number of stages of a group; null: the default of the schedule.", type=["integer", "null"], minimum=1
         ),
         "actions": list_of(
@@ -452,7 +454,7 @@ def pipeline() -> Schema:
         "Stages, schedule and micro-batches.", [*PIPELINE_KINDS, "chunks", "actions"], descriptions, PIPELINE_KINDS
     )
     unread = {
-        name: said("Not read in the head of a pipeline: stages have it.")
+        name: described("Not read in the head of a pipeline: stages have it.")
         for name in HEAD_FIELDS
         if name not in ("schema", "graph", "devices", "mode", "dataset_strategy", "optimizer", "cluster", "total")
     }
@@ -494,11 +496,11 @@ def parameters() -> Schema:
             parameter_file.FIELDS,
             {
                 "schema": version(parameter_file.SCHEMA),
-                "kind": said("Kind of the file.", const=parameter_file.KIND),
+                "kind": described("Kind of the file.", const=parameter_file.KIND),
                 "devices": whole("Number of devices.", 1, MOST_DEVICES),
                 "uneven": flag("True where cuts need not divide."),
-                "parameters": said("Parameters, one a line.", type="array", **lines),
-                "buffers": said("Buffers, one a line.", type="array", **lines),
+                "parameters": described("Parameters, one a line.", type="array", **lines),
+                "buffers": described("Buffers, one a line.", type="array", **lines),
             },
             ["schema", "kind", "devices", "parameters"],
         ),
@@ -528,14 +530,14 @@ def checkpoint() -> Schema:
         {
             "devices": whole("Number of ranks that held the tensor.", 1, MOST_DEVICES),
             "first": whole("The first of these ranks.", 0, MOST_DEVICES),
-            "layout": said("Layout over these ranks, spelt as in a plan.", type=["array", "object"]),
-            "own": said("Present where each rank had its own values; dim 0 counts the ranks.", const=True),
+            "layout": described("Layout over these ranks, spelt as in a plan.", type=["array", "object"]),
+            "own": described("Present where each rank had its own values; dim 0 counts the ranks.", const=True),
         },
         ("devices", "first", "layout"),
     )
     piece = list_of(
         "A box of the tensor that lies in one file: file, offset, start in each dim, size in each dim.",
-        False,  # type: ignore[arg-type]
+        False,  # nothing beyond these four
         prefixItems=[
             text("Name of the file."),
             whole("Offset of the first byte in the file.", 0, LARGEST),
@@ -559,23 +561,23 @@ def checkpoint() -> Schema:
     names = {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[^/]+$"}
     head = {
         "schema": whole("Version of the format.", min(ALGORITHMS), max(ALGORITHMS)),
-        "kind": said("Whole tensors in few files, or a file of parts for each rank.", enum=list(manifest.KINDS)),
+        "kind": described("Whole tensors in few files, or a file of parts for each rank.", enum=list(manifest.KINDS)),
         "step": whole("Step of the run.", 0, LARGEST),
         "id": hexadecimal("Identity of the save. Every data file carries it.", 32),
         "model": hexadecimal("Fingerprint of the model's names, shapes and dtypes."),
         "plan": either("Fingerprint of the plan; null: there was none.", hexadecimal("Fingerprint."), NULL),
         "world": whole("Number of ranks that saved.", 1, MOST_DEVICES),
-        "digest": said("Algorithm of the files' digests: that of the schema."),
-        "files": said(
+        "digest": described("Algorithm of the files' digests: that of the schema."),
+        "files": described(
             "All other files of the folder, by name.",
             type="object",
             additionalProperties=use("file"),
             propertyNames=names,
         ),
-        "tensors": said("Stored tensors, by name.", type="object", additionalProperties=use("tensor")),
+        "tensors": described("Stored tensors, by name.", type="object", additionalProperties=use("tensor")),
         "seal": hexadecimal("SHA-256 of all text above. A manifest is not to be edited.", 64),
     }
-    places = said(
+    places = described(
         "Folders (host:path) of a save to several folders, each with the files that it alone has.",
         type="object",
         additionalProperties={"type": "array", "items": TEXT},

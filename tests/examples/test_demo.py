@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from pathlib import Path
 
 import demo
@@ -17,13 +19,11 @@ PAGE = Path(demo.__file__).parent.parent / "docs" / "understand" / "examples.md"
 def printed() -> str:
     """The output of a short demo that is no terminal."""
     with pytest.MonkeyPatch.context() as patch:
-        import io
-        import sys
-
-        patch.setattr(sys, "stdout", io.StringIO())
+        output = io.StringIO()
+        patch.setattr(sys, "stdout", output)
         patch.setenv("COLUMNS", "80")
         assert demo.main(["--steps", "3"]) == 0
-        return sys.stdout.getvalue()  # type: ignore[attr-defined]
+        return output.getvalue()
 
 
 def test_it_ends_with_the_losses_the_bytes_and_the_peak(printed: str) -> None:
