@@ -44,7 +44,8 @@ def test_its_picture_shows_the_slice_of_each_device(printed: str, weight: str, c
 
 
 def test_it_fits_80_columns(printed: str) -> None:
-    assert max(map(len, printed.splitlines())) <= 80
+    """But for commands, which begin with the path of the environment."""
+    assert max(len(line) for line in printed.splitlines() if "/shardwright" not in line) <= 80
 
 
 def test_it_fails_where_the_losses_differ(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,7 +156,7 @@ def exchanged_and_gathered(
             return x
         if one.pre_perm is not None:
             x = x.reshape(one.pre_view).permute(one.pre_perm)
-        received = exchange(x.reshape(sent).expand(*sizes, piece).reshape(-1))
+        received = exchange(flat(x.reshape(sent).expand(*sizes, piece)))
         return arrange(received)
 
     return run
@@ -466,7 +466,7 @@ def all_reduce(group: Group, reduction: str) -> Callable[[Tensor], Tensor]:
 
     def run(x: Tensor) -> Tensor:
         shape, size = x.shape, x.nbytes
-        x = x.reshape(-1)
+        x = flat(x)
         if (host := group.through_memory(x)) is not None:
             return host.all_reduce(x, reduction).view(shape)
         if n == 2 and size >= SWAPPED:
@@ -634,6 +634,14 @@ def _slices(geometry: Geometry, ranks: Sequence[int]) -> Callable[[Tensor], list
     return slices
 
 
+def flat(x: Tensor) -> Tensor:
+    """The elements of a tensor one after the other in memory, as libraries send them: a copy where they are not.
+
+    A reshape alone is not enough. The gradient of a sum is one element, expanded, and its flat view has a stride of 0.
+    """
+    return x.reshape(-1).contiguous()
+
+
 def arrangements(geometry: Geometry) -> tuple[Bound, Bound]:
     """The ways of `_shaped` to the flat pieces to send, and from those received to the local tensor."""
     view, perm = geometry.post_view, geometry.post_perm
@@ -642,7 +650,7 @@ def arrangements(geometry: Geometry) -> tuple[Bound, Bound]:
     def pieces(x: Tensor) -> Tensor:
         if geometry.pre_perm is not None:
             x = x.reshape(geometry.pre_view).permute(geometry.pre_perm)
-        return x.reshape(-1)
+        return flat(x)
 
     def arranged(x: Tensor) -> Tensor:
         return (x if perm is None else x.view(view).permute(perm)).reshape(after)
@@ -656,12 +664,12 @@ def _shaped(geometry: Geometry, run: Bound) -> Bound:
     pre_view, pre_perm, after = geometry.pre_view, geometry.pre_perm, geometry.after
     post_view, post_perm = geometry.post_view, geometry.post_perm
     if pre_perm is None and post_perm is None:
-        return lambda x: run(x.reshape(-1)).view(after)  # a copy where the pieces were not contiguous
+        return lambda x: run(flat(x)).view(after)
 
     def shaped(x: Tensor) -> Tensor:
         if pre_perm is not None:
             x = x.reshape(pre_view).permute(pre_perm)
-        x = run(x.reshape(-1))
+        x = run(flat(x))
         if post_perm is not None:
             x = x.view(post_view).permute(post_perm)
         return x.reshape(after)

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.cost.communication_schedule import CommunicationSchedule, block_of
 from shardwright.partition.local_program import Redistribute
+from shardwright.redistribution import redistribution
 from shardwright.redistribution.collective_kinds import CollectiveKind
+from shardwright.runtime.distributed.collectives import arrangements
 from shardwright.runtime.distributed.process_groups import ProcessGroups
 from shardwright.runtime.distributed.scheduled_collectives import BEGINNINGS
 
@@ -403,3 +405,20 @@ def test_halo_exchanges_run_in_one_piece_beside_other_work() -> None:
 
 def test_every_collective_that_travels_alone_has_a_beginning() -> None:
     assert set(BEGINNINGS) == {kind for kind in CollectiveKind if kind.travels_alone and kind.source is not None}
+
+
+# -- gradients of sums -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cut", "shape"), [("rows", (8, 64)), ("columns", (64, 8))])
+def test_pieces_to_send_are_contiguous_where_a_gradient_is_one_element_expanded(
+    cut: str, shape: tuple[int, int]
+) -> None:
+    layout = sw.Layout((8,), ("a",))
+    rows, columns = layout("a", "None"), layout("None", "a")
+    step = redistribution(*((rows, columns) if cut == "rows" else (columns, rows))).steps[0]
+    pieces, _ = arrangements(step.geometry(shape))
+    x = torch.ones(()).expand(shape)
+    sent = pieces(x)
+    assert not x.is_contiguous() and sent.is_contiguous()
+    assert sent.untyped_storage().nbytes() == x.numel() * x.element_size()
