@@ -47,6 +47,9 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 # A task is repeated until it takes this many seconds, because ranks leave a barrier milliseconds apart.
 LONG_ENOUGH = 0.03
 ROUNDS = 7
+# A latency or a bandwidth that takes less than this share of every measured time is not seen among the noise: this
+# share is assumed, so that a busy machine never makes a link that is free.
+VISIBLE = 0.01
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def fit(timings: Sequence[Timing], costs: Callable[[float, float], CostModel]) -
     """
     measured = np.array([t.seconds for t in timings])
     best = np.array([measured.min(), measured.max() / max(t.nbytes for t in timings)])  # latency, 1 / bandwidth
-    known, least = best, math.inf
+    known, least, floors = best, math.inf, np.zeros(2)
     while True:  # fix the cheapest algorithms, solve least squares for these, repeat while the error falls
         now, slopes = _linear(timings, costs, known)
         weights = 1 / np.sqrt(now * measured)  # symmetric: a factor too much is as bad as the same factor too little
@@ -134,17 +137,19 @@ def fit(timings: Sequence[Timing], costs: Callable[[float, float], CostModel]) -
         if error >= least * (1 - 1e-9):
             return float(best[0]), float(1 / best[1])
         best, least = known, error
-        known = _least_squares(slopes * weights[:, None], (measured - (now - slopes @ known)) * weights, known)
+        if not floors.any():
+            floors = VISIBLE * np.min(measured[:, None] / np.maximum(slopes, 1e-300), axis=0)
+        known = _least_squares(slopes * weights[:, None], (measured - (now - slopes @ known)) * weights, floors)
 
 
-def _least_squares(rows: np.ndarray, wanted: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """The two positive numbers x that minimise |rows · x - wanted|²."""
+def _least_squares(rows: np.ndarray, wanted: np.ndarray, floors: np.ndarray) -> np.ndarray:
+    """The two numbers x that minimise |rows · x - wanted|² and are not below their floors."""
     found = np.linalg.lstsq(rows, wanted, rcond=None)[0]
     for i in (0, 1):
-        if found[i] <= 0:  # noise hides this one: the other explains what it can
-            found[i] = before[i] * 1e-3
+        if found[i] < floors[i]:  # noise hides this one: the other explains what it can
+            found[i] = floors[i]
             other = rows[:, 1 - i]
-            found[1 - i] = max(other @ (wanted - rows[:, i] * found[i]) / (other @ other), before[1 - i] * 1e-3)
+            found[1 - i] = max(other @ (wanted - rows[:, i] * found[i]) / (other @ other), floors[1 - i])
     return found
 
 
