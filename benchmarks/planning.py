@@ -42,7 +42,7 @@ from shardwright.planners.memory_fit import ENOUGH
 from shardwright.planners.memory_problem import holding
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import CUT, PlanningProblem
-from shardwright.planners.recursive import recursive_programming
+from shardwright.planners.recursive_programming import recursive_programming
 from shardwright.solver.solve import solve
 
 #: Targets in CPU seconds, for 96 layers on 1,024 devices.

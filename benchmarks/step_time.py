@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.process import Runtime
-from shardwright.runtime.lower import lower
+from shardwright.runtime.lowering import lower
 
 SECTIONS = ("tutorial", "mlp", "local", "launch", "planning")
 CHECKED_STEPS = 5

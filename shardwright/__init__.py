@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # `as` hands a name on to type checkers
         set_stage as set_stage,
         shard as shard,
     )
-    from .capture.manual import layerwise_parallel as layerwise_parallel
+    from .capture.hybrid_models import layerwise_parallel as layerwise_parallel
     from .checkpoint.callback import CheckpointCallback as CheckpointCallback, CheckpointConfig as CheckpointConfig
     from .checkpoint.checkpoint_folders import latest_checkpoint as latest_checkpoint
     from .checkpoint.load import Restored as Restored, load_checkpoint as load_checkpoint
@@ -89,7 +89,7 @@ _MODULES = {
     "rule": "rules",
     "no_init_parameters": "runtime.deferred_init",
     **dict.fromkeys(("init", "rank", "world_size"), "process"),
-    "layerwise_parallel": "capture.manual",
+    "layerwise_parallel": "capture.hybrid_models",
     **dict.fromkeys(("CheckpointCallback", "CheckpointConfig"), "checkpoint.callback"),
     "latest_checkpoint": "checkpoint.checkpoint_folders",
     **dict.fromkeys(("Restored", "load_checkpoint"), "checkpoint.load"),

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .accelerator_api import on_host_soon
-from .cost.primitives import work_of
+from .cost.primitive_costs import work_of
 from .errors import SettingError
 from .process import rank
 

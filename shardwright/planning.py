@@ -20,8 +20,8 @@ from torch import nn
 from .capture.annotations import PipelineSettings, staged_modules, stored_whole
 from .capture.export import capture, captures
 from .capture.graph_reader import MarkUse
-from .capture.manual import check_mode, one_slice, own_parameters
-from .capture.regions import with_policy
+from .capture.hybrid_models import check_mode, one_slice, own_parameters
+from .capture.kept_regions import with_policy
 from .cluster import Cluster, memory_of
 from .cost.cost_model import CostModel
 from .errors import CaptureError, PlanError, SettingError, ShardwrightError, known_keywords

@@ -42,11 +42,11 @@ from .partition.local_program import (
     made_by,
     read_by,
 )
+from .partition.padded_dims import true_slice
 from .partition.parameter_sharding import OptimizerParallel
 from .partition.partitioner import partition
 from .partition.planned_collectives import Collective, backward_collectives, forward_collectives
 from .partition.rematerialization import Regather, Region, RegionStarts, regions_of, wanted_again
-from .partition.uneven import true_slice
 from .rules import held_layouts, in_order
 
 __all__ = [

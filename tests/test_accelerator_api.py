@@ -27,7 +27,7 @@ from shardwright.accelerator_api import (
 )
 from shardwright.checkpoint import tensor_reader
 from shardwright.checkpoint.checkpointed_model import generators, restore_generators
-from shardwright.runtime import freed as freed_memory
+from shardwright.runtime import freed_memory
 from shardwright.runtime.deferred_init import beginnings
 from shardwright.runtime.distributed import calibrate
 from shardwright.verification import node_comparison

@@ -7,8 +7,8 @@ graph_reader         the exported program, read into a `Graph`
 in_place_reader      the in-place operators of the exported program
 source_lines         files, lines and modules of the user's code
 mutation             in-place writes, rewritten as a program without writes
-regions              recompute regions, autograd functions and vmap regions, each kept whole
-observation          Python state that the forward reads and writes
+kept_regions         recompute regions, autograd functions and vmap regions, each kept whole
+python_state         Python state that the forward reads and writes
 side_effects         effects of a forward besides its result
 watched_calls        prints, logs and hooks of a forward
 guards               the Python state that was read, checked before each call
@@ -16,7 +16,7 @@ memoised_functions   functions that cache their results, such as `functools.lru_
 model_device         the device of a model
 enclosing_modules    the model with its loss, or a function of models, as one module
 module_hooks         hooks at the borders of the model
-manual               rank-local parameters for ``hybrid_parallel``
+hybrid_models        rank-local parameters for ``hybrid_parallel``
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from torch import nn
 
 from ..errors import SettingError
 from ..graph import map_leaves
-from .regions import ATTRIBUTE, RecomputeSettings, region
+from .kept_regions import ATTRIBUTE, RecomputeSettings, region
 from .source_lines import stack_level
 
 __all__ = [

@@ -56,13 +56,13 @@ from .annotations import Operator, collect_marks, mark_names, whole_shape
 from .enclosing_modules import WithLoss, scalers_refused, user_functions
 from .graph_reader import GraphReader, bare
 from .guards import GuardedPlace, Guards
-from .manual import refused_collective
+from .hybrid_models import refused_collective
+from .kept_regions import collect_functions, collect_regions
 from .memoised_functions import computed_for_real
 from .model_device import check_call, device_of, usable
 from .module_hooks import outermost_left_out
-from .observation import Observation
+from .python_state import Observation
 from .recapture import AsExported, Differs, LightRun, Outline, Program, is_mistake, memory_of, outline
-from .regions import collect_functions, collect_regions
 from .side_effects import Blamed, Effects, ForwardOutcome, LineFinder, counter, depends, judged, numbered
 from .source_lines import calling_line, is_users, user_frame
 from .watched_calls import refuse_backward_hooks, watched_calls

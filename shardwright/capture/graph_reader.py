@@ -25,11 +25,11 @@ from ..rules.normalization import without_side_effects
 from ..rules.recurrent import layer_by_layer, without_dropout
 from ..torch_private import FakeTensor, OpOverload, schema_of
 from .annotations import MARK, Operator
+from .hybrid_models import refused_collective
 from .in_place_reader import InPlaceReader, metas_made, tensors_of
-from .manual import refused_collective
+from .kept_regions import EDGE, OPAQUE, Applied, RecomputeSettings, recomputed_ops, regions, written_out
 from .mutation import Cell, Memory, View, ViewStep, Writer, serial
 from .recapture import AsExported, says_nothing, written_names
-from .regions import EDGE, OPAQUE, Applied, RecomputeSettings, recomputed_ops, regions, written_out
 from .source_lines import module_path, source_of
 
 __all__ = ["GraphReader", "MarkUse", "bare"]

@@ -45,7 +45,7 @@ from ..torch_private import (
     storage_id,
 )
 from .annotations import MARK
-from .regions import EDGE, OPAQUE
+from .kept_regions import EDGE, OPAQUE
 from .source_lines import module_path
 
 __all__ = [

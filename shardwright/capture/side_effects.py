@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from .guards import CONTAINERS, MISSING, GuardedPlace, contents, is_simple, spelled
-from .observation import Change, Observation
+from .python_state import Change, Observation
 from .source_lines import is_users
 
 __all__ = [

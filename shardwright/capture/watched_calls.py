@@ -5,7 +5,7 @@ out of tensors.
     the same of a tensor's values   an error: no tensor has values while a model is captured. A number that was taken
                                     out of a tensor by ``item()`` is a symbol of torch then, such as ``zuf0``
     a hook on a tensor or module    an error
-    a collective of torch           an error (`manual.refused_collective`)
+    a collective of torch           an error (`hybrid_models.refused_collective`)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 
 from ..errors import PACKAGE_FOLDER, CaptureError
 from ..torch_private import hooks_of_all_modules
-from .manual import refused_collective
+from .hybrid_models import refused_collective
 from .side_effects import Effects, Logged, Printed
 from .source_lines import calling_line, is_users
 

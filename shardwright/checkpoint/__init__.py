@@ -18,7 +18,7 @@ Where ranks share no file system, each folder has the parts of its own ranks, an
     digests                 digests of files, block by block
     state_file              ``state.json``: types and bounds of everything but tensors
     checkpoint_folders      the folders of a run's checkpoints: names, unfinished ones, old ones
-    seen_folders            the folders that ranks see, where they share no file system
+    folders_of_ranks        the folders that ranks see, where they share no file system
     folder_lock             one run at a time saves into a folder
     load, tensor_reader     loading, and reading any slice of a stored tensor
     target_placement        placement of the tensors under the strategies of another run

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from ..accelerator_api import random_states, set_random_states
 from ..capture.annotations import whole_shape
-from ..capture.manual import is_own, stacked
+from ..capture.hybrid_models import is_own, stacked
 from ..errors import CheckpointError
 from ..json_files.json_values import dtype_name
 from ..layout import Digit, Layout, group_of
 from ..parallel.auto_parallel import AutoParallel
-from ..partition.uneven import true_slice
+from ..partition.padded_dims import true_slice
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..planfile.encoding import spell_layout
 from ..process import stream

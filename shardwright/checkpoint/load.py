@@ -2,9 +2,9 @@
 
     folders, manifest, a share of all bytes ── agree ── names, shapes ── agree ── settings, random state, … ── slices
 
-Each rank finds the folders that it sees (`seen_folders`), checks the manifest and its share of the bytes, then names
-and shapes. It restores settings and random state, and reads its slices. Nothing is changed before all ranks have found
-everything sound.
+Each rank finds the folders that it sees (`folders_of_ranks`), checks the manifest and its share of the bytes, then
+names and shapes. It restores settings and random state, and reads its slices. Nothing is changed before all ranks have
+found everything sound.
 
 `LoadPlan` matches stored tensors with the tensors of a model and its optimizer, checks that they fit, and reads each
 rank's slices. The slices are read at once where the parameters have their final form. A model that is still to be cut
@@ -27,8 +27,8 @@ from ..json_files.json_values import dtype_name, dtype_named
 from ..runtime.deferred_init import filled_later
 from ..runtime.distributed.coordination import ProcessRanks, SingleRank, ranks_of_now
 from .checkpointed_model import CheckpointedModel, TensorPlacement, restore_generators, state_names
+from .folders_of_ranks import SeenCheckpoint, fetch, seen_by_all
 from .save import several, wait_for_last
-from .seen_folders import SeenCheckpoint, fetch, seen_by_all
 from .state_file import STATE, check_generators, check_settings, read_state, value_of
 from .tensor_reader import StoredTensors
 

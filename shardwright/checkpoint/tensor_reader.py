@@ -67,7 +67,7 @@ class StoredTensors:
             alone.
         manifest: the checkpoint's manifest, where the caller has read it.
         paths: the place of each file; None: all are in the folder.
-        served: file that some rank does not see -> the rank that sends slices of it (`seen_folders.fetch`).
+        served: file that some rank does not see -> the rank that sends slices of it (`folders_of_ranks.fetch`).
 
     Attributes:
         wanted: slices of files that are not in `paths`, which other ranks are to send.

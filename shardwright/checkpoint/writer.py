@@ -34,6 +34,7 @@ from ..sharded_plan import Plan
 from . import checkpoint_folders as folders
 from .box_joining import Joint, joined, joints_of, scattered
 from .digests import digest, shares
+from .folders_of_ranks import place_of
 from .manifest import (
     MANIFEST,
     CheckpointFile,
@@ -44,7 +45,6 @@ from .manifest import (
     write as write_manifest,
     write_file,
 )
-from .seen_folders import place_of
 from .state_file import STATE, state_text
 from .tensor_files import DcpItem, PartFile, WholeFiles, WrittenBox, entries_of, part_name, write_metadata
 

@@ -1,6 +1,6 @@
 """Cost: seconds and bytes of a plan.
 
-primitives           seconds of one collective; floating point operations and bytes of one operator
+primitive_costs      seconds of one collective; floating point operations and bytes of one operator
 cost_model           seconds of a redistribution, an operator, a step
 communication_schedule     where each collective is issued and waited for; communication_pass makes it
 memory_timeline      bytes held by a device at each moment of a step

@@ -46,7 +46,7 @@ from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redis
 from ..partition.rematerialization import RecomputedInstruction, Regather
 from ..redistribution import CollectiveKind, Redistribution, RedistributionStep
 from .communication_schedule import CommunicationSchedule, ScheduledMessage, own_redistribution
-from .primitives import Line, OperatorWork, collective_lines, links_of, signature, work_of
+from .primitive_costs import Line, OperatorWork, collective_lines, links_of, signature, work_of
 
 __all__ = ["CostModel", "Price", "PricedCollective", "StepInTime", "StreamSpan"]
 

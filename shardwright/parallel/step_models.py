@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.observation import names_read
+from ..capture.python_state import names_read
 from ..capture.source_lines import is_users
 from ..errors import SettingError
 from ..torch_private import COMPILED

@@ -3,7 +3,7 @@
 local_program        instructions of the program, and the decisions it is partitioned from
 partitioner          the redistribution on each edge between operators
 parameter_sharding   the storage layout of each parameter: ZeRO/FSDP sharding (optimizer parallel)
-uneven               padding of dims that their cuts do not divide
+padded_dims          padding of dims that their cuts do not divide
 gradient_fusion      which gradients are summed together
 planned_collectives  the collectives of each instruction, as records
 rematerialization    the values that autograd saves, the recomputed operators, the weights gathered again

@@ -56,8 +56,8 @@ from .local_program import (
     output_layouts,
     ways_of_parameters,
 )
+from .padded_dims import Piece, pad
 from .parameter_sharding import OptimizerParallel, ParameterSharding, stored_layouts
-from .uneven import Piece, pad
 
 __all__ = [
     "Partitioner",

@@ -29,7 +29,7 @@ from ..graph import Graph, Value
 from ..json_files.json_reader import check_fields, read_object
 from ..json_files.json_values import dtype_name, dtype_named, is_shape, write_text
 from ..layout import Layout
-from ..partition.uneven import is_stored_padded, true_slice
+from ..partition.padded_dims import is_stored_padded, true_slice
 from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
 from ..sharded_plan import Plan
 from .document_writer import fields_of, section

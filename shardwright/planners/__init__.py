@@ -1,24 +1,29 @@
 """Planners: a strategy for each operator of a graph.
 
-planning_problem     the problem that a planner solves, and the table of planners by mode
-semi_auto            marked operators as marked, the others along the batch; data_parallel
-propagation          sharding_propagation: unmarked operators follow the marks
-recursive            recursive_programming: device count by device count
-dynamic              dynamic_programming: all strategies at once
-memory_fit           the cheapest plan that fits into a device's memory
-demands              the cuts of operators that follow the marks
-search_space         the strategies that a search considers for an operator
-graph_problem        a graph as a problem of nodes, states and costs, and back
-plan_search          the part that all searching planners share
-memory_problem       the same problem with bytes and a limit
-remat_states         the choice between saving and recomputing a value
-implied_inputs       devices that marks imply; the whole batch of which a process feeds a part
-storage_choice       the storage of parameters with the fastest step: hsdp(optimizer_level="auto")
-replanning           a plan reused at other sizes of the inputs
+planning_problem       the problem that a planner solves, and the table of planners by mode
+semi_auto              marked operators as marked, the others along the batch; data_parallel
+sharding_propagation   unmarked operators follow the marks
+recursive_programming  all strategies, device count by device count
+dynamic_programming    all strategies of all operators at once
+memory_fit             the cheapest plan that fits into a device's memory
+demands                the cuts of operators that follow the marks
+search_space           the strategies that a search considers for an operator
+graph_problem          a graph as a problem of nodes, states and costs, and back
+plan_search            the part that all searching planners share
+memory_problem         the same problem with bytes and a limit
+save_or_recompute      the choice between saving and recomputing a value
+implied_inputs         devices that marks imply; the whole batch of which a process feeds a part
+storage_choice         the storage of parameters with the fastest step: hsdp(optimizer_level="auto")
+replanning             a plan reused at other sizes of the inputs
 """
 
 from __future__ import annotations
 
-from . import dynamic, propagation, recursive, semi_auto  # each enters its planners in the table
+from . import (  # each enters its planners in the table
+    dynamic_programming,
+    recursive_programming,
+    semi_auto,
+    sharding_propagation,
+)
 
-__all__ = ["dynamic", "propagation", "recursive", "semi_auto"]
+__all__ = ["dynamic_programming", "recursive_programming", "semi_auto", "sharding_propagation"]

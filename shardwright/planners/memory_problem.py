@@ -14,7 +14,7 @@ A usage is a number of bytes by state of one node or of two, over the moments [s
     gathered    a parameter that is stored cut: from its first use to its last backward, or only around either; where a
                 consumer of it runs again, from the beginning of the recomputation
     backward    gradients of inputs while an operator's backward runs; of an output from its last consumer's backward on
-    inside      values inside an operator of several instructions, and their gradients (`remat_states.inside`)
+    inside      values inside an operator of several instructions, and their gradients (`save_or_recompute.inside`)
     sent        the other end of a redistribution, where it is larger than the tensors that its consumer produces or
                 alone saves
 
@@ -26,8 +26,8 @@ the estimate is that of `memory_timeline.timeline`, except that a view of a save
 estimate is too high where a value is dropped, for longer than necessary; and where an inner value is sent that is not
 dropped after all, or is sent twice on its way.
 
-`remat_states` supplies the nodes of saved and recomputed values, and bytes by strategy; this file lays them over the
-moments.
+`save_or_recompute` supplies the nodes of saved and recomputed values, and bytes by strategy; this file lays them over
+the moments.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ..partition.rematerialization import hands_on, segments_of
 from ..solver.problem import MemoryUsage, Problem
 from ..solver.search_memory import current
 from .graph_problem import CostGraph
-from .remat_states import DROPPED, KEPT, OperatorMemory, RematStates, SaveOrRecompute
+from .save_or_recompute import DROPPED, KEPT, OperatorMemory, RematStates, SaveOrRecompute
 
 __all__ = ["MemoryProblem", "holding"]
 

@@ -28,8 +28,8 @@ from ..errors import PlanError, SettingError
 from ..launch.device_choice import accelerators, asked_device
 from ..partition.gradient_fusion import Fusion
 from ..partition.local_program import LocalOp
+from ..partition.padded_dims import true_slice
 from ..partition.rematerialization import RecomputedInstruction
-from ..partition.uneven import true_slice
 from ..pipeline.pipeline_plan import PipelinePlan, moments
 from ..planfile.load_save import load_plan
 from ..process import Runtime, playing, stream

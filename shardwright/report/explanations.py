@@ -6,7 +6,7 @@
    and the memory limit or the neighbours that hold its strategy.
 
 `tell` takes a name and prints what it means. `tables` prints all operators of a plan without reasons; the figures come
-from `shardwright.explain`.
+from `shardwright.operator_explanation`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import IO
 from rich.table import Table
 from rich.text import Text
 
-from ..explain import Alternative, Explanation, Holder, Row, explained, row_above, seconds_of
+from ..operator_explanation import Alternative, Explanation, Holder, Row, explained, row_above, seconds_of
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..sharded_plan import Plan
 from .description import describe, numbers_text
@@ -192,7 +192,7 @@ def explanation(
     """Print the cost of an operator, its best alternatives and the reasons that hold its strategy.
 
     Args:
-        said: the explanation, of `shardwright.explain.explained`.
+        said: the explanation, of `shardwright.operator_explanation.explained`.
         file: the file to print to; None: standard output.
         width: of tables, in characters; None: the terminal's, or 100 where there is none.
         names: the paths of operators; None: those of the explanation's plan.

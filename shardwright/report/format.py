@@ -18,7 +18,7 @@ from ..errors import PlanError
 from ..graph import Value, short_dtype
 from ..layout import Layout
 from ..partition.local_program import LocalOp, PlacedValue, Ref
-from ..partition.uneven import true_slice
+from ..partition.padded_dims import true_slice
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..redistribution import Halo, RedistributionStep, digits_value
 from ..sharded_plan import Plan

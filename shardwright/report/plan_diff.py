@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..cluster import Cluster
-from ..explain import opened
 from ..graph import types_of
+from ..operator_explanation import opened
 from ..partition.local_program import Decision
 from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
 from ..planfile.document_writer import dataset_strategy, digest, pipeline_dataset_strategy, pipeline_words

@@ -4,7 +4,8 @@ notation             the string of a rule, its factors and their assignment
 registry             operator -> its rule; operators expanded into simpler ones
 user_strategy        cuts or Layouts given by a user -> an assignment, or an error with the reason
 dims                 names of dims, positions in a slice, padding
-pointwise, matmul, spatial, reduction, normalization, loss, attention, shape, indexing, recurrent, random
+pointwise, matmul, spatial, reduction, normalization, loss, attention, shape, indexing, recurrent,
+random_operators
                      the families of operators
 random_numbers/      the numbers that random operators draw, equal under every cut; masks of dropouts
 """
@@ -19,8 +20,8 @@ from . import (
     matmul,
     normalization,
     pointwise,
-    random,
     random_numbers,
+    random_operators,
     recurrent,
     reduction,
     shape,

@@ -24,8 +24,8 @@ from ..graph import Op, Value
 from ..layout import Digits
 from .dims import cut_size, named, operand, operands, positions, wide
 from .notation import Assignment, Bound
-from .random import dropped, numbers_of, pieces, placed
 from .random_numbers.fast_attention import attention_with_dropout
+from .random_operators import dropped, numbers_of, pieces, placed
 from .registry import Expansion, Rule, register
 
 aten = torch.ops.aten

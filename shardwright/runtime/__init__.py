@@ -1,6 +1,6 @@
 """The runtime: execution of plans.
 
-lower                a plan as a `torch.fx` program
+lowering             a plan as a `torch.fx` program
 step_program         one call of a planned model
 saved_tensors        recomputed regions, and weights gathered again in the backward
 deferred_init        parameters that are planned before they have values, and created as slices
@@ -13,7 +13,7 @@ stage_links          the messages between these
 redistribution_functions  the autograd functions of redistributions, which both runtimes share
 halo_exchanges       exchanges of halos: all ranks in one process, and one rank
 call_boundary        parameters and results that are each rank's own
-freed                host memory that a step has freed
+freed_memory         host memory that a step has freed
 local, distributed   all ranks in one process; one process a rank
 """
 

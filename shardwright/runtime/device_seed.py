@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from ..rules.random_numbers.traced_dropout import TRACED
-from .lower import Lowered
+from .lowering import Lowered
 
 __all__ = ["place_seed"]
 

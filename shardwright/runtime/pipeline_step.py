@@ -40,10 +40,10 @@ from ..sharded_plan import Plan
 from ..torch_private import demand, is_view
 from .call_boundary import kept_apart, put_back
 from .deferred_init import materialize
-from .distributed.watch.positions import position
-from .freed import freed
+from .distributed.watch.rank_positions import position
+from .freed_memory import freed
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
-from .lower import Lowered, lower
+from .lowering import Lowered, lower
 
 __all__ = [
     "LocalStageLink",

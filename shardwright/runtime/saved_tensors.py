@@ -38,7 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import SettingError
 from ..torch_private import storage_id, top_saved_tensors_hooks, version_of
-from .lower import Lowered
+from .lowering import Lowered
 
 __all__ = ["LoweredRegions", "RegatheredWeights", "RegionRun", "Saver", "keep"]
 

@@ -32,7 +32,7 @@ from ..pipeline.messages import Exchange, Message, exchanges, pairs, sent_by
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
 from ..pipeline.schedules import Schedule
 from .distributed.collectives import carried
-from .distributed.watch.positions import WaitPoint, waiting
+from .distributed.watch.rank_positions import WaitPoint, waiting
 
 __all__ = ["BatchedStageLink", "ProcessStageLink", "link_of"]
 

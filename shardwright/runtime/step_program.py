@@ -33,9 +33,9 @@ from .compilation import Compilation, keep_in_place
 from .deferred_init import materialize, put_in_place
 from .device_seed import place_seed
 from .distributed.parameter_hooks import with_rank_dim
-from .freed import freed
+from .freed_memory import freed
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
-from .lower import Lowered, lower
+from .lowering import Lowered, lower
 from .optimizer_guard import Accumulation
 from .pipeline_step import PipelineProgram, local_pipeline
 

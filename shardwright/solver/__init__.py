@@ -6,7 +6,8 @@ No module of the solver knows of operators, layouts or devices.
     solve                the entry points, without and with a limit
     presolve             states and nodes that need not be searched; contradictions
     elimination          the exact least cost, node by node
-    trws, anytime        bounds and states where elimination is too large
+    tree_reweighted      bounds and states where elimination is too large (TRW-S)
+    anytime              the search that improves on them within its budget
     memory_rows          the moments at which a limit matters
     lagrangian           a bound by prices of memory
     cutting_planes       the best prices

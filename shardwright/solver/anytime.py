@@ -34,7 +34,7 @@ from .milp import milp
 from .presolve import ReducedProblem, RestrictedProblem, Wiped, arcs, reduced, restrict
 from .problem import Problem, Solution
 from .search_memory import current
-from .trws import ROUNDING, Messages
+from .tree_reweighted import ROUNDING, Messages
 
 __all__ = ["bounded", "descend", "eliminated", "wide", "within"]
 

@@ -25,9 +25,9 @@ The file has four parts:
 
    Steps of one level (none needs the result of another) and of one shape are one operation on arrays.
 
-4. `PricedProblem` and `Ascent`: nodes of at most two neighbours are eliminated, the rest is swept (`trws.Sweeps`),
-   and the messages are kept from one λ to the next. λ grows where the states of the sweep take more memory than the
-   limit, in proportion, and falls where they take less.
+4. `PricedProblem` and `Ascent`: nodes of at most two neighbours are eliminated, the rest is swept
+   (`tree_reweighted.Sweeps`), and the messages are kept from one λ to the next. λ grows where the states of the sweep
+   take more memory than the limit, in proportion, and falls where they take less.
 
 `cutting_planes` finds the best λ with parts 1 and 2; part 4 climbs step by step.
 """
@@ -45,7 +45,7 @@ from .memory_rows import Pair, Rows, Shorter, period, shorter
 from .presolve import Merged, candidates, merged
 from .problem import Problem
 from .search_memory import OutOfBudgetError, current
-from .trws import Messages, Sweeps
+from .tree_reweighted import Messages, Sweeps
 
 __all__ = ["Ascent", "Batched", "Cut", "PricedProblem", "Pricing", "SweptPricing", "bound_of"]
 

@@ -43,7 +43,7 @@ from .milp import WORK, NoAssignmentError, milp
 from .presolve import consistent, contradiction, interned, reduced, restrict
 from .problem import Problem, Solution
 from .search_memory import OutOfBudgetError, current, spending
-from .trws import Messages
+from .tree_reweighted import Messages
 
 __all__ = ["InfeasibleMemoryError", "Marginals", "marginals", "milp", "min_marginals", "solve", "solve_limited"]
 
@@ -454,7 +454,7 @@ def marginals(problem: Problem, node: int, *, sweeps: int = 30) -> Marginals:
     Args:
         problem: the cost graph.
         node: the number of the node.
-        sweeps: of `trws.Messages`, where elimination is too large.
+        sweeps: of `tree_reweighted.Messages`, where elimination is too large.
 
     Raises:
         PlanError: nothing is allowed.

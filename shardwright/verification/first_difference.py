@@ -26,7 +26,7 @@ from ..pipeline.schedules import Schedule
 from ..process import of_micro_batch, stream
 from ..pytree_objects import opened
 from ..runtime.local.local_executor import LocalExecutor
-from ..runtime.lower import lower
+from ..runtime.lowering import lower
 from ..runtime.pipeline_step import LocalStageLink, PipelineProgram
 from ..runtime.step_program import StepProgram
 from ..torch_private import pytree

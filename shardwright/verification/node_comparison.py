@@ -25,10 +25,10 @@ from ..layout import Layout
 from ..partition.local_program import InputPlacement, LocalOp, PlacedValue, Redistribute, made_by
 from ..redistribution import Halo
 from ..rules import expand, find_rule, has_rule
-from ..rules.random import run_on_one
+from ..rules.random_operators import run_on_one
 from ..runtime.local.local_executor import LocalExecutor
 from ..runtime.local.shards import ReplicasDiffer, assemble
-from ..runtime.lower import lower
+from ..runtime.lowering import lower
 from ..sharded_plan import Plan
 from .value_precision import Allowed, Precision
 from .verify_report import FirstDifference, Worst

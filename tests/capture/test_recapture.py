@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.capture.export import Recording, capture
+from shardwright.capture.kept_regions import Applied
 from shardwright.capture.recapture import Differs, Outline, Program
-from shardwright.capture.regions import Applied
 
 
 @pytest.fixture

@@ -17,13 +17,13 @@ from shardwright.cost.cost_model import CostModel
 from shardwright.cost.memory_timeline import MemoryTimeline
 from shardwright.errors import PlanError
 from shardwright.partition.local_program import Decisions, input_placement
-from shardwright.planners import dynamic
-from shardwright.planners.dynamic import dynamic_programming
+from shardwright.planners import dynamic_programming as searching
+from shardwright.planners.dynamic_programming import dynamic_programming
 from shardwright.planners.memory_fit import MOST_TRIES, TooLittleMemoryError, _Fitting, fit, fits
 from shardwright.planners.memory_problem import holding
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import CUT, PlanningProblem
-from shardwright.planners.recursive import recursive_programming
+from shardwright.planners.recursive_programming import recursive_programming
 from shardwright.planners.search_space import strategy_of
 from shardwright.solver.problem import Problem, Solution
 from shardwright.solver.solve import solve
@@ -126,7 +126,7 @@ def test_a_limit_that_does_not_bind_changes_neither(name: str) -> None:
 
 def test_a_search_that_ends_with_a_dearer_plan_gives_way(monkeypatch) -> None:
     """The bound stays: the gap that is reported falls with the cost."""
-    given, real, weak = case("mlp"), dynamic.fit, []
+    given, real, weak = case("mlp"), searching.fit, []
     limit = given.limit(0.5)
 
     def dearer(search, made, memory, optimizer):
@@ -134,7 +134,7 @@ def test_a_search_that_ends_with_a_dearer_plan_gives_way(monkeypatch) -> None:
         weak.append(found._replace(found=replace(found.found, cost=1.1 * found.found.cost)))
         return weak[-1]
 
-    monkeypatch.setattr(dynamic, "fit", dearer)
+    monkeypatch.setattr(searching, "fit", dearer)
     found = given.of(dynamic_programming, memory=limit).found
     other = given.of(recursive_programming, memory=limit).found
     assert found.cost == other.cost < weak[0].found.cost and "recursion" in found.notes[0]
@@ -148,14 +148,14 @@ def test_a_search_that_finds_none_gives_way(monkeypatch) -> None:
     def none(*_):
         raise TooLittleMemoryError("no plan fits", legal="more")
 
-    monkeypatch.setattr(dynamic, "fit", none)
+    monkeypatch.setattr(searching, "fit", none)
     found = given.of(dynamic_programming, memory=limit)
     assert found.found.cost == given.of(recursive_programming, memory=limit).found.cost and given.peak(found) <= limit
 
 
 def test_what_the_recursion_chooses_within_the_limit_may_be_chosen(monkeypatch) -> None:
-    given, real, seen = case("mlp"), dynamic.fit, []
-    monkeypatch.setattr(dynamic, "fit", lambda search, made, *rest: seen.append(made) or real(search, made, *rest))
+    given, real, seen = case("mlp"), searching.fit, []
+    monkeypatch.setattr(searching, "fit", lambda search, made, *rest: seen.append(made) or real(search, made, *rest))
     limit = given.limit(0.5)
     given.of(dynamic_programming, memory=limit)
     recursion = given.of(recursive_programming, memory=limit)
@@ -173,16 +173,16 @@ def test_where_neither_fits_the_least_memory_of_both_is_named() -> None:
 
 
 def test_of_a_large_network_the_recursion_is_not_made_within_the_limit(monkeypatch) -> None:
-    given, calls, real = case("mlp"), [], dynamic.recursion
+    given, calls, real = case("mlp"), [], searching.recursion
     monkeypatch.setattr(
-        dynamic, "recursion", lambda search, memory=None, *rest: calls.append(memory) or real(search, memory, *rest)
+        searching, "recursion", lambda search, memory=None, *rest: calls.append(memory) or real(search, memory, *rest)
     )
-    monkeypatch.setattr(dynamic, "RECURSED", len(given.given[0].ops) - 1)
+    monkeypatch.setattr(searching, "RECURSED", len(given.given[0].ops) - 1)
     limit = given.limit(0.5)
     assert given.peak(given.of(dynamic_programming, memory=limit)) <= limit and calls == [None]
     with pytest.raises(PlanError, match="no plan fits"):
         given.of(dynamic_programming, memory=1.0)
-    monkeypatch.setattr(dynamic, "RECURSED", len(given.given[0].ops))
+    monkeypatch.setattr(searching, "RECURSED", len(given.given[0].ops))
     given.of(dynamic_programming, memory=limit)
     assert calls == [None, None, None, limit]
 

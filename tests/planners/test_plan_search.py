@@ -18,7 +18,7 @@ from shardwright.partition.local_program import Decision, input_placement
 from shardwright.planners.memory_problem import holding
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import PlanningProblem
-from shardwright.planners.recursive import recursion
+from shardwright.planners.recursive_programming import recursion
 from shardwright.planners.search_space import strategy_of
 from shardwright.planners.semi_auto import semi_auto
 from shardwright.solver.memory_rows import binding, period, shorter

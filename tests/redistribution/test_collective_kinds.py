@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from ranks import run_ranks
 from test_redistributions import pairs
 
-from shardwright.cost import primitives
+from shardwright.cost import primitive_costs
 from shardwright.errors import SettingError
 from shardwright.layout import Digit, Layout
 from shardwright.redistribution import (
@@ -59,7 +59,7 @@ def one_step(kind):
 @pytest.mark.parametrize(
     ("table", "kinds"),
     [
-        pytest.param(primitives.LINES, list(CollectiveKind), id="seconds"),
+        pytest.param(primitive_costs.LINES, list(CollectiveKind), id="seconds"),
         pytest.param(shards.EXECUTORS, STEPS, id="all ranks in one process"),
         pytest.param(collectives.EXECUTORS, STEPS, id="one rank of a process group"),
     ],

@@ -18,7 +18,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.cli.main import main
 from shardwright.errors import PlanError
-from shardwright.explain import explained
+from shardwright.operator_explanation import explained
 from shardwright.report.explanations import costs, explanation
 from shardwright.report.format import size_text, time_text
 from shardwright.report.ir_dump import write_dumps

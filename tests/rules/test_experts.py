@@ -13,7 +13,7 @@ from small_networks import labels
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.cost.primitives import work_of
+from shardwright.cost.primitive_costs import work_of
 from shardwright.graph import Op, Value
 
 transformers = pytest.importorskip("transformers")

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 import shardwright as sw
 from shardwright.process import RandomStream, of_micro_batch, stream
+from shardwright.rules import random_operators
 from shardwright.rules.random_numbers import counter_rng
 from shardwright.rules.random_numbers.counter_rng import KINDS, PLAIN, device_words, host_words, key
 
@@ -489,10 +490,9 @@ def test_plans_with_random_operators_are_verified_and_shown(tmp_path) -> None:
 
 def test_a_wrong_place_is_found(monkeypatch) -> None:
     """The purpose of verification: a rank that draws for another's positions."""
-    from shardwright.rules import random
 
     monkeypatch.setattr(
-        random,
+        random_operators,
         "_starts",
         lambda b, size, digits: b.lay(
             b.call(torch.ops.aten.zeros.default, [math.prod(d.size for d in digits)], dtype=torch.int64), [digits]

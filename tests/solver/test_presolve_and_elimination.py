@@ -13,7 +13,7 @@ from shardwright.solver.anytime import descend
 from shardwright.solver.elimination import Script, eliminate, elimination_order
 from shardwright.solver.presolve import consistent, core, interned, reduced, restrict, undominated
 from shardwright.solver.problem import Problem
-from shardwright.solver.trws import Messages, Sweeps, colours, trws
+from shardwright.solver.tree_reweighted import Messages, Sweeps, colours, trws
 
 small = st.builds(
     random_energy,

@@ -15,7 +15,7 @@ from shardwright.solver.elimination import Tables, elimination_order, shared_wor
 from shardwright.solver.milp import milp, moments
 from shardwright.solver.problem import MemoryUsage, Problem
 from shardwright.solver.solve import marginals, min_marginals, solve
-from shardwright.solver.trws import Messages
+from shardwright.solver.tree_reweighted import Messages
 
 small = st.builds(
     random_energy,

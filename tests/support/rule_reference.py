@@ -22,7 +22,7 @@ from shardwright.graph import SEED, Op, Value, values_in
 from shardwright.layout import Digit, Layout, groups
 from shardwright.redistribution import Halo
 from shardwright.rules import Assignment, Bound, Rule, bound_rule, expand, find_rule
-from shardwright.rules.random import run_on_one
+from shardwright.rules.random_operators import run_on_one
 from shardwright.rules.registry import local_call
 
 

@@ -48,7 +48,7 @@ from ...errors import RuntimeMismatchError
 from ...graph import Graph
 from ...partition.local_program import Decisions, PortableDecisions, graph_digest
 from .coordination import error_of, error_words, exchanged, from_first
-from .watch.positions import Seen, WaitPoint, explaining, position, spelled, waiting
+from .watch.rank_positions import Seen, WaitPoint, explaining, position, spelled, waiting
 from .watch.watchdog import Peers, peers
 
 __all__ = ["Agreement", "Steps", "begin_planning", "counted"]

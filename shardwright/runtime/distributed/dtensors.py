@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...capture.annotations import whole_shape
 from ...layout import Digit, Layout
-from ...partition.uneven import true_slice
+from ...partition.padded_dims import true_slice
 from .process_groups import ProcessGroups, earlier_worlds
 
 __all__ = [

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ...errors import SettingError
-from ...partition.uneven import true_slice
+from ...partition.padded_dims import true_slice
 from ...torch_private import local_tensor, pytree, spec_of, storage_id
 from .dtensors import layout_of
 

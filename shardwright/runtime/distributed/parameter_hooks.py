@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ...accelerator_api import random_state
 from ...capture.annotations import CUT
-from ...capture.manual import is_own, stacked
+from ...capture.hybrid_models import is_own, stacked
 from ...errors import SettingError
 from ...torch_private import gradient_hooks, move_gradient_hooks
 
@@ -83,7 +83,7 @@ def seen_by_hooks(parameter: nn.Parameter, gradient: Tensor, rank: int) -> Tenso
         gradient: this rank's part.
         rank: this rank's number among those that the parameter's layout refers to.
     """
-    from ...partition.uneven import true_slice  # noqa: PLC0415  needed beside the next import alone
+    from ...partition.padded_dims import true_slice  # noqa: PLC0415  needed beside the next import alone
     from .dtensors import gathered_as, layout_of, padded_slice  # noqa: PLC0415  DTensor takes a second to import
 
     layout = layout_of(parameter)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...capture.annotations import CUT, be_elsewhere, whole_shape
-from ...capture.manual import is_own
+from ...capture.hybrid_models import is_own
 from ...errors import SettingError
 from ...layout import Layout
 from ..deferred_init import materialize, substitute

@@ -23,7 +23,7 @@ from ...redistribution import CollectiveKind, Redistribution, redistribution
 from ...torch_private import module_table
 from ..compilation import Compilation
 from ..local.operators import plain_function
-from ..lower import Lowered, cast, extreme, move, sum_of_gradient
+from ..lowering import Lowered, cast, extreme, move, sum_of_gradient
 from ..redistribution_functions import ExtremeFunction, RedistributionFunction, Steps, run_steps
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
 from .buckets import Scatter
@@ -42,7 +42,7 @@ from .scheduled_collectives import (
     WeightOfBlock,
     taken,
 )
-from .watch.positions import WaitPoint, noted
+from .watch.rank_positions import WaitPoint, noted
 
 __all__ = ["RankExecutor"]
 

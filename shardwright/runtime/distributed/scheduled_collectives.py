@@ -38,7 +38,7 @@ from .collectives import (
     permuted_sizes,
 )
 from .process_groups import Group, ProcessGroups
-from .watch.positions import WaitPoint, noted
+from .watch.rank_positions import WaitPoint, noted
 
 __all__ = [
     "BlockGather",

@@ -21,11 +21,11 @@ from torch.autograd.function import once_differentiable
 
 from ...layout import Layout
 from ...partition.local_program import GlobalExtreme, PlacedValue, Redistribute
-from ...partition.uneven import amounts
+from ...partition.padded_dims import amounts
 from ...redistribution import Redistribution, redistribution
 from ..compilation import Compilation
 from ..halo_exchanges import exchanging
-from ..lower import Lowered, cast, extreme, move, sum_of_gradient
+from ..lowering import Lowered, cast, extreme, move, sum_of_gradient
 from ..redistribution_functions import ExtremeFunction, RedistributionFunction
 from ..saved_tensors import LoweredRegions, RegatheredWeights, keep
 from .operators import Call, plain_function

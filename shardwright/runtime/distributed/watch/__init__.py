@@ -1,6 +1,6 @@
 """The watch of ranks over one another.
 
-positions            the position of each rank, and the rank that others wait for
+rank_positions       the position of each rank, and the rank that others wait for
 device_events        the collective that a device has come to while the host is ahead
 watchdog             messages beside the collectives, and the verdict that ends a run
 ending               a signal ends all ranks after the same step

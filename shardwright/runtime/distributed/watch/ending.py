@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ....process import current
-from .positions import WaitPoint, waiting
+from .rank_positions import WaitPoint, waiting
 from .watchdog import Peers, peers
 
 __all__ = ["ENDED", "Ending"]

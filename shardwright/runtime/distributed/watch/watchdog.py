@@ -8,8 +8,8 @@ The messages go through the store of the process group, from a thread.
     the news      a verdict (the run ends, and the reason), or a request to end (`ending.Ending`)
 
 A rank that waits at a wait point for longer than its patience raises the alarm, reads the positions of all others,
-and explains them with `positions.not_moving`. This is the verdict: every rank writes it to its standard error and ends
-with exit code 1, because a collective that is under way cannot be cancelled. A rank that waits at a meeting
+and explains them with `rank_positions.not_moving`. This is the verdict: every rank writes it to its standard error and
+ends with exit code 1, because a collective that is under way cannot be cancelled. A rank that waits at a meeting
 (`agreement.Steps`) raises it as an error.
 
 On an accelerator collectives run behind the host's back: a host that is at no wait point is where its device is, at the
@@ -45,7 +45,7 @@ from ....process import current, lifelines
 from ....torch_private import default_store, group_timeout
 from ..coordination import error_of, error_words
 from .device_events import PassedPlaces
-from .positions import Seen, WaitPoint, not_moving, position, users_line
+from .rank_positions import Seen, WaitPoint, not_moving, position, users_line
 
 __all__ = ["Peers", "peers"]
 

@@ -9,7 +9,7 @@ import torch
 
 from shardwright.runtime.distributed.watch import device_events
 from shardwright.runtime.distributed.watch.device_events import PassedPlaces
-from shardwright.runtime.distributed.watch.positions import WaitPoint, noted, position, waiting
+from shardwright.runtime.distributed.watch.rank_positions import WaitPoint, noted, position, waiting
 
 
 class Device:

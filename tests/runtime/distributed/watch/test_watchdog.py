@@ -29,7 +29,7 @@ from shardwright.process import Runtime, torch_timeout
 from shardwright.runtime.distributed.agreement import Steps
 from shardwright.runtime.distributed.watch import watchdog
 from shardwright.runtime.distributed.watch.device_events import PassedPlaces
-from shardwright.runtime.distributed.watch.positions import Seen, WaitPoint, position, waiting
+from shardwright.runtime.distributed.watch.rank_positions import Seen, WaitPoint, position, waiting
 from shardwright.runtime.distributed.watch.watchdog import peers
 
 WORLD = 4

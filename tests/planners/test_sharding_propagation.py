@@ -19,10 +19,10 @@ from shardwright.capture.export import capture
 from shardwright.cluster import Cluster
 from shardwright.cost.cost_model import CostModel
 from shardwright.layout import Digit, Layout
-from shardwright.planners import demands, propagation
+from shardwright.planners import demands, sharding_propagation
 from shardwright.planners.demands import MOST, demands_of, legal, passes_through, project
 from shardwright.planners.planning_problem import planners
-from shardwright.planners.propagation import path_from_mark
+from shardwright.planners.sharding_propagation import path_from_mark
 from shardwright.rules import bound_rule
 from shardwright.solver.problem import Solution
 
@@ -254,7 +254,7 @@ class Twice(nn.Module):
 def test_contradictory_marks_are_the_error_they_are() -> None:
     with pytest.raises(sw.PlanError, match="'w' .* is wanted in two layouts") as raised:
         planned(Twice(((1, 8), (8, 1)), ((1, 1), (1, 8))), torch.empty(16, 16, dtype=D))
-    assert "test_propagation.py" in str(raised.value)
+    assert "test_sharding_propagation.py" in str(raised.value)
 
 
 @pytest.mark.parametrize("first", [((1, 8), (8, 1)), ((1, 1), (1, 8)), ((2, 4), (4, 1)), ((8, 1), (1, 1))])
@@ -338,7 +338,7 @@ def test_the_plan_along_the_batch_where_no_mark_is_worth_following(monkeypatch) 
         return Solution(states, problem.cost(states), 0.0)
 
     x = torch.empty(16, 32, dtype=D)
-    monkeypatch.setattr(propagation, "solve", worst)
+    monkeypatch.setattr(sharding_propagation, "solve", worst)
     plan = planned(Chain(FIRST), x)
     assert strategies(plan) == strategies(planned(Chain(FIRST), x, mode="semi_auto"))
     assert any("no operator follows a mark" in note for note in plan.notes)

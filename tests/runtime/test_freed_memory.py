@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.runtime import freed as freed_memory
-from shardwright.runtime.freed import BLOCK, FIRST, LAST, TOP, freed
+from shardwright.runtime import freed_memory
+from shardwright.runtime.freed_memory import BLOCK, FIRST, LAST, TOP, freed
 
 
 def planned() -> tuple[sw.AutoParallel, torch.Tensor]:

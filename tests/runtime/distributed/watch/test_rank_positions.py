@@ -6,7 +6,7 @@ import re
 
 from hypothesis import given, strategies as st
 
-from shardwright.runtime.distributed.watch.positions import Seen, not_moving, spelled
+from shardwright.runtime.distributed.watch.rank_positions import Seen, not_moving, spelled
 
 
 def at(place: str = "", ranks: tuple[int, ...] = (), call: int = 1) -> Seen:

@@ -215,7 +215,7 @@ def test_what_cannot_leave_padding_out_is_an_error() -> None:
     product.op = sw.shard(torch.cumsum, ((1, 4),))
     with pytest.raises(StrategyError, match=r"op .*dims that their cuts do not divide") as caught:
         sw.plan(product, (draw(8, 7),), devices=4, uneven=True)
-    assert "(1, 1)" in str(caught.value) and "test_uneven.py" in str(caught.value)
+    assert "(1, 1)" in str(caught.value) and "test_padded_dims.py" in str(caught.value)
     divided = Apply(lambda m, x: m.op(x * 1, m.w))
     divided.op = sw.shard(torch.cdist, ((4, 1), (1, 1)))
     sw.plan(divided, (draw(7, 8),), devices=4, uneven=True)  # rows are nobody else's

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from one_device import parallel
 from small_networks import D, Marked, draw, labels
-from test_recursive import MODELS, slow_devices
+from test_recursive_programming import MODELS, slow_devices
 from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.cli import main as cli
 from shardwright.cost.cost_model import CostModel
-from shardwright.explain import _Neighbourhood, explained, opened, shares_of
+from shardwright.operator_explanation import _Neighbourhood, explained, opened, shares_of
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import PlanningProblem
 from shardwright.planners.search_space import strategy_of
@@ -228,7 +228,7 @@ def test_a_mark_holds_it() -> None:
     plan = between(((1, 4), (4, 1)))
     said = explained(plan, "first")
     assert said.decision.cause == "mark" and said.alternatives[0].more < 0  # rows would be better
-    assert "the mark holds it there" in text(said) and "test_explain.py" in text(said)
+    assert "the mark holds it there" in text(said) and "test_operator_explanation.py" in text(said)
     assert said.alternatives[0].decision.bound.in_strategy(said.alternatives[0].decision.assignment) != ((1, 4), (4, 1))
 
 

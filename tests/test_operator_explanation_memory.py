@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 
 import shardwright as sw
 from shardwright.cli import main as cli
-from shardwright.explain import as_given, explained
+from shardwright.operator_explanation import as_given, explained
 from shardwright.partition.rematerialization import with_recompute
 from shardwright.planfile.document_writer import head_digest, written
 from shardwright.planfile.encoding import packed, unpacked

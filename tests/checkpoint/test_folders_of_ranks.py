@@ -24,7 +24,7 @@ from checkpoint_runs import PLANS, Net, alike, batch, sgd, train, unlocked
 from ranks import run_ranks, run_scenarios
 
 import shardwright as sw
-from shardwright.checkpoint import manifest, seen_folders
+from shardwright.checkpoint import folders_of_ranks, manifest
 from shardwright.checkpoint.checkpoint_folders import steps_in
 from shardwright.checkpoint.tensor_reader import StoredTensors
 from shardwright.cli.main import main
@@ -44,7 +44,9 @@ def hosts(folder: Path, rank: int) -> Iterator[Path]:
     mine.mkdir(exist_ok=True)
     here = Path.cwd()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seen_folders, "_holds_one", lambda other: str(other).startswith(f"{mine}/") and other.exists())
+        patch.setattr(
+            folders_of_ranks, "_holds_one", lambda other: str(other).startswith(f"{mine}/") and other.exists()
+        )
         patch.setattr(socket, "gethostname", lambda: f"host-{HOSTS[rank]}")
         os.chdir(mine)
         try:

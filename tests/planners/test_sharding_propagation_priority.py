@@ -242,7 +242,7 @@ def test_what_is_no_priority(priority: Any) -> None:
     ):
         with pytest.raises(sw.SettingError, match="priority=") as raised:
             mark()
-        assert raised.value.source.startswith("test_propagation_priority.py:")
+        assert raised.value.source.startswith("test_sharding_propagation_priority.py:")
         assert raised.value.operator in ("relu", "Linear") and "whole number from 0" in raised.value.legal
 
 

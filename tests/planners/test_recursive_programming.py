@@ -27,7 +27,7 @@ from shardwright.layout import Digit
 from shardwright.partition.local_program import input_placement
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import PlanningProblem
-from shardwright.planners.recursive import recursive_programming
+from shardwright.planners.recursive_programming import recursive_programming
 from shardwright.planners.search_space import options_among, strategy_of
 from shardwright.rules import bound_rule
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from small_networks import D, draw
-from test_recursive import MODE, as_one_device, slow_devices
+from test_recursive_programming import MODE, as_one_device, slow_devices
 from torch import nn
 
 import shardwright as sw
@@ -17,7 +17,7 @@ from shardwright.capture.export import capture
 from shardwright.cost.cost_model import CostModel
 from shardwright.errors import PlanError
 from shardwright.partition.local_program import input_placement
-from shardwright.planners import recursive
+from shardwright.planners import recursive_programming
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import CUT, PlanningProblem
 from shardwright.solver.milp import milp
@@ -55,7 +55,7 @@ class Asked:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
     """The levels with a limit, in the order in which the recursion comes to them."""
     out: list[Asked] = []
-    holding, nearest, fit = recursive.holding, recursive._nearest, recursive.fit
+    holding, nearest, fit = recursive_programming.holding, recursive_programming._nearest, recursive_programming.fit
 
     def hold(made: Any, fed: Any, carries: Any, limit: float, state: float) -> Any:
         out.append(Asked(limit))
@@ -77,7 +77,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
         return out[-1].answer
 
     for name, spy in (("holding", hold), ("_nearest", choose), ("fit", end)):
-        monkeypatch.setattr(recursive, name, spy)
+        monkeypatch.setattr(recursive_programming, name, spy)
     return out
 
 
@@ -135,7 +135,7 @@ def test_levels_are_given_less_where_the_last_cannot_fit(
 
 def test_a_large_network_has_two_turns(asked: list[Asked], monkeypatch: pytest.MonkeyPatch) -> None:
     """A level that refuses its limit takes long there: the second turn lowers the limits of the levels by little."""
-    monkeypatch.setattr(recursive, "LARGE", 0)
+    monkeypatch.setattr(recursive_programming, "LARGE", 0)
     (net, batch, loss_fn), memory = layers(3), 38_600
     with suppress(PlanError):
         sw.plan(
@@ -161,7 +161,7 @@ def test_a_level_that_cannot_keep_its_limit_holds_as_little_as_it_can(asked: lis
             graph, 8, input_placement(graph, 8, "full_batch"), cost_model=CostModel(slow_devices(*sizes), 8)
         )
     ).check()
-    decided = recursive._Recursion(search, "adam", CUT).run(memory, 0.0)
+    decided = recursive_programming._Recursion(search, "adam", CUT).run(memory, 0.0)
     check(asked, sizes, memory, (0.0,))
     assert [level.kept for level in asked[:-1]] == [False, True] and decided.found.limit == memory
     first = asked[0]

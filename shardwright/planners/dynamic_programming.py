@@ -30,9 +30,9 @@ from ..solver.solve import solve
 from .memory_fit import TooLittleMemoryError, fit, fits, limited
 from .plan_search import Search
 from .planning_problem import PlanningProblem, planner
-from .propagation import sharding_propagation
-from .recursive import recursion
+from .recursive_programming import recursion
 from .semi_auto import semi_auto
+from .sharding_propagation import sharding_propagation
 
 __all__ = ["dynamic_programming"]
 
