@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +147,21 @@ def scenario(function: Callable[[int, int], None]) -> Callable[[int, int], None]
     return function
 
 
+@cache
+def built(kind: str) -> tuple[Mixed, sw.AutoParallel, Mixed, Callable[..., Tensor], list[Tensor]]:
+    """`both`, its layouts decided, and what its parameters begin with: for the steps of many optimizers in turn."""
+    net, model, one, call = both(kind)
+    model(X, Y)
+    return net, model, one, call, [p.detach().clone() for p in (*net.parameters(), *one.parameters())]
+
+
 def as_one_device(kind: str, make: Make) -> Callable[[int, int], None]:
     def run(rank: int, world: int) -> None:
-        net, model, one, call = both(kind)
-        model(X, Y)
+        net, model, one, call, begun = built(kind)
+        with torch.no_grad():
+            for p, x in zip((*net.parameters(), *one.parameters()), begun):
+                p.copy_(x)
+                p.grad = None
         ours, theirs = make(list(net.parameters())), make(list(one.parameters()))
         train(net, model, ours), train(one, call, theirs)
         close({n: whole(p) for n, p in net.named_parameters()}, dict(one.named_parameters()))
