@@ -17,6 +17,7 @@ from .errors import SettingError
 
 __all__ = [
     "current_stream",
+    "default_device",
     "event",
     "host_memory",
     "is_accelerator",
@@ -40,6 +41,14 @@ _FLOAT64 = ("cpu", "meta", "cuda", "xpu")
 def is_accelerator(device: torch.device) -> bool:
     """True for a device with memory and a queue of its own."""
     return device.type not in ("cpu", "meta")
+
+
+def default_device() -> torch.device:
+    """The device on which torch makes a tensor that names none.
+
+    `torch.get_default_device` raises in torch 2.9 after ``torch.set_default_device(None)``.
+    """
+    return torch.empty(0).device
 
 
 def module_of(device: torch.device) -> Any:

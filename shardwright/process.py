@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .accelerator_api import is_recording_graph
+from .accelerator_api import default_device, is_recording_graph
 from .errors import SettingError, known_keywords
 from .launch.device_choice import asked_device, check_shared, device_of_group, device_of_rank
 from .launch.environment import LOOPBACK, RankInRun, find, is_loopback, is_msrun_scheduler, leading_to, remark, token_of
@@ -167,7 +167,7 @@ def init(
         asked = os.environ.get("SHARDWRIGHT_DEVICES")
         if asked and not (asked.isdecimal() and int(asked)):
             raise SettingError(f"SHARDWRIGHT_DEVICES={asked}", legal="a whole number of at least 1")
-        here = asked_for or torch.get_default_device()
+        here = asked_for or default_device()
         runtime = Runtime(False, int(asked) if asked else devices, 0, here, chosen=asked_for is not None)
     _current[:] = [runtime]
     if runtime.processes and watched and dist.get_world_size() > 1:

@@ -17,6 +17,7 @@ from torch import nn
 import shardwright as sw
 from shardwright import accelerator_api
 from shardwright.accelerator_api import (
+    default_device,
     host_memory,
     module_of,
     moved,
@@ -196,3 +197,12 @@ def test_a_comparison_is_in_float64_where_there_is_such(monkeypatch: pytest.Monk
     moves: list[str] = []
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: (moves.append("to the host"), x)[1])
     assert node_comparison.difference(a, b) == 0.2 and moves
+
+
+def test_the_default_device_may_be_set_and_taken_back() -> None:
+    assert default_device() == torch.device("cpu")
+    with torch.device("meta"):
+        assert default_device() == torch.device("meta")
+    torch.set_default_device("meta")
+    torch.set_default_device(None)
+    assert default_device() == torch.device("cpu"), "torch 2.9's own function raises here"

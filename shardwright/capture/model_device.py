@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..accelerator_api import default_device
 from ..errors import CaptureError, SettingError
 from ..launch.device_choice import asked_device
 from ..pytree_objects import opened
@@ -51,7 +52,7 @@ def device_of(net: nn.Module, loss_fn: Any = None, inputs: Any = ()) -> torch.de
         )
     for device in found:
         return device
-    places = (*(x.device for x in _tensors(inputs)), torch.get_default_device())
+    places = (*(x.device for x in _tensors(inputs)), default_device())
     return next((device for device in places if device.type != "meta"), torch.device("cpu"))
 
 

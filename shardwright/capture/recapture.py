@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.export.graph_signature import InputKind
 
+from ..accelerator_api import default_device
 from ..autocast import current
 from ..errors import PACKAGE_FOLDER
 from ..torch_private import (
@@ -236,7 +237,7 @@ def _common_device(tensors: Sequence[torch.Tensor], named: Sequence[torch.device
     """The device of a result: the one that is named, or that of the arguments with dims."""
     if named:
         return named[0]
-    return next((t.device for t in tensors if t.dim()), tensors[0].device if tensors else torch.get_default_device())
+    return next((t.device for t in tensors if t.dim()), tensors[0].device if tensors else default_device())
 
 
 def _outlines(results: Any, tensors: Sequence[torch.Tensor]) -> Any:

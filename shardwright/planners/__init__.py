@@ -19,11 +19,12 @@ replanning             a plan reused at other sizes of the inputs
 
 from __future__ import annotations
 
-from . import (  # each enters its planners in the table
-    dynamic_programming,
-    recursive_programming,
-    semi_auto,
-    sharding_propagation,
-)
+# Each enters its planners in the table; messages name the modes in this order.
+# isort: off
+from . import semi_auto
+from . import sharding_propagation
+from . import recursive_programming
+from . import dynamic_programming
+# isort: on
 
 __all__ = ["dynamic_programming", "recursive_programming", "semi_auto", "sharding_propagation"]

@@ -214,7 +214,9 @@ def costless(problem: Problem) -> Problem:
     )
 
 
-def leanest_by_prices(problem: Problem, rows: Rows, pricing: _Priced, low: float) -> LeastMemory:
+def leanest_by_prices(
+    problem: Problem, rows: Rows, pricing: _Priced, low: float, seen: Sequence[Cut] = (), evaluations: int = EVALUATIONS
+) -> LeastMemory:
     """The least limit of a problem without costs, of `binding`, as near as prices and splicing come to it.
 
     Args:
@@ -222,19 +224,23 @@ def leanest_by_prices(problem: Problem, rows: Rows, pricing: _Priced, low: float
         rows: its usages.
         pricing: its least at any prices.
         low: no plan keeps a limit below it.
+        seen: allowed states, which are spliced as well.
+        evaluations: at further prices than even ones. They raise the lower end; the upper end seldom falls with them,
+            because states that are least at a few moments are large at all others.
     """
     unit = max(low, 1.0)  # unit of the limits here: with Σ λ · unit = 1, L(λ) = least limit / unit - 1
     rows = replace(rows, limit=unit)
     known, in_units = Prices(rows.count, unit), _InUnits(pricing, unit)
     even = np.full(rows.count, 1.0 / (unit * rows.count))
     known.see(even, *in_units.least(even))  # the states of little memory everywhere
-    ascend(in_units, known, cap=1.0, gap=APART / 4, most=EVALUATIONS)
+    if evaluations:
+        ascend(in_units, known, cap=1.0, gap=APART / 4, most=evaluations)
     least = max(low, unit * (1.0 + known.bound))
-    best = min(known.cuts, key=lambda cut: cut.used.max())
-    states, enough = best.states, float(best.used.max())
-    near = sorted(known.cuts, key=lambda cut: float(cut.used.max()))[:SPLICED]
+    near = sorted((*known.cuts, *seen), key=lambda cut: float(cut.used.max()))[:SPLICED]
+    states, enough = near[0].states, float(near[0].used.max())
+    bold = True  # halve the range as long as that succeeds; then go down in small steps
     while enough > (1.0 + APART) * least:
-        trial = (least + enough) / 2
+        trial = (least + enough) / 2 if bold else (1.0 - APART / 2) * enough
         splicer = Splicer(problem, replace(rows, limit=trial))
         found = next(
             (
@@ -245,9 +251,12 @@ def leanest_by_prices(problem: Problem, rows: Rows, pricing: _Priced, low: float
             ),
             None,
         )
-        if found is None:
+        if found is not None:
+            states, enough = tuple(found[0]), float(rows.used(found[0]).max())
+        elif not bold:
             break
-        states, enough = tuple(found[0]), float(rows.used(found[0]).max())
+        else:
+            bold = False
     return LeastMemory(least, enough, tuple(states))
 
 
@@ -430,7 +439,7 @@ class _PricedSearch:
             else:
                 if isinstance(self.pricing, SweptPricing):
                     self.pricing.forget()
-                found = swept_leanest(free, self.rows, self.marks(), low)
+                found = swept_leanest(free, self.rows, self.marks(), low, list(self.known.values()))
                 self.least, may = found.least, found.enough is not None and found.enough <= self.rows.limit
         except OutOfBudgetError:
             return True
@@ -573,7 +582,9 @@ class _PricedSearch:
         return Solution(tuple(self.states), self.cost, bound, (note,))
 
 
-def swept_leanest(problem: Problem, rows: Rows, alive: Sequence[np.ndarray], low: float) -> LeastMemory:
+def swept_leanest(
+    problem: Problem, rows: Rows, alive: Sequence[np.ndarray], low: float, seen: Sequence[Cut] = ()
+) -> LeastMemory:
     """The states of the least memory of a problem without costs that elimination cannot do.
 
     The search covers the states that look best to sweeps where a few moments have a price: with a price at each
@@ -584,6 +595,7 @@ def swept_leanest(problem: Problem, rows: Rows, alive: Sequence[np.ndarray], low
         rows: its usages.
         alive: further states (bool, by node) to choose from.
         low: no plan keeps a limit below it.
+        seen: allowed states, which are spliced with those found.
     """
     swept = SweptPricing(problem, rows)
     search = _PricedSearch(problem, rows, swept, 0.0)
@@ -595,7 +607,8 @@ def swept_leanest(problem: Problem, rows: Rows, alive: Sequence[np.ndarray], low
     swept.forget()
     low = max(low, search.prices.bound + rows.limit)
     try:
-        return replace(leanest_by_prices(problem, rows, Part(problem, rows, search.marks()), low), least=low)
+        part = Part(problem, rows, search.marks())
+        return replace(leanest_by_prices(problem, rows, part, low, seen, evaluations=0), least=low)
     except PlanError:  # these states exclude one another
         return LeastMemory(low, None, None)
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..accelerator_api import default_device
 from ..cluster import Cluster
 from ..errors import SettingError, known_keywords
 from ..mixed_precision import MixedPrecision, one_device
@@ -286,7 +287,7 @@ class _Verification:
         self.tolerances = {d: torch.finfo(d).eps ** 0.5 for d in self.dtypes} | TOLERANCES
         self.tolerances = {d: max([t, *rounded]) for d, t in self.tolerances.items()} | dict(tolerances or {})
         leaves = [x for x in pytree.tree_leaves(opened((args, kwargs))) if isinstance(x, Tensor)]
-        device = leaves[0].device if leaves else torch.get_default_device()
+        device = leaves[0].device if leaves else default_device()
         self.runtime = Runtime(False, devices, 0, device)
         self.state = _values(net, loss_fn, device)
 
