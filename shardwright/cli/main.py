@@ -7,6 +7,8 @@ torch inside the functions that use it, so that ``shardwright --help`` answers a
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -16,7 +18,7 @@ import shardwright
 from ..launch.run import add_run_parser
 from .calibrate_command import add_calibrate_parser
 from .checkpoint_command import add_checkpoint_parser
-from .command_line import Parser
+from .command_line import INTERRUPTED, Parser
 from .completion_command import add_completion_parser
 from .doctor_command import add_doctor_parser
 from .plan_command import add_explain_parser, add_plan_parser, add_simulate_parser, add_verify_parser
@@ -71,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments without the program's name; ``sys.argv[1:]`` if None.
 
+    Returns:
+        The command's code; 130 where Ctrl-C ended it, 141 where the reader of its output has ended.
+
     Raises:
         SystemExit: with code 2 for a mistake in the arguments, with 0 for ``--help`` and ``--version``.
     """
@@ -79,7 +84,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         # The error names the command that was called: argparse itself would name the outer one, and its help.
         getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
-    return arguments.func(arguments)
+    try:
+        code: int = arguments.func(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, such as head, has ended; what it asked for was printed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        command = getattr(arguments, "parser", parser).prog
+        print(f"{command}: stopped by Ctrl-C; nothing more is written", file=sys.stderr)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

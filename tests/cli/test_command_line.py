@@ -194,3 +194,37 @@ def test_completion_needs_shtab(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         "",
         "shardwright completion: error: there is no shtab: pip install 'shardwright[completion]'\n",
     )
+
+
+# -- exit codes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_ends_is_no_traceback(inside: Path) -> None:
+    """The reader ends before the command prints, so that its first byte meets a broken pipe."""
+    command = [sys.executable, "-m", "shardwright", "checkpoint", "info", "runs/4", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        error = process.stderr.read()
+    assert (process.returncode, error) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "target"),
+    [
+        (["plan", "train.py"], "shardwright.cli.plan_command.planned"),
+        (["verify", "train.py"], "shardwright.cli.plan_command.verify_script"),
+        (["rehearse", "plan.json"], "shardwright.rehearsal.rehearse.rehearse"),
+        (["checkpoint", "transform", "runs/4", "runs/one", "--to", "1"], "shardwright.checkpoint.transform.transform"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_ctrl_c_ends_a_command(
+    words: list[str], target: str, inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(target, interrupted)
+    assert cli.main(words) == 130
+    assert capsys.readouterr().err.splitlines()[-1].endswith("stopped by Ctrl-C; nothing more is written")
