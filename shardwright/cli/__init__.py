@@ -5,6 +5,8 @@
     calibrate_command    calibrate
     checkpoint_command   checkpoint info, verify, merge, transform
     doctor_command       doctor
+    completion_command   completion
+    command_line         what commands share: the parser with its examples, --json, --import
     forked_ranks         forked processes with a time limit, two of them as ranks, for doctor
     checkpoint_tables    a checkpoint in a terminal
     script               the target of a command: a training script, or a function

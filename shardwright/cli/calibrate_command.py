@@ -30,7 +30,14 @@ def add_calibrate_parser(subparsers: argparse._SubParsersAction[argparse.Argumen
         help="measure links, matmuls and memory, and write a cluster file",
         description="Measure what collectives, matmuls and memory give while all ranks are at work, and write it as a "
         "cluster file for planning. Under torchrun on the ranks that it started; otherwise on processes of "
-        "this machine that are started for it.",
+        "this machine that are started for it. Exit code 0: written, 1: the ranks cannot be measured.",
+        examples=(
+            ("shardwright calibrate --devices 2 --output ours.json", "measure two devices of this machine"),
+            (
+                "torchrun --nnodes 4 --nproc_per_node 8 -m shardwright calibrate",
+                "cluster.json of four hosts; on each of them",
+            ),
+        ),
     )
     parser.add_argument(
         "--devices",
@@ -40,6 +47,7 @@ def add_calibrate_parser(subparsers: argparse._SubParsersAction[argparse.Argumen
     )
     parser.add_argument(
         "--output",
+        completes="file",
         type=Path,
         default=Path("cluster.json"),
         metavar="FILE",
@@ -49,6 +57,7 @@ def add_calibrate_parser(subparsers: argparse._SubParsersAction[argparse.Argumen
     parser.add_argument("--rounds", type=_count, metavar="N", default=7, help="medians are of so many (default: 7)")
     parser.add_argument(
         "--log_dir",
+        completes="directory",
         default="log_output",
         metavar="DIR",
         help="where the processes that are started write their logs (default: ./log_output)",

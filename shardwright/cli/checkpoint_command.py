@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ..errors import ShardwrightError
+from .command_line import add_import_option, add_json_option, failed, print_json, refused
 from .script import Nothing, import_modules
 
 __all__ = ["add_checkpoint_parser", "info", "merge", "transform", "verify"]
@@ -34,6 +34,10 @@ def add_checkpoint_parser(subparsers: argparse._SubParsersAction[argparse.Argume
         help="look at checkpoints, verify them, and cut them for other devices",
         description="Checkpoints without devices. A checkpoint is given by its folder, or by that of a run: then its "
         "latest is meant, or that of --step.",
+        examples=(
+            ("shardwright checkpoint info runs/4", "what the latest checkpoint of a run holds"),
+            ("shardwright checkpoint transform runs/4 runs/8 --to plan.json", "cut it for the devices of a plan"),
+        ),
     )
     commands = parser.add_subparsers(metavar="command", required=True)
 
@@ -42,7 +46,7 @@ def add_checkpoint_parser(subparsers: argparse._SubParsersAction[argparse.Argume
     ) -> argparse.ArgumentParser:
         made = commands.add_parser(name, allow_abbrev=False, **said)
         for path in paths:
-            made.add_argument(path.lower(), type=Path, metavar=path)
+            made.add_argument(path.lower(), completes="directory", type=Path, metavar=path)
         made.add_argument("--step", type=int, metavar="N", help="which checkpoint of a run (default: the latest)")
         made.set_defaults(func=function, parser=made)
         return made
@@ -54,16 +58,25 @@ def add_checkpoint_parser(subparsers: argparse._SubParsersAction[argparse.Argume
         help="what a checkpoint holds",
         description="What a checkpoint holds: step, kind, plan, files, tensors and how they lay. Exit code 0: "
         "there it is, 2: there is none, or its manifest is damaged.",
+        examples=(
+            ("shardwright checkpoint info runs/4", "step, files, tensors and how they are cut"),
+            ("shardwright checkpoint info runs/4 --step 3 --json", "the checkpoint of step 3, as JSON"),
+        ),
     )
-    made.add_argument("--json", action="store_true", help="as JSON")
-    command(
+    add_json_option(made)
+    made = command(
         "verify",
         verify,
         "PATH",
         help="look for damage",
         description="Read every byte of a checkpoint, or of all of a run, and compare it with what was written. Exit "
         "code 0: sound, 1: damaged, with the files, 2: there is no checkpoint.",
+        examples=(
+            ("shardwright checkpoint verify runs/4", "every checkpoint of a run"),
+            ("shardwright checkpoint verify runs/4 --step 3 --json", "that of step 3, as JSON"),
+        ),
     )
+    add_json_option(made)
     command(
         "merge",
         merge,
@@ -72,6 +85,10 @@ def add_checkpoint_parser(subparsers: argparse._SubParsersAction[argparse.Argume
         help="parts into whole files",
         description="Make a checkpoint of whole tensors, in the safetensors format, of one in parts. Exit code 0: "
         "done, 1: it cannot be done, and nothing is left of it.",
+        examples=(
+            ("shardwright checkpoint merge runs/4 whole", "the latest checkpoint as whole tensors"),
+            ("shardwright checkpoint merge runs/4 whole3 --step 3", "that of step 3"),
+        ),
     )
     made = command(
         "transform",
@@ -82,21 +99,19 @@ def add_checkpoint_parser(subparsers: argparse._SubParsersAction[argparse.Argume
         description="Make a checkpoint in parts, as the ranks of another plan would have saved it, of any "
         "checkpoint or Hugging Face folder. Exit code 0: done, 1: it cannot be done, and nothing is "
         "left of it.",
+        examples=(
+            ("shardwright checkpoint transform runs/4 runs/8 --to plan.json", "for the devices of a plan"),
+            ("shardwright checkpoint transform runs/4 runs/one --to 1", "for one device"),
+        ),
     )
     made.add_argument(
         "--to",
+        completes="file",
         required=True,
         metavar="PLAN|STRATEGIES|1",
         help="a plan that shardwright plan or Plan.save wrote, a file of save_param_strategy_file, or 1: one device",
     )
-    made.add_argument(
-        "--import",
-        action="append",
-        default=[],
-        dest="imports",
-        metavar="MODULE",
-        help="import a module first, which registers operators of yours (may be repeated)",
-    )
+    add_import_option(made)
 
 
 def info(arguments: argparse.Namespace) -> int:
@@ -107,11 +122,11 @@ def info(arguments: argparse.Namespace) -> int:
     try:
         with opened(arguments.path, arguments.step) as stored:
             if arguments.json:
-                print(json.dumps(words(stored), indent=1))
+                print_json(words(stored))
             else:
                 show(stored)
     except ShardwrightError as error:
-        return _said("info", error, WRONG)
+        return failed("checkpoint info", error, WRONG)
     return DONE
 
 
@@ -124,17 +139,24 @@ def verify(arguments: argparse.Namespace) -> int:
     try:
         folders = to_verify(arguments.path, arguments.step)
     except ShardwrightError as error:
-        return _said("verify", error, WRONG)
-    damaged = False
+        return failed("checkpoint verify", error, WRONG)
+    checked: list[dict[str, Any]] = []
     for folder in folders:
         problems = problems_of(folder)
+        sizes = [file.stat().st_size for file in folder.iterdir()]
+        checked.append(
+            {"path": str(folder), "sound": not problems, "problems": problems, "files": len(sizes), "bytes": sum(sizes)}
+        )
+        if arguments.json:
+            continue
         for problem in problems:
             print(f"{folder}/{problem}", flush=True)
         if not problems:
-            sizes = [file.stat().st_size for file in folder.iterdir()]
             print(f"{folder}: sound, {len(sizes)} files, {size_text(sum(sizes))}", flush=True)
-        damaged |= bool(problems)
-    return FAILED if damaged else DONE
+    sound = all(each["sound"] for each in checked)
+    if arguments.json:
+        print_json({"sound": sound, "checkpoints": checked})
+    return DONE if sound else FAILED
 
 
 def merge(arguments: argparse.Namespace) -> int:
@@ -153,7 +175,7 @@ def transform(arguments: argparse.Namespace) -> int:
     try:
         import_modules(arguments.imports)
     except Nothing as error:
-        arguments.parser.error(str(error))
+        return refused(arguments, error)
     return _made(
         "transform",
         arguments,
@@ -171,7 +193,7 @@ def _made(command: str, arguments: argparse.Namespace, make: Callable[[Any], Pat
             folder = make(progress)
         made = manifest.read(folder)
     except ShardwrightError as error:
-        return _said(command, error, FAILED)
+        return failed(f"checkpoint {command}", error, FAILED)
     print(
         f"{folder}: step {made.step}, {made.kind}, {len(made.files)} files, "
         f"{size_text(sum(file.bytes for file in made.files.values()))}",
@@ -207,11 +229,3 @@ def _shown() -> Iterator[Callable[[str, int, int], None]]:
             bars.update(tasks[what], completed=done)
 
         yield progress
-
-
-def _said(command: str, error: ShardwrightError, code: int) -> int:
-    print(f"shardwright checkpoint {command}: error: {error}", file=sys.stderr)
-    return code
-
-
-# -- a checkpoint in a terminal ----------------------------------------------------------------------------------------

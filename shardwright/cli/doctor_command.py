@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ipaddress
-import json
 import os
 import platform
 import re
@@ -38,6 +37,7 @@ from typing import Any
 from ..errors import SettingError
 from ..launch.environment import LOOPBACK, PORT, RankInRun, find, leading_to, remark, token_of
 from ..launch.run_settings import bound, check_port
+from .command_line import add_json_option, print_json
 from .forked_ranks import LONG, SHORT, in_children, played, words
 
 __all__ = ["Finding", "add_doctor_parser", "doctor", "findings"]
@@ -100,8 +100,12 @@ def add_doctor_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         description="Check what this machine has for a run, and say how to mend what is wrong. The output can be "
         "pasted into a report: it names no host and no folder, but for what variables of launchers hold. Exit code "
         "0: no problem, 1: a problem.",
+        examples=(
+            ("shardwright doctor", "every check, two ranks that communicate among them"),
+            ("shardwright doctor --quick --json", "what takes a second, as JSON"),
+        ),
     )
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    add_json_option(parser)
     parser.add_argument("--quick", action="store_true", help="leave out the two ranks that communicate")
     parser.set_defaults(func=doctor, parser=parser)
 
@@ -111,17 +115,13 @@ def doctor(arguments: argparse.Namespace) -> int:
     found = list(findings(arguments.quick))
     problems = sum(finding.state == PROBLEM for finding in found)
     if arguments.json:
-        print(
-            json.dumps(
-                {
-                    "ok": not problems,
-                    "problems": problems,
-                    "warnings": sum(finding.state == WARNING for finding in found),
-                    "findings": [asdict(finding) for finding in found],
-                },
-                indent=1,
-            ),
-            flush=True,
+        print_json(
+            {
+                "ok": not problems,
+                "problems": problems,
+                "warnings": sum(finding.state == WARNING for finding in found),
+                "findings": [asdict(finding) for finding in found],
+            }
         )
     else:
         show(found)

@@ -1,13 +1,14 @@
 """The command line: ``shardwright <command> ...``.
 
-A command is a function ``add_..._parser(subparsers)``. It adds its parser and sets two defaults: ``func``, which
-takes the parsed arguments and returns the exit code, and ``parser``, its parser, for errors found later. Modules of
-commands import torch inside the functions that use it, so that ``shardwright --help`` answers at once.
+A command is a function ``add_..._parser(subparsers)``; `command_line` says what it does. Modules of commands import
+torch inside the functions that use it, so that ``shardwright --help`` answers at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -17,6 +18,8 @@ import shardwright
 from ..launch.run import add_run_parser
 from .calibrate_command import add_calibrate_parser
 from .checkpoint_command import add_checkpoint_parser
+from .command_line import INTERRUPTED, Parser
+from .completion_command import add_completion_parser
 from .doctor_command import add_doctor_parser
 from .plan_command import add_explain_parser, add_plan_parser, add_simulate_parser, add_verify_parser
 from .rehearse_command import add_rehearse_parser
@@ -33,14 +36,8 @@ COMMANDS = (
     add_checkpoint_parser,
     add_calibrate_parser,
     add_doctor_parser,
+    add_completion_parser,
 )
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, so that the mistake is not lost below thirty lines of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 class _Version(argparse.Action):
@@ -53,8 +50,17 @@ class _Version(argparse.Action):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    parser = Parser(prog="shardwright", allow_abbrev=False, description="Operator-level parallel training on PyTorch.")
+    parser = Parser(
+        prog="shardwright",
+        allow_abbrev=False,
+        description="Operator-level parallel training on PyTorch.",
+        examples=(
+            ("shardwright plan train.py --devices 8", "how a training script's model is split over eight devices"),
+            ("shardwright run --worker_num=8 train.py", "and its training, in eight processes"),
+        ),
+    )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the installed version")
+    parser.set_defaults(root=parser)  # for the command that prints completions
     subparsers: Any = parser.add_subparsers(metavar="command", required=True)
     for add_parser in COMMANDS:
         add_parser(subparsers)
@@ -67,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments without the program's name; ``sys.argv[1:]`` if None.
 
+    Returns:
+        The command's code; 130 where Ctrl-C ended it, 141 where the reader of its output has ended.
+
     Raises:
         SystemExit: with code 2 for a mistake in the arguments, with 0 for ``--help`` and ``--version``.
     """
@@ -75,7 +84,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         # The error names the command that was called: argparse itself would name the outer one, and its help.
         getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
-    return arguments.func(arguments)
+    try:
+        code: int = arguments.func(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, such as head, has ended; what it asked for was printed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        command = getattr(arguments, "parser", parser).prog
+        print(f"{command}: stopped by Ctrl-C; nothing more is written", file=sys.stderr)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

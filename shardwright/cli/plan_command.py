@@ -20,9 +20,10 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, ShardwrightError
+from .command_line import add_import_option, failed, refused
 from .script import Nothing, arguments_of, first_call, import_modules, positive, without_weights
 
 if TYPE_CHECKING:
@@ -62,16 +63,31 @@ def add_plan_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
         "       %(prog)s diff a.json b.json",
         epilog="Options may stand behind the target too; what is none of them, and all that stands behind --, is the "
         "script's.",
+        examples=(
+            (
+                "shardwright plan train.py --devices 64 --cluster h100x8x8",
+                "plan.json for 8 hosts of 8 H100; none is needed",
+            ),
+            (
+                "shardwright plan diff plan.json edited.json",
+                "operators and parameters that differ, and what a step takes",
+            ),
+        ),
     )
     _add_options(parser)
     parser.add_argument(
         "target",
+        completes="file",
         help="a training script that calls an AutoParallel model; or a function without "
         "arguments that returns the keyword arguments of shardwright.plan as a dict, or "
         "(net, inputs, targets, loss_fn); or diff",
     )
     parser.add_argument(
-        "script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments; with diff, the two plans"
+        "script_args",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        completes="file",
+        help="the script's arguments; with diff, the two plans",
     )
     parser.set_defaults(func=plan, parser=parser)
 
@@ -85,6 +101,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cluster",
+        completes="file",
         metavar="FILE|PRESET",
         help='the devices and their links: a JSON file, or a preset such as "h100x8x128"',
     )
@@ -113,21 +130,21 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="into how many stages and micro-batches, and the schedule, such as 4:8:1f1b; which module is "
         "in which stage, the target says (default: as the target says)",
     )
-    parser.add_argument("--strategies", metavar="PLAN", help="a plan whose operators' strategies hold here too")
     parser.add_argument(
-        "--output", type=Path, default=Path("plan.json"), metavar="FILE", help="the plan to write (default: plan.json)"
+        "--strategies", metavar="PLAN", completes="file", help="a plan whose operators' strategies hold here too"
+    )
+    parser.add_argument(
+        "--output",
+        completes="file",
+        type=Path,
+        default=Path("plan.json"),
+        metavar="FILE",
+        help="the plan to write (default: plan.json)",
     )
     parser.add_argument(
         "--with-weights", action="store_true", help="build the model with its weights, for a script that looks at them"
     )
-    parser.add_argument(
-        "--import",
-        action="append",
-        default=[],
-        dest="imports",
-        metavar="MODULE",
-        help="import a module first, which registers operators of yours (may be repeated)",
-    )
+    add_import_option(parser)
 
 
 def pipeline_of(text: str) -> dict[str, Any]:
@@ -168,12 +185,6 @@ def _with_options_behind(arguments: argparse.Namespace) -> None:
     arguments.script_args = rest + given[end + 1 :]
 
 
-def _refused(arguments: argparse.Namespace, error: Exception) -> NoReturn:
-    """Print the usage and the error, and end with exit code 2."""
-    arguments.parser.error(str(error))
-    raise AssertionError("argparse has ended this process")
-
-
 def plan(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code. Errors of the script or function itself are raised as they are."""
     _with_options_behind(arguments)
@@ -185,10 +196,9 @@ def plan(arguments: argparse.Namespace) -> int:
         made = planned(arguments)
         made.save(arguments.output)
     except Nothing as error:
-        return _refused(arguments, error)
+        return refused(arguments, error)
     except ShardwrightError as error:
-        print(f"shardwright plan: error: {error}", file=sys.stderr)
-        return 1
+        return failed("plan", error, 1)
     except (NotImplementedError, RuntimeError) as error:  # torch's errors for a read of a tensor without values
         if "meta" in str(error) and not arguments.with_weights:
             print(
@@ -275,6 +285,8 @@ def plan_call(
 
 def diff(arguments: argparse.Namespace) -> int:
     """Compare two saved plans, and return the exit code."""
+    if {"-h", "--help"} & set(arguments.script_args):
+        arguments.parser.parse_args(["--help"])
     if len(arguments.script_args) != 2:
         arguments.parser.error(f"diff takes two plans, but got {' '.join(arguments.script_args) or 'none'}")
     from ..planning import Plan  # noqa: PLC0415  imports torch; registers how plans are read
@@ -283,8 +295,7 @@ def diff(arguments: argparse.Namespace) -> int:
     try:
         before, after = map(Plan.load, arguments.script_args)
     except ShardwrightError as error:
-        print(f"shardwright plan diff: error: {error}", file=sys.stderr)
-        return FAILED
+        return failed("plan diff", error, FAILED)
     found = difference(before, after)
     print("\n".join(found.lines), flush=True)
     return EQUAL if found.equal else DIFFERENT
@@ -321,6 +332,10 @@ def add_explain_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         "Of one of its modules: its operators. Of one of its operators: what it costs, its best alternatives and what "
         "a step would take with each, and what holds it where it is. Equal layers are one line. "
         "Exit code 0: explained, 2: the plan cannot be read, or has no such operator.",
+        examples=(
+            ("shardwright explain plan.json", "what a step takes, by layers, operators and messages"),
+            ("shardwright explain plan.json up --alternatives 5", "why one operator is split so, beside 5 other ways"),
+        ),
     )
     parser.add_argument("--alternatives", type=int, default=3, metavar="N", help="how many alternatives (default: 3)")
     parser.add_argument(
@@ -328,15 +343,8 @@ def add_explain_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         metavar="SIZE",
         help='what a device may hold, such as "70GB", or "cluster" for its own (default: as the plan was searched for)',
     )
-    parser.add_argument(
-        "--import",
-        action="append",
-        default=[],
-        dest="imports",
-        metavar="MODULE",
-        help="import a module first, which registers operators of yours (may be repeated)",
-    )
-    parser.add_argument("plan", help="a file that shardwright plan or Plan.save wrote")
+    add_import_option(parser)
+    parser.add_argument("plan", completes="file", help="a file that shardwright plan or Plan.save wrote")
     parser.add_argument(
         "operator", nargs="?", help="an operator or a module: its name, its path, or the end of the path (q_proj)"
     )
@@ -360,10 +368,9 @@ def explain(arguments: argparse.Namespace) -> int:
             memory = memory_of(arguments.memory, Cluster.of(plan.cluster, plan.devices))
             tell(plan, arguments.operator, alternatives=arguments.alternatives, memory=memory)
     except Nothing as error:
-        arguments.parser.error(str(error))
+        return refused(arguments, error)
     except ShardwrightError as error:
-        print(f"shardwright explain: error: {error}", file=sys.stderr)
-        return 2
+        return failed("explain", error, 2)
     return 0
 
 
@@ -382,18 +389,20 @@ def add_simulate_parser(subparsers: argparse._SubParsersAction[argparse.Argument
         description="Of a plan that was written: what a step takes, for how much of it devices wait, the most memory "
         "that each group of ranks holds, and the schedule of a pipeline. "
         "Exit code 0: simulated, 2: the plan cannot be read, or a file cannot be written.",
+        examples=(
+            ("shardwright simulate plan.json", "what a step takes, and what each group of ranks waits for"),
+            (
+                "shardwright simulate plan.json --trace step.json --picture step.svg",
+                "the same for ui.perfetto.dev, and drawn",
+            ),
+        ),
     )
-    parser.add_argument("--trace", metavar="FILE", help="write the step for ui.perfetto.dev or chrome://tracing")
-    parser.add_argument("--picture", metavar="FILE.svg", help="write the step as a picture")
     parser.add_argument(
-        "--import",
-        action="append",
-        default=[],
-        dest="imports",
-        metavar="MODULE",
-        help="import a module first, which registers operators of yours (may be repeated)",
+        "--trace", metavar="FILE", completes="file", help="write the step for ui.perfetto.dev or chrome://tracing"
     )
-    parser.add_argument("plan", help="a file that shardwright plan or Plan.save wrote")
+    parser.add_argument("--picture", metavar="FILE.svg", completes="file", help="write the step as a picture")
+    add_import_option(parser)
+    parser.add_argument("plan", completes="file", help="a file that shardwright plan or Plan.save wrote")
     parser.set_defaults(func=simulate, parser=parser)
 
 
@@ -439,10 +448,9 @@ def simulate(arguments: argparse.Namespace) -> int:
             drawn = picture(simulation, names, beside=plan.in_time if isinstance(plan, Plan) else None)
             write_text(arguments.picture, drawn, SettingError, "the picture")
     except Nothing as error:
-        arguments.parser.error(str(error))
+        return refused(arguments, error)
     except (ShardwrightError, OSError) as error:
-        print(f"shardwright simulate: error: {error}", file=sys.stderr)
-        return 2
+        return failed("simulate", error, 2)
     return 0
 
 
@@ -460,6 +468,10 @@ def add_verify_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         "or sends nothing, the report says that nothing was proved.",
         usage="%(prog)s [--devices N] [--steps K] [--cut] script.py [script arguments]\n"
         "       %(prog)s [--devices N] [--steps K] [--cut] module:function | file.py:function",
+        examples=(
+            ("shardwright verify --devices 8 train.py", "the script's model under its plan, beside one device"),
+            ("shardwright verify --devices 4 --cut model.py:build", "a function's model, cut wherever it can be"),
+        ),
     )
     parser.add_argument("--devices", type=positive, metavar="N", help="how many devices (default: as the target says)")
     parser.add_argument("--steps", type=positive, metavar="K", help="steps of the optimizer (default: 3)")
@@ -470,11 +482,14 @@ def add_verify_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
     )
     parser.add_argument(
         "target",
+        completes="file",
         help="a training script that calls an AutoParallel model; or a function without "
         "arguments that returns the keyword arguments of shardwright.verify as a dict, "
         "or (net, inputs, targets, loss_fn)",
     )
-    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
+    parser.add_argument(
+        "script_args", nargs=argparse.REMAINDER, metavar="...", completes="file", help="the script's arguments"
+    )
     parser.set_defaults(func=verify, parser=parser)
 
 
@@ -490,10 +505,9 @@ def verify(arguments: argparse.Namespace) -> int:
                 arguments.target, arguments.script_args, arguments.devices, arguments.steps, arguments.cut
             )
     except Nothing as error:
-        return _refused(arguments, error)
+        return refused(arguments, error)
     except ShardwrightError as error:
-        print(f"shardwright verify: error: {error}", file=sys.stderr)
-        return 1
+        return failed("verify", error, 1)
     print(report.summary(), flush=True)
     return 0 if report.ok else 1
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 
 from ..errors import ShardwrightError
+from .command_line import add_import_option, add_json_option, failed, print_json, refused
 from .script import Nothing, import_modules, positive
 
 __all__ = ["add_rehearse_parser", "rehearse"]
-
-EXAMPLES = """examples:
-  shardwright rehearse plan.json --rank 37                  one GPU plays rank 37 of a plan, be it for 1,024 devices
-  shardwright rehearse plan.json --with-links --json        rank 0, with the time of its communication, as JSON
-"""
 
 
 def add_rehearse_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,8 +21,10 @@ def add_rehearse_parser(subparsers: argparse._SubParsersAction[argparse.Argument
         "that it holds. The other ranks are not there; what they would send takes no time. Prints the seconds of each "
         "operator, the communication as the plan has it, and the peak of memory, each beside what the plan promises. "
         "The plan's file is enough. Exit code 0: played, 2: it cannot be played.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EXAMPLES,
+        examples=(
+            ("shardwright rehearse plan.json --rank 7", "one device plays rank 7 of the plan, be it for 1,024 devices"),
+            ("shardwright rehearse plan.json --with-links --json", "rank 0, with the time of its messages, as JSON"),
+        ),
     )
     parser.add_argument("--rank", type=_rank, default=0, metavar="R", help="the rank (default: 0)")
     parser.add_argument("--device", metavar="DEVICE", help="such as cuda:1 or cpu (default: the accelerator, if any)")
@@ -41,16 +37,9 @@ def add_rehearse_parser(subparsers: argparse._SubParsersAction[argparse.Argument
     parser.add_argument(
         "--force", action="store_true", help="play also where the plan promises to need more memory than is free"
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.add_argument(
-        "--import",
-        action="append",
-        default=[],
-        dest="imports",
-        metavar="MODULE",
-        help="import a module first, which registers operators of yours (may be repeated)",
-    )
-    parser.add_argument("plan", help="a file that shardwright plan or Plan.save wrote")
+    add_json_option(parser)
+    add_import_option(parser)
+    parser.add_argument("plan", completes="file", help="a file that shardwright plan or Plan.save wrote")
     parser.set_defaults(func=rehearse, parser=parser)
 
 
@@ -69,12 +58,13 @@ def rehearse(arguments: argparse.Namespace) -> int:
             force=arguments.force,
         )
     except Nothing as error:
-        arguments.parser.error(str(error))
-        raise AssertionError("argparse has ended this process") from error
+        return refused(arguments, error)
     except (ShardwrightError, OSError) as error:
-        print(f"shardwright rehearse: error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(made.to_dict(), indent=1) if arguments.json else made.summary(), flush=True)
+        return failed("rehearse", error, 2)
+    if arguments.json:
+        print_json(made.to_dict())
+    else:
+        print(made.summary(), flush=True)
     return 0
 
 

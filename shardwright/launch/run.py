@@ -52,6 +52,13 @@ def add_run_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParse
         help="run a script on several workers, or on several devices in one process",
         description="Run a script on several workers, one process each, or with --devices alone in this one process.",
         usage="%(prog)s [options] script.py [script arguments]",
+        examples=(
+            (
+                "shardwright run --worker_num=8 train.py --epochs 3",
+                "eight processes of this host; --epochs is the script's",
+            ),
+            ("shardwright run --devices=8 train.py", "the same devices, all in this one process"),
+        ),
     )
 
     def option(name: str, help: str, **keywords: Any) -> None:
@@ -63,7 +70,12 @@ def add_run_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParse
     option("master_addr", "address of node 0 (default: 127.0.0.1)", metavar="ADDRESS")
     option("master_port", "rendezvous port on node 0; 0, the default, is any free one", type=_port, metavar="PORT")
     option("node_rank", "which node this is (default: 0)", type=_count, metavar="N")
-    option("log_dir", "where worker_N.log and scheduler.log go (default: ./log_output)", metavar="DIR")
+    option(
+        "log_dir",
+        completes="directory",
+        help="where worker_N.log and scheduler.log go (default: ./log_output)",
+        metavar="DIR",
+    )
     option("join", "False leaves the run in the background (default: True)", type=_flag, metavar="True|False")
     option("cluster_time_out", "how long to wait for all nodes (default: 600)", type=_positive, metavar="SECONDS")
     option("threads", "OMP_NUM_THREADS of each worker (default: as set, or 1)", type=_positive, metavar="N")
@@ -76,7 +88,7 @@ def add_run_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParse
         type=_count,
         metavar="SECONDS",
     )
-    parser.add_argument("script", help="the Python file to run")
+    parser.add_argument("script", completes="file", help="the Python file to run")
     # Everything after the script belongs to the script, options as well.
     rest = parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments, untouched")
     rest.required = False  # otherwise argparse names it beside a missing script, though it may be empty

@@ -1,0 +1,94 @@
+"""The parts that all commands share: the parser with its examples, ``--json``, ``--import``.
+
+A command is a function ``add_..._parser(subparsers)``. It calls ``subparsers.add_parser`` and sets two defaults:
+``func``, which takes the parsed arguments and returns the exit code, and ``parser``, its parser, for errors found
+later. Beside argparse's own keywords
+
+    add_parser(..., examples=((line, meaning), ...))       the last lines of the help; a test runs each
+    add_argument(..., completes="file" or "directory")     the kind of path that a shell completes
+
+The parser of ``shardwright run``, in `launch.run`, is made in the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any, NoReturn
+
+__all__ = ["INTERRUPTED", "Parser", "add_import_option", "add_json_option", "failed", "print_json", "refused"]
+
+#: The exit code of a command that Ctrl-C ended: 128 + SIGINT.
+INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose help ends with examples. Its errors are one line, not below thirty lines of usage.
+
+    Args:
+        examples: (command line, meaning) of each.
+        keywords: as `argparse.ArgumentParser` takes them.
+    """
+
+    def __init__(self, *args: Any, examples: tuple[tuple[str, str], ...] = (), **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self.examples = examples
+
+    def add_argument(self, *names: Any, completes: str | None = None, **keywords: Any) -> argparse.Action:
+        """Add an argument.
+
+        Args:
+            names, keywords: as argparse takes them.
+            completes: "file" or "directory" for a path, which a shell completes (shtab reads the attribute
+                ``complete`` of an argument).
+        """
+        action = super().add_argument(*names, **keywords)
+        if completes is not None:
+            vars(action)["complete"] = completes
+        return action
+
+    def format_help(self) -> str:
+        """The help, and below it the examples."""
+        lines = [part for line, meaning in self.examples for part in (f"  {line}", f"      {meaning}")]
+        return super().format_help() + "".join(f"{line}\n" for line in (["", "examples:", *lines] if lines else ()))
+
+    def error(self, message: str) -> NoReturn:
+        """End with exit code 2 and one line."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def refused(arguments: argparse.Namespace, error: Exception) -> NoReturn:
+    """End with exit code 2 and the error, of a command that has nothing to work on."""
+    arguments.parser.error(str(error))
+    raise AssertionError("argparse has ended this process")
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``, for a command that prints tables. Its values are printed by `print_json`."""
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object in place of the tables: seconds, bytes, bytes a second"
+    )
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print a value on standard output as one JSON object. A number that is infinite or unknown is None."""
+    print(json.dumps(value, indent=1, allow_nan=False), flush=True)
+
+
+def add_import_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--import``, for a command that reads plans with operators of the user. See `script.import_modules`."""
+    parser.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="imports",
+        metavar="MODULE",
+        help="import a module first, which registers operators of yours (may be repeated)",
+    )
+
+
+def failed(command: str, error: Exception, code: int) -> int:
+    """Print the error of a command on standard error, and return the exit code."""
+    print(f"shardwright {command}: error: {error}", file=sys.stderr)
+    return code

@@ -1,0 +1,230 @@
+"""The parts that all commands share: help with examples, completion, JSON, the exit codes, and the end by Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright import process as runtime_init
+from shardwright.cli import main as cli
+from shardwright.cli.command_line import Parser
+
+MODEL = """
+import torch, torch.nn as nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+def build():
+    return dict(net=Net(), inputs=(torch.empty(64, 64),), loss_fn=nn.MSELoss(), targets=torch.empty(64, 64))
+"""
+
+SCRIPT = (
+    MODEL
+    + """
+import shardwright as sw
+
+sw.init()
+model = sw.AutoParallel(Net(), loss_fn=nn.MSELoss(), parallel_mode="dynamic_programming")
+optimizer = torch.optim.Adam(model.parameters())
+model(torch.ones(64, 64), torch.ones(64, 64)).backward()
+"""
+)
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[Parser]:
+    """A parser, and those of its commands."""
+    assert isinstance(parser, Parser)
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from parsers(command)
+
+
+PARSERS = list(parsers(cli.build_parser()))
+EXAMPLES = list(dict.fromkeys(line for parser in PARSERS for line, _ in parser.examples))
+#: Examples that start processes, or ask other machines: they are parsed, and not run.
+PARSED = ("torchrun ", "shardwright calibrate", "shardwright run --worker_num")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which examples are true: a script, a model's file, two plans and a run's checkpoints."""
+    made = tmp_path_factory.mktemp("examples")
+    (made / "train.py").write_text(SCRIPT)
+    (made / "model.py").write_text(MODEL)
+    names: dict = {}
+    exec(MODEL, names)
+    given = names["build"]()
+    sw.plan(**given, devices=8, parallel_mode="dynamic_programming").save(made / "plan.json")
+    sw.plan(**given, devices=8, parallel_mode="data_parallel").save(made / "edited.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime_init, "_current", [])
+        sw.init(devices=4)
+        net = names["build"]()["net"]
+        model = sw.AutoParallel(net, loss_fn=nn.MSELoss(), parallel_mode="data_parallel")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model(torch.ones(64, 64), torch.ones(64, 64)).backward()
+        for step in (3, 4):
+            sw.save_checkpoint(model, optimizer, made / "runs" / "4", step=step, integrated_save=False)
+    return made
+
+
+@pytest.fixture
+def inside(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of `folder` as the current folder, in a process that commands may change."""
+    shutil.copytree(folder, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setenv("SHARDWRIGHT_DEVICES", "")
+    monkeypatch.setattr(runtime_init, "_current", [])
+    return tmp_path / "copy"
+
+
+# -- help --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.prog)
+def test_help_ends_with_two_examples(parser: Parser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = parser.format_help()
+    last = text.split("\nexamples:\n")[-1].splitlines()
+    assert len(parser.examples) >= 2 and len(last) == 2 * len(parser.examples)
+    assert max(map(len, last)) <= 90
+    assert [line.strip() for line in last[::2]] == [line for line, _ in parser.examples]
+
+
+@pytest.mark.parametrize("line", EXAMPLES)
+def test_an_example_is_true(line: str, inside: Path) -> None:
+    """Its arguments are taken, and where no processes are started it ends with a code that its help names."""
+    program, *words = shlex.split(line.partition(" > ")[0])
+    if program == "torchrun":
+        words = words[words.index("shardwright") + 1 :]
+    else:
+        assert program == "shardwright"
+    arguments, unknown = cli.build_parser().parse_known_args(words)
+    assert not unknown and arguments.func
+    if line.startswith(PARSED):
+        return
+    if words[0] == "completion":
+        pytest.importorskip("shtab")
+    assert cli.main(words) in ((0, 1) if words[:2] == ["plan", "diff"] or words[0] == "doctor" else (0,))
+
+
+def test_help_of_plan_diff(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "diff", "--help"])
+    assert ended.value.code == 0 and "shardwright plan diff plan.json" in capsys.readouterr().out
+
+
+# -- completion --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script for bash."""
+    pytest.importorskip("shtab")
+    path = tmp_path_factory.mktemp("completion") / "shardwright.bash"
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwright", "completion", "bash"], capture_output=True, text=True, check=True
+    )
+    path.write_text(done.stdout)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["pl"], {"plan"}),
+        (["checkpoint", "tr"], {"transform"}),
+        (["explain", "pl"], {"plan.json"}),
+        (["plan", "tr"], {"train.py"}),
+        (["plan", "--cluster", "tr"], {"train.py"}),
+        (["plan", "train.py", "--comm"], {"--comm-memory"}),
+        (["plan", "--hsdp", "level"], {"level1", "level2", "level3"}),
+        (["plan", "--mode", "dyn"], {"dynamic_programming"}),
+        (["checkpoint", "info", "ru"], {"runs"}),
+        (["completion", ""], {"bash", "zsh", "fish"}),
+    ],
+    ids=" ".join,
+)
+def test_bash_completes(words: list[str], found: set[str], script: Path, folder: Path) -> None:
+    """The last word, as bash itself does it: the script's function, called with the words of the line."""
+    bash = shutil.which("bash")
+    assert bash is not None
+    line = f"""source {script}
+        function=$(complete -p shardwright | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
+        COMP_WORDS=(shardwright {shlex.join(words)}); COMP_CWORD={len(words)}
+        $function; printf '%s\\n' "${{COMPREPLY[@]}}" """
+    done = subprocess.run([bash, "-c", line], cwd=folder, capture_output=True, text=True, check=True)
+    assert {word.rstrip("/ ") for word in done.stdout.split()} == found, done.stderr
+
+
+@pytest.mark.parametrize(("shell", "begins"), [("zsh", "#compdef shardwright"), ("fish", "complete -c shardwright")])
+def test_other_shells(shell: str, begins: str, capsys: pytest.CaptureFixture) -> None:
+    """Their scripts complete commands and paths; the shells themselves may not be installed."""
+    shtab = pytest.importorskip("shtab")
+    if shell not in shtab.SUPPORTED_SHELLS:
+        pytest.skip(f"shtab {shtab.__version__} is from before {shell}")
+    assert cli.main(["completion", shell]) == 0
+    out = capsys.readouterr().out
+    assert begins in out and "explain" in out and shtab.FILE[shell].split()[0].strip("()") in out
+
+
+def test_completion_needs_shtab(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 1
+    assert capsys.readouterr() == (
+        "",
+        "shardwright completion: error: there is no shtab: pip install 'shardwright[completion]'\n",
+    )
+
+
+# -- exit codes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_ends_is_no_traceback(inside: Path) -> None:
+    """The reader ends before the command prints, so that its first byte meets a broken pipe."""
+    command = [sys.executable, "-m", "shardwright", "checkpoint", "info", "runs/4", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        error = process.stderr.read()
+    assert (process.returncode, error) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "target"),
+    [
+        (["plan", "train.py"], "shardwright.cli.plan_command.planned"),
+        (["verify", "train.py"], "shardwright.cli.plan_command.verify_script"),
+        (["rehearse", "plan.json"], "shardwright.rehearsal.rehearse.rehearse"),
+        (["checkpoint", "transform", "runs/4", "runs/one", "--to", "1"], "shardwright.checkpoint.transform.transform"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_ctrl_c_ends_a_command(
+    words: list[str], target: str, inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(target, interrupted)
+    assert cli.main(words) == 130
+    assert capsys.readouterr().err.splitlines()[-1].endswith("stopped by Ctrl-C; nothing more is written")
