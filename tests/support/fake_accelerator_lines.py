@@ -14,6 +14,12 @@ from paths import ROOT
 from torch.utils import backend_registration
 
 
+def needs_accelerators_in_python() -> None:
+    """Skip the test where the version of torch has none."""
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip(f"torch {torch.__version__} has no accelerators that are written in Python")
+
+
 def lines_of(script: str) -> dict[str, dict[str, Any]]:
     """Case -> its line.
 
@@ -22,8 +28,7 @@ def lines_of(script: str) -> dict[str, dict[str, Any]]:
 
     A version of torch that has no such accelerators skips the tests that ask.
     """
-    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
-        pytest.skip(f"torch {torch.__version__} has no accelerators that are written in Python")
+    needs_accelerators_in_python()
     made = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "support" / script)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

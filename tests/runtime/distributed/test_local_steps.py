@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_accelerator_lines import needs_accelerators_in_python
 from one_device import close
 from pipeline_networks import Chain
 from ranks import run_ranks, run_scenarios
@@ -320,6 +321,7 @@ def test_on_four_ranks(name: str, results: list[dict[str, str | None]]) -> None:
 
 def test_on_an_accelerator_nothing_is_mixed() -> None:
     """Fake tensors on a device of their own: each mix of devices raises."""
+    needs_accelerators_in_python()
     script = Path(__file__).parents[2] / "support" / "fake_accelerator_optimizers.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
