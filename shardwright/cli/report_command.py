@@ -36,11 +36,7 @@ def add_report_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     add_import_option(parser)
     parser.add_argument(
-        "plans",
-        nargs="+",
-        metavar="plan",
-        help="one or two files of shardwright plan or Plan.save",
-        completes="file",
+        "plans", nargs="+", metavar="plan", help="one or two files of shardwright plan or Plan.save", completes="file"
     )
     parser.set_defaults(func=report, parser=parser)
 

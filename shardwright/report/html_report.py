@@ -16,7 +16,7 @@ from ..pipeline.pipeline_plan import PipelinePlan
 from ..sharded_plan import Plan
 from .plan_diff import difference
 from .report_content import PlanContent
-from .report_pictures import SlicePictures
+from .report_pictures import KIND_COLOURS, SlicePictures
 
 __all__ = ["page", "write"]
 
@@ -43,8 +43,11 @@ def page(plans: Sequence[Plan | PipelinePlan], titles: Sequence[str] = (), expla
     except ImportError as error:
         raise SettingError("a report needs Jinja2", legal="pip install shardwright[report]") from error
     pictures = SlicePictures()
-    named = [*titles, *(f"plan {i + 1}" for i in range(len(titles), len(plans)))]
-    shown = [PlanContent(plan, title, pictures, explain, title) for plan, title in zip(plans, named)]
+    named = [*titles, *(["plan"] if len(plans) == 1 else ["plan 1", "plan 2"])[len(titles) :]]
+    shown = [
+        PlanContent(plan, title, pictures, explain, title if title in titles else "")
+        for plan, title in zip(plans, named)
+    ]
     template = (files(__package__) / "report_page.html.j2").read_text(encoding="utf-8")
     lines: tuple[str, ...] = difference(*plans).lines if len(plans) == 2 else ()
     more = [f"and {len(lines) - MOST_LINES} more lines"] if len(lines) > MOST_LINES else []
@@ -52,10 +55,10 @@ def page(plans: Sequence[Plan | PipelinePlan], titles: Sequence[str] = (), expla
         {
             "content": one,
             "stats": one.stats(),
+            "summary": one.summary(),
             "tree": one.tree(),
             "places": one.places(),
             "parts": [
-                ("summary", "In the field's words", one.summary()),
                 ("certificate", "Certificate", one.certificate()),
                 ("memory", "Memory over the step", one.memory()),
                 ("communication", "Collectives", one.communication()),
@@ -66,7 +69,7 @@ def page(plans: Sequence[Plan | PipelinePlan], titles: Sequence[str] = (), expla
     ]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(template).render(
-        plans=sections, difference=[*lines[:MOST_LINES], *more], symbols=pictures.symbols()
+        plans=sections, difference=[*lines[:MOST_LINES], *more], symbols=pictures.symbols(), colours=KIND_COLOURS
     )
 
 

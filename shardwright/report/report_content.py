@@ -10,6 +10,7 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from ..cluster import Cluster
 from ..cost.communication_schedule import CommunicationSchedule
@@ -224,7 +225,9 @@ class PlanContent:
             alike.setdefault(key, []).append(layer)
         group_of = {layer: group for group in alike.values() for layer in group}
         root, made, known = Branch(self.title), set[str](), dict[tuple[object, ...], Branch]()
-        chains = []
+        chains: list[tuple[tuple[tuple[str, int], ...], tuple[str, ...]]] = []
+        group: tuple[str, ...]
+        chain: tuple[tuple[str, int], ...]
         for name in names.decisions:
             if name in made:
                 continue
@@ -565,7 +568,7 @@ def _sends(collectives: Sequence[Collective]) -> Grid | None:
 
 def _collectives(plan: Plan, step: StepInTime, schedule: CommunicationSchedule, cluster: Cluster, title: str) -> Grid:
     """The collectives by kind, ranks and phase: bytes, seconds, and seconds of waiting."""
-    sums: dict[tuple[Hashable, ...], list[float]] = {}
+    sums: dict[tuple[Any, ...], list[float]] = {}  # by kind, digits and phase
     for c in plan.price.collectives:
         entry = sums.setdefault((c.kind, c.digits, c.phase), [0, 0.0, 0.0, 0.0])
         entry[0] += 1
@@ -578,12 +581,12 @@ def _collectives(plan: Plan, step: StepInTime, schedule: CommunicationSchedule, 
         sums.setdefault((message.kind, message.digits, phase), [0, 0.0, 0.0, 0.0])[3] += seconds
     rows = []
     for (kind, digits, phase), (count, nbytes, seconds, waited) in sorted(sums.items(), key=lambda e: -e[1][2]):
-        over = ", ".join(f"{units} by {level.name}" for level, units in cluster.crossed(digits))  # type: ignore[arg-type]
+        over = ", ".join(f"{units} by {level.name}" for level, units in cluster.crossed(digits))
         hidden = max(0.0, seconds - waited)
         rows.append(
             (
                 str(kind),
-                str(digits_size(digits)),  # type: ignore[arg-type]
+                str(digits_size(digits)),
                 over,
                 str(phase),
                 f"{count:g}",

@@ -12,7 +12,6 @@ another, and the devices 0 to 3 in the two colours by turns.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
@@ -56,15 +55,12 @@ class SlicePicture(NamedTuple):
         symbol: the id of its symbol.
         width, height: pixels.
         text: the picture in words.
-        data: the layout for a script, as JSON: the devices, the devices of a strip, the side of a cell, and by dim the
-            size and the digits.
     """
 
     symbol: str
     width: int
     height: int
     text: str
-    data: str
 
 
 class SlicePictures:
@@ -88,9 +84,7 @@ class SlicePictures:
             symbol = f"s{len(self._known)}"
             self._known[key] = (symbol, width, height, drawn)
         symbol, width, height, _ = self._known[key]
-        dims = [[size, [[d.size, d.stride] for d in digits]] for size, digits in zip(shape, layout.dims or ())]
-        data = json.dumps([mesh.devices, mesh.strip, mesh.line, mesh.side, SIDE + 12, dims], separators=(",", ":"))
-        return SlicePicture(symbol, width, height, _words(layout, mesh), data)
+        return SlicePicture(symbol, width, height, _words(layout, mesh))
 
     def symbols(self) -> str:
         """All pictures, as symbols of an SVG."""
@@ -193,8 +187,8 @@ def _tensor(
         path = f"M{left:g} {top:g}H{right:g}V{bottom:g}H{left:g}z"
         paths.setdefault(colour(numbers), []).append(path)
     edge = ' stroke="#fff" stroke-width=".8"' if max(rows, columns) <= 16 else ""
-    for each, path in paths.items():
-        yield f'<path fill="{each}"{edge} d="{"".join(path)}"/>'
+    for each, drawn in paths.items():
+        yield f'<path fill="{each}"{edge} d="{"".join(drawn)}"/>'
 
 
 def _split(number: int, counts: Sequence[int]) -> list[int]:
