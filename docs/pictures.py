@@ -1,6 +1,6 @@
 """Pictures of the pages, made by the program: ``python docs/pictures.py`` writes them.
 
-``python docs/pictures.py --report`` writes the picture of a report, which needs Debian's chromium; the others need nothing.
+``python docs/pictures.py --report`` writes the picture of a report too, which needs Debian's chromium.
 
 1. `slices`: a tensor under a `Layout`, one box for each slice, with the ranks that hold it.
 2. `memory`: the memory of a device in plans of one model, by kind.

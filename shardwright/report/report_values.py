@@ -133,12 +133,12 @@ class Branch:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return sum(leaf.seconds for leaf in self.leaves())
 
     @property
     def part(self) -> float:
-        """Of the step, in [0, 1]."""
+        """The share of the step, in [0, 1]."""
         return sum(leaf.part for leaf in self.leaves())
 
     @property

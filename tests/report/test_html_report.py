@@ -235,7 +235,7 @@ document.body.innerHTML = "<pre id=seen></pre>"; document.getElementById("seen")
 
 
 def in_a_browser(text: str, folder: Path, word: str, *flags: str) -> dict:
-    """What `DRIVE` has seen of a page."""
+    """The values that `DRIVE` has seen of a page."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no chromium is installed")
