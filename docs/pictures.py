@@ -1,17 +1,24 @@
 """Pictures of the pages, made by the program: ``python docs/pictures.py`` writes them.
 
+``python docs/pictures.py --report`` writes the picture of a report too, which needs Debian's chromium.
+
 1. `slices`: a tensor under a `Layout`, one box for each slice, with the ranks that hold it.
 2. `memory`: the memory of a device in plans of one model, by kind.
+3. `report`: the HTML report of the plan of docs/how-to/read-a-plan.md, as a browser shows it.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import nn
 
 import shardwright as sw
@@ -102,7 +109,25 @@ def made() -> dict[Path, str]:
     }
 
 
+def report(path: Path) -> None:
+    """Write a picture of the report of the plan that the page makes in its first block of code."""
+    text = (DOCS / "how-to" / "read-a-plan.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "report"}
+    exec(text.split("```python\n")[1].split("```")[0], names)
+    with TemporaryDirectory() as folder:
+        page = Path(folder) / "plan.html"
+        names["plan"].report(page, explain=0)
+        text = page.read_text(encoding="utf-8").replace('class="module">', 'class="module" open>')
+        page.write_text(text, encoding="utf-8")
+        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=900,1180"]
+        path.parent.mkdir(exist_ok=True)
+        subprocess.run(["chromium", *flags, f"--screenshot={path}", page.as_uri()], check=True, capture_output=True)
+    Image.open(path).convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(path, optimize=True)
+
+
 if __name__ == "__main__":
+    if "--report" in sys.argv:
+        report(DOCS / "how-to" / "pictures" / "report.png")
     for path, text in made().items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -137,6 +137,19 @@ class SavedPlan:
         """
         import_module(".report.explanations", __package__).tell(self, name, width=width)
 
+    def report(self, path: str | Path, explain: int | None = None) -> None:
+        """Write the plan as one HTML file that opens without a network (`report.html_report`; needs Jinja2).
+
+        Args:
+            path: of the file.
+            explain: the number of operators, the most expensive first, whose alternatives are priced; None: three in a
+                small plan, otherwise none.
+
+        Raises:
+            PlanError: the file cannot be written.
+        """
+        import_module(".report.html_report", __package__).write([self], path, explain=explain)
+
     def __repr__(self) -> str:
         return import_module(".report.description", __package__).short(self)
 

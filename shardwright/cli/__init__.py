@@ -1,6 +1,7 @@
 """The command line. `main` has the parser; each other module adds one command, or one family of commands.
 
     plan_command         plan, plan diff, explain, simulate, verify
+    report_command       report
     rehearse_command     rehearse
     calibrate_command    calibrate
     checkpoint_command   checkpoint info, verify, merge, transform

@@ -23,6 +23,7 @@ from .completion_command import add_completion_parser
 from .doctor_command import add_doctor_parser
 from .plan_command import add_explain_parser, add_plan_parser, add_simulate_parser, add_verify_parser
 from .rehearse_command import add_rehearse_parser
+from .report_command import add_report_parser
 
 __all__ = ["main"]
 
@@ -30,6 +31,7 @@ COMMANDS = (
     add_run_parser,
     add_plan_parser,
     add_explain_parser,
+    add_report_parser,
     add_simulate_parser,
     add_verify_parser,
     add_rehearse_parser,

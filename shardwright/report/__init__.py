@@ -9,6 +9,10 @@ table_parts          rows, columns and notes that both have
 explanations         the reasons for a plan, in a terminal
 ir_dump              the program of one rank as plain text, one operator a line
 format               units, types, layouts and numbers in these texts
+html_report          a plan as one HTML file
+report_content       its figures
+report_values        the values that it lays out
+report_pictures      its pictures
 plan_diff            two plans compared
 timeline             a simulated step: Perfetto's trace, a picture
 """

@@ -12,13 +12,14 @@ from `shardwright.operator_explanation`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import IO
 
 from rich.table import Table
 from rich.text import Text
 
-from ..operator_explanation import Alternative, Explanation, Holder, Row, explained, row_above, seconds_of
+from ..operator_explanation import Alternative, Explanation, Holder, Row, Share, explained, row_above, seconds_of
+from ..partition.local_program import Decision
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..sharded_plan import Plan
 from .description import describe, numbers_text
@@ -28,7 +29,17 @@ from .plan_diff import strategy_text
 from .table_parts import LEGEND, console_of, operators_table, rows, saying, show, table
 from .tables import explain, summary
 
-__all__ = ["costs", "explanation", "module", "tell"]
+__all__ = [
+    "alternatives_table",
+    "cause",
+    "costs",
+    "decided",
+    "explanation",
+    "module",
+    "next_best",
+    "shares_table",
+    "tell",
+]
 
 #: The number of operators that are shown.
 DEAREST = 10
@@ -207,20 +218,12 @@ def explanation(
     say(f"{names.text(op.name)}{place}: {strategy_text(decision)}")
     if found is not None and found.alike > 1:
         say(f"{found.path}: the first of {found.alike} operators that are split alike")
-    say(_decided(said, names))
+    say(decided(said, names))
     step = "a step" if said.stage is None else f"that stage {said.stage} takes with one micro-batch"
     say(f"it costs {time_text(said.seconds)} of {time_text(cost)} {step}")
-    if (following := _next_best(said, names)) is not None:
+    if (following := next_best(said, names)) is not None:
         say(following)
-    made = table("part of the cost", "value", "other end", "forward", "backward", "counts", "sends", right=SECONDS)
-    for share in said.shares:
-        cells = (
-            *(share.what, _value(share.value, names), names.path(share.other)),
-            *map(time_text, (share.forward, share.backward, share.own)),
-            ", ".join(share.sends),
-        )
-        made.add_row(*map(Text, cells))
-    show(console, made)
+    show(console, shares_table(said.shares, names))
     if said.over is not None:
         say(f"this plan itself does not fit: {_row(said.over, names)}")
     if said.missing is not None:
@@ -235,12 +238,7 @@ def explanation(
     if not said.alternatives:
         say("there is no other way to cut it")
         return
-    total = "in all" if said.exact else "at least in all"
-    made = table("alternative", total, "more", "alone", "held by", right=(total, "more", "alone"))
-    for other in said.alternatives:
-        cells = (strategy_text(other.decision), _total(other), _more(other, said.cost), _alone(other))
-        made.add_row(*map(Text, (*cells, _held(other, names))))
-    show(console, made)
+    show(console, alternatives_table(said, names))
     for other in said.alternatives:
         if other.refused:
             say(f"{strategy_text(other.decision)} does not fit: {other.refused}")
@@ -261,7 +259,30 @@ def explanation(
         say("from ... to: no plan within the limit takes less than the one, and one was found that takes the other.")
 
 
-def _next_best(said: Explanation, names: OperatorNames) -> str | None:
+def shares_table(shares: Iterable[Share], names: OperatorNames) -> Table:
+    """The cost of an operator, a row for each part."""
+    made = table("part of the cost", "value", "other end", "forward", "backward", "counts", "sends", right=SECONDS)
+    for share in shares:
+        cells = (
+            *(share.what, _value(share.value, names), names.path(share.other)),
+            *map(time_text, (share.forward, share.backward, share.own)),
+            ", ".join(share.sends),
+        )
+        made.add_row(*map(Text, cells))
+    return made
+
+
+def alternatives_table(said: Explanation, names: OperatorNames) -> Table:
+    """The best alternatives of an operator, a row each."""
+    total = "in all" if said.exact else "at least in all"
+    made = table("alternative", total, "more", "alone", "held by", right=(total, "more", "alone"))
+    for other in said.alternatives:
+        cells = (strategy_text(other.decision), _total(other), _more(other, said.cost), _alone(other))
+        made.add_row(*map(Text, (*cells, _held(other, names))))
+    return made
+
+
+def next_best(said: Explanation, names: OperatorNames) -> str | None:
     """The sentence about the best alternative: its difference in microseconds, and the reason against it."""
     fitting = [other for other in said.alternatives if not math.isinf(other.total)]
     if said.missing is not None or not fitting:
@@ -323,9 +344,19 @@ def _more(other: Alternative, cost: float) -> str:
     return f"{other.more / cost:+.2%}" if cost and not math.isinf(other.more) else ""
 
 
-def _decided(said: Explanation, names: OperatorNames) -> str:
+def decided(said: Explanation, names: OperatorNames) -> str:
     """The cause of an operator's strategy, and the reasons that hold it."""
-    decision, op = said.decision, said.decision.op
+    text = cause(said.decision, names)
+    if said.decision.cause == "mark":
+        return text
+    by = [] if said.held is None else [_memory(said.held, names)]
+    by += [] if said.holder is None else [_holder(said.holder, names)]
+    return f"{text}; held there by {', and by '.join(by)}" if by else text
+
+
+def cause(decision: Decision, names: OperatorNames) -> str:
+    """The cause of an operator's strategy."""
+    op = decision.op
     if decision.cause == "mark":
         where = f" at {op.mark.source}" if op.mark is not None and op.mark.source else ""
         return f"marked{where}: the mark holds it there, whatever it costs"
@@ -337,10 +368,7 @@ def _decided(said: Explanation, names: OperatorNames) -> str:
         "whole": "whole on every device",
         "propagated": f"it follows {'' if origin.startswith('input ') else 'the mark on '}{origin}",
     }
-    text = words.get(decision.cause, decision.cause)
-    by = [] if said.held is None else [_memory(said.held, names)]
-    by += [] if said.holder is None else [_holder(said.holder, names)]
-    return f"{text}; held there by {', and by '.join(by)}" if by else text
+    return words.get(decision.cause, decision.cause)
 
 
 def _memory(held: Alternative, names: OperatorNames) -> str:

@@ -47,7 +47,7 @@ from .table_parts import (
 )
 from .timeline import COLUMNS, LINES, headline
 
-__all__ = ["explain_pipeline", "grid", "ranks_text", "summary_of_pipeline"]
+__all__ = ["crossing", "explain_pipeline", "grid", "ranks_text", "stages", "summary_of_pipeline"]
 
 
 def ranks_text(ranks: range) -> str:
@@ -92,7 +92,7 @@ def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int
         for line in regions(stage.plan, names):
             say(line)
     if plan.transfers:
-        show(console, _crossing(plan))
+        show(console, crossing(plan))
     for stage in _firsts(plan):
         sends = sum(c.sent for c in plan.collectives(stage.first))
         held = memory_line(plan.memory(stage.first), stage.plan.counted_optimizer)
@@ -131,7 +131,7 @@ def _on(plan: PipelinePlan, first: Stage) -> str:
     return f"on {which} (stage{'s' * (len(numbers) > 1)} {', '.join(numbers)})"
 
 
-def _crossing(plan: PipelinePlan) -> Table:
+def crossing(plan: PipelinePlan) -> Table:
     """The transfers between stages, a row each."""
     made = table("crosses", "from", "to", "shape", "cuts", "a rank sends", "when", "gradient", right=("a rank sends",))
     for t in plan.transfers:
@@ -175,12 +175,12 @@ def summary_of_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: 
     say(headline(simulation))
     say("no lower bound was proved: stages are planned one by one")
     say_chosen(plan, console, say)
-    for made in _stages(plan, simulation, console):
+    for made in stages(plan, simulation, console):
         show(console, made)
     if plan.peak > cluster.memory:
         say(f"that is more than a device has, which is {size_text(cluster.memory)}")
     if plan.transfers:
-        show(console, _crossing(plan))
+        show(console, crossing(plan))
     spent = [(c, stage) for stage in plan.stages for c in stage.plan.price.collectives]
     if spent:
         show(console, _dearest_stage(spent, cluster, names))
@@ -191,7 +191,7 @@ def summary_of_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: 
         say(f"note: and {len(notes) - NOTES} more, which the lines of the plan have")
 
 
-def _stages(plan: PipelinePlan, simulation: Simulation, console: Console) -> Iterator[Table]:
+def stages(plan: PipelinePlan, simulation: Simulation, console: Console) -> Iterator[Table]:
     """The table of the stages, a row each: seconds of one micro-batch, bytes on a device. Two tables where one is too
     wide for the console."""
     kinds = list(dict.fromkeys(kind for stage in plan.stages for kind in stage.plan.memory(0)))

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import IO, Any
@@ -36,6 +36,7 @@ __all__ = [
     "beside_lines",
     "console_of",
     "cuts_of",
+    "folded_parameters",
     "memory_line",
     "notes_of",
     "operators_table",
@@ -371,17 +372,29 @@ def parameters(plan: Plan) -> Table:
             size_text(nbytes) if held is None else f"is {held}",
             *((_cut(parameter),) if cut else ()),
         )
+    for text, names in folded_parameters(rows):
+        made.add_row(*map(Text, (text, *rows[names[0]])))
+    made.add_row(*map(Text, ("together", "", *(("",) if cut else ()), "", "", "", size_text(together))), style="bold")
+    return made
+
+
+def folded_parameters(same: Mapping[str, Hashable]) -> list[tuple[str, tuple[str, ...]]]:
+    """Parameters of equal layers joined: (``layers.{0-3}.up.weight (4 of them)``, their names).
+
+    Args:
+        same: name of a parameter -> everything that must be equal of two parameters.
+    """
     folded: dict[tuple[Any, ...], list[str]] = {}
-    for name, cells in rows.items():
+    for name, equal in same.items():
         container, number, rest = next(iter(numbered(name)), ("", None, name))
-        folded.setdefault((container, number is not None, rest, cells), []).append(name)
-    for (container, inside, rest, cells), names in folded.items():
+        folded.setdefault((container, number is not None, rest, equal), []).append(name)
+    out = []
+    for (container, inside, rest, _), names in folded.items():
         each = f" ({len(names)} of them)" if len(names) > 1 else ""
         numbers = numbers_text(next(iter(numbered(name)))[1] for name in names) if inside and each else ""
         name = f"{container}.{{{numbers}}}.{rest}".lstrip(".") if numbers else names[0]
-        made.add_row(*map(Text, (name + each, *cells)))
-    made.add_row(*map(Text, ("together", "", *(("",) if cut else ()), "", "", "", size_text(together))), style="bold")
-    return made
+        out.append((name + each, tuple(names)))
+    return out
 
 
 def _cut(parameter: ParameterPlan) -> str:

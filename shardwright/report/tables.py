@@ -43,7 +43,7 @@ from .table_parts import (
     total,
 )
 
-__all__ = ["explain", "summary"]
+__all__ = ["explain", "memory", "summary"]
 
 
 def explain(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int | None = None) -> None:
@@ -119,7 +119,7 @@ def summary(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
         )
     else:
         say(f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}")
-    show(console, _memory(plan.timeline.kinds, plan.peak, cluster, plan.optimizer))
+    show(console, memory(plan.timeline.kinds, plan.peak, cluster, plan.optimizer))
     if plan.peak > cluster.memory:
         say('that is more than a device has: memory="cluster" (--memory cluster) searches for a plan that fits')
     if price.collectives:
@@ -132,7 +132,7 @@ def summary(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
         say(f"note: and {len(notes) - NOTES} more, which the lines of the plan have")
 
 
-def _memory(kinds: dict[str, float], peak: float, cluster: Cluster, optimizer: Any) -> Table:
+def memory(kinds: dict[str, float], peak: float, cluster: Cluster, optimizer: Any) -> Table:
     """The memory of a device at the peak of a step, by kind."""
     made = table("on a device, when it holds most", "bytes", right=("bytes",))
     for kind, count in kinds.items():

@@ -1,0 +1,289 @@
+"""Pictures of a report: slices of a tensor on the device mesh, and the memory of a step.
+
+1. `SlicePictures`: for each layout, a tensor in coloured slices, and the devices, each in the colour of its slice. Each
+   picture is stored once, as a ``<symbol>`` that its uses name.
+2. `memory`: bytes over the seconds of a step, a band for each kind.
+
+All are SVG without scripts. Plotly, written into a page, has 4 MB; these pictures together have some tens of kB.
+
+Example: the layout [2@1, -] on 4 devices paints the upper half of the tensor in one colour, the lower half in
+another, and the devices 0 to 3 in the two colours by turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
+from itertools import product
+from typing import NamedTuple
+
+from ..cluster import Cluster
+from ..layout import Layout, digits_size, number_of
+from .format import layout_text, size_text, time_text
+
+__all__ = ["KIND_COLOURS", "SlicePicture", "SlicePictures", "memory"]
+
+#: Colours of a few slices: those of Okabe and Ito, made for the colour-blind too.
+FEW = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#0072b2", "#d55e00", "#f0e442", "#8c8c8c")
+
+#: The colour of a tensor that is whole, and of kinds of memory.
+WHOLE = "#7f9db9"
+KIND_COLOURS = {
+    "parameters": "#0072b2",
+    "gradients": "#56b4e9",
+    "optimizer": "#009e73",
+    "inputs": "#8c8c8c",
+    "activations": "#e69f00",
+    "recomputed": "#f0e442",
+    "gathered": "#cc79a7",
+    "backward": "#d55e00",
+    "under way": "#8a6fb0",
+}
+
+#: The most devices and bands that a picture shows, the hosts in one line, and the steps of hue and of lightness.
+DEVICES, BANDS, HOSTS, HUES, LIGHTS = 1024, 48, 32, 48, 6
+
+#: Pixels: a tensor's side, and the least and the largest side of a device.
+SIDE, LEAST, LARGEST = 64, 6, 18
+
+
+class SlicePicture(NamedTuple):
+    """A use of a picture.
+
+    Attributes:
+        symbol: the id of its symbol.
+        width, height: pixels.
+        text: the picture in words.
+    """
+
+    symbol: str
+    width: int
+    height: int
+    text: str
+
+
+class SlicePictures:
+    """The pictures of a page, each once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[str, int, int, str]] = {}
+
+    def of(self, layout: Layout, shape: Sequence[int], cluster: Cluster) -> SlicePicture:
+        """The picture of a tensor.
+
+        Args:
+            layout: of the tensor, with dims.
+            shape: of the whole tensor.
+            cluster: of the devices; its innermost level gives the strips of the mesh.
+        """
+        mesh = _Mesh.of(layout.devices, cluster)
+        key = (layout.dims, mesh)
+        if key not in self._known:
+            drawn, width, height = _drawn(layout, mesh)
+            symbol = f"s{len(self._known)}"
+            self._known[key] = (symbol, width, height, drawn)
+        symbol, width, height, _ = self._known[key]
+        return SlicePicture(symbol, width, height, _words(layout, mesh))
+
+    def symbols(self) -> str:
+        """All pictures, as symbols of an SVG."""
+        return "\n".join(
+            f'<symbol id="{symbol}" viewBox="0 0 {width} {height}">{drawn}</symbol>'
+            for symbol, width, height, drawn in self._known.values()
+        )
+
+
+class _Mesh(NamedTuple):
+    """The places of devices: strips of neighbours, side by side in lines."""
+
+    devices: int
+    strip: int
+    line: int
+    side: int
+
+    @classmethod
+    def of(cls, devices: int, cluster: Cluster) -> _Mesh:
+        strip = min(cluster.levels[0].size, devices)
+        if devices % strip or strip > HOSTS:
+            strip = 8 if devices % 8 == 0 else 1
+        if strip == devices:  # one host lies flat
+            strip = 1
+        line = min(HOSTS, devices // strip)
+        return cls(devices, strip, line, max(LEAST, min(LARGEST, 240 // line)))
+
+    @property
+    def shown(self) -> int:
+        """The number of devices that are drawn."""
+        return min(self.devices, DEVICES)
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The corner of a device, in pixels."""
+        strip, inside = divmod(rank, self.strip)
+        line, column = divmod(strip, self.line)
+        return column * (self.side + 1), line * (self.strip * self.side + 6) + inside * self.side
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels."""
+        lines = math.ceil(self.shown / (self.strip * self.line))
+        return self.line * (self.side + 1), lines * (self.strip * self.side + 6) - 6
+
+
+def _words(layout: Layout, mesh: _Mesh) -> str:
+    """A picture in words."""
+    parts = [digits_size(digits) for digits in layout.dims or ()]
+    cut = [f"dim {dim} in {count} parts" for dim, count in enumerate(parts) if count > 1]
+    copies = digits_size(layout.replicas)
+    held = f"each part on {copies} devices" if cut and copies > 1 else ""
+    text = "; ".join(filter(None, (", ".join(cut) or f"whole on each of {layout.devices} devices", held)))
+    if layout.partial:
+        text += f"; partial {layout.reduction} over {digits_size(layout.partial)}"
+    more = f"; the first {mesh.shown} of {mesh.devices} devices are drawn" if mesh.shown < mesh.devices else ""
+    return f"{layout_text(layout)}: {text}{more}"
+
+
+def _drawn(layout: Layout, mesh: _Mesh) -> tuple[str, int, int]:
+    """The elements of a picture, its width and its height."""
+    cut = [(dim, digits) for dim, digits in enumerate(layout.dims or ()) if digits]
+    counts = [digits_size(digits) for _, digits in cut]
+    # The first cut dim has the hue, all further ones together the lightness.
+    first, rest = (counts[0], math.prod(counts[1:])) if counts else (1, 1)
+
+    def colour(numbers: Sequence[int]) -> str:
+        other = 0
+        for number, count in zip(numbers[1:], counts[1:]):
+            other = other * count + number
+        return _colour(numbers[0] if numbers else 0, first, other, rest)
+
+    parts = list(_tensor(len(layout.dims or ()), [dim for dim, _ in cut], counts, colour))
+    paths: dict[str, list[str]] = {}
+    for rank in range(mesh.shown):
+        x, y = mesh.place(rank)
+        each = colour([number_of(digits, rank) for _, digits in cut])
+        paths.setdefault(each, []).append(f"M{x + SIDE + 12} {y}h{mesh.side}v{mesh.side}h-{mesh.side}z")
+    parts += [f'<path fill="{each}" d="{"".join(path)}"/>' for each, path in paths.items()]
+    width, height = mesh.size
+    return "".join(parts), SIDE + 12 + width, max(SIDE, height)
+
+
+def _tensor(
+    dims: int, cut: Sequence[int], counts: Sequence[int], colour: Callable[[Sequence[int]], str]
+) -> Iterator[str]:
+    """The slices of a tensor: its first cut dim runs down where a later dim is cut too or follows, else across."""
+    if not cut:
+        yield f'<path fill="{WHOLE}" d="M0 0h{SIDE}v{SIDE}h-{SIDE}z"/>'
+        return
+    down = counts[0] if len(cut) > 1 or cut[0] < dims - 1 or dims == 1 else 1
+    across = math.prod(counts[1:]) if down == counts[0] else counts[0]
+    rows, columns = min(down, BANDS), min(across, BANDS if down == 1 else 24)
+    paths: dict[str, list[str]] = {}
+    for i, j in product(range(rows), range(columns)):
+        row, column = i * down // rows, j * across // columns
+        numbers = [column] if down == 1 and len(cut) == 1 else [row, *_split(column, counts[1:])]
+        left, right, top, bottom = (
+            round(SIDE * part, 1) for part in (j / columns, (j + 1) / columns, i / rows, (i + 1) / rows)
+        )
+        path = f"M{left:g} {top:g}H{right:g}V{bottom:g}H{left:g}z"
+        paths.setdefault(colour(numbers), []).append(path)
+    edge = ' stroke="#fff" stroke-width=".8"' if max(rows, columns) <= 16 else ""
+    for each, drawn in paths.items():
+        yield f'<path fill="{each}"{edge} d="{"".join(drawn)}"/>'
+
+
+def _split(number: int, counts: Sequence[int]) -> list[int]:
+    """The digits of a number in mixed radix, major first."""
+    out = []
+    for count in reversed(counts):
+        number, digit = divmod(number, count)
+        out.append(digit)
+    return out[::-1]
+
+
+def _colour(one: int, ones: int, other: int, others: int) -> str:
+    if ones * others == 1:
+        return WHOLE
+    if others == 1 and ones <= len(FEW):
+        return FEW[one]
+    hue = round(one * min(ones, HUES) / ones) * 330 / max(1, min(ones, HUES))
+    if others == 1:
+        return f"hsl({hue:.0f} 62% 52%)"
+    step = other * min(others, LIGHTS) // others
+    return f"hsl({hue:.0f} 58% {36 + step * 40 // max(1, min(others, LIGHTS) - 1)}%)"
+
+
+# -- memory over a step ------------------------------------------------------------------------------------------------
+
+#: Pixels of the picture of memory, and its most columns.
+WIDTH, HEIGHT, LEFT, TOP, COLUMNS = 720, 220, 64, 18, 360
+
+
+def memory(seconds: Sequence[float], kinds: Mapping[str, Sequence[float]], forward: int, limit: float | None) -> str:
+    """The memory of a device over a step: a band for each kind, the peak, the begin of the backward.
+
+    Args:
+        seconds: of each moment.
+        kinds: kind -> bytes at each moment.
+        forward: the number of moments of the forward.
+        limit: bytes of a device; drawn where it lies in the picture.
+    """
+    count = len(seconds)
+    totals = [sum(band[i] for band in kinds.values()) for i in range(count)]
+    most, whole = max(totals, default=0.0), sum(seconds)
+    if not most:
+        return ""
+    weights = list(seconds) if whole else [1.0] * count
+    whole = whole or float(count)
+    starts, done = [], 0.0
+    for weight in weights:
+        starts.append(done)
+        done += weight
+    top = most if limit is None or limit > 1.6 * most else max(most, limit)
+    x = lambda second: LEFT + (WIDTH - LEFT) * second / whole
+    y = lambda nbytes: TOP + HEIGHT * (1 - nbytes / top)
+    # A column stands for the moments that begin in it, by the one that holds most.
+    columns: dict[int, int] = {}
+    for i, start in enumerate(starts):
+        column = min(COLUMNS - 1, int(COLUMNS * start / whole))
+        if column not in columns or totals[i] > totals[columns[column]]:
+            columns[column] = i
+    at = sorted(columns.items())
+    out = [
+        f'<svg class="memory" role="img" viewBox="0 0 {WIDTH} {HEIGHT + TOP + 34}" '
+        f'aria-label="memory over the step; the peak is {escape(size_text(most))}">'
+    ]
+    below = [0.0] * count
+    for kind, band in kinds.items():
+        if not any(band):
+            continue
+        above = [low + more for low, more in zip(below, band)]
+        edges = [LEFT + (WIDTH - LEFT) * column / COLUMNS for column, _ in at] + [float(WIDTH)]
+        path = f"M{LEFT} {y(below[at[0][1]]):.1f}"
+        path += "".join(f"V{y(above[i]):.1f}H{edges[n + 1]:.1f}" for n, (_, i) in enumerate(at))
+        path += "".join(f"V{y(below[i]):.1f}H{edges[n]:.1f}" for n, (_, i) in reversed(list(enumerate(at)))) + "z"
+        said = escape(f"{kind}: {size_text(max(band))} at most")
+        out.append(f'<path fill="{KIND_COLOURS.get(kind, "#8c8c8c")}" d="{path}"><title>{said}</title></path>')
+        below = above
+    peak = totals.index(most)
+    out.append(f'<path class="mark" d="M{x(starts[peak]):.1f} {TOP}V{TOP + HEIGHT}"/>')
+    anchor = "end" if starts[peak] > whole / 2 else "start"
+    shift = -4 if anchor == "end" else 4
+    out.append(
+        f'<text x="{x(starts[peak]) + shift:.1f}" y="{TOP - 5}" text-anchor="{anchor}">peak '
+        f"{escape(size_text(most))}</text>"
+    )
+    if 0 < forward < count:
+        out.append(f'<path class="half" d="M{x(starts[forward]):.1f} {TOP}V{TOP + HEIGHT}"/>')
+    if limit is not None and limit <= top:
+        out.append(f'<path class="limit" d="M{LEFT} {y(limit):.1f}H{WIDTH}"/>')
+        out.append(f'<text x="{LEFT + 4}" y="{y(limit) - 3:.1f}">a device has {escape(size_text(limit))}</text>')
+    for part in (0.0, 0.5, 1.0):
+        out.append(
+            f'<text x="{LEFT - 6}" y="{y(top * part) + 4:.1f}" text-anchor="end">{escape(size_text(top * part))}</text>'
+        )
+    below_axis = TOP + HEIGHT + 16
+    out.append(f'<text x="{LEFT}" y="{below_axis}">forward</text>')
+    if 0 < forward < count:
+        out.append(f'<text x="{x(starts[forward]) + 4:.1f}" y="{below_axis}">backward</text>')
+    out.append(f'<text x="{WIDTH}" y="{below_axis + 14}" text-anchor="end">{escape(time_text(whole))}</text></svg>')
+    return "".join(out)
