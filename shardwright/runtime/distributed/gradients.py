@@ -131,7 +131,8 @@ class Gradient(DTensor):
                 found = _found_together(function, args, kwargs or {})
                 if found is not None:
                     return found
-            if function in VIEWS and isinstance(args[0], Gradient):  # torch 2.9's DTensor makes no views of a subclass
+            # torch 2.9's DTensor makes no views of a subclass; the norm of a matrix begins with one.
+            if (function in VIEWS or function in _NORMS) and isinstance(args[0], Gradient):
                 result = function(
                     DTensor(local_tensor(args[0]), spec_of(args[0]), requires_grad=False), *args[1:], **(kwargs or {})
                 )
