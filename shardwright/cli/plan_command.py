@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, ShardwrightError
-from .command_line import add_import_option, failed, refused
+from .command_line import add_import_option, add_json_option, failed, print_json, refused
 from .script import Nothing, arguments_of, first_call, import_modules, positive, without_weights
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hsdp", choices=("level1", "level2", "level3", "auto"), help="optimizer parallel, by its level"
     )
+    add_json_option(parser)
     parser.add_argument(
         "--pipeline",
         type=pipeline_of,
@@ -206,8 +207,12 @@ def plan(arguments: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
         raise
+    from ..report.plan_figures import figures  # noqa: PLC0415  imports torch
     from ..report.tables import summary  # noqa: PLC0415  imports torch
 
+    if arguments.json:
+        print_json(figures(made) | {"output": str(arguments.output)})
+        return 0
     summary(made)
     print(f"written to {arguments.output}", flush=True)
     return 0
@@ -291,13 +296,17 @@ def diff(arguments: argparse.Namespace) -> int:
         arguments.parser.error(f"diff takes two plans, but got {' '.join(arguments.script_args) or 'none'}")
     from ..planning import Plan  # noqa: PLC0415  imports torch; registers how plans are read
     from ..report.plan_diff import difference  # noqa: PLC0415  imports torch
+    from ..report.plan_figures import difference_figures  # noqa: PLC0415  imports torch
 
     try:
         before, after = map(Plan.load, arguments.script_args)
     except ShardwrightError as error:
         return failed("plan diff", error, FAILED)
     found = difference(before, after)
-    print("\n".join(found.lines), flush=True)
+    if arguments.json:
+        print_json(difference_figures(found))
+    else:
+        print("\n".join(found.lines), flush=True)
     return EQUAL if found.equal else DIFFERENT
 
 
@@ -343,6 +352,7 @@ def add_explain_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         metavar="SIZE",
         help='what a device may hold, such as "70GB", or "cluster" for its own (default: as the plan was searched for)',
     )
+    add_json_option(parser)
     add_import_option(parser)
     parser.add_argument("plan", completes="file", help="a file that shardwright plan or Plan.save wrote")
     parser.add_argument(
@@ -354,18 +364,27 @@ def add_explain_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
 def explain(arguments: argparse.Namespace) -> int:
     """Explain a plan or one of its operators, and return the exit code."""
     from ..cluster import Cluster, memory_of  # noqa: PLC0415  needed only by some of the commands
+    from ..operator_explanation import explained  # noqa: PLC0415  imports torch
     from ..planning import Plan  # noqa: PLC0415  imports torch; registers how plans are read
     from ..report.explanations import costs, tell  # noqa: PLC0415  imports torch
+    from ..report.operator_names import OperatorNames  # noqa: PLC0415  imports torch
+    from ..report.plan_figures import figures, module_figures, operator_figures  # noqa: PLC0415  imports torch
 
     if arguments.alternatives < 1:
         arguments.parser.error(f"--alternatives={arguments.alternatives} is below 1")
     try:
         import_modules(arguments.imports)
         plan = Plan.load(arguments.plan)
-        if arguments.operator is None:
+        memory = memory_of(arguments.memory, Cluster.of(plan.cluster, plan.devices))
+        if arguments.json:
+            found = () if arguments.operator is None else OperatorNames(plan).find(arguments.operator).operators
+            if len(found) == 1:
+                print_json(operator_figures(explained(plan, found[0], arguments.alternatives, memory)))
+            else:
+                print_json(module_figures(plan, found) if found else figures(plan))
+        elif arguments.operator is None:
             costs(plan)
         else:
-            memory = memory_of(arguments.memory, Cluster.of(plan.cluster, plan.devices))
             tell(plan, arguments.operator, alternatives=arguments.alternatives, memory=memory)
     except Nothing as error:
         return refused(arguments, error)
@@ -401,6 +420,7 @@ def add_simulate_parser(subparsers: argparse._SubParsersAction[argparse.Argument
         "--trace", metavar="FILE", completes="file", help="write the step for ui.perfetto.dev or chrome://tracing"
     )
     parser.add_argument("--picture", metavar="FILE.svg", completes="file", help="write the step as a picture")
+    add_json_option(parser)
     add_import_option(parser)
     parser.add_argument("plan", completes="file", help="a file that shardwright plan or Plan.save wrote")
     parser.set_defaults(func=simulate, parser=parser)
@@ -412,6 +432,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     from ..json_files.json_values import write_text  # noqa: PLC0415  imports torch
     from ..pipeline.pipeline_plan import moments, timeline_of  # noqa: PLC0415  imports torch
     from ..planning import Plan  # noqa: PLC0415  imports torch; registers how plans are read
+    from ..report.plan_figures import step_figures  # noqa: PLC0415  imports torch
     from ..report.table_parts import beside_lines  # noqa: PLC0415  imports torch
     from ..report.timeline import headline, picture, simulated, trace  # noqa: PLC0415  imports torch
 
@@ -435,13 +456,16 @@ def simulate(arguments: argparse.Namespace) -> int:
                 f"messages beside computation, stage {stage.number}, one micro-batch": stage.plan.stage_in_time
                 for stage in plan.stages
             }
-        simulated(simulation, ranks, Cluster.of(plan.cluster, plan.devices).memory, beside=said)
+        if arguments.json:
+            print_json(step_figures(plan))
+        else:
+            simulated(simulation, ranks, Cluster.of(plan.cluster, plan.devices).memory, beside=said)
         names = [f"ranks {each[0]}-{each[-1]}" if len(each) > 1 else f"rank {each[0]}" for each in ranks]
         if arguments.trace is not None:
             within = {stage: moments(each) for stage, each in enumerate(plans)}
             if sum(map(len, within.values())) * made.micro_batches > OPERATORS:
                 within = {}
-                print("the trace is without operators, which would be too many")
+                print("the trace is without operators, which would be too many", file=sys.stderr)
             text = json.dumps(trace(simulation, names, operators=within, beside=beside if within else None))
             write_text(arguments.trace, text, SettingError, "the trace")
         if arguments.picture is not None:
@@ -480,6 +504,7 @@ def add_verify_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         action="store_true",
         help="plan on links that are next to free, so that searches cut whatever can be cut",
     )
+    add_json_option(parser)
     parser.add_argument(
         "target",
         completes="file",
@@ -508,7 +533,10 @@ def verify(arguments: argparse.Namespace) -> int:
         return refused(arguments, error)
     except ShardwrightError as error:
         return failed("verify", error, 1)
-    print(report.summary(), flush=True)
+    if arguments.json:
+        print_json(report.to_dict())
+    else:
+        print(report.summary(), flush=True)
     return 0 if report.ok else 1
 
 

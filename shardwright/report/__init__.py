@@ -14,6 +14,7 @@ report_content       its figures
 report_values        the values that it lays out
 report_pictures      its pictures
 plan_diff            two plans compared
+plan_figures         the figures of a plan as JSON
 timeline             a simulated step: Perfetto's trace, a picture
 """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -229,6 +230,34 @@ class VerifyReport:
     def sent(self) -> int:
         """The number of collectives, sends and receives of rank 0 in one step."""
         return len(self.plan.collectives(0)) if self.plan is not None else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON: differences relative to the largest value of a tensor, with the tolerance of each; a
+        difference that is infinite is None."""
+
+        def worst(found: Worst) -> dict[str, Any]:
+            difference = found.difference if math.isfinite(found.difference) else None
+            return {"difference": difference, "tolerance": found.tolerance, "tensor": found.tensor, "ok": found.ok}
+
+        cut, operators = self.cut if self.plan is not None else (None, None)
+        return {
+            "ok": self.ok,
+            "proved": self.proved,
+            "unproved": self.unproved,
+            "devices": self.devices,
+            "mode": self.parallel_mode,
+            "steps": self.steps,
+            "cut": cut,
+            "operators": operators,
+            "sent": self.sent,
+            "dtypes": {
+                _type(d.dtype): {"ok": d.ok, "failure": d.failure}
+                | {what: worst(getattr(d, what)) for what in ("losses", "gradients", "parameters")}
+                for d in self.differences
+            },
+            "first_difference": None if self.first_difference is None else str(self.first_difference),
+            "notes": list(self.notes),
+        }
 
     def summary(self) -> str:
         """The report as text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import shutil
 import subprocess
@@ -12,12 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
+from pipeline_networks import Chain, setting
 from torch import nn
 
 import shardwright as sw
 from shardwright import process as runtime_init
 from shardwright.cli import main as cli
 from shardwright.cli.command_line import Parser
+from shardwright.operator_explanation import explained
 
 MODEL = """
 import torch, torch.nn as nn
@@ -228,3 +232,86 @@ def test_ctrl_c_ends_a_command(
     monkeypatch.setattr(target, interrupted)
     assert cli.main(words) == 130
     assert capsys.readouterr().err.splitlines()[-1].endswith("stopped by Ctrl-C; nothing more is written")
+
+
+# -- --json ------------------------------------------------------------------------------------------------------------
+
+
+def as_json(capsys: pytest.CaptureFixture, *words: str, code: int = 0) -> dict:
+    """The one object that a command prints."""
+    capsys.readouterr()
+    assert (
+        cli.main([*words, "--json"] if words[0] not in ("plan", "verify") else [words[0], "--json", *words[1:]]) == code
+    )
+    out: dict = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    return out
+
+
+def test_figures_of_a_plan_as_json(inside: Path, capsys: pytest.CaptureFixture) -> None:
+    plan = sw.Plan.load("plan.json")
+    found = as_json(capsys, "explain", "plan.json")
+    assert isinstance(plan, sw.Plan)
+    assert (found["cost"], found["bound"], found["gap"]) == (plan.cost, plan.bound, plan.gap)
+    assert (found["elapsed"], found["peak"], found["sent"]) == (plan.price.elapsed, plan.peak, plan.sent)
+    assert found["memory"] == plan.timeline.kinds and found["devices"] == 8
+    assert sum(c["sent"] for c in found["collectives"]) == sum(c.sent for c in plan.collectives(0)) == plan.sent
+    assert [o["name"] for o in found["operators"]] == list(plan.decisions)
+    assert sum(o["seconds"] for o in found["operators"]) == pytest.approx(plan.cost, rel=0.05)
+    again = as_json(capsys, "plan", "--devices", "8", "--mode", "dynamic_programming", "model.py:build")
+    assert again.pop("output") == "plan.json" and again["cost"] == pytest.approx(found["cost"])
+
+
+def test_figures_of_an_operator_as_json(inside: Path, capsys: pytest.CaptureFixture) -> None:
+    plan = sw.Plan.load("plan.json")
+    name = next(iter(plan.decisions))
+    found, told = as_json(capsys, "explain", "plan.json", name), explained(plan, name)
+    assert found["name"] == name and found["least"] == told.least and found["cost"] == told.cost
+    assert [a["total"] for a in found["alternatives"]] == [a.total for a in told.alternatives] != []
+    assert sum(part["own"] for part in found["parts"]) == pytest.approx(found["seconds"])
+
+
+def test_a_step_a_difference_and_a_verification_as_json(inside: Path, capsys: pytest.CaptureFixture) -> None:
+    plan = sw.Plan.load("plan.json")
+    step = as_json(capsys, "simulate", "plan.json")
+    assert step["seconds"] == pytest.approx(plan.cost) and step["bubble"] == pytest.approx(0)
+    assert [group["ranks"] for group in step["groups"]] == [list(range(8))]
+    assert step["groups"][0]["peak"] == pytest.approx(plan.peak)
+    capsys.readouterr()
+    assert cli.main(["plan", "--json", "diff", "plan.json", "edited.json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["equal"] and any("dynamic_programming -> data_parallel" in line for line in found["settings"])
+    report = as_json(capsys, "verify", "--devices", "4", "--cut", "model.py:build")
+    assert report["ok"] and report["steps"] == 3 and report["devices"] == 4
+    assert report["dtypes"]["float64"]["losses"]["difference"] < 1e-12
+    assert report["proved"] == (not report["unproved"])
+
+
+def test_a_pipeline_as_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    how = {"pipeline": setting("1f1b", 4), "devices": 8, "parallel_mode": "data_parallel"}
+    plan = sw.plan(Chain(), (torch.ones(32, 16),), nn.MSELoss(), torch.ones(32, 16), **how)
+    plan.save(tmp_path / "staged.json")
+    found = as_json(capsys, "explain", str(tmp_path / "staged.json"))
+    assert found["bubble"] == plan.simulation.bubble and found["bound"] is None and found["peak"] == plan.peak
+    assert {o["stage"] for o in found["operators"]} == {stage.number for stage in plan.stages}
+    step = as_json(capsys, "simulate", str(tmp_path / "staged.json"))
+    assert sorted(rank for group in step["groups"] for rank in group["ranks"]) == list(range(8))
+    assert max(group["peak"] for group in step["groups"]) == pytest.approx(plan.peak)
+    assert step["micro_batches"] == 4 and step["seconds"] == pytest.approx(plan.cost)
+
+
+def test_the_page_of_commands_names_the_keys(inside: Path, capsys: pytest.CaptureFixture) -> None:
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    rows = [line for line in page.partition("## Output as JSON")[2].splitlines() if line.startswith("| `")]
+    name = next(iter(sw.Plan.load("plan.json").decisions))
+    calls = (
+        ("explain", "plan.json"),
+        ("explain", "plan.json", ""),
+        ("explain", "plan.json", name),
+        ("plan", "diff", "plan.json", "plan.json"),
+        ("simulate", "plan.json"),
+        ("verify", "--devices", "2", "model.py:build"),
+    )
+    for row, words in zip(rows, calls):
+        if words[-1]:
+            missing = [key for key in as_json(capsys, *words) if f"`{key}`" not in row]
+            assert not missing, (words, missing)
