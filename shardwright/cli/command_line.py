@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 __all__ = ["INTERRUPTED", "Parser", "add_import_option", "add_json_option", "failed", "print_json", "refused"]
@@ -29,11 +30,17 @@ class Parser(argparse.ArgumentParser):
     Args:
         examples: (command line, meaning) of each.
         keywords: as `argparse.ArgumentParser` takes them.
+
+    Attributes:
+        examples: as given.
+        arguments: all that were added.
+        commands: the parsers of its commands, by name.
     """
 
     def __init__(self, *args: Any, examples: tuple[tuple[str, str], ...] = (), **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
-        self.examples = examples
+        self.examples, self.arguments = examples, list[argparse.Action]()
+        self.commands: Mapping[str, Parser] = {}
+        super().__init__(*args, **keywords)  # adds --help
 
     def add_argument(self, *names: Any, completes: str | None = None, **keywords: Any) -> argparse.Action:
         """Add an argument.
@@ -46,7 +53,14 @@ class Parser(argparse.ArgumentParser):
         action = super().add_argument(*names, **keywords)
         if completes is not None:
             vars(action)["complete"] = completes
+        self.arguments.append(action)
         return action
+
+    def add_subparsers(self, **keywords: Any) -> Any:
+        """Add commands, as argparse does."""
+        made = super().add_subparsers(**keywords)
+        self.commands = made.choices
+        return made
 
     def format_help(self) -> str:
         """The help, and below it the examples."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from .command_line import failed
+from .command_line import Parser, failed
 
 __all__ = ["add_completion_parser", "completion"]
 
@@ -46,13 +46,12 @@ def completion(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _with_modes(parser: argparse.ArgumentParser) -> None:
+def _with_modes(parser: Parser) -> None:
     """Give ``--mode`` the parallel modes as its choices. Other calls do without them: their import takes seconds."""
     from ..planners.planning_problem import modes  # noqa: PLC0415  imports torch
 
-    for action in parser._actions:
-        if action.dest == "mode":
-            action.choices = modes()
-        elif isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                _with_modes(command)
+    for argument in parser.arguments:
+        if argument.dest == "mode":
+            argument.choices = modes()
+    for command in parser.commands.values():
+        _with_modes(command)

@@ -44,6 +44,9 @@ KIND_COLOURS = {
 #: The most devices and bands that a picture shows, the hosts in one line, and the steps of hue and of lightness.
 DEVICES, BANDS, HOSTS, HUES, LIGHTS = 1024, 48, 32, 48, 6
 
+#: The most slices of which each has a colour of its own; of more, neighbours share one, so that a page stays small.
+EXACT = 64
+
 #: Pixels: a tensor's side, and the least and the largest side of a device.
 SIDE, LEAST, LARGEST = 64, 6, 18
 
@@ -140,7 +143,8 @@ def _words(layout: Layout, mesh: _Mesh) -> str:
     if layout.partial:
         text += f"; partial {layout.reduction} over {digits_size(layout.partial)}"
     more = f"; the first {mesh.shown} of {mesh.devices} devices are drawn" if mesh.shown < mesh.devices else ""
-    return f"{layout_text(layout)}: {text}{more}"
+    shared = "; neighbouring parts share a colour" if math.prod(parts) > EXACT else ""
+    return f"{layout_text(layout)}: {text}{more}{shared}"
 
 
 def _drawn(layout: Layout, mesh: _Mesh) -> tuple[str, int, int]:
@@ -201,15 +205,18 @@ def _split(number: int, counts: Sequence[int]) -> list[int]:
 
 
 def _colour(one: int, ones: int, other: int, others: int) -> str:
+    """The colour of slice (one, other) of ones x others: hue and lightness, each of its own up to `EXACT` slices."""
     if ones * others == 1:
         return WHOLE
     if others == 1 and ones <= len(FEW):
         return FEW[one]
-    hue = round(one * min(ones, HUES) / ones) * 330 / max(1, min(ones, HUES))
+    if ones * others > EXACT:
+        one, ones = one * min(ones, HUES) // ones, min(ones, HUES)
+        other, others = other * min(others, LIGHTS) // others, min(others, LIGHTS)
+    hue = one * 330 / ones
     if others == 1:
-        return f"hsl({hue:.0f} 62% 52%)"
-    step = other * min(others, LIGHTS) // others
-    return f"hsl({hue:.0f} 58% {36 + step * 40 // max(1, min(others, LIGHTS) - 1)}%)"
+        return f"hsl({hue:.1f} 62% 52%)"
+    return f"hsl({hue:.1f} 58% {36 + 40 * other / (others - 1):.1f}%)"
 
 
 # -- memory over a step ------------------------------------------------------------------------------------------------

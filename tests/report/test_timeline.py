@@ -275,7 +275,7 @@ def test_simulate_reads_the_plan_of_a_pipeline(
     assert len(boxes) == len(made.spans) and {"ranks 0-3", "ranks 4-7"} <= set(texts)
     monkeypatch.setattr("shardwright.cli.plan_command.OPERATORS", 10)
     assert main(command) == 0
-    assert "the trace is without operators" in capsys.readouterr().out
+    assert "the trace is without operators" in capsys.readouterr().err
     assert not complete(json.loads(written.read_text())["traceEvents"], 0, 1)
 
 
