@@ -432,7 +432,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     from ..json_files.json_values import write_text  # noqa: PLC0415  imports torch
     from ..pipeline.pipeline_plan import moments, timeline_of  # noqa: PLC0415  imports torch
     from ..planning import Plan  # noqa: PLC0415  imports torch; registers how plans are read
-    from ..report.plan_figures import step_figures  # noqa: PLC0415  imports torch
+    from ..report.plan_figures import ranks_of_groups, step_figures  # noqa: PLC0415  imports torch
     from ..report.table_parts import beside_lines  # noqa: PLC0415  imports torch
     from ..report.timeline import headline, picture, simulated, trace  # noqa: PLC0415  imports torch
 
@@ -444,9 +444,7 @@ def simulate(arguments: argparse.Namespace) -> int:
         simulation = timeline_of(plan)
         made = simulation.schedule
         plans = [plan] if isinstance(plan, Plan) else [stage.plan for stage in plan.stages]
-        ranks = [range(plan.devices)]
-        if not isinstance(plan, Plan):
-            ranks = [plan.stages[made.placement.index(group)].ranks for group in range(made.groups)]
+        ranks = ranks_of_groups(plan, made)
         if isinstance(plan, Plan):
             said = list(beside_lines(plan))
             beside = {"messages beside computation": plan.in_time}

@@ -17,12 +17,13 @@ from typing import Any
 from ..cluster import Cluster
 from ..operator_explanation import Alternative, Explanation, seconds_of
 from ..pipeline.pipeline_plan import PipelinePlan, timeline_of
+from ..pipeline.schedules import Schedule
 from ..sharded_plan import Plan
 from .description import describe
 from .operator_names import OperatorNames
 from .plan_diff import Difference, strategy_text
 
-__all__ = ["difference_figures", "figures", "module_figures", "operator_figures", "step_figures"]
+__all__ = ["difference_figures", "figures", "module_figures", "operator_figures", "ranks_of_groups", "step_figures"]
 
 
 def figures(plan: Plan | PipelinePlan) -> dict[str, Any]:
@@ -107,10 +108,6 @@ def operator_figures(explanation: Explanation) -> dict[str, Any]:
 def step_figures(plan: Plan | PipelinePlan) -> dict[str, Any]:
     """The figures of a step in time, by group of ranks: seconds of work and of waiting, bytes at the peak."""
     made = timeline_of(plan)
-    ranks: list[Sequence[int]] = [range(plan.devices)]
-    if isinstance(plan, PipelinePlan):
-        placement = made.schedule.placement
-        ranks = [plan.stages[placement.index(group)].ranks for group in range(made.schedule.groups)]
     return {
         "seconds": made.total,
         "bubble": made.bubble,
@@ -121,9 +118,16 @@ def step_figures(plan: Plan | PipelinePlan) -> dict[str, Any]:
         "groups": [
             {"ranks": list(own), "busy": made.busy(group), "waits": made.total - made.busy(group)}
             | {"peak": made.peak(group)}
-            for group, own in enumerate(ranks)
+            for group, own in enumerate(ranks_of_groups(plan, made.schedule))
         ],
     }
+
+
+def ranks_of_groups(plan: Plan | PipelinePlan, schedule: Schedule) -> list[range]:
+    """The ranks of each group of a schedule: of its stages, or all ranks of a plan without a pipeline."""
+    if isinstance(plan, Plan):
+        return [range(plan.devices)]
+    return [plan.stages[schedule.placement.index(group)].ranks for group in range(schedule.groups)]
 
 
 def difference_figures(found: Difference) -> dict[str, Any]:

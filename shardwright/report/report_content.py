@@ -349,7 +349,7 @@ class PlanContent:
     def places(self) -> tuple[Place, ...]:
         """The parameters and buffers by their storage, those with most elements first."""
         plan = self.plan
-        groups: dict[Hashable, dict[str, ParameterPlan]] = {}
+        groups: dict[tuple[int, str], dict[str, ParameterPlan]] = {}
         of_stage = {name: s for s, each in self.plans.items() for name, p in each.parameters.items() if p.name == name}
         for stage, each in self.plans.items():
             for name, p in each.parameters.items():
@@ -357,7 +357,7 @@ class PlanContent:
                     groups.setdefault((stage, layout_text(p.storage)), {})[name] = p
         dtypes = {v.name: v.stored.dtype for each in self.plans.values() for v in each.graph.sources()}
         out = []
-        for (stage, _), held in sorted(groups.items(), key=lambda e: -sum(math.prod(p.shape) for p in e[1].values())):  # type: ignore[misc]
+        for (stage, _), held in sorted(groups.items(), key=lambda e: -sum(math.prod(p.shape) for p in e[1].values())):
             first = next(iter(held.values()))
             elements = sum(math.prod(p.shape) for p in held.values())
             stored = sum(math.prod(p.local_shape(0)) * dtypes[p.name].itemsize for p in held.values())
