@@ -455,14 +455,20 @@ class Layout:
     def named(self, dim: int) -> str:
         """The axes that cut a dim, as they were named: ``'mp'``, ``('sp', 'dp')``, ``no axis``; without names the
         digits."""
-        digits = self._laid()[dim]
+        digits = self.tensor_dims[dim]
         if not digits:
             return "no axis"
         return repr(self._entries[dim]) if self._entries is not None else "·".join(map(repr, digits))
 
     # -- placement ------------------------------------------------------------------------------------------------
 
-    def _laid(self) -> tuple[Digits, ...]:
+    @property
+    def tensor_dims(self) -> tuple[Digits, ...]:
+        """The digits of each tensor dim, as `dims` has them.
+
+        Raises:
+            LayoutError: the layout names a device matrix only.
+        """
         if self.dims is None:
             raise LayoutError("this Layout names a device matrix only", legal="call it with one entry per tensor dim")
         return self.dims
@@ -470,12 +476,12 @@ class Layout:
     @property
     def cuts(self) -> tuple[int, ...]:
         """The number of parts of each dim."""
-        return tuple([digits_size(d) for d in self._laid()])
+        return tuple([digits_size(d) for d in self.tensor_dims])
 
     @property
     def carried(self) -> Digits:
         """All digits that cut some dim, dim after dim."""
-        return tuple(d for digits in self._laid() for d in digits)
+        return tuple(d for digits in self.tensor_dims for d in digits)
 
     @property
     def replicas(self) -> Digits:
@@ -485,15 +491,15 @@ class Layout:
     @property
     def is_replicated(self) -> bool:
         """True where every rank holds the whole tensor without partial sums."""
-        return not self.partial and not any(self._laid())
+        return not self.partial and not any(self.tensor_dims)
 
     def without_partial(self) -> Layout:
         """The same slices with every reduction completed: also the layout of the gradient."""
-        return Layout.of(self.devices, self._laid()) if self.partial else self
+        return Layout.of(self.devices, self.tensor_dims) if self.partial else self
 
     def with_partial(self, digits: Iterable[Digit], reduction: str = "sum") -> Layout:
         """The same slices, as terms of a reduction over `digits`."""
-        return Layout.of(self.devices, self._laid(), digits, reduction)
+        return Layout.of(self.devices, self.tensor_dims, digits, reduction)
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of each rank's slice of a tensor of `shape`.
@@ -501,7 +507,7 @@ class Layout:
         Raises:
             LayoutError: another number of dims, or a dim that its cut does not divide.
         """
-        dims = self._laid()
+        dims = self.tensor_dims
         if len(dims) != len(shape):
             raise LayoutError(f"the layout has {len(dims)} dims, the tensor {tuple(shape)} has {len(shape)}")
         out = []
@@ -520,7 +526,7 @@ class Layout:
 
     def position(self, dim: int, rank: int) -> int:
         """The index, from 0, of the dim's part on `rank`."""
-        return number_of(self._laid()[dim], rank)
+        return number_of(self.tensor_dims[dim], rank)
 
     def slice(self, shape: Sequence[int], rank: int) -> tuple[slice, ...]:
         """The part of a tensor of `shape` on `rank`, as an index: ``tensor[layout.slice(tensor.shape, rank)]``.

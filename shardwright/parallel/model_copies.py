@@ -97,20 +97,21 @@ def copied(model: SettingMethods, memo: dict[int, Any]) -> SettingMethods:
     return made
 
 
-def with_slice(parameter: nn.Parameter) -> nn.Parameter:
+def with_slice(parameter: Tensor) -> nn.Parameter:
     """A parameter with a copy of a rank's slice and the attributes of the original, without a gradient (as torch
     copies)."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  DTensor takes long to import
 
-    from ..runtime.distributed.dtensors import beginning, leaf_of  # noqa: PLC0415  imports DTensor
+    from ..runtime.distributed.dtensors import as_dtensor, beginning, leaf_of  # noqa: PLC0415  imports DTensor
 
+    cut = as_dtensor(parameter)
     with torch.no_grad():
-        local = parameter.to_local()
-        copied_local = beginning(leaf_of(parameter).clone(), local.shape) if local.numel() else local.clone()
+        local = cut.to_local()
+        copied_local = beginning(leaf_of(cut).clone(), local.shape) if local.numel() else local.clone()
         held = DTensor.from_local(
             copied_local,
-            parameter.device_mesh,
-            parameter.placements,
+            cut.device_mesh,
+            cut.placements,
             run_check=False,
             shape=parameter.shape,
             stride=parameter.stride(),
@@ -156,7 +157,7 @@ class Followers:
             further.follow()
 
     def _cut(self, made: SettingMethods, mine: dict[str, Tensor], theirs: dict[str, Tensor], alike: set[str]) -> None:
-        from ..runtime.distributed.dtensors import with_values  # noqa: PLC0415  imports DTensor
+        from ..runtime.distributed.dtensors import as_dtensor, with_values  # noqa: PLC0415  imports DTensor
 
         successors: dict[int, nn.Parameter] = {}
         for name, old in theirs.items():
@@ -165,12 +166,12 @@ class Followers:
             new = with_slice(mine[name])
             new.requires_grad_(old.requires_grad)
             if name not in alike:
-                with_values(new, old.detach())
+                with_values(as_dtensor(new), old.detach())
             successors[id(old)] = new
         names = {id(old): name for name, old in theirs.items()}
 
         def cut(old: int, whole: Tensor) -> Tensor:
-            return with_values(with_slice(mine[names[old]]), whole).detach()
+            return with_values(as_dtensor(with_slice(mine[names[old]])), whole).detach()
 
         substitute(ModelAndLoss(made.net, made.loss_fn), successors, cut)
         made._stored, made._used = self._model._stored, self._model._used

@@ -41,7 +41,7 @@ from ..torch_private import buffer_table, parameter_table, version_of
 from .setting_methods import SettingMethods
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    pass
 
 __all__ = ["WholeModel", "attribute_of_net", "refuse_calls_of_parts", "signed_as_net"]
 
@@ -186,15 +186,15 @@ class _Swapped:
             close_to_steps(parameter)
         self.versions = {name: _versions(parameter) for name, parameter in self.cut.items()}
 
-    def _gathered(self, name: str, parameter: DTensor) -> Tensor:
+    def _gathered(self, name: str, parameter: nn.Parameter) -> Tensor:
         """The whole value of a parameter, on every rank, in memory of its own."""
-        from ..runtime.distributed.dtensors import gathered  # noqa: PLC0415  imports DTensor
+        from ..runtime.distributed.dtensors import as_dtensor, gathered  # noqa: PLC0415  imports DTensor
 
         with torch.no_grad():
             if whole_shape(parameter) != parameter.shape:  # a parameter of another pipeline stage
                 value = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device=parameter.device)
             else:
-                value = gathered(parameter)
+                value = gathered(as_dtensor(parameter))
             return _broadcast(value, self.stage[name]) if name in self.stage else value
 
     def leave(self, error: BaseException | None) -> None:
@@ -231,11 +231,12 @@ class _Swapped:
         for table, before in self.tables:
             for key, tensor in before.items():
                 name, held = names.get(id(tensor)), table.get(key)
-                expected = self.whole.get(name, tensor)
                 if name is None:
                     if held is not tensor:
                         wrong.append((f"{key!r} was replaced", elsewhere))
-                elif held is None:
+                    continue
+                expected = self.whole.get(name, tensor)
+                if held is None:
                     wrong.append((f"{name!r} was removed", elsewhere))
                 elif whole_shape(held) != whole_shape(expected) or held.dtype != expected.dtype:
                     wrong.append(
@@ -251,7 +252,7 @@ class _Swapped:
                     wrong.append(
                         (f"{name!r} is tied, and was replaced in one of its places", "the same tensor in all of them")
                     )
-                if name is not None and (self.mine or name in self.buffers):
+                if self.mine or name in self.buffers:
                     now[name] = held if held is not None else expected
             wrong += [
                 (f"{key!r} of shape {tuple(table[key].shape)} is new", elsewhere)
@@ -322,7 +323,7 @@ class _Swapped:
         Raises:
             SettingError: ranks have changed different tensors, or have different values.
         """
-        from ..runtime.distributed.dtensors import with_values  # noqa: PLC0415  imports DTensor
+        from ..runtime.distributed.dtensors import as_dtensor, with_values  # noqa: PLC0415  imports DTensor
 
         tensors = {**self.cut, **self.buffers}
         changed: list[str] = []
@@ -362,7 +363,7 @@ class _Swapped:
                 if name in self.buffers:
                     self.buffers[name].copy_(value)
                 else:
-                    with_values(self.cut[name], value)
+                    with_values(as_dtensor(self.cut[name]), value)
 
 
 def _differ(names: list[str], how: str) -> SettingError:
@@ -374,10 +375,12 @@ def _differ(names: list[str], how: str) -> SettingError:
     )
 
 
-def _versions(parameter: DTensor) -> tuple[int, int]:
+def _versions(parameter: nn.Parameter) -> tuple[int, int]:
     """The numbers of in-place changes of a parameter and of its slice."""
+    from ..runtime.distributed.dtensors import as_dtensor  # noqa: PLC0415  imports DTensor
+
     with torch.no_grad():
-        return version_of(parameter), version_of(parameter.to_local())
+        return version_of(parameter), version_of(as_dtensor(parameter).to_local())
 
 
 def _broadcast(tensor: Tensor, source: int) -> Tensor:

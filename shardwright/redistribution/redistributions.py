@@ -94,7 +94,7 @@ _Axis: TypeAlias = tuple[int, int, Atom | None]
 
 @dataclass(frozen=True)
 class Geometry:
-    """A step on local tensors of one shape, as plain ints; None: nothing to do (view and perm: both None together).
+    """A step on local tensors of one shape, as plain ints. A perm or shape of None: nothing to do; its view is empty.
 
     Attributes:
         pre_view, pre_perm, pre_shape: from the local tensor to the pieces to send.
@@ -107,11 +107,11 @@ class Geometry:
         select: for a slice: (axis of ``x.reshape(pre_view)``, the digit whose value is its index), last axis first.
     """
 
-    pre_view: tuple[int, ...] | None
+    pre_view: tuple[int, ...]
     pre_perm: tuple[int, ...] | None
     pre_shape: tuple[int, ...] | None
     pieces: int
-    post_view: tuple[int, ...] | None
+    post_view: tuple[int, ...]
     post_perm: tuple[int, ...] | None
     post_shape: tuple[int, ...] | None
     after: tuple[int, ...]
@@ -287,7 +287,7 @@ def _geometry(step: RedistributionStep, shape: tuple[int, ...]) -> Geometry:
     if len(shape) != len(step.dims):
         raise LayoutError(f"the conversion is of {len(step.dims)} dims, the local tensor {shape} has {len(shape)}")
     if step.halo is not None:
-        return Geometry(None, None, None, step.size, None, None, None, _with_halo(step, shape))
+        return Geometry((), None, None, step.size, (), None, None, _with_halo(step, shape))
     before: list[_Axis] = []
     kept: list[_Axis] = []
     after: list[_Axis] = []
@@ -315,7 +315,7 @@ def _geometry(step: RedistributionStep, shape: tuple[int, ...]) -> Geometry:
             for k, (_, _, atom) in enumerate(before)
             if atom is not None and (digit := atom.scattered) is not None
         )
-        return Geometry(view, None, None, pieces, None, None, tuple(result), tuple(result), cuts, select=select[::-1])
+        return Geometry(view, None, None, pieces, (), None, tuple(result), tuple(result), cuts, select=select[::-1])
     pre = _rearranged(before, scattered + kept, shape, ((pieces,) if scattered else ()) + tuple(piece))
     post = _rearranged(gathered + kept, after, ((pieces,) if gathered else ()) + tuple(piece), tuple(result))
     return Geometry(pre[0], pre[1], pre[2], pieces, post[0], post[1], post[2], tuple(result), cuts, joins)
@@ -356,9 +356,9 @@ def _ranges(step: RedistributionStep, lengths: list[int], axes: list[tuple[_Axis
 
 def _rearranged(
     axes: list[_Axis], order: list[_Axis], shape: tuple[int, ...], out: tuple[int, ...]
-) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None, tuple[int, ...] | None]:
-    """(view, perm, shape) of ``x.reshape(view).permute(perm).reshape(shape)``; None for no-ops, as few axes as
-    possible.
+) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None]:
+    """(view, perm, shape) of ``x.reshape(view).permute(perm).reshape(shape)``; () and None for no-ops, as few axes
+    as possible.
 
     Neighbours that stay neighbours form one axis, and axes of size 1 are dropped.
     """
@@ -373,7 +373,7 @@ def _rearranged(
             runs.append([k])
     ordered = sorted(runs)
     if runs == ordered:
-        return None, None, (out if out != shape else None)
+        return (), None, (out if out != shape else None)
     view = tuple(math.prod(axes[k][0] for k in run) for run in ordered)
     places = tuple(ordered.index(run) for run in runs)
     permuted = tuple(view[k] for k in places)

@@ -182,7 +182,7 @@ class AbsentStages:
     def exchange(self) -> None:
         """Nothing: a message is there when it is received."""
 
-    def finish(self, results: list[Tensor | None]) -> list[Tensor]:
+    def finish(self, results: list[Tensor | None]) -> list[Tensor | None]:
         """All outputs; zeros in place of those of other stages."""
         device = self.values.device
         return [torch.zeros(shape or (), device=device) if r is None else r for r, shape in zip(results, self.joined)]

@@ -247,7 +247,6 @@ def index_text(step: RedistributionStep, shape: tuple[int, ...], rank: int) -> s
     gaps."""
     geometry = step.geometry(shape)
     if geometry.cuts is None:
-        assert geometry.pre_view is not None
         chosen = {axis: str(digit.value(rank)) for axis, digit in geometry.select}
         index = ", ".join(chosen.get(axis, ":") for axis in range(len(geometry.pre_view)))
         return f"view: {list(geometry.pre_view)}, index: [{index}]"

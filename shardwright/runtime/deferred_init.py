@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 _TAPE, _VERSION, _FILLED = "_shardwright_tape", "_shardwright_version", "_shardwright_filled"
-_IS_META = torch.Tensor.is_meta.__get__
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a property, which torch types as its value
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _Meta:
     storage: torch.UntypedStorage
     shape: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
     @property
     def key(self) -> int:
@@ -407,7 +407,10 @@ def _optimizers() -> list[torch.optim.Optimizer]:
     found: list[type] = [torch.optim.Optimizer]
     while found:
         kinds.update(found)
-        found = [sub for kind in found for sub in type.__subclasses__(kind) if sub not in kinds]
+        below: list[type] = []
+        for kind in found:
+            below += type.__subclasses__(kind)
+        found = [kind for kind in below if kind not in kinds]
     return [x for x in gc.get_referrers(*kinds) if type(x) in kinds]
 
 

@@ -23,7 +23,7 @@ from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redis
 from ..sharded_plan import Plan
 from ..torch_private import schema_of
 
-__all__ = ["Lowered", "cast", "extreme", "lower", "move", "sum_of_gradient"]
+__all__ = ["Lowered", "cast", "extreme", "lower", "move", "number_of_result", "operand", "sum_of_gradient"]
 
 
 def move(x: torch.Tensor) -> torch.Tensor:
@@ -91,6 +91,13 @@ def lower(plan: Plan) -> Lowered:
     )
 
 
+def operand(node: torch.fx.Node, index: int = 0) -> torch.fx.Node:
+    """The node whose value is this positional argument of a call."""
+    given = node.args[index]
+    assert isinstance(given, torch.fx.Node), f"argument {index} of {node} is {given!r}"
+    return given
+
+
 def sum_of_gradient(placeholder: torch.fx.Node) -> torch.fx.Node | None:
     """The only consumer of a parameter or input, where it does nothing but sum the gradient over ranks; else None.
 
@@ -139,8 +146,10 @@ def _compute(graph: torch.fx.Graph, env: dict[str, torch.fx.Node], instruction: 
     node = graph.call_function(instruction.target, args, kwargs)
     node.meta["instruction"] = instruction
     if _returns_one(instruction):
-        env[instruction.outputs[0].name] = node
-        node.meta["instance"] = instruction.outputs[0]
+        (sole,) = instruction.outputs
+        assert sole is not None
+        env[sole.name] = node
+        node.meta["instance"] = sole
         return
     for i, instance in enumerate(instruction.outputs):
         if instance is not None:
@@ -151,6 +160,13 @@ def _compute(graph: torch.fx.Graph, env: dict[str, torch.fx.Node], instruction: 
 
 def _item(results: Any, index: int) -> torch.Tensor:
     return results[index]
+
+
+def number_of_result(node: torch.fx.Node) -> int:
+    """The number of a result, at a node that takes it from an operator with several."""
+    index = node.args[1]
+    assert isinstance(index, int)
+    return index
 
 
 def _returns_one(instruction: LocalOp) -> bool:

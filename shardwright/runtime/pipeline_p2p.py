@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..capture.export import ModelAndLoss
 from ..graph import Value
 from ..layout import Layout
 from ..partition.gradient_fusion import Fusion
@@ -39,7 +40,7 @@ __all__ = ["process_pipeline"]
 
 def process_pipeline(
     plan: PipelinePlan,
-    holder: nn.Module,
+    holder: ModelAndLoss,
     runtime: Runtime,
     before: Any,
     fusion: Fusion,
@@ -123,7 +124,7 @@ def _make_even(runtime: Runtime) -> None:
 
 
 def _state(
-    plan: PipelinePlan, stages: tuple[Stage, ...], holder: nn.Module, runtime: Runtime, broadcast: bool
+    plan: PipelinePlan, stages: tuple[Stage, ...], holder: ModelAndLoss, runtime: Runtime, broadcast: bool
 ) -> ShardedState:
     """The parameters of this rank's stages."""
     first, size = stages[0].first, stages[0].devices

@@ -221,7 +221,7 @@ class PipelineStep:
 
     def _totals(self, body: StageBody) -> list[Tensor]:
         """The counts of targets, summed over all micro-batches."""
-        if body.counts is None:
+        if body.counts is None or body.stage.counts is None:
             return []
         names = [v.name for v in self.plan.graph.inputs]
         places = [names.index(v.name) for v in body.stage.counts.graph.inputs]
@@ -252,14 +252,15 @@ class PipelineStep:
             buffers = [b.clone() for b in buffers]  # a forward's buffers must be unchanged in its backward
         seed = []
         if body.stage.plan.program.seed is not None:
+            assert self.seeds is not None
             on_host, device = self.seeds[k], body.seed_device
             seed = [on_host if device is None else on_host.to(device, non_blocking=True)]
         with torch.set_grad_enabled(self.trains):
             made = body.run(*self.leaves[s].values(), *buffers, *body.constants, *seed, *inputs)
         outputs, updates = made[: len(graph.outputs)], made[len(graph.outputs) :]
         with torch.no_grad():
-            for name, value in zip(body.updates, updates, strict=True):
-                self._update(s, name, value)
+            for name, fresh in zip(body.updates, updates, strict=True):
+                self._update(s, name, fresh)
         for index, out in zip(body.stage.results, outputs):
             self.results.setdefault(index, []).append(out.detach())
         for name, out in zip(body.stage.sent, outputs[len(body.stage.results) :]):
@@ -342,8 +343,9 @@ class PipelineStep:
     def _backward_to_weights(self, s: int, k: int) -> None:
         left = self.weights.pop((s, k), None)
         if isinstance(left, tuple):
-            if left[0]:
-                torch.autograd.backward(*left, inputs=self._trained(s))
+            outputs, gradients = left
+            if outputs:
+                torch.autograd.backward(outputs, gradients, inputs=self._trained(s))
         elif left is not None:
             for groups in self._groups(s, left):
                 torch_private.stage_backward_weight(iter(self._trained(s)), groups)
@@ -413,8 +415,8 @@ class PipelineStep:
         out: list[Tensor | None] = [p.grad for s in self.leaves for p in self.leaves[s].values() if p.requires_grad]
         for i, wanted in enumerate(self.wanted):
             if wanted:
-                parts = [self.fed_gradients.get((i, k)) for k in range(self.count)]
-                parts = [torch.zeros_like(self.fed[i][k]) if g is None else g for k, g in enumerate(parts)]
+                came = [self.fed_gradients.get((i, k)) for k in range(self.count)]
+                parts = [torch.zeros_like(self.fed[i][k]) if g is None else g for k, g in enumerate(came)]
                 out.append(
                     together(parts, 0, self.program.fed_parts[i]) if self.plan.split[i] else sum(parts[1:], parts[0])
                 )
@@ -461,10 +463,20 @@ class StageBody:
     constants: list[Tensor]
     updates: tuple[str, ...]
     counts: Callable[..., list[Tensor]] | None
-    shared: Callable[[str, Tensor | None, Tensor], Tensor]
-    gathers: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    shared: Callable[[str, Tensor | None, Tensor], Tensor | None]
+    gathers: Mapping[str, GatherOfWeight] = field(default_factory=dict)
     cut: frozenset[str] = frozenset()
     seed_device: torch.device | None = None
+
+
+class GatherOfWeight(Protocol):
+    """The redistribution of a weight from its storage to its use."""
+
+    def __call__(self, stored: Tensor, /) -> Tensor:
+        """The weight as it is used."""
+
+    def back(self, gradient: Tensor, /) -> Tensor:
+        """The gradient of the weight as it is stored, from that of the weight as it is used."""
 
 
 class StageLink(Protocol):
@@ -483,8 +495,9 @@ class StageLink(Protocol):
     def begin(self, schedule: Schedule) -> None:
         """Begin a step."""
 
-    def finish(self, results: list[Tensor | None]) -> list[Tensor]:
-        """End the step; return all outputs, with those of stages elsewhere in place of None."""
+    def finish(self, results: list[Tensor | None]) -> list[Tensor | None]:
+        """End the step; return all outputs, with those of stages elsewhere too; None for outputs that are no
+        tensors."""
 
 
 class LocalStageLink:
@@ -505,7 +518,7 @@ class LocalStageLink:
     def exchange(self) -> None:
         pass
 
-    def finish(self, results: list[Tensor | None]) -> list[Tensor]:
+    def finish(self, results: list[Tensor | None]) -> list[Tensor | None]:
         return list(results)
 
 
@@ -594,12 +607,13 @@ class PipelineProgram:
         step = PipelineStep(self, tensors, trains)
         results = self.link.finish(step.run())
         if trains:
-            leaves = [p for body in self.bodies.values() for p in body.parameters.values() if p.requires_grad]
+            assert self.loss is not None  # `check` has refused all others
+            trained = [p for body in self.bodies.values() for p in body.parameters.values() if p.requires_grad]
             step.inputs_wanted = [x for x in tensors if x.requires_grad]
-            leaves += step.inputs_wanted
-            if not leaves:  # all that this process trains belongs to another stage
-                leaves = [torch.zeros((), requires_grad=True)]
-            results[self.loss] = _Given.apply(results[self.loss], step, *leaves)
+            trained += step.inputs_wanted
+            if not trained:  # all that this process trains belongs to another stage
+                trained = [torch.zeros((), requires_grad=True)]
+            results[self.loss] = _Given.apply(results[self.loss], step, *trained)
         outputs = [r if c is None else c for r, c in zip(results, self._constants)]
         put_back(given, outputs, self.plan.graph.changed)
         result = self.plan.graph.result(outputs)

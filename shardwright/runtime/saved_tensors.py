@@ -29,7 +29,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,12 +39,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import SettingError
 from ..torch_private import storage_id, top_saved_tensors_hooks, version_of
-from .lowering import Lowered
+from .lowering import Lowered, number_of_result
 
 __all__ = ["LoweredRegions", "RegatheredWeights", "RegionRun", "Saver", "keep"]
 
 #: A function that computes a node of the program from the values of other nodes, by key.
 Step = Callable[[Any], Any]
+
+
+#: The key of a value: the number of its slot in the local runtime, the name of its node on a rank.
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Dropped:
@@ -65,6 +70,7 @@ class Dropped:
 
     def pass_on(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Dropped:
         """Save the tensor through the surrounding hooks, without dropping it."""
+        assert self.tensor is not None
         held, self.tensor = pack(self.tensor), None
         self.take = lambda *_: unpack(held)
         return self
@@ -92,13 +98,17 @@ class _Again:
                 if key in self.own:
                     packed: list[Tensor] = []
                     # Detached: an output's graph would hold the output.
-                    with saved_tensors_hooks(lambda x, packed=packed: packed.append(x.detach()), lambda x: x):
+                    with saved_tensors_hooks(partial(_collect, packed), lambda x: x):
                         made = step(env)
                     own[key] = packed
                 else:
                     made = step(env)
                 env[key] = _leaves(made, {})
         return env, own
+
+
+def _collect(packed: list[Tensor], x: Tensor) -> None:
+    packed.append(x.detach())
 
 
 class RegionRun:
@@ -139,11 +149,12 @@ class RegionRun:
         with torch.no_grad():
             for dropped in list(self.waiting):
                 if dropped.tensor is None:
+                    assert dropped.take is not None
                     dropped.tensor = dropped.take(values, own)
 
 
 @dataclass(frozen=True)
-class Saver:
+class Saver(Generic[Key]):
     """A node that saves dropped values.
 
     Attributes:
@@ -153,9 +164,9 @@ class Saver:
         own: (region, key of the node) where the tensors that only the node itself saves are dropped; else None.
     """
 
-    inputs: tuple[tuple[int, Hashable], ...]
-    outputs: tuple[tuple[int, Hashable, int | None], ...]
-    own: tuple[int, Hashable] | None
+    inputs: tuple[tuple[int, Key], ...]
+    outputs: tuple[tuple[int, Key, int | None], ...]
+    own: tuple[int, Key] | None
 
     def __call__(self, runs: Sequence[RegionRun], values: Sequence[Any], call: Callable[[], Any]) -> Any:
         """The result of ``call()``; tensors that autograd saves meanwhile are dropped as planned. `values` are those of
@@ -187,10 +198,20 @@ class Saver:
                     continue
                 if found is None and self.own is not None:
                     region, key = self.own
-                    dropped.drop(runs[region], lambda _, own, key=key, index=index: own[key][index])
+                    dropped.drop(runs[region], partial(_own, key, index))
                 elif outer is not None:
                     dropped.pass_on(*outer)
         return made
+
+
+def _own(key: Hashable, index: int, _: Mapping, own: Mapping) -> Tensor:
+    """One of the tensors that a node alone has saved, in a region that ran again."""
+    return own[key][index]
+
+
+def _lent(key: Hashable, values: Mapping, _: Mapping) -> Any:
+    """A value of a region that ran again."""
+    return values[key]
 
 
 def _unpack(held: Any) -> Tensor:
@@ -240,9 +261,9 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    out: list[Tensor] = []
-    _mapped(value, lambda x: out.append(x) or x)
-    return out
+    if isinstance(value, Tensor):
+        return [value]
+    return [x for v in value for x in _tensors(v)] if isinstance(value, (list, tuple)) else []
 
 
 def _leaves(value: Any, memo: dict[int, Tensor]) -> Any:
@@ -256,7 +277,7 @@ def _leaves(value: Any, memo: dict[int, Tensor]) -> Any:
     return _mapped(value, leaf)
 
 
-class LoweredRegions:
+class LoweredRegions(Generic[Key]):
     """The regions of a lowered program, by its nodes.
 
     Args:
@@ -268,11 +289,11 @@ class LoweredRegions:
         reads: node -> (region, key, node, copy) of each value that regions keep before the node runs.
     """
 
-    def __init__(self, lowered: Lowered, key: Callable[[torch.fx.Node], Hashable]) -> None:
+    def __init__(self, lowered: Lowered, key: Callable[[torch.fx.Node], Key]) -> None:
         plan = lowered.plan
         self.regions, instructions, self.key = plan.regions, plan.program.instructions, key
-        self.savers: dict[torch.fx.Node, Saver] = {}
-        self.reads: dict[torch.fx.Node, list[tuple[int, Hashable, torch.fx.Node, bool]]] = {}
+        self.savers: dict[torch.fx.Node, Saver[Key]] = {}
+        self.reads: dict[torch.fx.Node, list[tuple[int, Key, torch.fx.Node, bool]]] = {}
         if not self.regions:
             return
         number = {id(i): k for k, i in enumerate(instructions)}
@@ -292,11 +313,11 @@ class LoweredRegions:
                 self.savers.setdefault(self.nodes[i][0], self._saver(i))
             self._keep(k, region, plan)
 
-    def _saver(self, i: int) -> Saver:
+    def _saver(self, i: int) -> Saver[Key]:
         node, *items = self.nodes[i]
         reads = dict.fromkeys(a.meta["instance"].name for a in node.all_input_nodes)
         makes = [
-            (n.meta["instance"].name, n, None if n is node else n.args[1])
+            (n.meta["instance"].name, n, None if n is node else number_of_result(n))
             for n in (node, *items)
             if "instance" in n.meta
         ]
@@ -353,7 +374,7 @@ class LoweredRegions:
         def begin() -> list[RegionRun]:
             runs = [RegionRun(again) for again in made]
             for k, key, other in lent:
-                runs[k].kept[key] = Dropped(None).drop(runs[other], lambda values, _, key=key: values[key])
+                runs[k].kept[key] = Dropped(None).drop(runs[other], partial(_lent, key))
             return runs
 
         return begin

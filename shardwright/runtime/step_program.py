@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accelerator_api import moved
+from ..capture.export import ModelAndLoss
 from ..capture.guards import Guards
 from ..capture.side_effects import Effects
 from ..capture.source_lines import stack_level
@@ -132,7 +133,7 @@ def _handed(output: Tensor, handing: Callable[[Tensor], Tensor] | None) -> Tenso
 @gc_paused()
 def make_program(
     plan: Plan | PipelinePlan,
-    holder: nn.Module,
+    holder: ModelAndLoss,
     runtime: Runtime,
     *,
     gradients_mean: bool,

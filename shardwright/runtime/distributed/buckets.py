@@ -44,7 +44,7 @@ from ...torch_private import at_backward_end, backward_number, local_tensor, spe
 from ..optimizer_guard import Accumulation
 from . import collectives as transport
 from .collectives import Bound, arrangements, begin_scatter, bind_all, reduce_in_place, reduced, rings
-from .dtensors import beginning, leaf_of
+from .dtensors import as_dtensor, beginning, leaf_of
 from .gradients import Unsummed, hand_over, keep_unsummed, take_unsummed, unsummed_over
 from .process_groups import Group, ProcessGroups, Rider
 from .watch.rank_positions import WaitPoint, waiting
@@ -478,7 +478,7 @@ class GradientSums:
         out = {}
         for name, parameter in parameters.items():
             with torch.no_grad():
-                out[name] = leaf_of(parameter)
+                out[name] = leaf_of(as_dtensor(parameter))
             out[name].requires_grad_(parameter.requires_grad)
         summed = {name for name in trained if name in self._digits}
         for name in summed:
@@ -508,8 +508,8 @@ class GradientSums:
                 together.setdefault(scatter.message, []).append(scatter)
         for number, scatters in together.items():
             digits = self._schedule.messages[number].digits
-            place = self._place([s.name for s in scatters], digits)
-            self._scatter_buckets[number] = _ScatterBucket(number, scatters, place)
+            wait = self._place([s.name for s in scatters], digits)
+            self._scatter_buckets[number] = _ScatterBucket(number, scatters, wait)
         return out
 
     def scatter(self, scatter: Scatter, term: Tensor) -> None:
@@ -617,10 +617,8 @@ class GradientSums:
         if self._groups.exchanges:
             for started in self._travelling:
                 started.turn()
-        parameters, gradients = bucket.parameters, bucket.gradients
-        if bucket.missing:
-            parameters = [p for p, g in zip(parameters, gradients) if g is not None]
-            gradients = [g for g in gradients if g is not None]
+        parameters = [p for p, g in zip(bucket.parameters, bucket.gradients) if g is not None]
+        gradients = [g for g in bucket.gradients if g is not None]
         if self._accumulation.kept:
             gradients = [
                 g + take_unsummed(p) if unsummed_over(p) == bucket.digits else g for p, g in zip(parameters, gradients)

@@ -86,7 +86,7 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 def reduced_slice(
-    slices: Callable[[Tensor], Sequence[Tensor]],
+    slices: Callable[[Tensor], list[Tensor]],
     mine: Exchange,
     ranks: int,
     reduce_scatter: Exchange,

@@ -27,6 +27,7 @@ from ...partition.padded_dims import true_slice
 from .process_groups import ProcessGroups, earlier_worlds
 
 __all__ = [
+    "as_dtensor",
     "beginning",
     "gathered",
     "gathered_as",
@@ -37,6 +38,12 @@ __all__ = [
     "to_dtensor",
     "with_values",
 ]
+
+
+def as_dtensor(parameter: Tensor) -> DTensor:
+    """The same object: a parameter that is cut is a DTensor, though torch types it as an `nn.Parameter`."""
+    assert isinstance(parameter, DTensor), type(parameter)
+    return parameter
 
 
 def slice_in_buffer(whole: Tensor, layout: Layout, rank: int, device: torch.device) -> Tensor:
@@ -99,10 +106,12 @@ def layout_of(tensor: DTensor) -> Layout | None:
     """The layout of a DTensor that `to_dtensor` made, or of an operator's result on such a mesh; None for a foreign
     DTensor."""
     digits = [re.fullmatch(r"(\d+)@(\d+)(#\d+)?", axis) for axis in tensor.device_mesh.mesh_dim_names or ()]
-    if not digits or not all(digits):
+    if not digits:
         return None
     dims: list[list[Digit]] = [[] for _ in tensor.shape]
     for digit, placement in zip(digits, tensor.placements):
+        if digit is None:
+            return None
         if isinstance(placement, Shard):
             dims[placement.dim].append(Digit(int(digit[1]), int(digit[2])))
         elif not isinstance(placement, Replicate):

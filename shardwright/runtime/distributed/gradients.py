@@ -117,7 +117,7 @@ class Gradient(DTensor):
         if function is Tensor.__setitem__ and isinstance(args[0], Gradient):
             return put(*args)
         if function in RANDOM:
-            return Gradient(drawn_like(function, *args, kwargs or {}), spec_of(args[0]), requires_grad=False)
+            return Gradient(drawn_like(function, args[0], kwargs or {}), spec_of(args[0]), requires_grad=False)
         with DisableTorchFunctionSubclass():
             if function in _FUSED:
                 return function(

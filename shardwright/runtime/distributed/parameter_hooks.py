@@ -39,7 +39,7 @@ __all__ = ["call_after", "called_before", "carry_over", "leaf_of_slice", "put_wi
 _DEPTH = 3
 
 
-def called_before(parameter: nn.Parameter, whole: Tensor) -> Tensor:
+def called_before(parameter: Tensor, whole: Tensor) -> Tensor:
     """The whole gradient `whole` after the hooks of ``register_hook``.
 
     Raises:
@@ -68,7 +68,7 @@ def called_before(parameter: nn.Parameter, whole: Tensor) -> Tensor:
     return whole
 
 
-def call_after(parameter: nn.Parameter) -> None:
+def call_after(parameter: Tensor) -> None:
     """Call the hooks of ``register_post_accumulate_grad_hook``."""
     for hook in list(gradient_hooks(parameter).after.values()):
         with torch.no_grad():
@@ -84,12 +84,13 @@ def seen_by_hooks(parameter: nn.Parameter, gradient: Tensor, rank: int) -> Tenso
         rank: this rank's number among those that the parameter's layout refers to.
     """
     from ...partition.padded_dims import true_slice  # noqa: PLC0415  needed beside the next import alone
-    from .dtensors import gathered_as, layout_of, padded_slice  # noqa: PLC0415  DTensor takes a second to import
+    from .dtensors import as_dtensor, gathered_as, layout_of, padded_slice  # noqa: PLC0415  DTensor takes a second to import
 
-    layout = layout_of(parameter)
+    cut = as_dtensor(parameter)
+    layout = layout_of(cut)
     if layout is None or layout.is_replicated:
         return called_before(parameter, gradient)
-    whole = called_before(parameter, gathered_as(parameter, padded_slice(parameter, gradient)))
+    whole = called_before(parameter, gathered_as(cut, padded_slice(cut, gradient)))
     return whole[true_slice(layout, tuple(parameter.shape), rank)].clone(memory_format=torch.contiguous_format)
 
 
@@ -102,7 +103,7 @@ def put_within(parameter: nn.Parameter) -> SettingError:
     )
 
 
-def _called(hook: Any, parameter: nn.Parameter) -> str:
+def _called(hook: Any, parameter: Tensor) -> str:
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
     where = "" if code is None else f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})"
     return f"the hook{where} of the parameter {getattr(parameter, CUT, '')!r}"
@@ -111,7 +112,7 @@ def _called(hook: Any, parameter: nn.Parameter) -> str:
 # -- parameters that are replaced by other objects
 
 
-def carry_over(olds: Sequence[nn.Parameter], successors: Mapping[int, nn.Parameter]) -> None:
+def carry_over(olds: Sequence[Tensor], successors: Mapping[int, nn.Parameter]) -> None:
     """Move the hooks of parameters to the objects that replace them, and exchange the objects in the hooks' functions.
 
     Args:
@@ -166,7 +167,7 @@ class _Exchange:
         """The objects that an object refers to; old ones among the references are exchanged on the way."""
         if isinstance(value, functools.partial):
             func, args, kwargs = value.func, value.args, value.keywords
-            value.__setstate__(
+            value.__setstate__(  # type: ignore[attr-defined]  # typeshed leaves it out
                 (func, tuple(map(self._new, args)), {k: self._new(v) for k, v in kwargs.items()}, vars(value))
             )
             yield from (func, *args, *kwargs.values())

@@ -96,7 +96,7 @@ class ShardedState:
         self._elsewhere: DeviceMesh | None = None
         parameters = {name for name, _ in holder.named_parameters()}
 
-        olds: list[nn.Parameter] = []
+        olds: list[Tensor] = []
         successors: dict[int, nn.Parameter] = {}
         found: dict[int, ParameterPlacement | None] = {}  # id of an old, whole parameter -> its placement
 
@@ -110,6 +110,7 @@ class ShardedState:
         def keep(name: str, old: Tensor, whole: Tensor) -> Tensor | None:
             if isinstance(old, DTensor):  # another wrapper of the model has cut it
                 if whole_shape(old) != old.shape:
+                    assert isinstance(old, nn.Parameter)
                     self.absent[name] = old
                 return None
             if is_own(old):

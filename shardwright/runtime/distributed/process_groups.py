@@ -157,4 +157,5 @@ class Rider:
     __slots__ = ("terms", "x")
 
     def __init__(self, x: Tensor) -> None:
-        self.x, self.terms = x, None
+        self.x = x
+        self.terms: Tensor | None = None

@@ -23,7 +23,7 @@ from ...redistribution import CollectiveKind, Redistribution, redistribution
 from ...torch_private import module_table
 from ..compilation import Compilation
 from ..local.operators import plain_function
-from ..lowering import Lowered, cast, extreme, move, sum_of_gradient
+from ..lowering import Lowered, cast, extreme, move, operand, sum_of_gradient
 from ..redistribution_functions import ExtremeFunction, RedistributionFunction, Steps, run_steps
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
 from .buckets import Scatter
@@ -166,7 +166,7 @@ class BoundRegions(nn.Module):
 class BoundSaver(nn.Module):
     """An operator that saves dropped values."""
 
-    def __init__(self, saver: Saver, target: Callable[..., Any]) -> None:
+    def __init__(self, saver: Saver[str], target: Callable[..., Any]) -> None:
         super().__init__()
         self.saver, self.target = saver, target
 
@@ -247,7 +247,8 @@ class RankExecutor:
         summed: set[torch.fx.Node] = set()  # parameters whose gradients the program sums itself
         # In a pipeline micro-batches share one sum; on Gloo the buckets of `GradientSums` are faster.
         inside: list[torch.fx.Node] | None = [] if compiled and not groups.exchanges and not scatters else None
-        regions, targets = LoweredRegions(lowered, lambda n: n.name), {}
+        regions = LoweredRegions(lowered, lambda n: n.name)
+        targets: dict[torch.fx.Node, Callable[..., Any]] = {}
         runs: torch.fx.Node | None = None
         self._taken: dict[int, tuple[WeightOfBlock, int]] = {}  # by place: a weight, and its number in its message
         self._later: dict[int, tuple[GatherAgain, int]] = {}  # likewise, of the backward
@@ -269,33 +270,35 @@ class RankExecutor:
             while events and (node.op == "output" or (place is not None and events[0].place <= place)):
                 events.pop(0).run()
             for region, key, value, copy in regions.reads.get(node, ()):
+                assert runs is not None
                 graph.call_function(keep, (runs, region, key, env[value], copy))
-            if place in late and node.args[0] in summed:
+            if place in late and operand(node) in summed:
                 # Here, and not with its parameter: a backward runs in the opposite order of the forward.
                 instruction = node.meta["instruction"]
                 group = groups.seen(instruction.backward.steps[0].digits)
-                env[node] = cast(graph, self._call("sum", BoundSum(group, instruction.sums), env[node.args[0]]), node)
+                env[node] = cast(graph, self._call("sum", BoundSum(group, instruction.sums), env[operand(node)]), node)
             elif place in late:
                 instruction, name = node.meta["instruction"], late[place]
                 sums[name] = instruction.backward.steps[0].digits
                 last[name] = min(map(number.__getitem__, node.users), default=0)
                 self.types[name] = instruction.sums
-                env[node] = env[node.args[0]]
+                env[node] = env[operand(node)]
                 if instruction.target.name in outside:
                     self.gathers[name] = BoundRedistribute(
                         _cast(instruction.dtype), _cast(instruction.source.value.dtype), ""
                     )
                 else:
-                    env[node] = cast(graph, env[node.args[0]], node)
+                    env[node] = cast(graph, env[operand(node)], node)
             elif node.target is move and node.meta["instruction"].target.name in outside:
-                env[node] = env[node.args[0]]
+                env[node] = env[operand(node)]
                 self.gathers[node.meta["instruction"].source.value.name] = self._bound(node.meta["instruction"])
             elif place in self._splits:
                 if regions.regions:
                     targets[node] = self._bound(node.meta["instruction"])
             elif node.target is move or node.target is extreme:
-                bound = targets[node] = self._bound(node.meta["instruction"])
-                given = tuple(env[a] for a in node.args)
+                made = self._bound if node.target is move else self._extreme
+                bound = targets[node] = made(node.meta["instruction"])
+                given = tuple(env[operand(node, k)] for k in range(len(node.args)))
                 if isinstance(bound, BoundWeight):
                     targets[node] = BoundRedistribute(bound.again, bound.backward_steps, bound.label)
                     given = (*given, self._parts[place]) if place in self._parts else given
@@ -345,7 +348,7 @@ class RankExecutor:
         }
         for number, message in self.schedule.of("gather"):
             members = [m.place for m in message.members]
-            if not self._eager and any(self._instructions[place].again for place in members):
+            if not self._eager and any(self._redistribute(place).again for place in members):
                 continue
             gather = self._block(members, "forward")
             for index, place in enumerate(members):
@@ -364,7 +367,7 @@ class RankExecutor:
         if self._eager:
             self._gathers_again()
         for place, (begin, end) in self._splits.items():
-            node, moved = nodes[place], self._split(self._instructions[place])
+            node, moved = nodes[place], self._split(self._redistribute(place))
             halves: list[torch.fx.Node] = []
 
             def issue_half(node: Any = node, moved: SplitRedistribute = moved, halves: list[Any] = halves) -> None:
@@ -376,19 +379,25 @@ class RankExecutor:
             events += [_Event(begin, (0, 0, place), issue_half), _Event(end, (0, 1, place), wait_half)]
         return sorted(events, key=lambda event: event[:2])
 
+    def _redistribute(self, place: int) -> Redistribute:
+        """The redistribution at this place of the program."""
+        instruction = self._instructions[place]
+        assert isinstance(instruction, Redistribute)
+        return instruction
+
     def _block(self, places: Sequence[int], way: str) -> BlockGather:
         """The gather of the weights of one message."""
         members = []
         for place in places:
-            instruction = self._instructions[place]
+            instruction = self._redistribute(place)
             (step,), shape = instruction.forward.steps, tuple(instruction.source.local_shape)
             pieces, arranged = arrangements(step.geometry(shape))
             single = self._steps(instruction.forward, shape, instruction, way)
             alone = partial(run_steps, steps=(*_cast(instruction.dtype), *single) if instruction.casts else single)
             members.append(WeightOfBlock(instruction.dtype, pieces, arranged, alone, math.prod(shape)))
-        first = self._instructions[places[0]]
-        place = self._place(first.forward, first, way, len(places) - 1) if self._eager else None
-        return BlockGather(self.groups.seen(first.forward.steps[0].digits), members, place)
+        first = self._redistribute(places[0])
+        wait = self._place(first.forward, first, way, len(places) - 1) if self._eager else None
+        return BlockGather(self.groups.seen(first.forward.steps[0].digits), members, wait)
 
     def _gathers_again(self) -> None:
         """The gathers of the backward."""
@@ -417,15 +426,16 @@ class RankExecutor:
 
     # -- redistributions
 
-    def _bound(self, instruction: Redistribute | GlobalExtreme) -> nn.Module:
+    def _extreme(self, instruction: GlobalExtreme) -> BoundExtreme:
+        shape, layout = instruction.source.local_shape, instruction.source.layout
+        summed = redistribution(layout.without_partial().with_partial(layout.partial), layout.without_partial())
+        forward = self._steps(instruction.forward, shape, instruction, "forward")
+        return BoundExtreme(forward, self._steps(summed, shape, instruction, "backward"), instruction.dims)
+
+    def _bound(self, instruction: Redistribute) -> BoundRedistribute:
         forward = self._steps(instruction.forward, instruction.source.local_shape, instruction, "forward")
-        if isinstance(instruction, Redistribute) and instruction.casts:
+        if instruction.casts:
             forward = (*_cast(instruction.dtype), *forward)
-        if isinstance(instruction, GlobalExtreme):
-            layout = instruction.source.layout
-            summed = redistribution(layout.without_partial().with_partial(layout.partial), layout.without_partial())
-            counts = self._steps(summed, instruction.source.local_shape, instruction, "backward")
-            return BoundExtreme(forward, counts, instruction.dims)
         backward = self._backward(instruction)
         label, place = str(instruction.forward), self._places[id(instruction)]
         if instruction.again and not self._eager:
@@ -481,7 +491,7 @@ class RankExecutor:
         A sum in another dtype than the parameter's is waited for at once: autograd itself casts it back.
         """
         user = next(iter(parameter.users), None)
-        if len(parameter.users) != 1 or user.target is not move:
+        if user is None or len(parameter.users) != 1 or user.target is not move:
             return False
         instruction, held = user.meta["instruction"], parameter.meta["instance"].value.dtype
         if instruction.backward is None or instruction.sums != held or held.is_complex:
@@ -532,7 +542,7 @@ def _gathers_next(lowered: Lowered, use: int, digits: Digits) -> bool:
     `digits`."""
     for node in reversed(list(lowered.graph.nodes)[:use]):
         backward = node.meta["instruction"].backward if node.target is move else None
-        if backward is not None and backward.collectives and sum_of_gradient(node.args[0]) is not node:
+        if backward is not None and backward.collectives and sum_of_gradient(operand(node)) is not node:
             first = backward.steps[0]
             return first.kind is CollectiveKind.ALL_GATHER and first.digits == merge(digits)
     return False

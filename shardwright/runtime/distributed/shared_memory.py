@@ -135,6 +135,7 @@ class HostMemory:
             if made:
                 os.unlink(made[2])
         if everywhere:
+            assert file is not None
             return cls(file, ranks, position, row_bytes, timeout)
         if file is not None:
             os.close(file)
@@ -295,7 +296,8 @@ _calls = (
     else None
 )
 if _calls is not None:
-    _CLOCK, _wait = time.CLOCK_REALTIME, ctypes.CDLL(None).sem_timedwait
+    _CLOCK = time.CLOCK_REALTIME
+    _wait: Callable[..., int] = ctypes.CDLL(None).sem_timedwait
     with contextlib.suppress(AttributeError):  # a clock that nobody sets, if the C library has it
         _CLOCK, _wait = time.CLOCK_MONOTONIC, _on_the_clock(ctypes.CDLL(None).sem_clockwait)
 

@@ -25,7 +25,7 @@ from ...partition.padded_dims import amounts
 from ...redistribution import Redistribution, redistribution
 from ..compilation import Compilation
 from ..halo_exchanges import exchanging
-from ..lowering import Lowered, cast, extreme, move, sum_of_gradient
+from ..lowering import Lowered, cast, extreme, move, number_of_result, operand, sum_of_gradient
 from ..redistribution_functions import ExtremeFunction, RedistributionFunction
 from ..saved_tensors import LoweredRegions, RegatheredWeights, keep
 from .operators import Call, plain_function
@@ -187,13 +187,14 @@ class LocalExecutor:
         if instance is not None:
             self._gradients[node] = instance.layout.without_partial()
         if node.op == "placeholder":
+            assert instance is not None
             self._held[node] = axes.along(instance.layout.carried)
         elif node.target is move or node.target is extreme:
             self._ways[node], self._held[node] = (self._conversion if node.target is move else self._extremes)(node)
-            if node in self._terms and sum_of_gradient(node.args[0]) is node:
-                self._held[node] = self._held[node.args[0]]  # the node is skipped
+            if node in self._terms and sum_of_gradient(operand(node)) is node:
+                self._held[node] = self._held[operand(node)]  # the node is skipped
         elif "instruction" not in node.meta:  # one output of an operator with several
-            self._held[node] = self._held[node.args[0]]
+            self._held[node] = self._held[operand(node)]
         else:
             terms = [self._terms.get(a, ()) for a in node.all_input_nodes if a.meta["instance"].value.requires_grad]
             self._held[node] = union(*(self._held[a] for a in node.all_input_nodes), *terms)
@@ -202,7 +203,7 @@ class LocalExecutor:
         instruction: Redistribute = node.meta["instruction"]
         source, target = instruction.source, instruction.target
         forward, backward, axes = instruction.forward, instruction.backward, self.axes
-        before, after = self._held[node.args[0]], axes.along(target.layout.carried + target.layout.partial)
+        before, after = self._held[operand(node)], axes.along(target.layout.carried + target.layout.partial)
         # In `hybrid_parallel` programs each rank has its own term of an open sum: gradients of the terms need not be
         # equal.
         own, run, back = self.lowered.plan.own is not None, None, None
@@ -238,7 +239,7 @@ class LocalExecutor:
         terms = source.without_partial().with_partial(source.partial)
         total = redistribution(terms, source.without_partial())
         after, local = axes.along(layout.carried), instruction.source.local_shape
-        before = union(*(self._held[a] for a in node.args), after)
+        before = union(*(self._held[operand(node, k)] for k in (0, 1)), after)
         run = converting(axes, source, layout, before, after, local)
         back = converting(axes, terms, source.without_partial(), before, after, local)
         if run is None or back is None or self.lowered.plan.own is not None:
@@ -295,14 +296,14 @@ class LocalExecutor:
     def _step(self, node: torch.fx.Node) -> Callable[[Any], Any]:
         slots = self._slots
         if node in self._passed:
-            slot, dtype = slots[node.args[0]], node.meta["instruction"].dtype
+            slot, dtype = slots[operand(node)], node.meta["instruction"].dtype
             return lambda env: env[slot].to(dtype)
         if node.target is move:
             return self._move(node)
         if node.target is extreme:
             return self._extreme(node)
         if "instruction" not in node.meta:
-            base, index = slots[node.args[0]], node.args[1]
+            base, index = slots[operand(node)], number_of_result(node)
             return lambda env: env[base][index]
         call = Call(node, self.axes, self._held, self._terms, self._gradients)
         return _on_slots(self._shared(call), [slots[a] for a in call.operands])
@@ -322,7 +323,7 @@ class LocalExecutor:
 
     def _move(self, node: torch.fx.Node) -> Callable[[list], Any]:
         instruction: Redistribute = node.meta["instruction"]
-        source, ways = self._slots[node.args[0]], self._ways[node]
+        source, ways = self._slots[operand(node)], self._ways[node]
         forward, backward = (ways.convert,), (ways.transpose,)
 
         def run(env: list) -> Any:
@@ -348,13 +349,14 @@ class LocalExecutor:
 
     def _extreme(self, node: torch.fx.Node) -> Callable[[list], Any]:
         instruction: GlobalExtreme = node.meta["instruction"]
-        ways, held = self._ways[node], union(*(self._held[a] for a in (*node.args, node)))
-        reduced, operand = (self._slots[a] for a in node.args)
+        ways, given = self._ways[node], (operand(node, 0), operand(node, 1))
+        held = union(*(self._held[a] for a in (*given, node)))
+        reduced, read = (self._slots[a] for a in given)
         shapes = [(*held, *instance.local_shape) for instance in (instruction.source, instruction.operand)]
         dims = tuple(len(held) + d for d in instruction.dims)
         forward, count = (ways.convert,), (ways.transpose,)
         return lambda env: ExtremeFunction.apply(
-            env[reduced].expand(shapes[0]), env[operand].expand(shapes[1]), forward, count, dims
+            env[reduced].expand(shapes[0]), env[read].expand(shapes[1]), forward, count, dims
         )
 
 
@@ -416,7 +418,7 @@ class SingleDeviceExecutor:
         env: dict[torch.fx.Node, torch.fx.Node] = {}
         for node in lowered.graph.nodes:
             if node.target is move or node.target is extreme:
-                env[node] = cast(graph, env[node.args[0]], node)
+                env[node] = cast(graph, env[operand(node)], node)
                 continue
             env[node] = graph.node_copy(node, env.__getitem__)
             if node.op == "call_function":

@@ -91,8 +91,8 @@ def _found(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
         plain = _run(op)
         told = replace(plain, target=TOLD[op.target], args=(*op.args, None)) if op.target in TOLD else plain
         asked, longer = (_run(_longer(told, lead), led, lead) for lead in ((ASKED,), sizes))
-        if not _keeps_apart(plain, asked, led) or [v.shape for v in longer.outputs] != [
-            (*sizes, *v.shape) for v in plain.outputs
+        if not _keeps_apart(plain, asked, led) or [v.shape for v in longer.outputs if v is not None] != [
+            (*sizes, *v.shape) for v in plain.outputs if v is not None
         ]:
             return None
     except Exception:  # shape functions and rules raise anything on calls that they do not support
@@ -108,7 +108,7 @@ def told_of_dims(target: Any) -> bool:
 
 def _longer(op: Op, lead: tuple[int, ...]) -> Op:
     """The call with arguments for the new dims `lead`."""
-    rank = max(len(v.shape) for v in (*op.inputs, *op.outputs))
+    rank = max(len(v.shape) for v in (*op.inputs, *op.outputs) if v is not None)
     if op.target is aten.permute.default:
         new = range(len(lead))
         args, kwargs = op.with_arguments(dims=[*new, *(len(lead) + d % rank for d in op.argument("dims"))])
@@ -195,6 +195,10 @@ def _works_out(op: Op, rule: Rule, bound: Bound, factor: int) -> bool:
 
 #: Overloads that functions of `torch` choose by their arguments.
 PARSED = frozenset({"default", "Tensor", "Scalar", "int", "dim", "dim_IntList", "Tensor_Scalar", "self"})
+
+
+#: Elementwise operators of which one operand, by its number, has the shape of the result.
+SHAPING: dict[object, int] = {aten.copy.default: 0, aten.expand_as.default: 1}
 
 
 #: A function from the operands of a call to one of them, or to what is computed from them.
@@ -300,7 +304,7 @@ class Call:
         alike = len({self._value(a).dtype for a in self.operands}) == 1 and not dims
         if not alike and any(not self._dims(a) and self._shape(a) for a in self.operands):
             return None  # a 0-dim tensor counts less than others in type promotion; with axes it would not
-        shaping = {aten.copy.default: 0, aten.expand_as.default: 1}.get(self.node.target)
+        shaping = SHAPING.get(self.node.target)
         if shaping is not None and self._shape(self.operands[shaping]) != self.out:
             return None  # this operand determines the shape of the result
         return self._written(plain_function(self.node), dims, self.operands)
@@ -323,7 +327,9 @@ class Call:
         ):
             return None
         broadcast = node.target is aten.expand.default
-        dims = len(node.args[1]) if broadcast else 0
+        made_shape = node.args[1] if broadcast else ()
+        assert isinstance(made_shape, (list, tuple))
+        dims = len(made_shape)
         values = {
             a: Value(str(i), (1,) * (dims - self._dims(a)) + tuple(self._local(a)), self._value(a).dtype)
             for i, a in enumerate(dict.fromkeys(tensors))
@@ -386,6 +392,7 @@ class Call:
         if node.target is not aten.nll_loss_forward.default or any(self._shape(a) != out for a in self.operands):
             return None
         scores, target, weight, reduction, ignored = node.args
+        assert isinstance(scores, torch.fx.Node) and isinstance(ignored, int)
         if weight is not None or reduction != SUM or self._dims(scores) != 2:
             return None
 
@@ -399,7 +406,7 @@ class Call:
     def _one_by_one(self) -> Get:
         """A call for each stored shard of the result."""
         axes, out, node = self.axes, self.out, self.node
-        count, firsts = self._count(), {}
+        count, firsts = self._count(), dict[int, int]()
         for rank, place in enumerate(axes.places(out)):
             firsts.setdefault(place, rank)
         ranks = [firsts[k] for k in range(count)]
@@ -526,12 +533,14 @@ def _call(function: Any, args: Sequence, kwargs: Mapping[str, Any], operand: Cal
         function = partial(function, **kwargs)
     if not 1 <= len(first) <= 3 or _filled(rest, operand) is not None:
         return lambda given: function(*filled(given))
-    x, y, z = [*map(operand, first), None, None][:3]
-    if z is not None:
-        return lambda given: function(x(given), y(given), z(given), *rest)
-    if y is not None:
+    x, *others = map(operand, first)
+    if not others:
+        return lambda given: function(x(given), *rest)
+    y, *last = others
+    if not last:
         return lambda given: function(x(given), y(given), *rest)
-    return lambda given: function(x(given), *rest)
+    (z,) = last
+    return lambda given: function(x(given), y(given), z(given), *rest)
 
 
 def _filled(a: Any, operand: Callable[[torch.fx.Node], Get]) -> Get | None:
@@ -586,8 +595,8 @@ def plain_function(node: torch.fx.Node, compiled: bool = False) -> Any:
     determine the overload. An overload object takes 6 µs a call longer. In a compiled program masks are computed by
     operators that the compiler sees through.
     """
-    target = (TRACED.get(node.target) if compiled else None) or PLAIN.get(node.target, node.target)
-    if target is torch.ops.aten.matmul.default and all(len(a.meta["instance"].value.shape) == 2 for a in node.args):
+    target = (TRACED.get(node.target) if compiled else None) or PLAIN.get(node.target) or node.target
+    if target is aten.matmul.default and all(len(a.meta["instance"].value.shape) == 2 for a in node.all_input_nodes):
         return torch.mm
     if (
         not isinstance(target, OpOverload)

@@ -123,7 +123,7 @@ class Contraction:
 
     def __init__(self, left: Labels, right: Labels, out: Labels) -> None:
         self.left, self.right, self.out = left, right, out
-        self._known: dict[tuple, Callable[[Tensor, Tensor], Tensor]] = {}
+        self._known: dict[tuple[object, ...], Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {}
 
     def __call__(self, left: Tensor, right: Tensor, like: Like | None = None, bias: Tensor | None = None) -> Tensor:
         """The product.
@@ -156,7 +156,7 @@ class Contraction:
         shape = (
             tuple(like[0])
             if like is not None
-            else tuple(sizes.pop() if len(sizes := {h[k] for h in held if k in h} - {1}) == 1 else 1 for k in self.out)
+            else tuple(found.pop() if len(found := {h[k] for h in held if k in h} - {1}) == 1 else 1 for k in self.out)
         )
         if not left.numel() or not right.numel():
             return lambda left, right, bias: left.new_zeros(shape) if bias is None else left.new_zeros(shape) + bias
@@ -166,9 +166,7 @@ class Contraction:
             for labels, x, y in ((self.left, a, b), (self.right, b, a))
         ]
         if any(alone):  # labels of one operand alone are summed before the product
-            return lambda left, right, bias: self(
-                *(x.sum(dims, True) if dims else x for x, dims in zip((left, right), alone)), like, bias
-            )
+            return lambda left, right, bias: self(_summed(left, alone[0]), _summed(right, alone[1]), like, bias)
         memory = _extents(*like, self.out, ()) if like is not None else {}
 
         def order(labels: Sequence[int], held: dict[int, tuple[int, int]]) -> list[int]:
@@ -186,7 +184,12 @@ class Contraction:
         multiply, multiply_and_add = (torch.bmm, torch.baddbmm) if batch else (torch.mm, torch.addmm)
         added = _extents(bias.shape, bias.stride(), self.out[-bias.dim() :], ()) if bias is not None else {}
         if any(k not in batch and k not in columns for k in added):
-            return lambda left, right, bias: multiply(get_left(left), get_right(right)).as_strided(shape, stride) + bias
+
+            def added_last(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+                assert bias is not None
+                return multiply(get_left(left), get_right(right)).as_strided(shape, stride) + bias
+
+            return added_last
         given = {k: (sizes[k][0], added[k][1] if k in added else 0) for k in (*batch, *columns)}
         get_bias = _grouped(given, (batch, (), columns))
 
@@ -199,6 +202,10 @@ class Contraction:
             return made.as_strided(shape, stride)
 
         return run
+
+
+def _summed(x: Tensor, dims: list[int]) -> Tensor:
+    return x.sum(dims, True) if dims else x
 
 
 def _extents(shape: Sequence[int], strides: Sequence[int], labels: Labels, out: Labels) -> dict[int, tuple[int, int]]:
@@ -224,11 +231,11 @@ def _grouped(held: dict[int, tuple[int, int]], groups: tuple[Sequence[int], ...]
     split = [[held[k] for k in group] for group in groups]
     shape = [math.prod(size for size, _ in group) for group in split]
     merged = [_merged(group) for group in split]
-    if None not in merged:
-        strides = list(merged)
+    strides = [stride for stride in merged if stride is not None]
+    if len(strides) == len(merged):
         return lambda x: x.as_strided(shape, strides)
-    sizes, strides = zip(*(pair for group in split for pair in group))
-    return lambda x: x.as_strided(sizes, strides).reshape(shape)
+    sizes, each = zip(*(pair for group in split for pair in group))
+    return lambda x: x.as_strided(sizes, each).reshape(shape)
 
 
 def _merged(group: Sequence[tuple[int, int]]) -> int | None:

@@ -64,6 +64,8 @@ STACK_BYTES = 64 << 10
 
 Shards = list[Tensor]
 
+_Place = tuple[tuple[int, int, int], ...]
+
 
 class ReplicasDiffer(AssertionError):
     """Ranks that must have the same slice do not: an error of this package, never of the user."""
@@ -115,8 +117,9 @@ def _gathered_and_cut(conversion: Redistribution) -> tuple[Redistribution, Redis
     if conversion.source.partial or all(step.kind in _GATHERED_AND_CUT or step.halo for step in conversion.steps):
         return None
     moving = tuple(d for step in conversion.collectives for d in step.digits)
-    middle = Layout.of(conversion.source.devices, [_without(digits, moving) for digits in conversion.source.dims])
-    first, second = find_conversion(conversion.source, middle), find_conversion(middle, conversion.target)
+    source = conversion.source
+    middle = Layout.of(source.devices, [_without(digits, moving) for digits in source.tensor_dims])
+    first, second = find_conversion(source, middle), find_conversion(middle, conversion.target)
     gather, cut = _GATHERED_AND_CUT
     if [step.kind for step in first.steps] != [gather] or {step.kind for step in second.steps} != {cut}:
         return None
@@ -152,13 +155,11 @@ def _slice(
     if geometry.cuts is not None:
         runs = _runs(geometry.cuts, devices)
         return lambda shards: _cut(shards, runs)
-    indices = []
+    indices, view, after = [], geometry.pre_view, geometry.after
     for rank in range(devices):
         chosen = {axis: digit.value(rank) for axis, digit in geometry.select}
-        indices.append(tuple(chosen.get(axis, slice(None)) for axis in range(len(geometry.pre_view))))
-    return lambda shards: [
-        x.reshape(geometry.pre_view)[index].reshape(geometry.after) for x, index in zip(shards, indices)
-    ]
+        indices.append(tuple(chosen.get(axis, slice(None)) for axis in range(len(view))))
+    return lambda shards: [x.reshape(view)[index].reshape(after) for x, index in zip(shards, indices)]
 
 
 def _runs(cuts: Sequence[tuple[int, int, Digits]], devices: int) -> tuple[tuple[int, int, int, tuple[int, ...]], ...]:
@@ -222,9 +223,7 @@ def _reduce_scatter(
     return run
 
 
-def _rearrange(
-    x: Tensor, view: tuple[int, ...] | None, perm: tuple[int, ...] | None, shape: tuple[int, ...] | None
-) -> Tensor:
+def _rearrange(x: Tensor, view: tuple[int, ...], perm: tuple[int, ...] | None, shape: tuple[int, ...] | None) -> Tensor:
     if perm is not None:
         x = x.reshape(view).permute(perm)
     return x if shape is None else x.reshape(shape)
@@ -235,13 +234,10 @@ def _all_gather(
 ) -> Callable[[Shards], Shards]:
     members, index = _shared(step, devices)
     if geometry.joins is not None:
-        orders, joins = [], ()
-        for ranks in members:
-            order, joins = _joining(geometry.joins, ranks[0])
-            orders.append(order)
+        ways = [_joining(geometry.joins, ranks[0]) for ranks in members]
 
         def run(shards: Shards) -> Shards:
-            results = [_join([shards[r] for r in order], joins) for order in orders]
+            results = [_join([shards[r] for r in order], joins) for order, joins in ways]
             return [results[i] for i in index]
     else:
         view, perm = _permutation(step, devices, shape)
@@ -352,7 +348,7 @@ def _permutation(
 @lru_cache(maxsize=1 << 12)
 def _scattering(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[int, int, int, tuple[int, ...]], ...]:
     local = layout.local_shape(shape)
-    return _runs([(dim, local[dim], digits) for dim, digits in enumerate(layout.dims) if digits], layout.devices)
+    return _runs([(dim, local[dim], digits) for dim, digits in enumerate(layout.tensor_dims) if digits], layout.devices)
 
 
 def scatter(whole: Tensor, layout: Layout) -> Shards:
@@ -374,7 +370,7 @@ def scatter(whole: Tensor, layout: Layout) -> Shards:
 @lru_cache(maxsize=1 << 12)
 def _assembly(layout: Layout) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, int], ...]]:
     """(the ranks that hold the terms of each slice, the way in which slices join)."""
-    order, joins = _joining([(dim, 0, digits) for dim, digits in enumerate(layout.dims) if digits], 0)
+    order, joins = _joining([(dim, 0, digits) for dim, digits in enumerate(layout.tensor_dims) if digits], 0)
     return tuple(group_of(rank, layout.partial) for rank in order), joins
 
 
@@ -423,14 +419,15 @@ def _sum_into_place(shards: Shards, layout: Layout) -> Tensor:
 
 
 @lru_cache(maxsize=1 << 12)
-def _places(layout: Layout, local: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple]]:
+def _places(layout: Layout, local: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[_Place, tuple[int, ...]]]]:
     """The whole's shape, and for each slice its place, (dim, start, length) of the dims that are cut, with its
     ranks."""
     shape = tuple(size * cut for size, cut in zip(local, layout.cuts))
     places = []
     for ranks in _assembly(layout)[0]:
         index = layout.slice(shape, ranks[0])
-        places.append((tuple((d, i.start, i.stop - i.start) for d, i in enumerate(index) if layout.dims[d]), ranks))
+        cut = (d for d, digits in enumerate(layout.tensor_dims) if digits)
+        places.append((tuple((d, index[d].start, index[d].stop - index[d].start) for d in cut), ranks))
     return shape, places
 
 
@@ -485,16 +482,18 @@ class Axes(NamedTuple):
         """The axes that `digits` are made of, in order; None where a digit is not made of axes."""
         out = []
         strides = [math.prod(self.sizes[k + 1 :]) for k in range(len(self.sizes))]
+        axes = list(enumerate(zip(self.sizes, strides)))
         for digit in digits:
-            found = [
-                k
-                for k, (size, stride) in enumerate(zip(self.sizes, strides))
-                if digit.stride <= stride and stride * size <= digit.span
-            ]
+            found = [k for k, (size, stride) in axes if digit.stride <= stride and stride * size <= digit.span]
             if math.prod(self.sizes[k] for k in found) != digit.size:
                 return None
             out += found
         return tuple(out)
+
+    def of_each(self, several: Iterable[Digits]) -> list[tuple[int, ...]] | None:
+        """The axes of each of several digits; None where `numbers` has none of one."""
+        found = [self.numbers(digits) for digits in several]
+        return None if None in found else [numbers for numbers in found if numbers is not None]
 
     def along(self, digits: Digits) -> RankShape:
         """The leading axes of a value that differs along `digits`; all axes where the digits are not made of axes."""
@@ -535,7 +534,7 @@ class Axes(NamedTuple):
 
     def joined(self, parts: Sequence[Tensor], held: RankShape) -> Tensor:
         """A value from its stored shards."""
-        made = torch.stack(parts) if len(parts) > 1 else parts[0]
+        made = torch.stack(tuple(parts)) if len(parts) > 1 else parts[0]
         return made.view((*held, *parts[0].shape))
 
 
@@ -589,11 +588,11 @@ def converting(
     Returns:
         None where axes cannot express it: replicas that need not be equal, or digits that are not made of axes.
     """
-    numbers = axes.numbers
-    carried, after = [numbers(d) for d in source.dims], [numbers(d) for d in target.dims]
-    open_, left, same = numbers(source.partial), numbers(target.partial), numbers(alike)
-    if None in carried or None in after or None in (open_, left, same):
+    carried, after = axes.of_each(source.tensor_dims), axes.of_each(target.tensor_dims)
+    others = axes.of_each((source.partial, target.partial, alike))
+    if carried is None or after is None or others is None:
         return None
+    open_, left, same = others
     had = held or (1,) * len(axes.sizes)
     narrowed = [k for k in same if had[k] > 1]
     shape = [1 if k in narrowed else size for k, size in enumerate(had)]
@@ -610,10 +609,11 @@ def converting(
     moved = _moved(axes, shape, local, carried, after, left)
     if moved is None:
         return None
-    view, order, made, result = moved
+    turned, made, result = moved
     final = union(made, wanted)
-    shape, spread = torch.Size((*union(made), *result)), (*final, *result) if final != union(made) else None
-    reduce = {"sum": _sum, "max": torch.amax, "min": torch.amin}[source.reduction]
+    whole, spread = torch.Size((*union(made), *result)), (*final, *result) if final != union(made) else None
+    reductions: dict[str, Callable[..., Tensor]] = {"sum": _sum, "max": torch.amax, "min": torch.amin}
+    reduce = reductions[source.reduction]
 
     def run(x: Tensor) -> Tensor:
         for k in narrowed:
@@ -622,10 +622,10 @@ def converting(
             x = x.expand(expanded)
         if sums:
             x = reduce(x, sums, True)
-        if order is not None:
-            x = x.view(view).permute(order)
-        if x.shape != shape:
-            x = x.reshape(shape)
+        if turned is not None:
+            x = x.view(turned[0]).permute(turned[1])
+        if x.shape != whole:
+            x = x.reshape(whole)
         return x if spread is None else x.expand(spread)
 
     return run
@@ -642,9 +642,9 @@ def _moved(
     carried: list[tuple[int, ...]],
     after: list[tuple[int, ...]],
     left: tuple[int, ...],
-) -> tuple | None:
-    """(view, order, axes, shard): ``x.view(view).permute(order).reshape(axes + shard)``; view and order None where
-    nothing is permuted. None where two factorings of a dim have no common refinement."""
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, list[int], list[int]] | None:
+    """((view, order), axes, shard): ``x.view(view).permute(order).reshape(axes + shard)``; the pair None where nothing
+    is permuted. None where two factorings of a dim have no common refinement."""
     n = len(axes.sizes)
     pieces: dict[int, list[int]] = {k: [size] for k, size in enumerate(before)}  # axis, or n + dim -> its parts
     parts: dict[int, list[tuple[int, int]]] = {}  # axis of the result -> (axis, part)
@@ -672,8 +672,8 @@ def _moved(
     order = [flat.index(part) for k in range(n + len(local)) for part in parts.get(k, ()) if part in flat]
     assert len(order) == len(flat)
     if order == sorted(order):
-        return None, None, result, shard
-    return tuple(pieces[k][i] for k, i in flat), tuple(order), result, shard
+        return None, result, shard
+    return (tuple(pieces[k][i] for k, i in flat), tuple(order)), result, shard
 
 
 def _refined(old: list[int], new: list[int]) -> list[int] | None:
