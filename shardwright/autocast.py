@@ -153,7 +153,7 @@ class UnderAutocast:
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def __deepcopy__(self, memo: dict) -> UnderAutocast:
+    def __deepcopy__(self, memo: dict[int, object]) -> UnderAutocast:
         return self
 
     def __repr__(self) -> str:
@@ -193,7 +193,7 @@ class Casts(NamedTuple):
     made: tuple[torch.dtype, ...] | None = None
 
 
-def casts_of(target: Any, args: tuple, kwargs: dict[str, Any], state: Autocast) -> Casts:
+def casts_of(target: Any, args: tuple[object, ...], kwargs: dict[str, Any], state: Autocast) -> Casts:
     """The casts that autocast makes for one operator call.
 
     Args:
@@ -210,7 +210,7 @@ def casts_of(target: Any, args: tuple, kwargs: dict[str, Any], state: Autocast) 
 
 
 @lru_cache(maxsize=1 << 12)
-def _casts(target: Any, leaves: tuple, spec: Any, kinds: tuple[type, ...], state: Autocast) -> Casts:
+def _casts(target: Any, leaves: tuple[object, ...], spec: Any, kinds: tuple[type, ...], state: Autocast) -> Casts:
     likes = [x for x in leaves if isinstance(x, Like)]
     plain = (None,) * len(likes)
     call = _Call(target, leaves, spec, state)
@@ -255,7 +255,9 @@ def _forms(
         )
 
 
-def with_dtype(target: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[tuple, dict[str, Any]]:
+def with_dtype(
+    target: Any, args: tuple[object, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> tuple[tuple[object, ...], dict[str, Any]]:
     """The arguments of an operator with its argument ``dtype`` set."""
     at = [a.name for a in schema_of(target).arguments].index("dtype")
     if at < len(args):
@@ -266,7 +268,7 @@ def with_dtype(target: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dt
 class _Call:
     """One operator call that can be run on fake tensors."""
 
-    def __init__(self, target: Any, leaves: tuple, spec: Any, state: Autocast) -> None:
+    def __init__(self, target: Any, leaves: tuple[object, ...], spec: Any, state: Autocast) -> None:
         self.target, self.leaves, self.spec, self.state = target, leaves, spec, state
         schema = schema_of(target)
         self.names = [a.name for a in schema.arguments] if schema is not None else []
@@ -293,12 +295,12 @@ class _Call:
                 without_cudnn(types),
                 FakeTensorMode(allow_non_fake_inputs=True),
             ):
-                tensors, to = [], iter(inputs)
-                leaves = list(self.leaves)
+                tensors: list[Tensor] = []
+                to, leaves = iter(inputs), list(self.leaves)
                 for i, x in enumerate(leaves):
                     if isinstance(x, Like):
-                        leaves[i] = torch.empty(x.shape, dtype=next(to) or x.dtype, device=x.device)
-                        tensors.append(leaves[i])
+                        leaves[i] = made = torch.empty(x.shape, dtype=next(to) or x.dtype, device=x.device)
+                        tensors.append(made)
                 args, kwargs = pytree.tree_unflatten(leaves, self.spec)
                 if dtype is not None:
                     args, kwargs = with_dtype(self.target, args, kwargs, dtype)
@@ -348,7 +350,9 @@ class _Trace(TorchDispatchMode):
         self.itself = False
         self.made: tuple[torch.dtype, ...] = ()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace == "prim":
@@ -385,7 +389,7 @@ def _moves(func: Any) -> bool:
     )
 
 
-def _given(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _given(func: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, without those that have their default."""
     arguments = schema_of(func).arguments
     given: dict[str, Any] = dict(zip([a.name for a in arguments], args)) | kwargs
@@ -397,12 +401,12 @@ def _given(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _said(func: Any, args: tuple, kwargs: dict[str, Any], of: Callable[[Tensor], Any]) -> str:
+def _said(func: Any, args: tuple[object, ...], kwargs: dict[str, Any], of: Callable[[Tensor], Any]) -> str:
     """A call as text, with `of` each tensor in its place."""
     return repr((func, pytree.tree_map_only(Tensor, of, _given(func, args, kwargs))))
 
 
-def _worked(func: Any, args: tuple, kwargs: dict[str, Any], results: Sequence[Tensor]) -> str:
+def _worked(func: Any, args: tuple[object, ...], kwargs: dict[str, Any], results: Sequence[Tensor]) -> str:
     """An operator call as dtypes, equal for all overloads. An argument ``dtype`` stands for the dtype of the floating
     inputs."""
     given = {a.name: a.default_value for a in schema_of(func).arguments if a.has_default_value()} | _given(

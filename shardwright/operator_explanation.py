@@ -607,15 +607,15 @@ class _Neighbourhood:
         )
         return Within(self.plan, self.name, search, self.decisions, free, limit)
 
-    def _forms(self, options: tuple[Strategy, ...], costs: np.ndarray) -> dict[tuple, list[int]]:
+    def _forms(self, options: tuple[Strategy, ...], costs: np.ndarray) -> dict[tuple[object, ...], list[int]]:
         """The ways to cut, the cheapest first, with the states of each."""
-        out: dict[tuple, list[int]] = {}
+        out: dict[tuple[object, ...], list[int]] = {}
         for state in np.argsort(costs, kind="stable"):
             if np.isfinite(costs[state]):
                 out.setdefault(self._form(options[state]), []).append(int(state))
         return out
 
-    def _form(self, strategy: Strategy) -> tuple:
+    def _form(self, strategy: Strategy) -> tuple[object, ...]:
         """The part of a strategy that a reader distinguishes: not the assignment of slices among equivalent ranks."""
         bound = self.plan.decisions[self.name].bound
         return bound.in_strategy(strategy.assignment), bound.out_cuts(strategy.assignment), strategy.open
@@ -687,7 +687,7 @@ class _Neighbourhood:
         return {value: op.name for value, op in self.plan.graph.producers().items()}
 
     @cached_property
-    def _consumers(self) -> dict[str, list]:
+    def _consumers(self) -> dict[str, list[tuple[Op, int]]]:
         return self.plan.graph.consumers()
 
     def _others(self, value: str) -> Iterator[str]:

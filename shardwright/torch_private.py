@@ -510,7 +510,7 @@ def shell(kind: type[Tensor], like: Any, storage_offset: int = 0, parameter: boo
 
 
 @contextlib.contextmanager
-def called_above_autograd(handle: Callable[[Any, tuple, dict[str, Any]], Any]) -> Iterator[None]:
+def called_above_autograd(handle: Callable[[Any, tuple[object, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Call ``handle(operator, args, kwargs)`` in place of every operator that is called inside the ``with`` block.
 
     The operators are those of an exported program: above autograd and autocast, and not taken apart. Operators that
@@ -544,7 +544,7 @@ def _watching() -> type:
         def __exit__(self, *error: Any) -> Any:
             return plain.__exit__(self, *error)
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return self._handle(func, args, kwargs or {})
 
     return Watching
@@ -578,7 +578,7 @@ def recurrent_states() -> Iterator[None]:
         setattr(held, name, theirs)
 
 
-class _Weights(list):
+class _Weights(list[object]):
     """A list that export does not inspect."""
 
 

@@ -98,7 +98,7 @@ def _fake_state(
         types: the id of each parameter or buffer that operators read in another dtype than its own -> that dtype.
     """
     memo: dict[int, torch.Tensor] = {}
-    saved: list[tuple[dict, str, Any]] = []
+    saved: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in memo:
@@ -112,11 +112,12 @@ def _fake_state(
 
     try:
         for sub in module.modules():
-            for held in (parameter_table(sub), buffer_table(sub)):
+            tables: tuple[dict[str, Any], ...] = parameter_table(sub), buffer_table(sub)
+            for held in tables:
                 for name, tensor in held.items():
                     if tensor is not None:
                         saved.append((held, name, tensor))
-                        held[name] = fake(tensor)  # type: ignore[assignment]  # put back at the end
+                        held[name] = fake(tensor)
         yield
     finally:
         for held, name, tensor in saved:
@@ -222,7 +223,7 @@ class _Exported(NamedTuple):
     marks: list[Operator]
 
 
-def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, **given: Any) -> Graph:
+def capture(net: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any] | None = None, **given: Any) -> Graph:
     """Capture one call of a model.
 
     Args:
@@ -241,7 +242,7 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
 
 def captures(
     net: nn.Module,
-    calls: Sequence[tuple[tuple, dict[str, Any]]],
+    calls: Sequence[tuple[tuple[object, ...], dict[str, Any]]],
     *,
     loss_fn: Any = None,
     device: torch.device | str | None = None,
@@ -295,7 +296,7 @@ def captures(
 @gc_paused()
 def _captured(
     net: nn.Module,
-    calls: Sequence[tuple[tuple, dict[str, Any]]],
+    calls: Sequence[tuple[tuple[object, ...], dict[str, Any]]],
     loss_fn: Any,
     device: torch.device | str | None,
     hooks_around: bool,
@@ -600,7 +601,7 @@ class _Watch:
             self._finder.stop()
         self.running = False
 
-    def _end(self, _: Any, __: tuple, result: Any) -> Any:
+    def _end(self, _: Any, __: tuple[object, ...], result: Any) -> Any:
         self._stop()
         _BUFFER_HOOKS.update(self._left_out)
         self.out_spec = pytree.tree_structure(opened(result))
@@ -668,16 +669,16 @@ class ModelAndLoss(nn.Module):
         self.tables: list[tuple[str, nn.Module]]
         self.__dict__["tables"] = [("", net)] + ([("loss_fn.", loss_fn)] if isinstance(loss_fn, nn.Module) else [])
 
-    def named_parameters(self, *args: Any, **kwargs: Any):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         for prefix, module in self.tables:
             for name, tensor in module.named_parameters(*args, **kwargs):
                 yield prefix + name, tensor
 
-    def modules(self):  # type: ignore[override]
+    def modules(self) -> Iterator[nn.Module]:  # type: ignore[override]  # torch 2.9 has no argument to pass on
         for _, module in self.tables:
             yield from module.modules()
 
-    def named_buffers(self, *args: Any, **kwargs: Any):
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for prefix, module in self.tables:
             for name, tensor in module.named_buffers(*args, **kwargs):
                 yield prefix + name, tensor

@@ -101,7 +101,7 @@ class GraphReader(InPlaceReader):
         self.named: set[int] = set()  # ids of the operators among `calls` whose bare name is taken
         self.drawing: list[str] = []  # random operators, in order
         self.casting = Autocast()  # the state of autocast
-        self.casts: dict[tuple, Value] = {}  # (value, dtype, module) -> the cast value, while it is shared
+        self.casts: dict[tuple[object, ...], Value] = {}  # (value, dtype, module) -> the cast value, while it is shared
         self.uncast: dict[str, Value] = {}  # a cast made for autocast -> the value before the cast
         self.nodes = nodes  # the arguments and results of the program's nodes
         self.args: tuple[Any, ...] = ()  # those of the operator that is being read, with nodes in place of tensors
@@ -111,9 +111,8 @@ class GraphReader(InPlaceReader):
         self.assigned: list[str] = []  # buffers whose new values are the last outputs
         self.out_spec: Any = program.call_spec.out_spec  # nesting of the outputs before the assigned buffers
         self.masters: Mapping[str, Master] = {}  # storage of parameters whose stored dtype is not the read dtype
-        self.entered: dict[
-            int, tuple[int, dict]
-        ] = {}  # recomputed region -> number of operators, and the casts, before it
+        # Recomputed region -> number of operators, and the casts, before it.
+        self.entered: dict[int, tuple[int, dict[tuple[object, ...], Value]]] = {}
         self.spans: list[tuple[int, int, int]] = []  # region, its first operator, one past its last
 
     def unique(self, name: str) -> str:
@@ -337,19 +336,24 @@ class GraphReader(InPlaceReader):
         self.cells.update(zip(made, self.walk(program.graph, program, inner=True)))
         self.casting = outside
 
-    def inlined(self, node: torch.fx.Node, sub: torch.fx.Node, args: list) -> list[Any]:
+    def inlined(self, node: torch.fx.Node, sub: torch.fx.Node, args: Sequence[torch.fx.node.Argument]) -> list[Any]:
         """The results of a region, the program of `node`; its placeholders take the arguments."""
         owner = self.cells[sub]
         for placeholder, argument in zip((n for n in owner.graph.nodes if n.op == "placeholder"), args):
-            inner = isinstance(argument, torch.fx.Node)
-            self.cells[placeholder] = self.cells[argument] if inner else argument
-            self.nodes.passed(placeholder, self.nodes.made(argument) if inner else argument)
+            if isinstance(argument, torch.fx.Node):
+                self.cells[placeholder] = self.cells[argument]
+                self.nodes.passed(placeholder, self.nodes.made(argument))
+            else:
+                self.cells[placeholder] = argument
+                self.nodes.passed(placeholder, argument)
         results = self.walk(owner.graph, owner, inner=True)
         (end,) = (n for n in owner.graph.nodes if n.op == "output")
         self.nodes.passed(node, [self.nodes.made(a) if isinstance(a, torch.fx.Node) else a for a in _args(end)[0]])
         return results
 
-    def cast(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
+    def cast(
+        self, node: torch.fx.Node, target: Any, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object], bool]:
         """The arguments as autocast gives them to an operator, and True where the operator has to run under autocast.
 
         Args:
@@ -503,7 +507,14 @@ class GraphReader(InPlaceReader):
             return kind([self.taken(branch) for branch in tree])
         return {name: self.taken(branch) for name, branch in tree.items()} if isinstance(tree, dict) else tree
 
-    def applied(self, node: torch.fx.Node, target: Any, written: Sequence[str], args: tuple, kwargs: dict) -> None:
+    def applied(
+        self,
+        node: torch.fx.Node,
+        target: Any,
+        written: Sequence[str],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> None:
         """Record an operator in its plain form: without writes into its arguments, without side effects."""
         if written:
             self.in_place(node, target, written, tuple(args), kwargs)
@@ -530,7 +541,7 @@ class GraphReader(InPlaceReader):
             self.entries[node] = self.entries[self.args[0]]
         self.cells[node] = cells[0] if isinstance(self.nodes.made(node), torch.Tensor) else cells
 
-    def emit(self, target: Any, args: tuple, kwargs: dict) -> list[Value]:
+    def emit(self, target: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Value]:
         """Append an operator that computes a part of the current node; its outputs."""
         metas = metas_made(target, args, kwargs)
         assert self.node is not None
@@ -546,8 +557,8 @@ class GraphReader(InPlaceReader):
         self,
         node: torch.fx.Node,
         target: Any,
-        args: tuple,
-        kwargs: dict,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
         further: Sequence[Value] = (),
         metas: list[torch.Tensor] | None = None,
         entered: bool = True,
@@ -627,7 +638,7 @@ def _is_beside(target: Any) -> bool:
     )
 
 
-def _flowing(target: Any, args: tuple, kwargs: dict, count: int) -> tuple[bool, ...]:
+def _flowing(target: Any, args: tuple[object, ...], kwargs: dict[str, object], count: int) -> tuple[bool, ...]:
     """For each output: True where a gradient of some input reaches it, and for all where the operator does not tell."""
     if count > 1 and len({v.requires_grad for v in values_in((args, kwargs))}) > 1:
         try:

@@ -38,7 +38,7 @@ class _Missing:
     def __repr__(self) -> str:
         return "missing"
 
-    def __deepcopy__(self, memo: dict) -> _Missing:
+    def __deepcopy__(self, memo: dict[int, object]) -> _Missing:
         return self
 
 
@@ -131,12 +131,12 @@ class GuardedPlace:
             setattr(owner, self.key, value)
 
 
-def contents(container: Any) -> tuple:
+def contents(container: Any) -> tuple[object, ...]:
     """The entries of a container, as a tuple; for a dict its keys, then its values."""
     return (*dict.keys(container), *dict.values(container)) if isinstance(container, dict) else tuple(container)
 
 
-def _entries(container: Any) -> tuple:
+def _entries(container: Any) -> tuple[object, ...]:
     """The keys of a dict, the entries of another container."""
     return tuple(dict.keys(container)) if isinstance(container, dict) else tuple(container)
 
@@ -226,7 +226,7 @@ class Guards:
                 *self._places,
             )
         }
-        self._containers: list[tuple[Any, tuple, str]] = []
+        self._containers: list[tuple[Any, tuple[object, ...], str]] = []
         seen: set[int] = set()
         for place in list(found.values()):
             self._contain(place.get(), place.path, seen, found)
@@ -350,7 +350,7 @@ class Guards:
         finally:
             self._values, self._trained = values, trained
 
-    def __deepcopy__(self, memo: dict) -> Guards:
+    def __deepcopy__(self, memo: dict[int, object]) -> Guards:
         """Guards of no model: a copied model gets its guards when it is captured."""
         made = Guards((), ())
         made._copied = True

@@ -158,7 +158,7 @@ def _watch(cls: Any, put_back: contextlib.ExitStack) -> None:
         return made
 
     @functools.wraps(own["setup_context"])
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[object, ...], output: Any) -> None:
         if _CALLS.get() is None:
             own["setup_context"](ctx, inputs, output)
         else:
@@ -224,7 +224,7 @@ def collect_functions(line: Callable[[], str | None]) -> Iterator[list[tuple[App
         _LINE.reset(tokens[1])
 
 
-def _apply(cls: type, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _apply(cls: type, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
     calls = _CALLS.get()
     leaves, spec = pytree.tree_flatten((args, kwargs))
     applied = Applied(cls, leaves, spec)
@@ -370,7 +370,7 @@ def collect_regions(module: nn.Module, prefix: str = "") -> Iterator[list[Recomp
 
 
 def _around(module: nn.Module, settings: RecomputeSettings) -> list[Any]:
-    open_: list[contextlib.AbstractContextManager] = []
+    open_: list[contextlib.AbstractContextManager[object]] = []
 
     def before(*_: Any) -> None:
         open_.append(region(settings))
@@ -452,9 +452,11 @@ class _Called(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, tuple, dict[str, Any]]] = []
+        self.calls: list[tuple[Any, tuple[object, ...], dict[str, Any]]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> Any:
         self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -534,7 +536,7 @@ def with_policy(graph: Graph, policy: Any) -> Graph:
     return graph.with_ops(tuple(ops))
 
 
-def _among(op: Op, saved: tuple) -> bool:
+def _among(op: Op, saved: tuple[object, ...]) -> bool:
     packet = getattr(op.target, "overloadpacket", None)
     return any(op.target is s or packet is s for s in saved)
 

@@ -36,7 +36,7 @@ def _users(hooks: Mapping[int, Callable[..., Any]]) -> list[tuple[int, Callable[
 def hooked(
     net: nn.Module,
     run: Callable[..., Any],
-    args: tuple,
+    args: tuple[object, ...],
     kwargs: dict[str, Any],
     *,
     forward: bool,

@@ -48,7 +48,7 @@ def serial() -> int:
 
 
 #: Record an operator in place of the one that is read, and return its outputs: ``emit(target, args, kwargs)``.
-Emit = Callable[[Any, tuple, dict[str, Any]], Sequence[Value]]
+Emit = Callable[[Any, tuple[object, ...], dict[str, Any]], Sequence[Value]]
 
 
 # -- variables and their views -----------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class ViewStep:
     """
 
     target: Any
-    args: tuple
+    args: tuple[object, ...]
     kwargs: dict[str, Any]
     seen: Value
     output: int
@@ -197,11 +197,11 @@ class Writer:
 # -- the inverse of each view operator ---------------------------------------------------------------------------------
 
 
-def _reshaped(step: ViewStep, whole: Value, part: Value) -> tuple:
+def _reshaped(step: ViewStep, whole: Value, part: Value) -> tuple[object, ...]:
     return aten.reshape.default, part, list(whole.shape)
 
 
-def _permuted(step: ViewStep, whole: Value, part: Value) -> tuple | None:
+def _permuted(step: ViewStep, whole: Value, part: Value) -> tuple[object, ...] | None:
     """Undo a permutation; the order of the dims is read from the strides of a probe with dims of size 2."""
     if whole.dtype.is_complex and step.target.overloadpacket.__name__ in ("mH", "matrix_H", "adjoint"):
         return None  # these conjugate as well
@@ -222,15 +222,15 @@ def _dim(step: ViewStep, whole: Value, default: int = 0) -> int:
     return _argument(step, "dim", default) % len(whole.shape)
 
 
-def _selected(step: ViewStep, whole: Value, part: Value) -> tuple:
+def _selected(step: ViewStep, whole: Value, part: Value) -> tuple[object, ...]:
     return aten.select_scatter.default, whole, part, _dim(step, whole), _argument(step, "index")
 
 
-def _unbound(step: ViewStep, whole: Value, part: Value) -> tuple:
+def _unbound(step: ViewStep, whole: Value, part: Value) -> tuple[object, ...]:
     return aten.select_scatter.default, whole, part, _dim(step, whole), step.output
 
 
-def _sliced(step: ViewStep, whole: Value, part: Value) -> tuple:
+def _sliced(step: ViewStep, whole: Value, part: Value) -> tuple[object, ...]:
     return (
         aten.slice_scatter.default,
         whole,
@@ -242,7 +242,7 @@ def _sliced(step: ViewStep, whole: Value, part: Value) -> tuple:
     )
 
 
-def _narrowed(step: ViewStep, whole: Value, part: Value) -> tuple | None:
+def _narrowed(step: ViewStep, whole: Value, part: Value) -> tuple[object, ...] | None:
     dim, start = _dim(step, whole), _argument(step, "start")
     if not isinstance(start, int):
         return None
@@ -250,7 +250,7 @@ def _narrowed(step: ViewStep, whole: Value, part: Value) -> tuple | None:
     return aten.slice_scatter.default, whole, part, dim, start, start + part.shape[dim]
 
 
-def _parted(step: ViewStep, whole: Value, part: Value) -> tuple:
+def _parted(step: ViewStep, whole: Value, part: Value) -> tuple[object, ...]:
     """Write one of the parts of a dim."""
     kind = step.target.overloadpacket.__name__
     dim = (
@@ -262,7 +262,7 @@ def _parted(step: ViewStep, whole: Value, part: Value) -> tuple:
     return aten.slice_scatter.default, whole, part, dim, start, start + part.shape[dim]
 
 
-def _diagonal(step: ViewStep, whole: Value, part: Value) -> tuple:
+def _diagonal(step: ViewStep, whole: Value, part: Value) -> tuple[object, ...]:
     return (
         aten.diagonal_scatter.default,
         whole,
@@ -273,15 +273,15 @@ def _diagonal(step: ViewStep, whole: Value, part: Value) -> tuple:
     )
 
 
-def _expanded(step: ViewStep, whole: Value, part: Value) -> tuple | None:
+def _expanded(step: ViewStep, whole: Value, part: Value) -> tuple[object, ...] | None:
     return _reshaped(step, whole, part) if whole.numel == part.numel else None
 
 
-def _retyped(step: ViewStep, whole: Value, part: Value) -> tuple | None:
+def _retyped(step: ViewStep, whole: Value, part: Value) -> tuple[object, ...] | None:
     return (aten.view.dtype, part, whole.dtype) if whole.shape == part.shape else None
 
 
-_INVERSES: dict[str, Callable[[ViewStep, Value, Value], tuple | None]] = {
+_INVERSES: dict[str, Callable[[ViewStep, Value, Value], tuple[object, ...] | None]] = {
     **dict.fromkeys(
         (
             "reshape _unsafe_view _reshape_alias flatten unflatten ravel squeeze unsqueeze atleast_1d "
@@ -360,13 +360,13 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True where two tensors that share memory are the same elements in the same dims."""
 
-    def place(t: torch.Tensor) -> tuple:
+    def place(t: torch.Tensor) -> tuple[object, ...]:
         return t.shape, t.stride(), t.storage_offset(), t.dtype, t.is_conj(), t.is_neg()
 
     return place(a) == place(b)
 
 
-def gives_back(target: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+def gives_back(target: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> bool:
     """True where an operator returns its input although the capture does not show it: a dropout of nothing."""
     if target not in (
         aten.dropout.default,

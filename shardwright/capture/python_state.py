@@ -393,7 +393,7 @@ class Observation:
 
     # -- writes --
 
-    def _space(self, attributes: dict, path: str) -> None:
+    def _space(self, attributes: dict[str, object], path: str) -> None:
         if id(attributes) in self._paths:
             return
         self._paths[id(attributes)] = path
@@ -559,7 +559,7 @@ def names_read(code: types.CodeType) -> tuple[NameRead, ...]:
     return tuple(found)
 
 
-def _same_entries(held: dict, before: dict) -> bool:
+def _same_entries(held: dict[str, object], before: dict[str, object]) -> bool:
     """True where two dicts have the same keys in the same order, and the same objects."""
     return (
         dict.__len__(held) == len(before)

@@ -79,7 +79,7 @@ class Printed:
         stream = getattr(sys, self.stream) if isinstance(self.stream, str) else self.stream
         stream.write(self.text)
 
-    def described(self) -> tuple:
+    def described(self) -> tuple[object, ...]:
         return "printed", self.stream if isinstance(self.stream, str) else f"file {id(self.stream)}", self.text
 
 
@@ -99,7 +99,7 @@ class Logged:
                 self.logger.makeRecord(self.logger.name, self.level, self.name, self.line, self.text, (), None)
             )
 
-    def described(self) -> tuple:
+    def described(self) -> tuple[object, ...]:
         return "logged", self.logger.name, logging.getLevelName(self.level), self.text
 
 
@@ -119,7 +119,7 @@ class _Advanced:
     """The steps of a counter."""
 
     place: GuardedPlace
-    steps: tuple
+    steps: tuple[float, ...]
 
     def play(self) -> None:
         value = self.place.get()
@@ -139,7 +139,7 @@ class Effects:
         for entry in self.entries:
             entry.play()
 
-    def __deepcopy__(self, memo: dict) -> Effects:
+    def __deepcopy__(self, memo: dict[int, object]) -> Effects:
         """No effects: these belong to the captured model."""
         return Effects()
 
@@ -149,7 +149,7 @@ class Effects:
             if isinstance(entry, _Assigned):
                 entry.place.set(entry.value)
 
-    def described(self) -> list[tuple]:
+    def described(self) -> list[tuple[object, ...]]:
         """A list to compare two captures of one model: texts with their streams in order, then sorted assignments."""
         texts = [e.described() for e in self.entries if isinstance(e, (Printed, Logged))]
         return texts + sorted(
@@ -177,7 +177,7 @@ class Counter:
     """A number that records its steps; the base of `_Integer` and `_Float`."""
 
     trace: _Trace
-    steps: tuple
+    steps: tuple[float, ...]
 
     def _stepped(self, step: Any) -> Any:
         kind: Any = _NUMBERS[type(self)]
@@ -200,7 +200,7 @@ class Counter:
         self.trace.used = True
         return NotImplemented
 
-    def __deepcopy__(self, memo: dict) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         return self
 
     def __copy__(self) -> Any:
@@ -284,7 +284,7 @@ for _made, _kind in _NUMBERS.items():
             setattr(_made, _name, _noting(_name, _kind))
 
 
-def counter(value: float, trace: _Trace | str, steps: tuple = ()) -> Any:
+def counter(value: float, trace: _Trace | str, steps: tuple[float, ...] = ()) -> Any:
     """A number equal to `value` that records its steps and uses."""
     made = (_Float if isinstance(value, float) else _Integer)(value)
     made.trace, made.steps = _Trace(trace) if isinstance(trace, str) else trace, steps
@@ -312,7 +312,7 @@ class ForwardOutcome:
         numbers: changed numbers: (place, old, new), possibly counters.
     """
 
-    updates: list[tuple[dict, str, str, torch.Tensor]] = field(default_factory=list)
+    updates: list[tuple[dict[str, object], str, str, torch.Tensor]] = field(default_factory=list)
     effects: Effects = field(default_factory=Effects)
     numbers: list[tuple[GuardedPlace, Any, Any]] = field(default_factory=list)
 
@@ -358,7 +358,7 @@ def judged(seen: Observation, effects: Effects) -> ForwardOutcome:
     return outcome
 
 
-def _update(change: Change) -> tuple[dict, str, str, torch.Tensor]:
+def _update(change: Change) -> tuple[dict[str, object], str, str, torch.Tensor]:
     place, old, new = change.place, change.old, change.new
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         what = "a buffer that it did not have" if not isinstance(old, torch.Tensor) else f"{spelled(new)} to its buffer"

@@ -103,7 +103,7 @@ def scattered(written: Iterable[WrittenBox]) -> dict[str, Extent]:
 
 
 def joints_of(
-    tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]],
+    tensors: Mapping[str, tuple[tuple[int, ...], str, dict[str, object] | None]],
     extents_of_ranks: Sequence[Mapping[str, Extent]],
     most: int,
 ) -> list[Joint]:

@@ -122,7 +122,7 @@ def written_here(held: Iterable[LocalTensor], rank: int) -> list[WrittenBox]:
 
 def described_here(
     held: Iterable[LocalTensor], written: Iterable[WrittenBox]
-) -> dict[str, tuple[tuple[int, ...], str, dict | None]]:
+) -> dict[str, tuple[tuple[int, ...], str, dict[str, object] | None]]:
     """Name -> (shape, dtype, layout) of the tensors whose first box this rank writes.
 
     Each tensor is thus described by one rank.
@@ -304,7 +304,7 @@ class WholeFiles:
 
     def __init__(
         self,
-        tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]],
+        tensors: Mapping[str, tuple[tuple[int, ...], str, dict[str, object] | None]],
         save_id: str,
         step: int,
         aliases: Mapping[str, str] | None = None,
@@ -545,7 +545,7 @@ def _save(tensor: Tensor, file: _Recorded) -> None:
 
 
 def entries_of(
-    tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], items: Iterable[DcpItem]
+    tensors: Mapping[str, tuple[tuple[int, ...], str, dict[str, object] | None]], items: Iterable[DcpItem]
 ) -> dict[str, TensorEntry]:
     """The tensors' entries in the manifest.
 
@@ -563,7 +563,7 @@ def entries_of(
 
 def write_metadata(
     folder: Path,
-    tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]],
+    tensors: Mapping[str, tuple[tuple[int, ...], str, dict[str, object] | None]],
     items: Iterable[DcpItem],
     save_id: str,
 ) -> None:

@@ -53,7 +53,7 @@ __all__ = ["CONFIG", "PLAN", "Described", "SaveJob", "located", "sealed"]
 PLAN, CONFIG = "plan.json", "config.json"
 
 #: Name -> (shape, dtype, layout) of a tensor.
-Described = Mapping[str, tuple[tuple[int, ...], str, dict | None]]
+Described = Mapping[str, tuple[tuple[int, ...], str, dict[str, object] | None]]
 
 
 def located(error: Exception, path: Any) -> Exception:

@@ -86,7 +86,7 @@ class CallPlanning(SettingMethods):
 
     def _planned(
         self,
-        args: tuple,
+        args: tuple[object, ...],
         kwargs: dict[str, Any],
         module: ModelAndLoss,
         before: StepProgram | PipelineProgram | None,
@@ -275,7 +275,7 @@ class CallPlanning(SettingMethods):
     def _runtime(self) -> Runtime:
         return current()
 
-    def _runtime_of(self, args: tuple, kwargs: dict[str, Any]) -> Runtime:
+    def _runtime_of(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> Runtime:
         """The runtime of a call: in a single process that was given no device, on the device of the model.
 
         Raises:

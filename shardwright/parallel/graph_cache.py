@@ -32,13 +32,13 @@ class GraphCache:
     def __init__(self) -> None:
         self._programs: OrderedDict[Hashable, list[Any]] = OrderedDict()
 
-    def __deepcopy__(self, memo: dict) -> GraphCache:
+    def __deepcopy__(self, memo: dict[int, object]) -> GraphCache:
         return GraphCache()  # a copy of a model is captured anew
 
     def graphs(
         self,
         casting: Hashable,
-        calls: Sequence[tuple[tuple, dict[str, Any]]],
+        calls: Sequence[tuple[tuple[object, ...], dict[str, Any]]],
         recording: Recording,
         captures: Callable[..., list[Graph]],
     ) -> list[Graph]:
@@ -58,7 +58,7 @@ class GraphCache:
         return captures(calls, recording=recording, programs=programs)
 
 
-def _kind(args: tuple, kwargs: dict[str, Any]) -> Hashable:
+def _kind(args: tuple[object, ...], kwargs: dict[str, Any]) -> Hashable:
     """The properties of a call that decide a program, besides the sizes of tensors and the state of autocast."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     return (torch.is_grad_enabled(), spec), tuple(

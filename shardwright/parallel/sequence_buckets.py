@@ -80,7 +80,7 @@ class SequenceBuckets:
         self,
         net: nn.Module,
         loss_fn: Any,
-        args: tuple,
+        args: tuple[object, ...],
         kwargs: dict[str, Any],
         agree: Callable[[int], int] = lambda index: index,
     ) -> PaddedCall:
@@ -158,7 +158,7 @@ class SequenceBuckets:
 class PaddedCall:
     """A call whose sequences are padded from `length` to `bucket` along `dim`."""
 
-    args: tuple
+    args: tuple[object, ...]
     kwargs: dict[str, Any]
     dim: int
     length: int

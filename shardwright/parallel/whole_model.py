@@ -447,7 +447,7 @@ class signed_as_net:
         return _Bound(self.function, model)
 
 
-class _Bound(functools.partial):
+class _Bound(functools.partial[Any]):
     """A wrapper's ``forward`` with the signature of the wrapped model."""
 
     @property
@@ -465,7 +465,7 @@ def refuse_calls_of_parts() -> None:
         _refusing.append(register_module_forward_pre_hook(_refuse))
 
 
-def _refuse(module: nn.Module, args: tuple) -> None:
+def _refuse(module: nn.Module, args: tuple[object, ...]) -> None:
     if not module._parameters or isinstance(module, SettingMethods):
         return
     if refuses_others() and any(p is not None and p.requires_grad for p in module._parameters.values()):

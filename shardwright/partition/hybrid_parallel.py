@@ -72,7 +72,9 @@ class OwnPrograms:
     loss: bool
 
 
-def local_inputs(args: tuple, kwargs: dict[str, Any], devices: int, dataset: Any) -> tuple[tuple, dict[str, Any]]:
+def local_inputs(
+    args: tuple[object, ...], kwargs: dict[str, Any], devices: int, dataset: Any
+) -> tuple[tuple[object, ...], dict[str, Any]]:
     """Whole inputs in the shapes that one rank is fed, as meta tensors.
 
     Raises:
@@ -267,7 +269,7 @@ class _Programs:
     def call(
         self,
         target: Any,
-        args: tuple,
+        args: tuple[object, ...],
         name: str,
         value: Value,
         layout: Layout,

@@ -139,7 +139,7 @@ class _Padder:
         self.parameters: dict[str, Value] = {}
         self.layouts = dict(sources)  # name of a value in its true shape -> its layout
         self.made: dict[str, _Made] = {}  # name of a true value -> its padded form
-        self.variants: dict[tuple, Value] = {}
+        self.variants: dict[tuple[object, ...], Value] = {}
         self.decision: Decision | None = None
         for value, layout in parameters:
             shape = layout.padded(value.shape)

@@ -244,7 +244,7 @@ class Partitioner:
         self.cast: dict[str, Value] = {}  # parameters stored in another dtype, in the dtype of their consumers
         self.made: dict[str, PlacedValue] = {}
         self.completed: dict[str, PlacedValue] = {}
-        self.moves: dict[tuple, PlacedValue] = {}
+        self.moves: dict[tuple[object, ...], PlacedValue] = {}
         self.uses: dict[str, list[Use]] = {}
         self.widened: dict[
             str, Digits
@@ -378,7 +378,9 @@ class Partitioner:
     def whole(self, value: Value) -> Layout:
         return self.stored.get(value.name) or Layout.replicated(self.devices, len(value.shape))
 
-    def collect(self, work: Sequence[tuple], outputs: Sequence[tuple[Value, Layout]]) -> None:
+    def collect(
+        self, work: Sequence[tuple[Decision, Op, Rule, Bound, Assignment]], outputs: Sequence[tuple[Value, Layout]]
+    ) -> None:
         """Record all uses of every value before any redistribution is emitted: sums are completed once, gathers
         shared."""
         self.widened.clear()

@@ -97,7 +97,7 @@ def rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     return next((x.shape[0] for x in tensors if x.dim()), None)
 
 
-def is_split(args: tuple, kwargs: dict[str, Any] | None = None) -> tuple[bool, ...]:
+def is_split(args: tuple[object, ...], kwargs: dict[str, Any] | None = None) -> tuple[bool, ...]:
     """For each tensor among the inputs, True where each micro-batch gets a part of it along dim 0.
 
     Inputs with as many rows as the first tensor with dims are split; every micro-batch gets all of the others.
@@ -111,8 +111,8 @@ def is_split(args: tuple, kwargs: dict[str, Any] | None = None) -> tuple[bool, .
 
 
 def micro_calls(
-    args: tuple, kwargs: dict[str, Any] | None, count: int, setting: PipelineSettings | None = None
-) -> list[tuple[tuple, dict[str, Any]]]:
+    args: tuple[object, ...], kwargs: dict[str, Any] | None, count: int, setting: PipelineSettings | None = None
+) -> list[tuple[tuple[object, ...], dict[str, Any]]]:
     """Inputs in one micro-batch's shapes, on the meta device.
 
     With several micro-batches, a second entry has twice the rows, for the wide capture of `split`.
@@ -131,8 +131,8 @@ def micro_calls(
 
 
 def _resized(
-    args: tuple, kwargs: dict[str, Any], count: int, times: int, setting: PipelineSettings | None
-) -> tuple[tuple, dict[str, Any]]:
+    args: tuple[object, ...], kwargs: dict[str, Any], count: int, times: int, setting: PipelineSettings | None
+) -> tuple[tuple[object, ...], dict[str, Any]]:
     rows = rows_of(args, kwargs)
     if rows is None:
         raise SettingError(

@@ -549,7 +549,9 @@ def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], 
 
 def _of_stages(plan: PipelinePlan, beside: bool) -> Simulation:
     costs = CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
-    each: dict[str, list] = {name: [] for name in ("forward", "backward", "begin", "end", "fixed", "kept", "running")}
+    each: dict[str, list[Any]] = {
+        name: [] for name in ("forward", "backward", "begin", "end", "fixed", "kept", "running")
+    }
     devices = [0] * plan.schedule.groups
     for stage in plan.stages:
         devices[plan.schedule.placement[stage.number]] = stage.devices

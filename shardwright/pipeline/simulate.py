@@ -184,7 +184,7 @@ def simulate(
     return Simulation(planned, spans, sizes, tuple(map(float, seconds["fixed"])), held, profiles)
 
 
-def _counted(name: str, given: Sequence, count: int, of: str) -> None:
+def _counted(name: str, given: Sequence[object], count: int, of: str) -> None:
     if len(given) != count:
         raise SettingError(f"{name} has {len(given)} entries for {count} {of}", legal=f"{count} entries")
 

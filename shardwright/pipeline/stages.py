@@ -446,16 +446,16 @@ class _Forms:
         self.held = {v.name: "parameter" for v in graph.parameters.values()} | {
             v.name: "buffer" for v in graph.buffers.values()
         }
-        self.known: dict[int, tuple] = {}
+        self.known: dict[int, tuple[object, ...]] = {}
 
-    def of(self, unit: int) -> tuple:
+    def of(self, unit: int) -> tuple[object, ...]:
         """The key of a unit."""
         if unit not in self.known:
             seen: dict[str, int] = {}
             self.known[unit] = tuple(self.operator(op, unit, seen) for op in self.units.members[unit])
         return self.known[unit]
 
-    def operator(self, op: Op, unit: int, seen: dict[str, int]) -> tuple:
+    def operator(self, op: Op, unit: int, seen: dict[str, int]) -> tuple[object, ...]:
         leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
         mark = None if op.mark is None else (op.mark.in_strategy, op.mark.out_strategy)
         outputs = tuple(None if v is None else (v.shape, v.dtype, v.requires_grad) for v in op.outputs)

@@ -133,7 +133,7 @@ def _spec(spec: Any) -> str | None:
         return None
 
 
-def _value(value: Value) -> list:
+def _value(value: Value) -> list[object]:
     master = [] if value.master is None else [[str(dtype).removeprefix("torch.") for dtype in value.master]]
     return [list(value.shape), str(value.dtype).removeprefix("torch."), value.requires_grad, *master]
 
@@ -425,7 +425,7 @@ def read_graph(encoded: dict[str, Any], source: str = "", expected: str | None =
 
 def _graph(encoded: dict[str, Any], source: str) -> Graph:
 
-    def value(name: str, shape: list, dtype: str, grad: bool, master: list | None = None) -> Value:
+    def value(name: str, shape: list[int], dtype: str, grad: bool, master: list[object] | None = None) -> Value:
         return Value(
             name,
             tuple(shape),
@@ -495,7 +495,7 @@ class _Axes:
         self.names = [string.ascii_lowercase[i] if len(self.axes) <= 26 else f"a{i}" for i in range(len(self.axes))]
 
     @property
-    def words(self) -> dict[str, list]:
+    def words(self) -> dict[str, list[int] | list[str]]:
         return {"device_matrix": [axis.size for axis in self.axes], "alias_name": self.names}
 
     def entry(self, digits: Digits) -> str | list[str]:
@@ -523,7 +523,7 @@ def spell_assignment(bound: Bound, assignment: Assignment) -> dict[str, Any]:
         pass  # cuts cannot express it
     axes = _Axes(assignment.devices, assignment.used)
 
-    def written(sides: Sequence[Sequence[tuple[int, ...]]]) -> list[list]:
+    def written(sides: Sequence[Sequence[tuple[int, ...]]]) -> list[list[object]]:
         return [[axes.entry(bound.dim_digits(dim, assignment) or ()) for dim in dims] for dims in sides]
 
     words = axes.words | {"in_strategy": written(bound.inputs)}

@@ -159,7 +159,7 @@ class ParameterStrategies:
         )
 
     @classmethod
-    def read(cls, path: str | os.PathLike) -> ParameterStrategies:
+    def read(cls, path: str | os.PathLike[str]) -> ParameterStrategies:
         """Read a file of parameter strategies, or the parameters of a saved plan.
 
         Raises:
@@ -350,7 +350,7 @@ class ParameterStrategies:
                 )
 
 
-def as_parameter_strategies(given: ParameterStrategies | str | os.PathLike | None) -> ParameterStrategies | None:
+def as_parameter_strategies(given: ParameterStrategies | str | os.PathLike[str] | None) -> ParameterStrategies | None:
     """The given strategies, or those of a path; None for None.
 
     Raises:

@@ -34,7 +34,7 @@ from ..cost.memory_timeline import optimizer_bytes
 from ..errors import LayoutError, PlanError, ShardwrightError, shown
 from ..graph import Graph, Op, types_of
 from ..json_files.json_reader import check_fields, field_line, section_places
-from ..layout import Layout
+from ..layout import Digit, Layout
 from ..partition.hybrid_parallel import OwnPrograms
 from ..partition.local_program import Decision, Decisions, InputPlacement, SearchResult, batch_dims, description
 from ..partition.parameter_sharding import OptimizerParallel
@@ -586,7 +586,7 @@ class PlanDocument(DocumentHead):
 
     def unroutable(self, error: ShardwrightError, decisions: Mapping[str, Decision]) -> ShardwrightError:
         """The error of lines that are each legal and together impossible, with the line at fault."""
-        left: dict[str, set] = {}
+        left: dict[str, set[Digit]] = {}
         for name, decision in decisions.items():
             opened = set(decision.open or ())
             if any(not opened <= left.get(v.name, set()) for v in decision.op.inputs):

@@ -33,7 +33,7 @@ as [4, 2, 3], permutes to [2, 4, 3], exchanges the 2 pieces, and joins them to [
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -408,7 +408,7 @@ class Redistribution:
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return Redistribution, (self.source, self.target, self.steps, self.sent)
 
     @property
@@ -548,7 +548,7 @@ def _direct(source: Layout, target: Layout) -> tuple[int, int, tuple[Redistribut
     return sent, sum(s.communicates for s in steps), steps
 
 
-def _roundabout(source: Layout, target: Layout):
+def _roundabout(source: Layout, target: Layout) -> Iterator[tuple[int, int, tuple[RedistributionStep, ...]]]:
     """Yield the same through layouts that have common atoms with both; yields at least one."""
     for middle in dict.fromkeys(intermediates(source, target)):
         if middle in (source, target):

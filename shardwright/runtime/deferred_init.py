@@ -82,7 +82,7 @@ class _Tape:
     state."""
 
     state: torch.Tensor
-    calls: list[tuple[Any, tuple, dict, Any]] = field(default_factory=list)
+    calls: list[tuple[Any, tuple[object, ...], dict[str, object], Any]] = field(default_factory=list)
     reseeded: dict[int, torch.Tensor] = field(default_factory=dict)
     latest: torch.Tensor | None = None
 
@@ -92,7 +92,7 @@ class _Tape:
         if not torch.equal(state, self.state if self.latest is None else self.latest):
             self.reseeded[len(self.calls)] = self.latest = state
 
-    def note(self, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    def note(self, function: Any, args: tuple[object, ...], kwargs: dict[str, object], result: Any) -> None:
         self.calls.append((function, *pytree.tree_map(_noted, (args, kwargs, result))))
 
 
@@ -101,7 +101,9 @@ class _Record(TorchDispatchMode):
         super().__init__()
         self.tape = tape
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> Any:
         self.tape.note_seed()
         result = function(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
@@ -119,7 +121,9 @@ class _Construction(TorchFunctionMode):
         super().__init__()
         self.tape = tape
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if function in (torch.tensor, torch.as_tensor) and kwargs.get("device") is None:
             kwargs["device"] = "cpu"
@@ -371,7 +375,12 @@ def _needed(tape: _Tape, waiting: Collection[int]) -> Sequence[int]:
     return [*range(draws + 1), *(i for i in reversed(found) if i > draws)]
 
 
-def _put(keep: Callable, name: str, tensor: torch.Tensor, whole: torch.Tensor) -> None:
+def _put(
+    keep: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None],
+    name: str,
+    tensor: torch.Tensor,
+    whole: torch.Tensor,
+) -> None:
     made = keep(name, tensor, whole)
     try:
         if made is not None:

@@ -472,8 +472,7 @@ class StageBody:
 class GatherOfWeight(Protocol):
     """The redistribution of a weight from its storage to its use."""
 
-    def __call__(self, stored: Tensor, /) -> Tensor:
-        """The weight as it is used."""
+    def __call__(self, stored: Tensor, /) -> Tensor: ...
 
     def back(self, gradient: Tensor, /) -> Tensor:
         """The gradient of the weight as it is stored, from that of the weight as it is used."""
@@ -496,15 +495,14 @@ class StageLink(Protocol):
         """Begin a step."""
 
     def finish(self, results: list[Tensor | None]) -> list[Tensor | None]:
-        """End the step; return all outputs, with those of stages elsewhere too; None for outputs that are no
-        tensors."""
+        """End the step; return all outputs, those of stages elsewhere too; None for constants."""
 
 
 class LocalStageLink:
     """The link where all stages are in this process."""
 
     def __init__(self) -> None:
-        self._sent: dict[tuple, Tensor] = {}
+        self._sent: dict[tuple[object, ...], Tensor] = {}
 
     def begin(self, schedule: Schedule) -> None:
         self._sent.clear()

@@ -51,6 +51,11 @@ Step = Callable[[Any], Any]
 Key = TypeVar("Key", bound=Hashable)
 
 
+#: Values of a region that ran again, by key; and the tensors that nodes saved.
+Values = Mapping[Hashable, Any]
+Take = Callable[[Values, Values], Any]
+
+
 class Dropped:
     """A saved tensor that was dropped or is about to be; filled when its region has run again."""
 
@@ -59,9 +64,9 @@ class Dropped:
     def __init__(self, tensor: Tensor | None) -> None:
         self.tensor = tensor
         self.run: RegionRun | None = None
-        self.take: Callable[[Mapping, Mapping], Any] | None = None
+        self.take: Take | None = None
 
-    def drop(self, run: RegionRun, take: Callable[[Mapping, Mapping], Any]) -> Dropped:
+    def drop(self, run: RegionRun, take: Take) -> Dropped:
         """Free the tensor; `take` will find it in a region that ran again, among the values and the tensors that nodes
         saved."""
         self.tensor, self.run, self.take = None, run, take
@@ -204,12 +209,12 @@ class Saver(Generic[Key]):
         return made
 
 
-def _own(key: Hashable, index: int, _: Mapping, own: Mapping) -> Tensor:
+def _own(key: Hashable, index: int, _: Values, own: Mapping[Hashable, Sequence[Tensor]]) -> Tensor:
     """One of the tensors that a node alone has saved, in a region that ran again."""
     return own[key][index]
 
 
-def _lent(key: Hashable, values: Mapping, _: Mapping) -> Any:
+def _lent(key: Hashable, values: Values, _: Values) -> Any:
     """A value of a region that ran again."""
     return values[key]
 
@@ -246,7 +251,7 @@ def _drop(
     if (x.shape, x.stride(), x.storage_offset()) != (base.shape, base.stride(), base.storage_offset()):
         view = x.shape, x.stride(), x.storage_offset() - base.storage_offset()
 
-    def take(values: Mapping, _: Mapping) -> Tensor:
+    def take(values: Values, _: Values) -> Tensor:
         again = (values[key] if rank is None else values[key][rank]).detach()
         return again if view is None else again.as_strided(view[0], view[1], again.storage_offset() + view[2])
 

@@ -107,7 +107,7 @@ def lost(function: Any) -> SettingError:
     )
 
 
-def is_copy(gradient: DTensor, part: DTensor, function: Any, args: tuple) -> bool:
+def is_copy(gradient: DTensor, part: DTensor, function: Any, args: tuple[object, ...]) -> bool:
     """True where `part`, the result of a function of `VIEWS` on a gradient, lies in other memory than the gradient.
 
     Args:

@@ -103,7 +103,9 @@ class Gradient(DTensor):
         return memo.setdefault(id(self), copy_of_gradient(self))
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if function in _ELEMENTWISE and not (torch.is_grad_enabled() and _any_requires_grad(args)):
             local = _locals(args)
             if local is not None:  # takes a third of the time of DTensor's dispatch
@@ -185,7 +187,7 @@ def _any_requires_grad(args: Sequence[Any]) -> bool:
     return any(isinstance(a, Tensor) and a.requires_grad for a in args)
 
 
-def _view(gradient: Gradient, part: DTensor, function: Any, args: tuple) -> Gradient:
+def _view(gradient: Gradient, part: DTensor, function: Any, args: tuple[object, ...]) -> Gradient:
     kind = GatheredPart if isinstance(gradient, GatheredPart) or is_copy(gradient, part, function, args) else Gradient
     return kind(local_tensor(part), spec_of(part), requires_grad=False)
 
@@ -199,12 +201,12 @@ def _local(x: DTensor) -> Tensor:
     return local_tensor(x)
 
 
-def _is_plain(args: Sequence[Any], kwargs: dict | None) -> bool:
+def _is_plain(args: Sequence[Any], kwargs: dict[str, object] | None) -> bool:
     """True for numbers, a scalar tensor, and a list of numbers; False for a list of tensors."""
     return not kwargs and not any(isinstance(a, (list, tuple)) and any(isinstance(x, Tensor) for x in a) for a in args)
 
 
-def _found_together(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _found_together(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The norms that `gradient_norms` computes; None for norms along dims, of matrices, and of one stage alone."""
     places = ("x", "ord", "dtype") if function is foreach_norm else ("x", "ord")
     given = dict(zip(places, args)) | kwargs
@@ -232,7 +234,9 @@ class GatheredPart(Gradient):
     __slots__ = ()
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if changes(function) and isinstance(args[0], cls):
             raise lost(function)
         return super().__torch_function__(function, types, args, kwargs)
@@ -251,7 +255,9 @@ class StageGradient(Gradient):
     counts: bool
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if function in _NORMS or function is foreach_norm:
             found = _found_together(function, args, kwargs or {})
             if found is not None:
@@ -305,7 +311,9 @@ class Unsummed(Gradient):
     digits: Any
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if function in _REFUSED:
             raise not_summed("a norm, a part, or a change of gradients")
         if function is Tensor.detach:

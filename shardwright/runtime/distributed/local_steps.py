@@ -48,7 +48,9 @@ class _Matrix(Gradient):
     __slots__ = ()
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         narrowed = function is Tensor.to and torch.bfloat16 in (*args[1:], *(kwargs or {}).values())
         if narrowed or function is Tensor.bfloat16:
             whole = gathered_as(args[0], padded_slice(args[0], local_tensor(args[0])))
@@ -133,7 +135,7 @@ def _as(kind: type[Gradient], x: Any, like: Any = None) -> Any:
     return kind(local_tensor(x), spec_of(x), requires_grad=False) if isinstance(x, DTensor) else x
 
 
-class _State(dict):
+class _State(dict[str, object]):
     """One parameter's state as plain tensors; what the step writes goes into the optimizer's own state too."""
 
     def __init__(self, state: Any, parameter: Tensor, seen: Callable[[Any, Any], Any]) -> None:

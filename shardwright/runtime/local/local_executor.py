@@ -274,14 +274,14 @@ class LocalExecutor:
 
     # -- the step of each node --
 
-    def _saving(self, node: torch.fx.Node, step: Callable[[list], Any]) -> Callable[[list], Any]:
+    def _saving(self, node: torch.fx.Node, step: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """A node's step with its part in recomputation: the values to keep and to drop. The call's regions are last in
         `env`."""
         reads, saver = self._regions.reads.get(node, ()), self._regions.savers.get(node)
         if not reads and saver is None:
             return step
 
-        def run(env: list) -> Any:
+        def run(env: list[Any]) -> Any:
             runs = env[-1]
             if runs is None:
                 return step(env)
@@ -321,12 +321,12 @@ class LocalExecutor:
             known = self._calls[form] = call.step()
         return known
 
-    def _move(self, node: torch.fx.Node) -> Callable[[list], Any]:
+    def _move(self, node: torch.fx.Node) -> Callable[[list[Any]], Any]:
         instruction: Redistribute = node.meta["instruction"]
         source, ways = self._slots[operand(node)], self._ways[node]
         forward, backward = (ways.convert,), (ways.transpose,)
 
-        def run(env: list) -> Any:
+        def run(env: list[Any]) -> Any:
             x = env[source]
             if ways.backward is not None and torch.is_grad_enabled() and x.requires_grad:
                 return RedistributionFunction.apply(x, forward, backward)
@@ -335,19 +335,19 @@ class LocalExecutor:
         return self._gathering(instruction, source, ways, run) if instruction.again else run
 
     def _gathering(
-        self, instruction: Redistribute, source: int, ways: _Ways, run: Callable[[list], Any]
-    ) -> Callable[[list], Any]:
+        self, instruction: Redistribute, source: int, ways: _Ways, run: Callable[[list[Any]], Any]
+    ) -> Callable[[list[Any]], Any]:
         """The redistribution of a weight whose gathered value is not kept for the backward."""
         name = instruction.source.value.name
 
-        def gather(env: list) -> Any:
+        def gather(env: list[Any]) -> Any:
             made, stored = run(env), env[source].detach()
             self._unkept.note(name, [stored], [made], lambda: [ways.convert(stored)])
             return made
 
         return gather
 
-    def _extreme(self, node: torch.fx.Node) -> Callable[[list], Any]:
+    def _extreme(self, node: torch.fx.Node) -> Callable[[list[Any]], Any]:
         instruction: GlobalExtreme = node.meta["instruction"]
         ways, given = self._ways[node], (operand(node, 0), operand(node, 1))
         held = union(*(self._held[a] for a in (*given, node)))
@@ -360,7 +360,7 @@ class LocalExecutor:
         )
 
 
-def _on_slots(step: Callable[[Sequence[Any]], Any], slots: Sequence[int]) -> Callable[[list], Any]:
+def _on_slots(step: Callable[[Sequence[Any]], Any], slots: Sequence[int]) -> Callable[[list[Any]], Any]:
     """The function ``env -> value`` of a step on the values in these slots."""
     if len(slots) == 1:
         (slot,) = slots

@@ -484,7 +484,7 @@ class Call:
         dims: int = 0,
         aligned: Any = (),
         *,
-        args: tuple | None = None,
+        args: tuple[object, ...] | None = None,
         kwargs: dict[str, Any] | None = None,
         side: bool = False,
         after: Any = None,
@@ -518,7 +518,9 @@ class Call:
         return lambda given: tuple(map(after, made(given)))
 
 
-def _call(function: Any, args: Sequence, kwargs: Mapping[str, Any], operand: Callable[[torch.fx.Node], Get]) -> Get:
+def _call(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operand: Callable[[torch.fx.Node], Get]
+) -> Get:
     """The function ``operands -> function(*args, **kwargs)`` with `operand` for each node.
 
     Most calls have one, two or three tensors first, then constants. Others fill in a copy of their arguments.
@@ -553,7 +555,7 @@ def _filled(a: Any, operand: Callable[[torch.fx.Node], Get]) -> Get | None:
     if not places:
         return None
 
-    def fill(given: Sequence[Any]) -> list:
+    def fill(given: Sequence[Any]) -> list[object]:
         made = [*a]
         for i, get in places:
             made[i] = get(given)

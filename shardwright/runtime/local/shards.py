@@ -63,7 +63,7 @@ __all__ = [
 STACK_BYTES = 64 << 10
 
 Shards = list[Tensor]
-
+_Chunk = Callable[[Tensor, int, int], Sequence[Tensor]]
 _Place = tuple[tuple[int, int, int], ...]
 
 
@@ -170,7 +170,7 @@ def _runs(cuts: Sequence[tuple[int, int, Digits]], devices: int) -> tuple[tuple[
     )
 
 
-def _cut(shards: Shards, runs: Sequence[tuple[int, int, int, Sequence[int]]], chunk=Tensor.chunk) -> Shards:
+def _cut(shards: Shards, runs: Sequence[tuple[int, int, int, Sequence[int]]], chunk: _Chunk = Tensor.chunk) -> Shards:
     """Every rank's part of its tensor, dim after dim; `runs` as returned by `_runs`."""
     for dim, length, parts, numbers in runs:
         distinct = {id(x): x for x in shards}
