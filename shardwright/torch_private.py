@@ -62,6 +62,7 @@ _NAMES = {
     "forbidden_hooks": ("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", "torch.func around it"),
     "no_python_dispatcher": ("torch._dispatch.python.no_python_dispatcher", "a captured model at other sizes"),
     "no_torch_function": ("torch._C._disabled_torch_function_impl", "a captured model at other sizes"),
+    "dtensor_handlers": ("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers", "averages of models"),
     "foreach_norm": ("torch._foreach_norm", "clip_grad_norm_"),
     "functional_all_gather": ("torch.ops._c10d_functional.all_gather_into_tensor", "collectives in processes"),
     "functional_all_reduce": ("torch.ops._c10d_functional.all_reduce", "collectives in processes"),
@@ -342,8 +343,7 @@ def torch_function(name: str) -> Any:
 
 def fused_optimizers() -> frozenset[Any]:
     """The kernels that are whole optimizer steps over lists of tensors."""
-    found = (_found(f"torch._fused_{name}_") for name in ("sgd", "adam", "adamw", "adagrad"))
-    return frozenset(kernel for kernel in found if kernel is not None)
+    return frozenset(_found(f"torch._fused_{name}_") for name in ("sgd", "adam", "adamw", "adagrad")) - {None}
 
 
 def foreach_edits() -> frozenset[Any]:

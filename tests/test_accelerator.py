@@ -23,6 +23,7 @@ CASES = [
         for inputs in ("cpu", "device")
         for dataset in ("full_batch", "data_parallel")
     ),
+    *(f"made inside, {built}, inputs on {inputs}, tuples" for built in BUILT for inputs in ("cpu", "device")),
     *("tuples", "images", "hsdp level1", "hsdp level2", "hsdp level3"),
     *("dropout exact", "dropout fast", "recompute", "autocast", "foreach"),
 ]

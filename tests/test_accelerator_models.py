@@ -23,8 +23,7 @@ CASES = [
         for built in ("", ", built on the CPU")
     ),
     *(f"{model} {built}" for model in ("llama", "resnet") for built in ("late", "cpu")),
-    *("resnet50", "resnet50, batch norms of the whole batch"),
-    *(f"resnet50 of torchvision, {mode}" for mode in ("data_parallel", "semi_auto")),
+    *("resnet, batch norms of the whole batch", "resnet50 of torchvision"),
     *(f"attention with fast dropout, {built}" for built in ("late", "cpu")),
     *("sharding_propagation", "recursive_programming", "dynamic_programming"),
     *(

@@ -4,6 +4,7 @@ lowering             a plan as a `torch.fx` program
 step_program         one call of a planned model
 saved_tensors        recomputed regions, and weights gathered again in the backward
 deferred_init        parameters that are planned before they have values, and created as slices
+generator_jumps      places ahead in torch's numbers, and rows that are drawn alone
 compilation          torch.compile of planned programs
 device_seed          the seed of a compiled program in the memory of its device
 optimizer_guard      checks before an optimizer's step

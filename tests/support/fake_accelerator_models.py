@@ -190,6 +190,7 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         run = partial(fake.outcome, module.Network, DIGITS, nn.CrossEntropyLoss, parallel_mode="semi_auto")
         yield module.__name__, partial(run, **plain)
         yield f"{module.__name__}, built on the CPU", partial(run, built="cpu", **plain)
+    residual = partial(ResNet, (1, 1, 1, 1), 16)
     small = partial(llama.Llama, vocabulary=64, length=16, layers=1, width=64, heads=8, kv_heads=4, hidden=96)
     for built, inputs in (("late", "cpu"), ("cpu", "device")):
         yield (
@@ -199,7 +200,6 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
                 prepared=lambda net, loss, model: llama.mark(net, loss, 2, 4),
             ),
         )  # fmt: skip
-        residual = partial(ResNet, (1, 1, 1, 1), 16)
         yield (
             f"resnet {built}",
             partial(
@@ -207,13 +207,10 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
                 prepared=lambda net, loss, model: split(net, 8), parallel_mode="semi_auto",
             ),
         )  # fmt: skip
-    for sync in (False, True):
-        name = f"resnet50{', batch norms of the whole batch' if sync else ''}"
-        run = partial(fake.outcome, ResNet, PICTURES, nn.CrossEntropyLoss, dataset="data_parallel")
-        yield name, partial(run, parallel_mode="data_parallel", sync_batch_norm=sync)
-    for mode in ("data_parallel", "semi_auto"):
-        run = partial(fake.outcome, torchvision.models.resnet50, PICTURES, nn.CrossEntropyLoss, dataset="data_parallel")
-        yield f"resnet50 of torchvision, {mode}", partial(run, built="late", parallel_mode=mode)
+    run = partial(fake.outcome, residual, PICTURES, nn.CrossEntropyLoss, dataset="data_parallel")
+    yield "resnet, batch norms of the whole batch", partial(run, parallel_mode="data_parallel", sync_batch_norm=True)
+    run = partial(fake.outcome, torchvision.models.resnet50, PICTURES, nn.CrossEntropyLoss, dataset="data_parallel")
+    yield "resnet50 of torchvision", partial(run, parallel_mode="data_parallel")
     for built in ("late", "cpu"):
         run = partial(fake.outcome, Attention, fake.ROWS, nn.MSELoss, built=built, random="fast")
         yield f"attention with fast dropout, {built}", partial(run, parallel_mode="data_parallel")

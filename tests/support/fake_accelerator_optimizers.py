@@ -15,8 +15,26 @@ import fake_accelerator as fake
 import torch
 from torch import nn, optim
 
+import shardwright as sw
+
 #: Those whose kernels and constructors work on fake tensors.
 OPTIMIZERS = "SGD Adam AdamW Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop".split()
+
+
+class Layers(nn.Module):
+    """Two products on unlike meshes, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+def mark(net: nn.Module, criterion: nn.Module, model: sw.AutoParallel) -> None:
+    sw.shard(net.first, ((2, 1), (4, 1)))
+    sw.shard(net.last, ((1, 8), (1, 8)))
 
 
 def clipped(model: nn.Module, optimizer: type[optim.Optimizer], **options: Any) -> optim.Optimizer:
@@ -41,13 +59,7 @@ def main() -> None:
         ways = [{}, {"foreach": True}, *({"fused": True} for _ in range("Adam" in name))]
         for how in [w for w in ways if w.keys() <= inspect.signature(kind).parameters.keys()]:
             try:
-                found = fake.outcome(
-                    fake.gpt,
-                    fake.TOKENS,
-                    fake.TokenLoss,
-                    prepared=lambda net, criterion, model: fake.mark(net, criterion, 2, 4),
-                    optimizer={"optimizer": kind, **how},
-                )
+                found = fake.outcome(Layers, fake.ROWS, nn.MSELoss, prepared=mark, optimizer={"optimizer": kind, **how})
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {error}"[:400]}
             print(json.dumps({"name": f"{name} {how}", **found}), flush=True)

@@ -12,6 +12,9 @@ steps:
     SparseAdam          refused: gradients here are dense
 
 An optimizer that torch does not have, or a class with a step of its own, steps on the DTensors.
+
+``swa_utils.AveragedModel`` averages lists of parameters and, where asked, of buffers, which are plain tensors. The
+average of a list that has a DTensor is that of the slices (`_average`).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ...capture.annotations import CUT
 from ...errors import SettingError
-from ...torch_private import local_tensor, spec_of
+from ...torch_private import dtensor_handlers, local_tensor, spec_of
 from .dtensors import gathered_as, padded_slice
 from .gradient_edits import part_of
 from .gradients import Gradient, is_of_stage
@@ -196,3 +199,13 @@ def _mixed(optimizer: type) -> type:
 
 
 _kind: Callable[[type], Any] = functools.cache(_mixed)
+
+
+def _average(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """``aten._foreach_lerp_``: each tensor of a list is moved towards that of another list, in place."""
+    averages, values, *weight = args
+    operator([_slice(x, None) for x in averages], [_slice(x, y) for x, y in zip(values, averages)], *weight, **kwargs)
+
+
+if isinstance(dtensor_handlers, dict):
+    dtensor_handlers.setdefault(torch.ops.aten._foreach_lerp_.Scalar, _average)

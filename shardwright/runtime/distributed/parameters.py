@@ -20,6 +20,7 @@ from ...capture.annotations import CUT, be_elsewhere, whole_shape
 from ...capture.hybrid_models import is_own
 from ...errors import SettingError
 from ...layout import Layout
+from ...partition.padded_dims import true_slice
 from ..deferred_init import materialize, substitute
 from ..optimizer_guard import replace_noted, step_through
 from .buckets import GradientSums
@@ -69,7 +70,7 @@ class ShardedState:
     """A model's parameters and buffers on one rank.
 
     Args:
-        places: (name, whole value) -> the parameter's placement; None: not on this rank.
+        places: (name, a tensor of the whole's shape) -> the parameter's placement; None: not on this rank.
         holder: has ``named_parameters`` and ``named_buffers`` under the graph's names. Its parameters become
             DTensors, in the model and in every optimizer that holds them.
         groups: this rank's process groups.
@@ -129,7 +130,16 @@ class ShardedState:
             replace_noted(old, name, made)
             return None
 
-        materialize(holder, keep, "cpu")
+        def rows(name: str, old: Tensor) -> tuple[int, int] | None:
+            if broadcast or name not in parameters or is_own(old) or not old.dim():
+                return None
+            place = places(name, old)
+            if place is None:
+                return 0, 0
+            first = true_slice(place.layout, tuple(old.shape), place.groups.rank)[0]
+            return first.start, first.stop
+
+        materialize(holder, keep, "cpu", rows=rows)
         carry_over(olds, successors)
         substitute(holder, successors, cut)
         self.buffers = dict(holder.named_buffers())

@@ -270,6 +270,7 @@ def averages_with_buffers(rank: int, world: int) -> None:
             (False, {"multi_avg_fn": get_ema_multi_avg_fn(0.7)}),
             (False, {"multi_avg_fn": get_swa_multi_avg_fn()}),
             (True, {"avg_fn": get_ema_avg_fn(0.7)}),
+            (True, {"multi_avg_fn": get_ema_multi_avg_fn(0.7)}),
         ):
             net, model, one, call = both(kind, Counted if buffers else Mixed)
             model(X, Y), call(X, Y)
