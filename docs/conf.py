@@ -17,6 +17,7 @@ copyright = "the authors of Shardwright"
 version = release = metadata.version("shardwright")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}  # notebooks become pages by notebooks.py
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"Shardwright {release}"

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import notebooks
 
 import shardwright
 from shardwright.cli.main import build_parser
@@ -103,8 +106,9 @@ def listed_names(page: Path) -> list[str]:
 
 
 def on_source_read(app: Any, document: str, source: list[str]) -> None:
-    """Fill a page in before Sphinx reads it."""
-    source[0] = filled(source[0])
+    """Fill a page in before Sphinx reads it; make a page of a notebook."""
+    path = Path(app.env.doc2path(document))
+    source[0] = filled(source[0]) if path.suffix == ".md" else notebooks.page(json.loads(source[0]), path.name)
 
 
 def on_docstring(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:

@@ -10,6 +10,7 @@ import difflib
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,6 +35,7 @@ __all__ = [
     "TorchVersionError",
     "did_you_mean",
     "known_keywords",
+    "place_text",
     "shown",
 ]
 
@@ -43,6 +45,14 @@ PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 #: Characters of a part of a message, at most.
 _LONGEST = 4000
+
+
+def place_text(file: str, line: int) -> str:
+    """A line of the user's code, as ``train.py:41``; of a notebook as ``In[3]:6``, by the number beside the cell."""
+    notebook = sys.modules.get("IPython")
+    shell = None if notebook is None else notebook.get_ipython()
+    cell = None if shell is None else shell.compile.format_code_name(file)
+    return f"{os.path.basename(file) if cell is None else cell[1]}:{line}"
 
 
 def shown(value: object) -> str:

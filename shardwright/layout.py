@@ -17,16 +17,15 @@ has values 1 and 2: it holds rows 4:8 and columns 4:6 of an 8 × 8 tensor.
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from html import escape
+from importlib import import_module
 from itertools import product
 from typing import Any, NoReturn
 
-from .errors import PACKAGE_FOLDER, LayoutError
+from .errors import PACKAGE_FOLDER, LayoutError, place_text
 
 __all__ = [
     "Digit",
@@ -39,7 +38,6 @@ __all__ = [
     "digits_size",
     "group_of",
     "groups",
-    "html_table",
     "merge",
     "number_of",
     "overlap",
@@ -187,7 +185,7 @@ def _users(message: str, *, strategy: object = None, legal: str | None = None) -
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
         frame = frame.f_back
-    source = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    source = place_text(frame.f_code.co_filename, frame.f_lineno)
     return LayoutError(message, source=source, strategy=strategy, legal=legal)
 
 
@@ -602,14 +600,9 @@ class Layout:
         return f"Layout({self})"
 
     def _repr_html_(self) -> str:
-        rows = []
-        for dim, digits in enumerate(self.dims or ()):
-            parts = f"{digits_size(digits)} parts" if digits else "whole"
-            rows.append((str(dim), parts, self.named(dim), "·".join(map(repr, digits))))
-        said = repr(self) if self.dims is None else str(self)
-        if self.dims is not None and (copies := digits_size(self.replicas)) > 1:
-            said += f", {copies} replicas"
-        return html_table(said, ("dim", "cut", "axes", "digits"), rows)
+        # By name: pictures are a layer above layouts.
+        html: str = import_module(".report.notebook_html", __package__).layout_html(self)
+        return html
 
     def _ranks(self) -> tuple[int, ...]:
         """The rank at each position of the device matrix."""
@@ -638,13 +631,6 @@ def _shortened(ranks: tuple[int, ...]) -> str:
         return str(ranks)
     ends = (", ".join(map(str, part)) for part in (ranks[:SHOWN_RANKS], ranks[-SHOWN_RANKS:]))
     return f"({', ..., '.join(ends)})"
-
-
-def html_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A small table for notebooks, without scripts or styles from elsewhere; all texts are escaped."""
-    row = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-    body = "".join(row(cells, "td") for cells in rows)
-    return f"<div><b>{escape(title)}</b><table>{row(head, 'th')}{body}</table></div>"
 
 
 def _restore(*values: Any) -> Layout:

@@ -27,7 +27,7 @@ from .cost.cost_model import CostModel, Price, StepInTime
 from .cost.memory_timeline import CountedOptimizer, MemoryTimeline, optimizer_bytes, timeline
 from .errors import PlanError
 from .graph import Graph
-from .layout import Layout, group_of, html_table
+from .layout import Layout, group_of
 from .partition.gradient_fusion import Fusion
 from .partition.hybrid_parallel import OwnPrograms, own_programs
 from .partition.local_program import (
@@ -157,7 +157,8 @@ class SavedPlan:
         return import_module(".report.description", __package__).on_a_screen(self)
 
     def _repr_html_(self) -> str:
-        return self.describe()._repr_html_()
+        html: str = import_module(".report.notebook_html", __package__).plan_html(self)
+        return html
 
     @staticmethod
     def register_files(write: Callable[[Any, Path], None], read: Callable[[Path], Any]) -> None:
@@ -201,14 +202,8 @@ class OperatorPlan:
         return f"<operator {self.name} ({self.op}{at}): {self.in_strategy} -> {self.out_strategy}, by {self.cause}>"
 
     def _repr_html_(self) -> str:
-        sides = (("in", self.in_shapes, self.in_layouts), ("out", self.out_shapes, self.out_layouts))
-        local = self.local_shapes(0)
-        rows = [
-            (f"{side} {i}", str(shape), str(layout.cuts), str(layout), str(part))
-            for (side, shapes, layouts), parts in zip(sides, local)
-            for i, (shape, layout, part) in enumerate(zip(shapes, layouts, parts))
-        ]
-        return html_table(repr(self), ("tensor", "shape", "cuts", "layout", "on a device"), rows)
+        html: str = import_module(".report.notebook_html", __package__).operator_html(self)
+        return html
 
     def local_shapes(self, rank: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
         """Shapes of the slices on `rank`, padding included: (inputs, outputs)."""

@@ -23,6 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import chain
 from types import FrameType
 from typing import Any, TypeVar, overload
@@ -30,7 +31,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from ..errors import SettingError
+from ..errors import SettingError, place_text
 from ..graph import map_leaves
 from .kept_regions import ATTRIBUTE, RecomputeSettings, region
 from .source_lines import stack_level
@@ -107,7 +108,7 @@ def _user_line() -> str:
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if not module.startswith(("shardwright.", "torch.")) and module not in ("shardwright", "torch"):
-            return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+            return place_text(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return ""
 
@@ -195,6 +196,12 @@ class Operator:
     def __repr__(self) -> str:
         name = getattr(self.function, "__name__", repr(self.function))
         return f"Operator({name}, in_strategy={self.in_strategy}, out_strategy={self.out_strategy})"
+
+    def _repr_html_(self) -> str:
+        # By name: tables are a layer above marks.
+        name = getattr(self.function, "__name__", repr(self.function))
+        html: str = import_module("..report.notebook_html", __package__).mark_html(self, name)
+        return html
 
 
 def _leave(number: int, result: Any) -> Any:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import place_text
 from .guards import CONTAINERS, MISSING, GuardedPlace, contents, is_simple, spelled
 from .python_state import Change, Observation
 from .source_lines import is_users
@@ -530,7 +531,7 @@ class LineFinder:
             while at is not None and not is_users(at.f_code.co_filename):
                 at = at.f_back
         if at is not None:
-            self._last = f"{at.f_code.co_filename.rsplit('/', 1)[-1]}:{at.f_lineno}"
+            self._last = place_text(at.f_code.co_filename, at.f_lineno)
         return self._inside
 
     def _look(self) -> None:

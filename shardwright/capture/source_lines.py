@@ -10,7 +10,7 @@ from types import FrameType
 
 import torch
 
-from ..errors import PACKAGE_FOLDER
+from ..errors import PACKAGE_FOLDER, place_text
 
 __all__ = ["calling_line", "is_users", "module_path", "source_of", "stack_level", "user_frame"]
 
@@ -25,11 +25,16 @@ _TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
 
 _PYTHON = sysconfig.get_path("stdlib") + "/"
 
+#: The begin of the names that IPython gives to what is typed in a terminal; cells of notebooks have names of files.
+_CELL = "<ipython-input-"
+
 
 def is_users(file: str) -> bool:
-    """True where a file is not part of Shardwright, torch or Python; an installed package may be the user's model."""
+    """True where a file is not part of Shardwright, torch or Python; an installed package may be the user's model, and
+    so may what is typed into IPython."""
     return not (
-        file.startswith((PACKAGE_FOLDER, _TORCH, "<"))
+        file.startswith((PACKAGE_FOLDER, _TORCH))
+        or (file.startswith("<") and not file.startswith(_CELL))
         or (file.startswith(_PYTHON) and "-packages/" not in file)
         or file.endswith("/typing_extensions.py")  # around what torch calls deprecated
     )
@@ -37,7 +42,7 @@ def is_users(file: str) -> bool:
 
 def user_frame(frames: list[tuple[str, int]]) -> str:
     """The innermost frame in a file of the user, as ``file.py:41``; "" where there is none."""
-    return next((f"{file.rsplit('/', 1)[-1]}:{line}" for file, line in reversed(frames) if is_users(file)), "")
+    return next((place_text(file, line) for file, line in reversed(frames) if is_users(file)), "")
 
 
 def stack_level() -> int:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import PACKAGE_FOLDER, CaptureError
+from ..errors import PACKAGE_FOLDER, CaptureError, place_text
 from ..torch_private import hooks_of_all_modules
 from .hybrid_models import refused_collective
 from .side_effects import Effects, Logged, Printed
@@ -217,7 +217,7 @@ def refuse_backward_hooks(modules: list[tuple[str, nn.Module]]) -> None:
     ]:
         for hook in hooks.values():
             code = getattr(getattr(hook, "__func__", hook), "__code__", None)
-            line = None if code is None else f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
+            line = None if code is None else place_text(code.co_filename, code.co_firstlineno)
             raise CaptureError(
                 f"{path} has a hook that runs in its backward, which the captured program would leave out",
                 source=line,

@@ -26,7 +26,7 @@ from torch import nn
 
 from ..capture.python_state import names_read
 from ..capture.source_lines import is_users
-from ..errors import SettingError
+from ..errors import SettingError, place_text
 from ..torch_private import COMPILED
 from .value_and_grad import ValueAndGrad
 
@@ -220,7 +220,7 @@ def name_of(function: Any) -> str:
     if not isinstance(written, types.FunctionType):
         return getattr(written, "__name__", None) or type(written).__name__
     name, code = written.__qualname__.rpartition("<locals>.")[2], written.__code__
-    return f"{name} ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})"
+    return f"{name} ({place_text(code.co_filename, code.co_firstlineno)})"
 
 
 def _is_written(function: types.FunctionType) -> bool:

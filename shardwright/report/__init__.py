@@ -13,6 +13,7 @@ html_report          a plan as one HTML file
 report_content       its figures
 report_values        the values that it lays out
 report_pictures      its pictures
+notebook_html        plans, operators and layouts in a notebook
 plan_diff            two plans compared
 plan_figures         the figures of a plan as JSON
 timeline             a simulated step: Perfetto's trace, a picture

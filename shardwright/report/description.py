@@ -26,11 +26,12 @@ from itertools import pairwise
 
 from ..cluster import Cluster
 from ..graph import Op
-from ..layout import Digit, Digits, digits_size, html_table, merge
+from ..layout import Digit, Digits, digits_size, merge
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..planfile.document_writer import dataset_strategy, pipeline_dataset_strategy
 from ..sharded_plan import ParameterPlan, Plan
 from .format import size_text
+from .notebook_html import html_table
 from .operator_cuts import OperatorCuts, operator_cuts, vocabularies
 
 __all__ = [
@@ -198,13 +199,16 @@ class Description:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
+        return self.html()
+
+    def html(self, below: Sequence[str] = ()) -> str:
+        """The description as a small table, with further lines below."""
         rows = [
             (block.title + (f": {_listed(part.names)}" if len(block.parts) > 1 else ""), str(part), block.beside)
             for block in self.blocks
             for part in block.parts
         ]
-        title = "; ".join((self.headline, *self.pipeline, *self.notes))
-        return html_table(title, ("part", "parallel", "storage, recompute"), rows)
+        return html_table(self.headline, ("part", "parallel", "beside"), rows, (*self.pipeline, *self.notes, *below))
 
 
 def describe(plan: Plan | PipelinePlan) -> Description:

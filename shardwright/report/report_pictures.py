@@ -22,7 +22,7 @@ from ..cluster import Cluster
 from ..layout import Layout, digits_size, number_of
 from .format import layout_text, size_text, time_text
 
-__all__ = ["KIND_COLOURS", "SlicePicture", "SlicePictures", "memory"]
+__all__ = ["KIND_COLOURS", "SlicePicture", "SlicePictures", "memory", "slice_svg"]
 
 #: Colours of a few slices: those of Okabe and Ito, made for the colour-blind too.
 FEW = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#0072b2", "#d55e00", "#f0e442", "#8c8c8c")
@@ -95,6 +95,35 @@ class SlicePictures:
             f'<symbol id="{symbol}" viewBox="0 0 {width} {height}">{drawn}</symbol>'
             for symbol, width, height, drawn in self._known.values()
         )
+
+
+def slice_svg(layout: Layout, cluster: Cluster, scale: float = 1.0) -> str:
+    """The picture of a tensor's slices alone, for a notebook: a pointer on a device shows its rank and its slice.
+
+    Args:
+        layout: of the tensor, with dims.
+        cluster: of the devices.
+        scale: of the picture; devices have their numbers where they are large enough.
+    """
+    mesh = _Mesh.of(layout.devices, cluster)
+    drawn, width, height = _drawn(layout, mesh)
+    parts = [(dim, digits) for dim, digits in enumerate(layout.dims or ()) if digits]
+    over = []
+    for rank in range(mesh.shown):
+        x, y = mesh.place(rank)
+        held = ", ".join(
+            f"part {number_of(digits, rank)} of {digits_size(digits)} of dim {dim}" for dim, digits in parts
+        )
+        box = f'x="{x + SIDE + 12}" y="{y}" width="{mesh.side}" height="{mesh.side}"'
+        over.append(f'<rect {box} fill="transparent"><title>rank {rank}: {held or "the whole tensor"}</title></rect>')
+        if scale == 1 and mesh.side >= 16 and mesh.devices <= 100:
+            at = f'x="{x + SIDE + 12 + mesh.side / 2:g}" y="{y + mesh.side / 2 + 3:g}"'
+            over.append(f'<text {at} font-size="9" text-anchor="middle" pointer-events="none">{rank}</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width * scale:g}" height="{height * scale:g}" '
+        f'viewBox="0 0 {width} {height}" aria-label="{escape(_words(layout, mesh), quote=True)}">'
+        f"{drawn}{''.join(over)}</svg>"
+    )
 
 
 class _Mesh(NamedTuple):
@@ -256,7 +285,7 @@ def memory(seconds: Sequence[float], kinds: Mapping[str, Sequence[float]], forwa
             columns[column] = i
     at = sorted(columns.items())
     out = [
-        f'<svg class="memory" role="img" viewBox="0 0 {WIDTH} {HEIGHT + TOP + 34}" '
+        f'<svg class="memory" role="img" font-size="11" viewBox="0 0 {WIDTH} {HEIGHT + TOP + 34}" '
         f'aria-label="memory over the step; the peak is {escape(size_text(most))}">'
     ]
     below = [0.0] * count

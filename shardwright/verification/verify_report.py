@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..layout import html_table
 from ..pipeline.pipeline_plan import PipelinePlan
+from ..report.notebook_html import html_table
 from ..sharded_plan import Plan
 from .value_precision import Precision
 
@@ -263,7 +263,12 @@ class VerifyReport:
         """The report as text."""
         rows = self._rows()
         widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = [self._verdict, *("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)]
+        table = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)
+        return "\n".join([self._verdict, *table, *self._remarks()])
+
+    def _remarks(self) -> list[str]:
+        """The lines below the table of differences."""
+        lines = []
         for d in self.differences:
             for precision in dict.fromkeys(p for _, p in d.coarser):
                 what = " and ".join(what for what, p in d.coarser if p == precision)
@@ -279,7 +284,7 @@ class VerifyReport:
             lines.append(f"cut: {self.cut[0]} of {self.cut[1]} operators; {self.sent} collectives a step")
             if self.unproved:
                 lines += [f"nothing was proved: {self.unproved}", f"  to prove something: {_INSTEAD}"]
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+        return lines + [f"note: {note}" for note in self.notes]
 
     __str__ = summary
 
@@ -293,7 +298,7 @@ class VerifyReport:
 
     def _repr_html_(self) -> str:
         head, *rows = self._rows()
-        return html_table(repr(self).strip("<>"), head, rows)
+        return html_table(self._verdict, head, rows, self._remarks())
 
     @property
     def _verdict(self) -> str:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ...accelerator_api import random_state
 from ...capture.annotations import CUT
 from ...capture.hybrid_models import is_own, stacked
-from ...errors import SettingError
+from ...errors import SettingError, place_text
 from ...torch_private import gradient_hooks, move_gradient_hooks
 
 __all__ = ["call_after", "called_before", "carry_over", "leaf_of_slice", "put_within", "seen_by_hooks", "with_rank_dim"]
@@ -105,7 +105,7 @@ def put_within(parameter: nn.Parameter) -> SettingError:
 
 def _called(hook: Any, parameter: Tensor) -> str:
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
-    where = "" if code is None else f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})"
+    where = "" if code is None else f" ({place_text(code.co_filename, code.co_firstlineno)})"
     return f"the hook{where} of the parameter {getattr(parameter, CUT, '')!r}"
 
 
