@@ -26,7 +26,7 @@ from .dims import cut_size, named, operand, operands, positions, wide
 from .notation import Assignment, Bound
 from .random_numbers.fast_attention import attention_with_dropout
 from .random_operators import dropped, numbers_of, pieces, placed
-from .registry import Expansion, Rule, register
+from .registry import Builder, Expansion, Rule, register
 
 aten = torch.ops.aten
 
@@ -104,19 +104,19 @@ def _dropping_text(op: Op) -> tuple[str, dict[str, int]]:
     return f"{', '.join(['seed!', *starts])}, {re.sub(r'[a-z]+[0-9]*', lambda m: cut.get(m[0], m[0]), plain)}", sizes
 
 
-def _causal(b, op: Op) -> Value:
+def _causal(b: Builder, op: Op) -> Value:
     """True where a query may see a key: the position of the key is not after the query."""
     query, key = op.argument("query"), op.argument("key")
     rows = b.call(aten.unsqueeze.default, positions(b, query, query, -2), 1)
     return b.call(aten.ge.Tensor, rows, positions(b, key, key, -2))
 
 
-def _masked(b, op: Op) -> Value:
+def _masked(b: Builder, op: Op) -> Value:
     args, kwargs = op.with_arguments(attn_mask=_causal(b, op), is_causal=False)
     return b.call(op.target, *args, **kwargs)
 
 
-def _dropped_inside(b, op: Op, rows: Sequence[Digits], cut_queries: bool) -> Value:
+def _dropped_inside(b: Builder, op: Op, rows: Sequence[Digits], cut_queries: bool) -> Value:
     query, key, value, mask = (op.argument(name) for name in ("query", "key", "value", "attn_mask"))
     causal = op.argument("is_causal")
     if causal and cut_queries:
@@ -127,7 +127,7 @@ def _dropped_inside(b, op: Op, rows: Sequence[Digits], cut_queries: bool) -> Val
     return b.call(attention_with_dropout, *place, query, key, value, mask, p, causal, scale, *micro)
 
 
-def _worked_out(b, op: Op) -> Value:
+def _worked_out(b: Builder, op: Op) -> Value:
     out, mask = op.output(0).dtype, op.argument("attn_mask")
     query, key, value = (b.to(op.argument(name), wide(out)) for name in ("query", "key", "value"))
     scale = op.argument("scale") or 1 / math.sqrt(query.shape[-1])
@@ -151,14 +151,14 @@ def _worked_out(b, op: Op) -> Value:
     return b.to(made, out)
 
 
-def _by_group(b, x: Value, heads: int, members: int) -> Value:
+def _by_group(b: Builder, x: Value, heads: int, members: int) -> Value:
     """The dim of heads as two dims, [..., key heads, members of a group, ·, ·], with size 1 for shared heads."""
     count = x.shape[-3]
     pair = [heads, members] if count == heads * members else [count, 1]
     return b.call(aten.reshape.default, x, [*x.shape[:-3], *pair, *x.shape[-2:]])
 
 
-def _weights(b, scores: Value) -> Value:
+def _weights(b: Builder, scores: Value) -> Value:
     """The softmax over the last dim; zeros where every element is masked."""
     top = b.call(aten.amax.default, b.call(aten.detach.default, scores), [-1], True)
     top = b.call(aten.masked_fill.Scalar, top, b.call(aten.isinf.default, top), 0)  # inf - inf is NaN

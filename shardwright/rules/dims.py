@@ -30,7 +30,7 @@ from ..graph import Op, Value
 from ..layout import digits_size
 from ..torch_private import assert_async
 from .notation import Assignment, Bound
-from .registry import Local, Rule, register
+from .registry import Builder, Local, Rule, register
 
 __all__ = [
     "all_whole",
@@ -208,15 +208,15 @@ def _count_text(op: Op) -> str:
     return f"{operand(named(len(op.inputs[0].shape)))} -> count!"
 
 
-def positions(b, like: Value, value: Value, dim: int) -> Value:
+def positions(b: Builder, like: Value, value: Value, dim: int) -> Value:
     """The positions of a dim of `value`, cut like the dim. `like` gives the device."""
     made = b.call(count, like, value.shape[dim], 1)
-    return b.lay(made, [b.layouts[value.name].dims[dim]])
+    return b.lay(made, [b.layouts[value.name].tensor_dims[dim]])
 
 
-def starts(b, like: Value, value: Value, dim: int) -> Value:
+def starts(b: Builder, like: Value, value: Value, dim: int) -> Value:
     """The starts of the parts of a dim of `value`, one for each part. `like` gives the device."""
-    digits = b.layouts[value.name].dims[dim]
+    digits = b.layouts[value.name].tensor_dims[dim]
     parts = digits_size(digits)
     return b.lay(b.call(count, like, parts, part_length(value.shape[dim], parts)), [digits])
 

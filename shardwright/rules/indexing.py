@@ -42,7 +42,7 @@ from .dims import (
     within,
 )
 from .notation import Assignment, Bound
-from .registry import Expansion, Rule, register
+from .registry import Builder, Expansion, Rule, register
 
 aten = torch.ops.aten
 
@@ -84,7 +84,7 @@ def _expand_embedding(op: Op, bound: Bound, assignment: Assignment) -> Expansion
         return None
     weight, index = op.inputs
 
-    def work(b):
+    def work(b: Builder) -> Value:
         begin = starts(b, index, weight, 0)
         return b.call(embedding_part, weight, index, begin, weight.shape[0], op.argument("padding_idx"))
 
@@ -153,7 +153,7 @@ def _expand_gather(op: Op, bound: Bound, assignment: Assignment) -> Expansion | 
     x, index = op.inputs
     dim = normal(op.argument("dim"), len(x.shape))
 
-    def work(b):
+    def work(b: Builder) -> Value:
         held = x
         for d, (size, read) in enumerate(zip(x.shape, index.shape)):
             if op.kind == "gather" and d != dim and read < size:  # the index covers the beginning of this dim only
@@ -163,7 +163,7 @@ def _expand_gather(op: Op, bound: Bound, assignment: Assignment) -> Expansion | 
     return work
 
 
-def gathered(b, x: Value, dim: int, index: Value) -> Value:
+def gathered(b: Builder, x: Value, dim: int, index: Value) -> Value:
     """The elements named by an index, from each line along a dim that may be cut."""
     return b.call(gather_part, x, dim, index, starts(b, index, x, dim), x.shape[dim])
 
@@ -263,14 +263,16 @@ def _expand_index(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
     cut = {d: index for d, index in enumerate(indices) if index is not None}
     at = list(cut)
 
-    def work(b):
+    def work(b: Builder) -> Value:
         begins = [starts(b, index, x, d) for d, index in cut.items()]
         return b.call(index_part, x, indices, begins, [x.shape[d] for d in at])
 
     return work
 
 
-def part_names(x: Value, names: list[str], at: Sequence[int], begins: Sequence[Value]) -> tuple[list[str], dict]:
+def part_names(
+    x: Value, names: list[str], at: Sequence[int], begins: Sequence[Value]
+) -> tuple[list[str], dict[str, int]]:
     """Name the indexed dims as parts ``(p v!)``, in `names`.
 
     Returns:
@@ -456,7 +458,7 @@ def _expand_write(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
     x, index = op.argument("self"), op.argument("index")
     dim = normal(op.argument("dim"), len(x.shape))
 
-    def work(b):
+    def work(b: Builder) -> Value:
         onto = b.call(aten.zeros_like.default, x) if shared else x
         if parted:
             value, source = op.argument("value"), _source(op)
@@ -549,7 +551,7 @@ def _expand_put(op: Op, bound: Bound, assignment: Assignment) -> Expansion | Non
     x, indices, values = op.inputs[0], op.argument("indices"), op.argument("values")
     at = [d for d, index in enumerate(indices) if index is not None]
 
-    def work(b):
+    def work(b: Builder) -> Value:
         onto = b.call(aten.zeros_like.default, x) if shared else x
         begins = [starts(b, indices[d], x, d) for d in at]
         made = b.call(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ from ..graph import Op, Value
 from .dims import cut_size, local_operator, named, operand, operands, part_length, starts, whole, wide, within
 from .notation import Assignment, Bound
 from .reduction import maximum
-from .registry import Expansion, Rule, register
+from .registry import Builder, Expansion, Rule, register
 
 aten = torch.ops.aten
 
@@ -38,7 +39,7 @@ def _elementwise_text(op: Op) -> str:
     return ", ".join(["..."] * len(op.inputs)) + (" -> ..." if op.argument("reduction") == NONE else " -> ")
 
 
-def summed(b, op: Op) -> Value:
+def summed(b: Builder, op: Op) -> Value:
     """The sum of the losses, in a dtype wide enough for it."""
     out = op.output(0).dtype
     args, kwargs = op.with_arguments(reduction=SUM if wide(out) == out else NONE)
@@ -82,7 +83,7 @@ def _expand_rows(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
     return lambda b: b.to(b.call(aten.div.Tensor, summed(b, op), count), op.output(0).dtype)
 
 
-def counted(b, op: Op, dtype: torch.dtype) -> Value:
+def counted(b: Builder, op: Op, dtype: torch.dtype) -> Value:
     """The total weight of the targets that are not ignored."""
     target, weight = op.argument("target"), op.argument("weight")
     kept = b.call(aten.ne.Scalar, target, op.argument("ignore_index"))
@@ -164,20 +165,20 @@ def _expand(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
     if _has_probabilities(op):
         return lambda b: _finished(b, op, summed(b, op), None)
 
-    def work(b):
+    def work(b: Builder) -> Value:
         total, count = _fused(b, op) or (summed(b, op), counted(b, op, wide(out)))
         return _ratio(b, op, total, count)
 
     return work
 
 
-def _ratio(b, op: Op, total: Value, count: Value) -> Value:
+def _ratio(b: Builder, op: Op, total: Value, count: Value) -> Value:
     """A mean: both of its sums in one reduction."""
     total, count = b.call(aten.unbind.int, b.call(aten.stack.default, [total, count]))
     return b.to(b.call(aten.div.Tensor, total, b.call(aten.detach.default, count)), op.output(0).dtype)
 
 
-def _fused(b, op: Op) -> tuple[Value, Value] | None:
+def _fused(b: Builder, op: Op) -> tuple[Value, Value] | None:
     """Numerator and denominator from one kernel, where torch has it for this call; None otherwise."""
     scores, out = op.argument("self"), op.output(0).dtype
     if len(scores.shape) != 2 or op.argument("label_smoothing", 0.0) or wide(out) != out:
@@ -194,7 +195,7 @@ def _fused(b, op: Op) -> tuple[Value, Value] | None:
     )
 
 
-def _by_row(b, op: Op) -> tuple[Value, Value | None]:
+def _by_row(b: Builder, op: Op) -> tuple[Value, Value | None]:
     """Loss and weight of each row."""
     args, kwargs = op.with_arguments(reduction=NONE)
     loss = b.to(b.call(op.target, *args, **kwargs), wide(op.output(0).dtype))
@@ -206,7 +207,7 @@ def _fused_text(op: Op) -> str:
     return f"{operands(op, self=f'{n} c!', target=n, weight='c!')} -> {n if op.argument('reduction') == NONE else ''}, "
 
 
-def _finished(b, op: Op, loss: Value, count: Value | None) -> Value:
+def _finished(b: Builder, op: Op, loss: Value, count: Value | None) -> Value:
     """Losses of rows, or their sum, reduced as the call asks.
 
     Args:
@@ -232,20 +233,20 @@ def _class_dim(scores: Value) -> int:
 # -- the class dim cut -------------------------------------------------------------------------------------------------
 
 
-def _together(b, parts: Sequence[Value]) -> Sequence[Value]:
+def _together(b: Builder, parts: Sequence[Value]) -> Sequence[Value]:
     """Sums over ranks, completed in one reduction and split along their first dim."""
     joined = b.call(aten.cat.default, list(parts)) if len(parts) > 1 else parts[0]
     return b.call(aten.unbind.int, joined) if joined.shape[0] > 1 else [b.call(aten.squeeze.dim, joined, 0)]
 
 
-def _beside_classes(b, scores: Value, weight: Value) -> Value:
+def _beside_classes(b: Builder, scores: Value, weight: Value) -> Value:
     """A weight per class, as it broadcasts against scores."""
     tail = len(scores.shape) - 1 - _class_dim(scores)
     weight = b.to(b.call(aten.detach.default, weight), wide(scores.dtype))
     return b.call(aten.view.default, weight, [weight.shape[0], *[1] * tail]) if tail else weight
 
 
-def _by_class(b, op: Op) -> tuple[Value, Value]:
+def _by_class(b: Builder, op: Op) -> tuple[Value, Value]:
     """Loss and weight of each row, where the target is the index of a class."""
     scores, target, weight = op.argument("self"), op.argument("target"), op.argument("weight")
     dim, classes, smoothing = _class_dim(scores), scores.shape[_class_dim(scores)], op.argument("label_smoothing", 0.0)
@@ -284,7 +285,7 @@ def _by_class(b, op: Op) -> tuple[Value, Value]:
     return b.call(aten.where.ScalarOther, kept, loss, 0), counts
 
 
-def _by_probability(b, op: Op) -> tuple[Value, None]:
+def _by_probability(b: Builder, op: Op) -> tuple[Value, None]:
     """Loss of each row, where the target is a probability per class."""
     scores, target, weight = op.argument("self"), op.argument("target"), op.argument("weight")
     dim, smoothing = _class_dim(scores), op.argument("label_smoothing", 0.0)
@@ -345,16 +346,18 @@ def _class_sums(
 
 
 @_class_sums.register_fake
-def _class_sums_shape(x, highest, target, starts, dim, size):
+def _class_sums_shape(
+    x: torch.Tensor, highest: torch.Tensor, target: torch.Tensor, starts: torch.Tensor, dim: int, size: int
+) -> torch.Tensor:
     return x.new_empty((2, *target.shape), dtype=wide(x.dtype))
 
 
-def _keep(ctx, inputs, output) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, highest, target, starts, ctx.dim, _ = inputs
     ctx.save_for_backward(x, highest, target, starts)
 
 
-def _class_sums_back(ctx, gradient):
+def _class_sums_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, highest, target, starts = ctx.saved_tensors
     dim = ctx.dim
     place = target - starts[0]

@@ -14,15 +14,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from ..graph import Op
+from ..graph import Op, Value
 from ..torch_private import operators
 from .dims import all_whole, compound, cut_size, local_operator, named, normal, operand, part_length, starts
 from .notation import Assignment, Bound
-from .registry import Expansion, Rule, register
+from .registry import Builder, Expansion, Rule, register
 
 __all__ = ["FLOPS"]
 
@@ -89,7 +90,7 @@ def _expand_bilinear(op: Op, bound: Bound, assignment: Assignment) -> Expansion 
     return _bias_after(op, bound, assignment, "ij")
 
 
-def _added(left: str, right: str, out: str):
+def _added(left: str, right: str, out: str) -> Callable[[Op], str]:
     """The notation of addmm and its relatives: the added term broadcasts against the product, aligned on the right."""
 
     def notation(op: Op) -> str:
@@ -100,14 +101,16 @@ def _added(left: str, right: str, out: str):
     return notation
 
 
-def _expand_added(product, contracted: str):
+def _expand_added(
+    product: Callable[[Builder, Value, Value], Value], contracted: str
+) -> Callable[[Op, Bound, Assignment], Expansion | None]:
     def expand(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
         if cut_size(bound, assignment, contracted) == 1:
             return None
         added, left, right = op.inputs
         beta, alpha = op.argument("beta"), op.argument("alpha")
 
-        def work(b):
+        def work(b: Builder) -> Value:
             made = product(b, left, right)
             if alpha != 1:
                 made = b.call(aten.mul.Tensor, made, alpha)
@@ -120,11 +123,11 @@ def _expand_added(product, contracted: str):
     return expand
 
 
-def _called(target):
+def _called(target: Any) -> Callable[[Builder, Value, Value], Value]:
     return lambda b, left, right: b.call(target, left, right)
 
 
-def _summed_bmm(b, left, right):
+def _summed_bmm(b: Builder, left: Value, right: Value) -> Value:
     return b.call(aten.einsum.default, "bmk,bkn->mn", [left, right])
 
 

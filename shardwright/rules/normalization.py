@@ -34,7 +34,7 @@ from ..graph import Op, Value
 from ..torch_private import BatchNorm
 from .dims import compound, cut_size, named, operand, operands, whole, wide
 from .notation import Assignment, Bound
-from .registry import Expansion, Local, Rule, register
+from .registry import Builder, Expansion, Local, Rule, register
 
 __all__ = [
     "batch_norm",
@@ -351,10 +351,10 @@ def _cuts(bound: Bound, assignment: Assignment, dims: Sequence[int]) -> list[int
     return [layout.cuts[d] for d in dims]
 
 
-def _stats(b, x: Value, dims: Sequence[int], cuts: Sequence[int]) -> Value:
+def _stats(b: Builder, x: Value, dims: Sequence[int], cuts: Sequence[int]) -> Value:
     """Mean and biased variance of x over `dims`, stacked; the dims stay, with size 1."""
     made = b.call(moments, x, list(dims), list(cuts))
-    gathered = b.lay(made, ((), *b.layouts[made.name].dims[1:]))
+    gathered = b.lay(made, ((), *b.layouts[made.name].tensor_dims[1:]))
     return b.call(combined_moments, gathered)
 
 
@@ -389,7 +389,7 @@ def _expand_rms(op: Op, bound: Bound, assignment: Assignment) -> Expansion | Non
     x, weight, eps = op.inputs[0], op.argument("weight"), op.argument("eps")
     count = math.prod(x.shape[d] for d in dims)
 
-    def work(b):
+    def work(b: Builder) -> Value:
         values = b.to(x, wide(x.dtype))
         total = b.call(aten.sum.dim_IntList, b.call(aten.square.default, values), dims, True)
         size = b.call(
@@ -430,7 +430,7 @@ def _expand_group(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
     dims = list(range(2, 3 + len(spatial)))
     cuts = [cut_size(bound, assignment, ["k"]), *_cuts(bound, assignment, range(2, 2 + len(spatial)))]
 
-    def work(b):
+    def work(b: Builder) -> Value:
         def by_group(affine: Value | None) -> Value | None:
             return affine if affine is None else b.call(aten.view.default, affine, grouped + [1] * len(spatial))
 
@@ -459,7 +459,7 @@ def _channel_text(op: Op) -> str:
     return f"{operands(op, input=operand(names), tracked='...', **texts)} -> {', '.join(outputs)}"
 
 
-def _updates(b, op: Op, stats: Value, count: int) -> Sequence[Value]:
+def _updates(b: Builder, op: Op, stats: Value, count: int) -> Sequence[Value]:
     """The new running statistics of one layer; `count` is the number of values behind each statistic."""
     tracked = op.argument("tracked")
     return b.call(
@@ -479,7 +479,7 @@ def _expand_batch(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
     if math.prod(cuts) == 1 or not op.argument("training", True):
         return None
 
-    def work(b):
+    def work(b: Builder) -> Sequence[Value]:
         stats = _stats(b, x, dims, cuts)
         made = b.call(batch_normalise, x, stats, op.argument("weight"), op.argument("bias"), op.argument("eps"))
         if len(op.outputs) == 1:
@@ -498,7 +498,7 @@ def _expand_instance(op: Op, bound: Bound, assignment: Assignment) -> Expansion 
     if math.prod(cuts) * instances == 1 or not op.argument("use_input_stats", True):
         return None
 
-    def work(b):
+    def work(b: Builder) -> Sequence[Value]:
         def by_channel(affine: Value | None) -> Value | None:
             return affine if affine is None else b.call(aten.view.default, affine, [-1] + [1] * len(dims))
 

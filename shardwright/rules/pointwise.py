@@ -9,18 +9,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..graph import Op, Value
 from ..torch_private import operators
 from .dims import cut_size, lent, named, normal, operand, positions, whole
 from .notation import Assignment, Bound
-from .registry import POINTWISE, Expansion, Local, Rule, local_output_shape, register
+from .registry import POINTWISE, Builder, Expansion, Local, Rule, local_output_shape, register
 
 aten = torch.ops.aten
 
 
-def _untagged() -> tuple:
+def _untagged() -> tuple[Any, ...]:
     names = """leaky_relu ldexp.Tensor hardswish log_sigmoid rsub.Tensor floor_divide floor_divide.Scalar absolute fix
         where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Tensor special_erf special_expit
         special_expm1 special_log1p special_xlogy arcsin arccos arctan arctan2 arcsinh arccosh arctanh
@@ -118,7 +120,7 @@ def _expand_triangle(op: Op, bound: Bound, assignment: Assignment) -> Expansion 
         return None
     x, beyond = op.inputs[0], aten.gt.Scalar if op.kind == "tril" else aten.lt.Scalar
 
-    def work(b):
+    def work(b: Builder) -> Value:
         rows, columns = (positions(b, x, x, len(x.shape) - k) for k in (2, 1))
         right = b.call(aten.sub.Tensor, columns, b.call(aten.unsqueeze.default, rows, 1))
         dropped = b.call(beyond, right, op.argument("diagonal"))

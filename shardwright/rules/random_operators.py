@@ -30,6 +30,7 @@ from .notation import Assignment, Bound
 from .random_numbers import counter_rng  # noqa: F401  (defines the operators)
 from .registry import (
     POINTWISE,
+    Builder,
     Described,
     Expansion,
     Local,
@@ -113,7 +114,7 @@ class _Place:
 
     def __init__(
         self,
-        b,
+        b: Builder,
         op: Op,
         shape: Sequence[int],
         dims: Sequence[Digits],
@@ -126,12 +127,12 @@ class _Place:
         self.micro = pieces(op, shape)
 
     @classmethod
-    def of(cls, b, op: Op, x: Value) -> _Place:
+    def of(cls, b: Builder, op: Op, x: Value) -> _Place:
         """Numbers for each element of `x`, with the layout of `x`."""
-        return cls(b, op, x.shape, b.layouts[x.name].dims, x)
+        return cls(b, op, x.shape, b.layouts[x.name].tensor_dims, x)
 
     @property
-    def where(self) -> tuple:
+    def where(self) -> tuple[Any, ...]:
         return SEED, self.starts, self.like, self.dims, self.shape, self.shape, self.op.number
 
     def kept(self, p: float, dtype: torch.dtype = torch.bool) -> Value:
@@ -154,20 +155,20 @@ def pieces(op: Op, shape: Sequence[int]) -> list[list[int]]:
     return [list(op.micro)] if op.micro is not None and has_rows else []
 
 
-def _starts(b, size: int, digits: Digits) -> Value:
+def _starts(b: Builder, size: int, digits: Digits) -> Value:
     parts = digits_size(digits)
     length = part_length(size, parts)
     made = b.call(aten.arange.start_step, 0, parts * length, length, dtype=torch.int64, device=torch.device("cpu"))
     return b.lay(made, [digits])
 
 
-def _cut(b, shape: Sequence[int], dims: Sequence[Digits]) -> tuple[list[int], list[Value]]:
+def _cut(b: Builder, shape: Sequence[int], dims: Sequence[Digits]) -> tuple[list[int], list[Value]]:
     """The dims that are cut, and the start of each rank's slice in each of them."""
     cut = [d for d, digits in enumerate(dims) if digits]
     return cut, [_starts(b, shape[d], dims[d]) for d in cut]
 
 
-def numbers_of(b, op: Op, shape: Sequence[int], dims: Sequence[Digits]) -> tuple:
+def numbers_of(b: Builder, op: Op, shape: Sequence[int], dims: Sequence[Digits]) -> tuple[Any, ...]:
     """The first arguments of an operator that draws its numbers inside: seed, starts, cut dims, whole sizes, number.
 
     Args:
@@ -178,12 +179,12 @@ def numbers_of(b, op: Op, shape: Sequence[int], dims: Sequence[Digits]) -> tuple
     return SEED, starts, cut, list(shape), op.number
 
 
-def dropped(b, op: Op, x: Value, p: float) -> Value:
+def dropped(b: Builder, op: Op, x: Value, p: float) -> Value:
     """Dropout of a value during the expansion of an operator; the numbers are those of `op`."""
     return _scaled(b, x, _Place.of(b, op, x).kept(1 - p), p)
 
 
-def _scaled(b, x: Value, kept: Value, p: float) -> Value:
+def _scaled(b: Builder, x: Value, kept: Value, p: float) -> Value:
     """``x · kept / (1-p)``. The backward saves the boolean mask alone: one byte an element."""
     return b.call(aten.mul.Tensor, b.call(aten.mul.Tensor, x, kept), 1 / (1 - p) if p < 1 else 0.0)
 
@@ -198,7 +199,7 @@ def _expand_dropout(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
     if not p:
         return None
 
-    def work(b):
+    def work(b: Builder) -> Value | tuple[Value, Value]:
         if op.kind == "native_dropout":
             kept = _Place.of(b, op, x).kept(1 - p)
             return _scaled(b, x, kept, p), b.to(kept, op.output(1).dtype)
@@ -206,7 +207,7 @@ def _expand_dropout(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
             return dropped(b, op, x, p)
         place = _Place.of(b, op, x)
         if op.kind.startswith("feature"):
-            layout, further = b.layouts[x.name].dims, len(x.shape) - 2
+            layout, further = b.layouts[x.name].tensor_dims, len(x.shape) - 2
             place = _Place(b, op, [*x.shape[:2], *[1] * further], [*layout[:2], *[()] * further], x)
         if "alpha" not in op.kind or p == 1:
             return _scaled(b, x, place.kept(1 - p), p)
@@ -223,7 +224,7 @@ def _expand_rrelu(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
         return None
     x, lower, upper = op.inputs[0], op.argument("lower"), op.argument("upper")
 
-    def work(b):
+    def work(b: Builder) -> Value:
         slope = b.call(
             aten.add.Tensor,
             b.call(aten.mul.Tensor, _Place.of(b, op, x).numbers("uniform", x.dtype), upper - lower),
@@ -235,7 +236,7 @@ def _expand_rrelu(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
     return work
 
 
-def _uniform(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
+def _uniform(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     drawn = place.numbers("uniform", dtype)
     low, high = op.argument("from", 0.0), op.argument("to", 1.0)
     if (low, high) == (0.0, 1.0):
@@ -243,7 +244,7 @@ def _uniform(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     return b.call(aten.add.Tensor, b.call(aten.mul.Tensor, drawn, high - low), low)
 
 
-def _normal(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
+def _normal(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     mean, std = (
         b.call(aten.detach.default, x) if isinstance(x, Value) and x.requires_grad else x  # as in torch
         for x in (op.argument("mean", 0.0), op.argument("std", 1.0))
@@ -254,28 +255,28 @@ def _normal(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     return b.call(aten.add.Tensor, out, mean) if isinstance(mean, Value) or mean != 0 else out
 
 
-def _log_normal(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
+def _log_normal(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     return b.call(aten.exp.default, _normal(b, op, place, dtype))
 
 
-def _exponential(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
+def _exponential(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     drawn, rate = place.numbers("exponential", dtype), op.argument("lambd")
     return b.call(aten.div.Tensor, drawn, rate) if rate != 1 else drawn
 
 
-def _geometric(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
+def _geometric(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     p = op.argument("p")
     waited = b.call(aten.div.Tensor, place.numbers("exponential", torch.float64), -math.log1p(-p))
     return b.to(b.call(aten.clamp_min.default, b.call(aten.ceil.default, waited), 1), dtype)
 
 
-def _cauchy(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
+def _cauchy(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     turned = b.call(aten.mul.Tensor, b.call(aten.sub.Tensor, place.numbers("uniform", torch.float64), 0.5), math.pi)
     made = b.call(aten.mul.Tensor, b.call(aten.tan.default, turned), op.argument("sigma"))
     return b.to(b.call(aten.add.Tensor, made, op.argument("median")), dtype)
 
 
-def _integers(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
+def _integers(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     low, high = op.argument("low", 0), op.argument("high", op.argument("to"))
     if high is None:  # ``random_()``: the range of the dtype
         high = (
@@ -293,7 +294,7 @@ def _integers(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     return b.to(b.call(aten.add.Tensor, drawn, low) if low else drawn, dtype)
 
 
-def _bernoulli(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
+def _bernoulli(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     p = op.argument("p", op.inputs[0])
     if not isinstance(p, Value):
         return place.kept(p, dtype)
@@ -320,7 +321,7 @@ def _with_rule(text: Callable[[Op], Described], make: _Maker) -> Rule:
         assert layout is not None and layout.dims is not None
         dims = layout.dims
 
-        def work(b):
+        def work(b: Builder) -> Value:
             like = next((v for v in op.inputs if v.shape == out.shape), None)
             return make(b, op, _Place(b, op, out.shape, dims, like, op.kwargs.get("device")), out.dtype)
 
@@ -343,9 +344,9 @@ def _multinomial_text(op: Op) -> str:
 
 
 def _expand_multinomial(op: Op, bound: Bound, assignment: Assignment) -> Expansion:
-    def work(b):
+    def work(b: Builder) -> Value:
         weights = op.inputs[0]
-        rows = b.layouts[weights.name].dims[:-1]
+        rows = b.layouts[weights.name].tensor_dims[:-1]
         place = _Place(b, op, weights.shape[:-1], rows, weights)
         return b.call(
             choose,

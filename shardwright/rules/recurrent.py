@@ -57,7 +57,7 @@ def _simple(name: str) -> Any:
 _OURS = {aten.lstm.input: lstm} | {getattr(aten, name).input: _simple(name) for name in ("gru", "rnn_tanh", "rnn_relu")}
 
 
-def without_dropout(target: Any, arguments: dict[str, Any]) -> tuple[Any, tuple, float] | None:
+def without_dropout(target: Any, arguments: dict[str, Any]) -> tuple[Any, tuple[Any, ...], float] | None:
     """The dropout-free operator for a recurrent operator of torch.
 
     Returns:
@@ -71,7 +71,10 @@ def without_dropout(target: Any, arguments: dict[str, Any]) -> tuple[Any, tuple,
 
 
 def layer_by_layer(
-    emit: Callable[[Any, tuple, dict], Sequence[Value]], target: Any, args: tuple, drops: float
+    emit: Callable[[Any, tuple[Any, ...], dict[str, Any]], Sequence[Value]],
+    target: Any,
+    args: tuple[Any, ...],
+    drops: float,
 ) -> list[Value]:
     """The outputs of a recurrent operator, recorded as one operator per layer with a dropout between layers."""
     x, hx, params, biases, layers, bidirectional, batch_first = args

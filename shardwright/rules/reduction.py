@@ -38,7 +38,7 @@ from ..torch_private import operators
 from .dims import count, cut_size, dims_of, listed, named, normal, operand, operands, positions, whole, wide
 from .indexing import gathered
 from .notation import Assignment, Bound
-from .registry import Expansion, Rule, register
+from .registry import Builder, Expansion, Rule, register
 
 aten = torch.ops.aten
 
@@ -75,7 +75,7 @@ def _expand_mean(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
     x, out, dims = op.inputs[0], op.output(0), reduced_dims(op)
     count = math.prod(x.shape[d] for d in dims)
 
-    def work(b):
+    def work(b: Builder) -> Value:
         total = b.call(aten.sum.dim_IntList, x, list(dims), op.argument("keepdim", False), dtype=wide(out.dtype))
         return b.to(b.call(aten.div.Tensor, total, count), out.dtype)
 
@@ -88,7 +88,7 @@ def _expand_truth(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
         return None
     one, finished = (aten.ne.Scalar, aten.ne.Scalar) if op.kind == "any" else (aten.eq.Scalar, aten.eq.Scalar)
 
-    def work(b):
+    def work(b: Builder) -> Value:
         hits = b.call(one, op.inputs[0], 0)
         count = b.call(aten.sum.dim_IntList, hits, list(reduced_dims(op)), op.argument("keepdim", False))
         return b.to(b.call(finished, count, 0), op.output(0).dtype)
@@ -216,7 +216,7 @@ def _expand_moments(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
     count = math.prod(x.shape[d] for d in dims)
     left = max(0, count - (1 if correction is None else correction))
 
-    def work(b):
+    def work(b: Builder) -> Value | tuple[Value, Value]:
         values = b.to(x, wide(x.dtype))
         mean = b.call(aten.div.Tensor, b.call(aten.sum.dim_IntList, values, dims, True), count)
         away = b.call(aten.sub.Tensor, values, b.call(aten.detach.default, mean))
@@ -233,7 +233,7 @@ def _expand_moments(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
     return work
 
 
-def _root(b, total: Value, p: float) -> Value:
+def _root(b: Builder, total: Value, p: float) -> Value:
     """total^(1/p), with gradient zero where the total is zero."""
     zero = b.call(aten.eq.Scalar, total, 0)
     safe = b.call(aten.masked_fill.Scalar, total, zero, 1)
@@ -270,10 +270,10 @@ def _expand_norm(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
     x, out, p = op.inputs[0], op.output(0), _order(op)
     dims, keepdim = list(dims_of(op.argument("dim"), len(x.shape))), op.argument("keepdim", False)
 
-    def total(b, terms: Value) -> Value:
+    def total(b: Builder, terms: Value) -> Value:
         return b.call(aten.sum.dim_IntList, terms, dims, keepdim)
 
-    def work(b):
+    def work(b: Builder) -> Value:
         values = b.to(x, wide(out.dtype))
         if p == 0:
             made = total(b, b.to(b.call(aten.ne.Scalar, values, 0), values.dtype))
@@ -293,7 +293,7 @@ def _expand_norm(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
     return work
 
 
-def _power(b, size: Value, p: float) -> Value:
+def _power(b: Builder, size: Value, p: float) -> Value:
     """size^p, with gradient zero where the size is zero, also for p < 1."""
     if p > 1:
         return b.call(aten.pow.Tensor_Scalar, size, p)
@@ -323,7 +323,7 @@ def _expand_weight_norm(op: Op, bound: Bound, assignment: Assignment) -> Expansi
     if cut_size(bound, assignment, [f"d{d}" for d in dims]) == 1:
         return None
 
-    def work(b):
+    def work(b: Builder) -> Value:
         squares = b.call(aten.square.default, v)
         length = b.call(aten.sqrt.default, b.call(aten.sum.dim_IntList, squares, dims, True))
         return b.call(aten.mul.Tensor, v, b.call(aten.div.Tensor, g, length))
@@ -374,7 +374,7 @@ def _text(op: Op) -> str:
     return f"{names} -> {names}"
 
 
-def maximum(b, x: Value, dims: list[int]) -> Value:
+def maximum(b: Builder, x: Value, dims: list[int]) -> Value:
     """The maximum over `dims`, as a constant."""
     return b.call(aten.amax.default, b.call(aten.detach.default, x), dims, True)
 
@@ -385,7 +385,7 @@ def _expand_softmax(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
         return None
     x, out = op.inputs[0], op.output(0)
 
-    def work(b):
+    def work(b: Builder) -> Value:
         values = b.to(x, wide(out.dtype))
         shifted = b.call(aten.sub.Tensor, values, maximum(b, values, dims))
         raised = b.call(aten.exp.default, shifted)
@@ -404,7 +404,7 @@ def _expand_logsumexp(op: Op, bound: Bound, assignment: Assignment) -> Expansion
         return None
     x, out, dims = op.inputs[0], op.output(0), list(reduced_dims(op))
 
-    def work(b):
+    def work(b: Builder) -> Value:
         values = b.to(x, wide(out.dtype))
         top = maximum(b, values, dims)
         top = b.call(aten.masked_fill.Scalar, top, b.call(aten.isinf.default, top), 0)  # inf - inf is NaN
@@ -445,9 +445,9 @@ def _expand_cumsum(op: Op, bound: Bound, assignment: Assignment) -> Expansion | 
     if not x.shape or cut_size(bound, assignment, [f"d{dim}"]) == 1:
         return None
 
-    def work(b):
+    def work(b: Builder) -> Value:
         values = b.to(x, wide(out.dtype))
-        digits = b.layouts[values.name].dims[dim]
+        digits = b.layouts[values.name].tensor_dims[dim]
         parts, tail = digits_size(digits), [1] * (len(x.shape) - 1 - dim)
         split = [*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :]]
         within = b.call(aten.cumsum.default, b.call(aten.view.default, values, split), dim + 1)
@@ -459,7 +459,7 @@ def _expand_cumsum(op: Op, bound: Bound, assignment: Assignment) -> Expansion | 
         theirs = b.call(aten.view.default, b.call(count, x, parts, 1), [parts, 1, *tail])
         added = b.call(aten.where.ScalarOther, b.call(aten.lt.Tensor, mine, theirs), total, 0)
         before = b.call(aten.sum.dim_IntList, added, [dim])
-        laid = [*b.layouts[before.name].dims]
+        laid = [*b.layouts[before.name].tensor_dims]
         laid[dim] = digits
         made = b.call(aten.add.Tensor, within, b.lay(before, laid))
         made = b.call(aten.view.default, made, list(x.shape))
@@ -471,7 +471,7 @@ def _expand_cumsum(op: Op, bound: Bound, assignment: Assignment) -> Expansion | 
 # -- extremes ----------------------------------------------------------------------------------------------------------
 
 
-def _first(b, x: Value, dim: int, largest: bool) -> Value:
+def _first(b: Builder, x: Value, dim: int, largest: bool) -> Value:
     """The first position of the extreme along a dim, which keeps size 1. A NaN is the extreme."""
     x = b.call(aten.detach.default, x)
     top = b.call(aten.amax.default if largest else aten.amin.default, x, [dim], True)
@@ -497,7 +497,7 @@ def _expand_index(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
         return None
     x, out, dim = op.inputs[0], op.output(0), op.argument("dim")
 
-    def work(b):
+    def work(b: Builder) -> Value:
         line = b.call(aten.view.default, x, [x.numel]) if dim is None else x
         found = _first(b, line, normal(dim or 0, len(line.shape)), op.kind == "argmax")
         return b.call(aten.view.default, found, list(out.shape))
@@ -510,7 +510,7 @@ def _expand_extreme(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
         return None
     x, (dim,) = op.inputs[0], reduced_dims(op)
 
-    def work(b) -> list[Any]:
+    def work(b: Builder) -> list[Any]:
         found = _first(b, x, dim, op.kind == "max")
         pair = [gathered(b, x, dim, found), found]
         return pair if op.argument("keepdim") else [b.call(aten.squeeze.dim, part, dim) for part in pair]

@@ -51,12 +51,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..graph import Op
+from ..graph import Op, Value
 from ..redistribution import Window
 from ..torch_private import operators
 from .dims import compound, cut_size, filling, local_operator, named, operand, operands, positions, whole, wide
 from .notation import Assignment, Bound
-from .registry import Expansion, Local, Rule, local_output_shape, register
+from .registry import Builder, Expansion, Local, Rule, local_output_shape, register
 
 __all__ = ["Texts", "per_dim", "spatial", "windowed", "windows_of"]
 
@@ -85,7 +85,7 @@ def spatial(op: Op) -> int:
     return next(int(letter) for letter in op.kind if letter.isdigit())
 
 
-def per_dim(argument: Any, count: int) -> tuple:
+def per_dim(argument: Any, count: int) -> tuple[Any, ...]:
     """An argument with one entry for each spatial dim; one given entry holds for all dims."""
     listed = tuple(argument) if isinstance(argument, (tuple, list)) else (argument,)
     return listed * count if len(listed) == 1 else listed
@@ -487,7 +487,7 @@ def _expand_mean(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
     x, out, lead = op.inputs[0], op.output(0).dtype, len(_lead(op))
     dims, elements = [lead + i for i in covered], math.prod(before[i] for i in covered)
 
-    def work(b):
+    def work(b: Builder) -> Value:
         if not is_mean:
             return divided(b, b.call(op.target, *op.args, **op.kwargs))
         total = b.call(aten.sum.dim_IntList, x, dims, True, dtype=wide(out))
@@ -502,7 +502,7 @@ def _expand_mean(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
         made = b.call(op.target, mean, *left, *map(op.argument, ("padding", "ceil_mode", "count_include_pad")))
         return divided(b, made)
 
-    def divided(b, made):
+    def divided(b: Builder, made: Value) -> Value:
         for i, numbers in reaching.items():
             windows = positions(b, x, made, lead + i)
             shares = b.call(window_shares, windows, *numbers, len(before) - 1 - i, wide(out))

@@ -139,9 +139,12 @@ def _meet(rank: int, world: int, name: str, failure: str | None) -> None:
 
 
 def all_passed(results: list[dict[str, str | None]]) -> None:
-    """Each scenario that failed is told once, with the first rank's traceback."""
-    failed = {name: said for name in results[0] for said in [next((r[name] for r in results if r[name]), None)] if said}
-    assert not failed, "\n\n".join(f"{name}:\n{said}" for name, said in failed.items())
+    """Each scenario that failed is told once, with every traceback that is another one: where rank 1 fails, rank 0 may
+    say that rank 1 has ended."""
+    failed = {name: list(dict.fromkeys(said for r in results if (said := r[name]))) for name in results[0]}
+    assert not any(failed.values()), "\n\n".join(
+        "\n".join((f"{name}:", *tracebacks)) for name, tracebacks in failed.items() if tracebacks
+    )
 
 
 def _rank(

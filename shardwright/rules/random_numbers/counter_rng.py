@@ -605,7 +605,7 @@ PLAIN: dict[Any, Callable[..., Tensor]] = {}
 _library = torch.library.Library("shardwright", "FRAGMENT")
 
 
-def _define(name: str, arguments: str, run, fake) -> None:
+def _define(name: str, arguments: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
     """Define an operator without a gradient, cheaper to call than one of `torch.library.custom_op`."""
     _library.define(f"{name}({arguments}) -> Tensor")
     _library.impl(name, run, "CompositeExplicitAutograd")
@@ -620,17 +620,26 @@ def _define(name: str, arguments: str, run, fake) -> None:
     PLAIN[op] = plain
 
 
-def _empty_mask(seed, starts, like, dims, size, whole, number, p, dtype, device, micro=()) -> Tensor:
-    return torch.empty(size, dtype=dtype, device=_made_on(seed, like, device))
-
-
-def _empty_draw(seed, starts, like, dims, size, whole, number, kind, dtype, device, micro=()) -> Tensor:
+def _empty(
+    seed: Tensor,
+    starts: Sequence[Tensor],
+    like: Tensor | None,
+    dims: Sequence[int],
+    size: Sequence[int],
+    whole: Sequence[int],
+    number: int,
+    which: float | str,
+    dtype: torch.dtype,
+    device: torch.device | None,
+    micro: Sequence[int] = (),
+) -> Tensor:
+    """The empty result of `_mask` or `_draw`; `which`: the probability, or the kind."""
     return torch.empty(size, dtype=dtype, device=_made_on(seed, like, device))
 
 
 _WHERE = "Tensor seed, Tensor[] starts, Tensor? like, int[] dims, int[] size, int[] whole, int number"
-_define("mask", f"{_WHERE}, float p, ScalarType dtype, Device? device, int[] micro=[]", _mask, _empty_mask)
-_define("draw", f"{_WHERE}, str kind, ScalarType dtype, Device? device, int[] micro=[]", _draw, _empty_draw)
+_define("mask", f"{_WHERE}, float p, ScalarType dtype, Device? device, int[] micro=[]", _mask, _empty)
+_define("draw", f"{_WHERE}, str kind, ScalarType dtype, Device? device, int[] micro=[]", _draw, _empty)
 _define(
     "permutation",
     "Tensor seed, int number, int count, ScalarType dtype, Device? device",

@@ -32,7 +32,7 @@ def available(device: torch.device) -> bool:
     return triton is not None and device.type in ("cuda", "xpu")
 
 
-def _kernel(
+def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations: pointers have none
     out,
     rows,
     numel: tl.int64,
