@@ -23,7 +23,6 @@ from .capture.graph_reader import MarkUse
 from .capture.hybrid_models import check_mode, one_slice, own_parameters
 from .capture.kept_regions import with_policy
 from .cluster import Cluster, memory_of
-from .cost.cost_model import CostModel
 from .errors import CaptureError, PlanError, SettingError, ShardwrightError, known_keywords
 from .garbage import gc_paused
 from .graph import Graph
@@ -42,7 +41,7 @@ from .planfile.parameter_file import ParameterStrategies
 from .planfile.pipeline_document import PipelineDocument
 from .planfile.plan_document import PlanDocument
 from .planners.memory_fit import TooLittleMemoryError
-from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, planners, warn_of_ignored_marks
+from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, PriceBook, planners, warn_of_ignored_marks
 from .planners.replanning import at_other_sizes
 from .planners.semi_auto import held_parameters
 from .planners.storage_choice import fastest_storage, storages
@@ -87,6 +86,7 @@ def make_plan(
     searcher: Searcher | None = None,
     fed: InputPlacement | None = None,
     earlier: Sequence[Plan] = (),
+    prices: PriceBook | None = None,
 ) -> Plan:
     """Plan a captured model; every error that a strategy can cause is raised here.
 
@@ -102,6 +102,7 @@ def make_plan(
         fed: the placement of the inputs, for a stage of a pipeline; None: by `dataset_strategy`.
         earlier: plans of the same model at other sizes, the latest first: the strategies of the first that fits apply
             here too (`at_other_sizes`).
+        prices: prices that plans of other graphs share; None: the plan has its own.
 
     Raises:
         ShardwrightError: a strategy or a setting that does not fit, with the operator and a legal choice.
@@ -165,6 +166,7 @@ def make_plan(
         )
     if automatic is not None:  # strategies are searched under one storage
         hsdp = replace(automatic, optimizer_level="level1" if memory is None else "level3")
+    deliveries = (prices or PriceBook()).of(cluster, devices, on_missing_rule, uneven)
     problem = PlanningProblem(
         graph,
         devices,
@@ -172,11 +174,12 @@ def make_plan(
         on_missing_rule=on_missing_rule,
         stored=settled,
         uneven=uneven,
-        cost_model=CostModel(cluster, devices),
+        cost_model=deliveries.costs,
         hsdp=hsdp,
         memory=memory,
         optimizer=optimizer,
         cut=replace(CUT, whole=whole),
+        deliveries=deliveries,
     )
     if parallel_mode != "data_parallel":  # which ignores marks
         stored = {**held_parameters(problem), **(stored or {})} or None
@@ -344,6 +347,7 @@ def make_pipeline(
     automatic: AutomaticStages | None = None,
     chosen: PipelineSearchResult | None = None,
     earlier: Sequence[PipelinePlan] = (),
+    prices: PriceBook | None = None,
 ) -> PipelinePlan:
     """Plan a captured model as a pipeline, each stage by `make_plan`.
 
@@ -357,11 +361,13 @@ def make_pipeline(
         chosen: the chosen stages.
         earlier: plans of the same model at other sizes, the latest first: their stages' strategies apply here where
             they fit.
+        prices: prices that the plans of its stages share; None: new ones.
 
     Raises:
         ShardwrightError: as `make_plan` and `pipeline_plan`.
     """
     parallel_mode, setting, strategies = settings.parallel_mode, settings.pipeline, settings.strategies
+    prices = prices or PriceBook()
     assert setting is not None
     if settings.hsdp is not None and settings.hsdp.is_automatic:
         raise SettingError(
@@ -382,7 +388,7 @@ def make_pipeline(
         )
 
         def units_plan(part: Graph, size: int, fed: InputPlacement) -> Plan:
-            return make_plan(part, size, unit, fed=fed, whole=whole)
+            return make_plan(part, size, unit, fed=fed, whole=whole, prices=prices)
 
         def piped(found: PipelineSearchResult) -> PipelinePlan:
             same = found.micro_batches == automatic.count
@@ -401,6 +407,7 @@ def make_pipeline(
                 searcher=searcher,
                 chosen=found,
                 earlier=earlier,
+                prices=prices,
             )
 
         return automatic.run(
@@ -431,7 +438,7 @@ def make_pipeline(
 
     def planner(part: Graph, size: int, fed: InputPlacement, number: int) -> Plan:
         if number < 0:  # the graph that counts targets: no strategy to decide
-            return make_plan(part, size, counting, fed=fed)
+            return make_plan(part, size, counting, fed=fed, prices=prices)
         held = {*part.parameters, *part.buffers}
         mine = [
             None if all_ is None else {n: layout for n, layout in all_.items() if n in held} for all_ in (stored, used)
@@ -452,6 +459,7 @@ def make_pipeline(
             searcher=searcher,
             fed=fed,
             earlier=[p.stages[number].plan for p in earlier if len(p.stages) == planned.stages],
+            prices=prices,
         )
 
     once = PlanCache(planner, whole) if chosen is not None and stored is None else planner

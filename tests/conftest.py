@@ -161,6 +161,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False  # pytest-xdist would hand out the files of most tests first
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m quick`` the other files are not imported: that would take longer than the tests."""
+    name = collection_path.stem
+    if config.option.markexpr == "quick" and name.startswith("test_") and collection_path.suffix == ".py":
+        return name.removeprefix("test_") not in QUICK or None
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of `LONGEST` come first; others, and the tests of each, stay in their order. Those of `QUICK` are
     marked."""

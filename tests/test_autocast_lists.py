@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -190,7 +191,8 @@ CUT: set[str] = set()
 @pytest.mark.long
 @pytest.mark.parametrize(("list_name", "call"), entries())
 def test_listed_operators_on_four_devices(list_name: str, call: Called) -> None:
-    """On the CPU under its autocast, for operators of either list."""
+    """On the CPU under its autocast, for operators of either list: whole, and by strategies of its own."""
+    known: list[tuple] = []  # those of the other precision
     for dtype, count in ((BF16, 2), (FP16, 1)):
         theirs = given(call, dtype)
         with torch.autocast("cpu", dtype):
@@ -216,7 +218,7 @@ def test_listed_operators_on_four_devices(list_name: str, call: Called) -> None:
         except RuntimeError as error:  # operators of inference alone
             assert "is not implemented" in str(error)
             gradients = None
-        pending: list[tuple | None] = [None]
+        pending: list[tuple | None] = [*known] or [None]
         for strategy in pending:
             net = Called(call.function, pytree.tree_unflatten(list(call.leaves), call.spec), call.kwargs)
             net.leaves, net.places, net.spec = call.leaves, call.places, call.spec
@@ -230,10 +232,11 @@ def test_listed_operators_on_four_devices(list_name: str, call: Called) -> None:
                 except ShardwrightError as error:
                     assert strategy is not None and "internal" not in str(error), error
                     continue
+            coarsest, coarsest_gradient = precisions(model.plan.graph, theirs, dtype)
             if strategy is None:  # the same program as all of them, from whose graph the strategies are
                 pending += strategies(model.plan.graph, count)
-                coarsest, coarsest_gradient = precisions(model.plan.graph, theirs, dtype)
             else:
+                known = known or [strategy]
                 CUT.add(f"{list_name} {call.function.__name__}")
             what = f"{call.function.__name__} in {dtype} cut {strategy}"
             assert_close(got, expected, coarsest, what)
@@ -431,6 +434,41 @@ def kernels() -> set[str]:
     }
 
 
+#: The most calls that are captured as one module.
+TOGETHER = 24
+
+
+class Several(nn.Module):
+    """Calls one after another; their tensors are the module's inputs."""
+
+    def __init__(self, calls: list[Called]) -> None:
+        super().__init__()
+        self.calls = nn.ModuleList(calls)
+
+    def forward(self, *tensors: Tensor) -> list[Any]:
+        rest = iter(tensors)
+        return [call(*(next(rest) for _ in call.places)) for call in self.calls]
+
+
+def outputs_and_captured(
+    calls: list[Called], inputs: list[list[Tensor]], dtype: torch.dtype
+) -> tuple[list[list[Any]], list[list[Any]]] | CaptureError:
+    """By call, its results on one device under autocast, and those of the captured program without it."""
+    net, flat = Several(calls), [x for each in inputs for x in each]
+    with torch.autocast("cpu", dtype), warnings.catch_warnings():
+        torch.manual_seed(0)
+        expected = [pytree.tree_leaves(made) for made in net(*(x.clone() for x in flat))]
+        try:
+            graph = capture(net, tuple(x.clone() for x in flat))
+        except CaptureError as error:
+            return error
+    torch.manual_seed(0)
+    made = iter(run(graph, [x.clone() for x in flat]))
+    got = [[next(made) for _ in each] for each in expected]
+    assert next(made, made) is made
+    return expected, got
+
+
 @pytest.mark.long
 def test_every_kernel_of_autocast_is_decided_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device under autocast and the captured program without it agree in every bit, for an example of every
@@ -459,29 +497,30 @@ def test_every_kernel_of_autocast_is_decided_to_the_bit(monkeypatch: pytest.Monk
                 calls[name] = Called(info.op, (sample.input, *sample.args), sample.kwargs)
     assert registered - set(calls) <= WITHIN, sorted(registered - set(calls) - WITHIN)
     compared, refused, other = set(), {}, set()
-    for name, call in calls.items():
-        for dtype, halves in ((BF16, False), (BF16, True), (FP16, False)):
+    for dtype, halves in ((BF16, False), (BF16, True), (FP16, False)):
+        given_to: dict[str, list[Tensor]] = {}
+        for name, call in calls.items():
             inputs = [x.detach().to(dtype) if halves and x.dtype == FP32 else x.detach() for x in call.tensors]
-            with torch.autocast("cpu", dtype), warnings.catch_warnings():
-                try:
-                    torch.manual_seed(0)
-                    expected = [x for x in pytree.tree_leaves(call(*(x.clone() for x in inputs)))]
-                except RuntimeError:  # not in this precision on a CPU
-                    continue
-                try:
-                    graph = capture(call, tuple(x.clone() for x in inputs))
-                except CaptureError as error:
-                    refused[name] = str(error)
-                    continue
-            torch.manual_seed(0)
-            got = run(graph, [x.clone() for x in inputs])
-            assert [getattr(x, "dtype", None) for x in got] == [getattr(x, "dtype", None) for x in expected], (
-                name,
-                graph.ops,
-            )
-            if not all(same_bits(a, b) for a, b in zip(got, expected)):
-                other.add(name)
-            compared.add(name)
+            with torch.autocast("cpu", dtype), warnings.catch_warnings(), contextlib.suppress(RuntimeError):
+                call(*(x.clone() for x in inputs))
+                given_to[name] = inputs  # others do not run in this precision on a CPU
+        alone = [name for name in given_to if name in refused]
+        rest = [name for name in given_to if name not in refused]
+        pending = [[name] for name in alone] + [rest[i : i + TOGETHER] for i in range(0, len(rest), TOGETHER)]
+        for names in pending:
+            both = outputs_and_captured([calls[name] for name in names], [given_to[name] for name in names], dtype)
+            if isinstance(both, CaptureError):
+                half = len(names) // 2
+                if half:  # which of them it is that cannot be captured
+                    pending += [names[:half], names[half:]]
+                else:
+                    refused[names[0]] = str(both)
+                continue
+            for name, expected, got in zip(names, *both, strict=True):
+                assert [getattr(x, "dtype", None) for x in got] == [getattr(x, "dtype", None) for x in expected], name
+                if not all(same_bits(a, b) for a, b in zip(got, expected)):
+                    other.add(name)
+                compared.add(name)
     assert other <= HIDDEN, other - HIDDEN
     assert not [name for name, error in refused.items() if "internal" in error], refused
     assert len(compared) > 130 and len(compared) + len(refused) > 150, (len(compared), refused)

@@ -284,15 +284,17 @@ class _Builder:
         key = (self.described.kinds[op.name], id(given))
         if key not in self.looked_at:
             kept, prints, reason = [], [], None
+            priced = self.deliveries.footprints.setdefault(self.described.kinds[op.name], {})
             for strategy in given:
-                try:
-                    kind = self.described.kinds[op.name], strategy
-                    if kind not in self.deliveries.footprints:
-                        self.deliveries.footprints[kind] = op_cost(self.described.decided(op, strategy, ""), self.costs)
-                    prints.append(self.deliveries.footprints[kind])
-                    kept.append(strategy)
-                except ShardwrightError as error:
-                    reason = error
+                footprint = priced.get(strategy)
+                if footprint is None:
+                    try:
+                        footprint = priced[strategy] = op_cost(self.described.decided(op, strategy, ""), self.costs)
+                    except ShardwrightError as error:
+                        reason = error
+                        continue
+                prints.append(footprint)
+                kept.append(strategy)
             if not kept:
                 if reason is not None:
                     raise reason

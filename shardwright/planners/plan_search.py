@@ -136,7 +136,7 @@ class Search:
     @cached_property
     def deliveries(self) -> EdgeCosts:
         """Prices that all cost graphs of the search share."""
-        return EdgeCosts(self.costs)
+        return self.problem.deliveries or EdgeCosts(self.costs)
 
     def options(
         self, known: Iterable[Mapping[str, Decision]] = (), atoms: Digits | None = None

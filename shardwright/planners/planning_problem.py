@@ -15,7 +15,7 @@ as they stand.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,8 +26,19 @@ from ..graph import Graph
 from ..layout import Layout
 from ..partition.local_program import Decisions, InputPlacement
 from ..partition.parameter_sharding import OptimizerParallel
+from .search_space import EdgeCosts
 
-__all__ = ["CUT", "PLANNERS", "Planner", "PlanningProblem", "modes", "planner", "planners", "warn_of_ignored_marks"]
+__all__ = [
+    "CUT",
+    "PLANNERS",
+    "Planner",
+    "PlanningProblem",
+    "PriceBook",
+    "modes",
+    "planner",
+    "planners",
+    "warn_of_ignored_marks",
+]
 
 #: The most operators that a warning names.
 MOST = 8
@@ -36,6 +47,20 @@ MOST = 8
 #: Storage that a search may choose for a parameter: cut over all replicas, and gathered again in the backward or kept
 #: until then.
 CUT = OptimizerParallel(-1, 0, "level3")
+
+
+class PriceBook:
+    """Prices that several plans share, such as those of a pipeline's stages."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, EdgeCosts] = {}
+
+    def of(self, cluster: Cluster, devices: int, *rules: Hashable) -> EdgeCosts:
+        """The prices on the innermost devices of a cluster, under settings that say which strategies are legal."""
+        key = cluster, devices, rules
+        if key not in self._known:
+            self._known[key] = EdgeCosts(CostModel(cluster, devices))
+        return self._known[key]
 
 
 @dataclass(frozen=True)
@@ -56,6 +81,7 @@ class PlanningProblem:
         optimizer: used with `memory`: the optimizer that keeps state for each parameter, see
             `memory_timeline.optimizer_bytes`.
         cut: used with `memory`: the storage that a parameter may have.
+        deliveries: prices by the same cost model that other searches share; None: the search has its own.
     """
 
     graph: Graph
@@ -69,6 +95,7 @@ class PlanningProblem:
     memory: float | None = None
     optimizer: str | float | None = None
     cut: OptimizerParallel = CUT
+    deliveries: EdgeCosts | None = None
 
     @cached_property
     def costs(self) -> CostModel:

@@ -179,7 +179,7 @@ class EdgeCosts:
     def __init__(self, costs: Any) -> None:
         self.costs = costs
         self.known: dict[tuple[Any, ...], np.ndarray] = {}
-        self.footprints: dict[tuple[Any, ...], Any] = {}  # by (kind of operator, strategy)
+        self.footprints: dict[Hashable, dict[Strategy, OpCost]] = {}  # by kind of operator
         self.terms: dict[
             tuple[Any, ...], tuple[list[tuple[Redistribution, bool]], np.ndarray, np.ndarray, np.ndarray]
         ] = {}

@@ -301,7 +301,7 @@ def test_swin(library: str) -> None:
     """Shifted windows, whose masks are written slice by slice."""
     module = pytest.importorskip(library)
     torch.manual_seed(0)
-    sizes = {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4]}
+    sizes = {"embed_dim": 8, "depths": [2], "num_heads": [2]}
     if library == "torchvision":
         net = module.models.SwinTransformer(
             [4, 4], window_size=[4, 4], stochastic_depth_prob=0.0, num_classes=8, **sizes
@@ -445,10 +445,10 @@ def run(f: Callable, x: Tensor) -> tuple[Any, Any] | None:
     return outputs, net.w.grad
 
 
-@pytest.mark.parametrize("first", range(0, 120, 30))
+@pytest.mark.parametrize("first", range(0, 80, 20))
 def test_random_programs(first: int) -> None:
     checked = 0
-    for seed in range(first, first + 30):
+    for seed in range(first, first + 20):
         expected = run(random_program(seed), X)
         if expected is None:
             continue
@@ -461,7 +461,7 @@ def test_random_programs(first: int) -> None:
             loss.backward()
         close(net.w.grad, expected[1], f"gradient of program {seed}")
         checked += 1
-    assert checked > 10
+    assert checked > 6
 
 
 # -- what outlives a call ----------------------------------------------------------------------------------------------

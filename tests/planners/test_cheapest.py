@@ -15,23 +15,19 @@ from torch import nn
 import shardwright as sw
 from shardwright import planning
 from shardwright.capture.export import capture
+from shardwright.partition.parameter_sharding import OptimizerParallel
 from shardwright.planners.memory_fit import TooLittleMemoryError
+from shardwright.planners.planning_problem import PriceBook
+from shardwright.planning import make_plan
 from shardwright.rules import bound_rule
+from shardwright.settings import Settings
 
 SEARCHES = ("recursive_programming", "dynamic_programming")
 PROPAGATION = "sharding_propagation"
 
 
-def planned(net: nn.Module, args: tuple, mode: str, **given: Any) -> sw.Plan | None:
-    """The plan; None where the mode has none."""
-    try:
-        return sw.plan(net, args, parallel_mode=mode, **given)
-    except sw.PlanError:
-        return None
-
-
 @pytest.mark.long
-@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(networks(), st.sampled_from([4, 8]), st.sampled_from(["a100x8", "h100x8", None]), st.data())
 def test_random_networks(
     made: tuple[Network, tuple[int, ...]], devices: int, cluster: str | None, data: st.DataObject
@@ -45,24 +41,29 @@ def test_random_networks(
         if number.isdigit() and data.draw(st.integers(0, 3)) < share:
             net.operators[int(number)].shard(*marked(data.draw, bound_rule(op), devices))
     feeds = ["full_batch"] + ["data_parallel"] * (shape[0] % devices == 0)
-    how: dict[str, Any] = {
-        "devices": devices,
-        "cluster": cluster,
-        "dataset_strategy": data.draw(st.sampled_from(feeds)),
-    }
-    how["hsdp"] = data.draw(st.sampled_from([None, None, {"threshold": 0}]))
-    simple = [plan for mode in ("semi_auto", PROPAGATION) if (plan := planned(net, (x,), mode, **how)) is not None]
+    how: dict[str, Any] = {"cluster": cluster, "dataset_strategy": data.draw(st.sampled_from(feeds))}
+    how["hsdp"] = data.draw(st.sampled_from([None, None, OptimizerParallel(threshold=0)]))
+    graph, prices = capture(net, (x,)), PriceBook()
+
+    def planned(mode: str, memory: float | None = None) -> sw.Plan | None:
+        """The plan; None where the mode has none."""
+        try:
+            return make_plan(graph, devices, Settings(mode, memory=memory, **how), prices=prices)
+        except sw.PlanError:
+            return None
+
+    simple = [plan for mode in ("semi_auto", PROPAGATION) if (plan := planned(mode)) is not None]
     if len(simple) < 2:  # marks that contradict one another
         return
     assert simple[1].cost <= simple[0].cost * (1 + 1e-9), PROPAGATION
     search = data.draw(st.sampled_from(SEARCHES))
-    found = planned(net, (x,), search, **how)
+    found = planned(search)
     if found is None:  # no dim can be cut for so many devices
         return
     assert found.cost <= min(plan.cost for plan in simple) * (1 + 1e-9)
     memory = simple[0].peak * data.draw(st.sampled_from([0.7, 1.0, 1.5]))
     fitting = [plan.cost for plan in simple if plan.peak <= memory]
-    within = planned(net, (x,), search, memory=memory, **how)
+    within = planned(search, memory)
     event(f"{len(fitting)} fit, the search {'finds one' if within else 'finds none'}")
     if within is None:
         assert not fitting

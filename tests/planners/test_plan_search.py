@@ -10,17 +10,21 @@ from typing import Any
 import pytest
 import torch
 from llama import Llama
+from torch import nn
 from torch.nn import functional as F
 
 from shardwright.capture.export import capture
 from shardwright.cost.cost_model import CostModel
 from shardwright.partition.local_program import Decision, input_placement
+from shardwright.planners import graph_problem
 from shardwright.planners.memory_problem import holding
 from shardwright.planners.plan_search import Search
-from shardwright.planners.planning_problem import PlanningProblem
+from shardwright.planners.planning_problem import PlanningProblem, PriceBook
 from shardwright.planners.recursive_programming import recursion
-from shardwright.planners.search_space import strategy_of
+from shardwright.planners.search_space import op_cost, strategy_of
 from shardwright.planners.semi_auto import semi_auto
+from shardwright.planning import make_plan
+from shardwright.settings import Settings
 from shardwright.solver.memory_rows import binding, period, shorter
 from shardwright.solver.presolve import consistent
 
@@ -81,3 +85,25 @@ def test_equal_layers_share_their_tables_and_a_known_plan_keeps_its_cost(search:
             alone = search.cost_graph(search.options([plan]), [plan])
             strategies = {name: strategy_of(one) for name, one in plan.items()}
             assert made.cost(strategies) == pytest.approx(alone.cost(strategies), rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["sharding_propagation", "dynamic_programming"])
+def test_plans_with_one_book_of_prices_price_an_operator_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    priced: list[str] = []
+
+    def counted(decision: Decision, costs: CostModel) -> Any:
+        priced.append(decision.op.name)
+        return op_cost(decision, costs)
+
+    monkeypatch.setattr(graph_problem, "op_cost", counted)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    graph, settings, prices = capture(net, (torch.zeros(8, 8),)), Settings(mode, cluster="h100x8"), PriceBook()
+    first = make_plan(graph, 4, settings, prices=prices)
+    once = len(priced)
+    second = make_plan(graph, 4, settings, prices=prices)
+    assert once and len(priced) == once
+    alone = make_plan(graph, 4, settings)
+    assert len(priced) == 2 * once
+    assert {made.cost for made in (second, alone)} == {first.cost} and second.fingerprint == first.fingerprint
+    uneven = make_plan(graph, 4, replace(settings, uneven=True), prices=prices)  # other strategies are legal
+    assert len(priced) > 2 * once and uneven.cost <= first.cost

@@ -286,7 +286,7 @@ def test_many_devices(layers: int) -> None:
     assert plan.cost < sw.plan(net, (tokens,), over_classes, tokens, devices=4096).cost
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(networks(), st.sampled_from([4, 6, 8, 12]), st.data())
 def test_random_networks(made: Any, devices: int, data: Any) -> None:
     """Some operators marked at random: they stay, and outputs and gradients are those of one device."""

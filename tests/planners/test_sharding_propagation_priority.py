@@ -263,7 +263,7 @@ def test_other_modes_do_not_read_it() -> None:
         assert one.fingerprint == two.fingerprint
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(networks(), st.sampled_from(sorted(MATRICES)), st.data())
 def test_random_networks(made, devices, data) -> None:
     """Results are those of one device; marks stay; a cut asked by the first mark is made, or its note says why not."""

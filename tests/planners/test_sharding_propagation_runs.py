@@ -154,7 +154,7 @@ def test_not_dearer_than_semi_auto(name: str, dataset: str) -> None:
     assert ours <= theirs * (1 + 1e-12)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(networks(), st.sampled_from(sorted(MATRICES)), st.data())
 def test_random_networks_with_two_marks_at_most(made, devices, data) -> None:
     net, shape = made

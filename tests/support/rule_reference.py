@@ -121,10 +121,7 @@ def assignments(bound: Bound, devices: int) -> Iterator[Assignment]:
     found = [{}] + [{i: tuple(Digit(*d) for d in piece)} for i in free for piece in pieces]
     if devices == 4:
         found += [{i: (Digit(2, 2),), j: (Digit(2, 1),)} for i, j in permutations(free, 2)]
-    for digits in found:
-        assignment = bound.cut_by(devices, digits)
-        if bound.is_consistent(assignment):
-            yield assignment
+    yield from dict.fromkeys(a for digits in found if bound.is_consistent(a := bound.cut_by(devices, digits)))
 
 
 def assembled(layout: Layout, slices: list[torch.Tensor], shape: tuple[int, ...], what: str) -> torch.Tensor:

@@ -19,6 +19,7 @@ from shardwright.cluster import Cluster
 from shardwright.graph import Graph, Op
 from shardwright.layout import digits_size
 from shardwright.partition.gradient_fusion import Fusion
+from shardwright.planners.planning_problem import PriceBook
 from shardwright.planners.search_space import assignments, atoms_of
 from shardwright.planning import make_plan
 from shardwright.process import Runtime
@@ -43,6 +44,8 @@ MARKED = {"semi_auto": 1, "sharding_propagation": 4}
 
 #: Links that cost nothing: a search cuts whatever can be cut.
 FREE = Cluster.of("h100x8", DEVICES).with_free_links()
+#: Shared by the modes, and by models with operators of the same sizes.
+PRICES = PriceBook()
 
 #: As `shardwright.verify` has them.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -103,7 +106,7 @@ class Zoo:
         graph = self.graph
         if mode in MARKED:
             graph = marked(graph, self.model.name, MARKED[mode])
-        return make_plan(graph, DEVICES, Settings(mode, cluster=FREE, sync_batch_norm=True))
+        return make_plan(graph, DEVICES, Settings(mode, cluster=FREE, sync_batch_norm=True), prices=PRICES)
 
     def run(self, mode: str) -> Outcome:
         """The outcome of a mode: the plan's run against that on one device."""
