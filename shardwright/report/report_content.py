@@ -7,6 +7,7 @@ pipeline, operators and collectives are those of one micro-batch, stage by stage
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -195,9 +196,8 @@ class PlanContent:
         return {c.op.name: c for c in made}
 
     def _same(self, name: str) -> Hashable:
-        """Everything that must be equal of operators that share a leaf."""
+        """Everything that must be equal of operators that share a leaf; seconds and messages may differ."""
         operator, decision = self.operators[name], self.names.decisions[name]
-        sent = tuple((c.op, len(c.ranks), c.bytes, c.phase, c.again) for c in self.messages.get(name, ()))
         recompute = decision.op.recompute is not None
         return (
             strategy_text(decision),
@@ -205,8 +205,6 @@ class PlanContent:
             operator.out_layouts,
             operator.in_shapes,
             operator.cause,
-            time_text(self.spent[name]),
-            sent,
             recompute,
         )
 
@@ -269,7 +267,11 @@ class PlanContent:
     left_out = 0
 
     def _leaf(self, group: tuple[str, ...], explain: bool, costs: Mapping[int, CostModel]) -> Leaf:
-        name = group[0]
+        # The first layer may receive its input otherwise than the others: figures below are those of most of them.
+        figures = {n: (self.spent[n], self._sent(n)) for n in group}
+        said = {n: (time_text(seconds), sent) for n, (seconds, sent) in figures.items()}
+        usual, times = Counter(said.values()).most_common(1)[0]
+        name = next(n for n in group if said[n] == usual)
         stage, operator, decision = self.stage_of[name], self.operators[name], self.names.decisions[name]
         plan = self.plans[stage]
         mine = self.messages.get(name, [])
@@ -280,6 +282,10 @@ class PlanContent:
         why, priced, alternatives = self._why(name, explain)
         recomputed = decision.op.recompute is not None and not decision.op.recompute.keep
         notes = [*filter(None, (operator.note,)), *(["recomputed in the backward"] if recomputed else [])]
+        if times < len(group):
+            notes.append(
+                f"seconds and messages below are those of {self.names.path(name)}, as of {times} of {len(group)}"
+            )
         return Leaf(
             title,
             self.names.joined(group),
@@ -290,9 +296,9 @@ class PlanContent:
             strategy_text(decision),
             operator.source,
             f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" if self.staged else "",
-            together,
+            tuple(seconds for seconds, _ in figures.values()),
             together / self.whole if self.whole else 0.0,
-            sum(c.sent for c in mine),
+            tuple(sent for _, sent in figures.values()),
             decided(why, self.names) if isinstance(why, Explanation) else cause(decision, self.names),
             self._sentences(why, name),
             priced,
@@ -302,6 +308,10 @@ class PlanContent:
             tuple(self._tensors(operator, self.clusters[stage])),
             tuple(notes),
         )
+
+    def _sent(self, name: str) -> int:
+        """Bytes that a rank sends for an operator."""
+        return sum(c.sent for c in self.messages.get(name, ()))
 
     def _why(self, name: str, explain: bool) -> tuple[Explanation | str, bool, Grid | None]:
         """The explanation of an operator, or the reason why there is none; its alternatives."""
@@ -341,8 +351,12 @@ class PlanContent:
                     self._slices(layout, shape, cluster),
                 )
 
-    def _slices(self, layout: Layout, shape: Sequence[int], cluster: Cluster) -> SlicePicture | None:
-        return self.pictures.of(layout, shape, cluster) if shape and layout.dims is not None else None
+    def _slices(
+        self, layout: Layout, shape: Sequence[int], cluster: Cluster, sized: bool = True
+    ) -> SlicePicture | None:
+        if not shape or layout.dims is None:
+            return None
+        return self.pictures.of(layout, tuple(shape) if sized else None, cluster)
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -380,7 +394,7 @@ class PlanContent:
                 if isinstance(plan, PipelinePlan)
                 else ""
             )
-            slices = self._slices(first.storage, first.shape, cluster)
+            slices = self._slices(first.storage, first.shape, cluster, len({p.shape for p in held.values()}) == 1)
             text = slices.text if slices is not None else f"{layout_text(first.storage)}: a scalar on each device"
             out.append(Place(text + at, tuple(rows), len(held), f"{elements:,}", size_text(stored), slices))
         return tuple(out)

@@ -58,12 +58,16 @@ class SlicePicture(NamedTuple):
         symbol: the id of its symbol.
         width, height: pixels.
         text: the picture in words.
+        mesh: places of devices: devices of a strip, strips in a line, pixels of a device, devices that are drawn.
+        dims: for each dim its size (0: several) and its digits, as ``16:2@4.4@1``, with "," between dims.
     """
 
     symbol: str
     width: int
     height: int
     text: str
+    mesh: str
+    dims: str
 
 
 class SlicePictures:
@@ -72,12 +76,12 @@ class SlicePictures:
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], tuple[str, int, int, str]] = {}
 
-    def of(self, layout: Layout, shape: Sequence[int], cluster: Cluster) -> SlicePicture:
+    def of(self, layout: Layout, shape: Sequence[int] | None, cluster: Cluster) -> SlicePicture:
         """The picture of a tensor.
 
         Args:
             layout: of the tensor, with dims.
-            shape: of the whole tensor.
+            shape: of the whole tensor; None: tensors of several shapes lie so.
             cluster: of the devices; its innermost level gives the strips of the mesh.
         """
         mesh = _Mesh.of(layout.devices, cluster)
@@ -87,7 +91,10 @@ class SlicePictures:
             symbol = f"s{len(self._known)}"
             self._known[key] = (symbol, width, height, drawn)
         symbol, width, height, _ = self._known[key]
-        return SlicePicture(symbol, width, height, _words(layout, mesh))
+        dims = layout.dims or ()
+        cuts = (f"{size}:{'.'.join(map(repr, digits))}" for size, digits in zip(shape or (0,) * len(dims), dims))
+        place = f"{mesh.strip},{mesh.line},{mesh.side},{mesh.shown}"
+        return SlicePicture(symbol, width, height, _words(layout, mesh), place, ",".join(cuts))
 
     def symbols(self) -> str:
         """All pictures, as symbols of an SVG."""

@@ -7,7 +7,7 @@ Place                  parameters that lie alike
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rich.table import Table
@@ -76,9 +76,9 @@ class Leaf:
         names: the operators' names in the plan.
         words: its cuts in the field's words.
         strategy: its in_strategy.
-        seconds: of all these operators in a step.
-        part: of the step, in [0, 1].
-        sent: bytes that a rank sends for one of them.
+        each: seconds of each of these operators in a step.
+        part: of the step, of all of them together, in [0, 1].
+        sent: bytes that a rank sends for each of them.
         cause: the cause of its strategy.
         why: sentences about its alternatives, or the reason why none are priced.
         priced: True where `why` and `alternatives` were computed.
@@ -91,9 +91,9 @@ class Leaf:
     strategy: str
     source: str
     stages: str
-    seconds: float
+    each: tuple[float, ...]
     part: float
-    sent: int
+    sent: tuple[int, ...]
     cause: str
     why: tuple[str, ...]
     priced: bool
@@ -104,15 +104,26 @@ class Leaf:
     notes: tuple[str, ...]
 
     @property
+    def seconds(self) -> float:
+        """Seconds of all these operators in a step."""
+        return sum(self.each)
+
+    @property
     def cost(self) -> str:
-        """Seconds as text."""
-        each = f" ({len(self.names)} x {time_text(self.seconds / len(self.names))})" if len(self.names) > 1 else ""
-        return time_text(self.seconds) + each
+        """Seconds as text: of all, and of each where there are several."""
+        each = f" ({len(self.each)} x {_span(map(time_text, (min(self.each), max(self.each))))})"
+        return time_text(self.seconds) + each * (len(self.each) > 1)
 
     @property
     def sent_text(self) -> str:
         """Bytes that a rank sends for one operator, as text."""
-        return f"sends {size_text(self.sent)}" if self.sent else "sends nothing"
+        least, most = min(self.sent), max(self.sent)
+        return f"sends {_span(map(size_text, (least, most)))}" if most else "sends nothing"
+
+
+def _span(ends: Iterable[str]) -> str:
+    """Two texts, or one where they are equal: ``20 us to 24 us``."""
+    return " to ".join(dict.fromkeys(ends))
 
 
 @dataclass

@@ -18,6 +18,7 @@ from shardwright.planners.planning_problem import PLANNERS
 from shardwright.rules import registry
 
 PAGES = sorted(DOCS.rglob("*.md"))
+NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
 TAUGHT = [page for folder in ("learn", "how-to", "reference") for page in sorted((DOCS / folder).glob("*.md"))]
 
 
@@ -88,13 +89,14 @@ def test_a_block_that_is_wrong_is_found(block: str, found: str, tmp_path: Path) 
 
 def test_every_page_is_in_a_list_of_contents() -> None:
     """Each list stands in a block ``{toctree}``, of names without .md."""
-    listed = {DOCS / "index.md"}
+    listed = {DOCS / "index"}
     for page in PAGES:
         for block in page.read_text(encoding="utf-8").split("```{toctree}")[1:]:
             entries = [line for line in block.split("```")[0].splitlines() if line and not line.startswith(":")]
-            listed |= {(page.parent / f"{entry.strip()}.md").resolve() for entry in entries}
-    assert sorted(map(named, set(PAGES) - listed)) == []
-    assert sorted(str(page) for page in listed - set(PAGES)) == []
+            listed |= {(page.parent / entry.strip()).resolve() for entry in entries}
+    pages = {page.with_suffix("") for page in (*PAGES, *NOTEBOOKS)}
+    assert sorted(map(named, pages - listed)) == []
+    assert sorted(str(page) for page in listed - pages) == []
 
 
 # -- reference ---------------------------------------------------------------------------------------------------------

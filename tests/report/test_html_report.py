@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.cluster import Cluster
+from shardwright.operator_explanation import seconds_of
 from shardwright.report import html_report
 from shardwright.report.format import size_text, time_text
 from shardwright.report.html_report import page
@@ -228,6 +230,16 @@ const module = document.querySelector(".module"); module.open = true; seen.unfol
 const picture = document.querySelector("svg.slices");
 for (let e = picture; e; e = e.parentElement) if (e.tagName === "DETAILS") e.open = true;
 picture.focus(); seen.focus = document.activeElement === picture; seen.tip = tip.hidden ? "" : tip.textContent;
+const press = key => document.dispatchEvent(new KeyboardEvent("keydown", {key, cancelable: true}));
+press("ArrowRight"); press("ArrowRight"); seen.second = tip.textContent;
+press("ArrowLeft"); press("ArrowLeft"); seen.last = tip.textContent;
+const frame = picture.getBoundingClientRect(), [x, y] = at(picture.dataset.mesh.split(",").map(Number), 5);
+const move = x => picture.dispatchEvent(
+  new MouseEvent("mousemove", {bubbles: true, clientX: frame.left + x, clientY: frame.top + y + 3}));
+move(x + 3); seen.pointed = tip.textContent; seen.outlined = picture.querySelectorAll("rect").length;
+move(3); seen.tensor = tip.textContent; seen.plain = picture.querySelectorAll("rect").length;
+const dims = [...document.querySelectorAll("[data-dims]")].map(e => e.dataset.dims);
+seen.held = Object.fromEntries(dims.map(each => [each, [...Array(8).keys()].map(rank => held(each, rank))]));
 document.dispatchEvent(new KeyboardEvent("keydown", {key: "Escape"})); seen.gone = tip.hidden;
 document.dispatchEvent(new KeyboardEvent("keydown", {key: "/"})); seen.slash = document.activeElement === search;
 document.body.innerHTML = "<pre id=seen></pre>"; document.getElementById("seen").textContent = JSON.stringify(seen);
@@ -247,6 +259,32 @@ def in_a_browser(text: str, folder: Path, word: str, *flags: str) -> dict:
     return json.loads(seen.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
 
 
+def held_by_ranks(plan: sw.Plan) -> Iterator[tuple[str, list[str]]]:
+    """The digits of each tensor of an operator as its picture has them, and the slices of the ranks."""
+    for operator in plan.operators:
+        shapes, layouts = (*operator.in_shapes, *operator.out_shapes), (*operator.in_layouts, *operator.out_layouts)
+        for shape, layout in zip(shapes, layouts):
+            slices = [layout.slice(shape, rank) for rank in range(8)]
+            said = [
+                ", ".join(f"{s.start}:{s.stop}" if c > 1 else ":" for s, c in zip(held, layout.cuts)) for held in slices
+            ]
+            if shape:
+                yield SlicePictures().of(layout, shape, Cluster.of(None, 8)).dims, [f"[{each}]" for each in said]
+
+
+def test_layers_of_unlike_seconds_are_folded() -> None:
+    """The first block gets its input from the embedding, otherwise than the others do."""
+    blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(3)]
+    net = nn.Sequential(nn.Embedding(512, 64), *blocks)
+    sw.shard(net[0], ((2, 1), (4, 1)))
+    made = sw.plan(net, (torch.zeros(8, 16, dtype=torch.long),), devices=8)
+    text = Page(page([made], explain=0)).with_attribute("data-part")["layers"]
+    assert "{1-3} (3 equal layers)" in text and "(2 equal layers)" not in text
+    spent = [seconds_of(made, (name,)) for name in ("layer_norm", "layer_norm_1")]
+    assert spent[0] > spent[1] and f"(3 x {time_text(spent[1])} to {time_text(spent[0])})" in text
+    assert "as of 2 of 3" in text
+
+
 def test_a_reader_folds_searches_and_points(plan: sw.Plan, tmp_path: Path) -> None:
     text = page([plan], explain=0)
     seen = in_a_browser(text, tmp_path, "blocks.{0-2}.up")
@@ -254,6 +292,12 @@ def test_a_reader_folds_searches_and_points(plan: sw.Plan, tmp_path: Path) -> No
     assert seen["none"] == 0 and 0 < seen["found"] < seen["all"]
     assert seen["again"] == seen["folded"] < seen["unfolded"]
     assert seen["focus"] and "devices" in seen["tip"] and seen["gone"] and seen["slash"]
+    assert seen["second"].startswith("rank 1 holds") and seen["last"].startswith("rank 7 holds")
+    assert seen["pointed"].startswith("rank 5 holds") and seen["outlined"] == 1
+    assert seen["tensor"] == seen["tip"] and seen["plain"] == 0
+    expected = dict(held_by_ranks(plan))
+    assert {dims: said for dims, said in seen["held"].items() if not dims.startswith("0:")} == expected
+    assert any(dims.startswith("0:") and "part 1 of 4 of dim 0" in said for dims, said in seen["held"].items())
     light = seen["back"]
     dark = in_a_browser(text, tmp_path, "up", "--force-dark-mode")
     assert light == "rgb(255, 255, 255)" and dark["back"] != light
