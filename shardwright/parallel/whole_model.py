@@ -471,7 +471,7 @@ def _refuse(module: nn.Module, args: tuple[object, ...]) -> None:
     if refuses_others() and any(p is not None and p.requires_grad for p in module._parameters.values()):
         _refuse_stranger(module)
     for key, parameter in module._parameters.items():
-        if parameter is not None and CUT in vars(parameter):
+        if parameter is not None and hasattr(parameter, CUT):  # (a compiler of another model reads this, too)
             frames = [(f.filename, f.lineno or 0) for f in traceback.extract_stack()]
             # the call site to name is the user's, not a library's in between
             frames = [f for f in frames if "site-packages" not in f[0]] or frames
@@ -484,7 +484,7 @@ def _refuse(module: nn.Module, args: tuple[object, ...]) -> None:
 
 
 def _refuse_stranger(module: nn.Module) -> None:
-    if any(p is not None and CUT in vars(p) for p in module._parameters.values()):
+    if any(p is not None and hasattr(p, CUT) for p in module._parameters.values()):
         return  # a part of a model of the step: `_refuse` says what to call
     frames = [(f.filename, f.lineno or 0) for f in traceback.extract_stack()]
     raise SettingError(

@@ -40,7 +40,15 @@ from ..accelerator_api import sum_type
 from ..capture.source_lines import calling_line
 from ..cost.memory_timeline import HeldOptimizer, held_optimizer
 from ..errors import SettingError
-from ..torch_private import TorchDispatchMode, move_gradient_hooks, parameter_table, pytree, storage_id, version_of
+from ..torch_private import (
+    TorchDispatchMode,
+    move_gradient_hooks,
+    operators,
+    parameter_table,
+    pytree,
+    storage_id,
+    version_of,
+)
 from .generator_jumps import Numbers, draws_by_place
 
 __all__ = [
@@ -65,14 +73,8 @@ _MADE = (_ATEN.empty.memory_format, _ATEN.zeros.default, _ATEN.ones.default, _AT
 _DRAWN = {_ATEN.rand.default: _ATEN.uniform_.default, _ATEN.randn.default: _ATEN.normal_.default}
 _FILLS = (_ATEN.uniform_.default, _ATEN.normal_.default)
 #: Operators beside those that torch calls pointwise which compute each element of the result from the same one.
-_EACH = (
-    _ATEN.zero_.default,
-    _ATEN.fill_.Scalar,
-    _ATEN._to_copy.default,
-    _ATEN.detach.default,
-    _ATEN.alias.default,
-    _ATEN.clone.default,
-)
+_EACH = (_ATEN.zero_.default, _ATEN.fill_.Scalar, _ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.default)
+_EACH = (*_EACH, *operators("_to_copy"))
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class _Meta:
 
     @staticmethod
     def strides(shape: torch.Size) -> tuple[int, ...]:
-        """Of contiguous memory."""
+        """The strides of contiguous memory."""
         return torch.empty(shape, device="meta").stride()
 
     @property

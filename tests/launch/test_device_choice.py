@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from datetime import timedelta
@@ -140,6 +141,27 @@ def test_two_processes_on_one_device_are_an_error_on_every_rank() -> None:
 def test_devices_of_two_kinds_are_an_error_on_every_rank() -> None:
     found = together(["cuda:0", "cuda:1", "cpu"], ["a", "b", "c"])
     assert len({str(error) for error in found}) == 1 and "has the device" in str(found[0])
+
+
+@pytest.mark.parametrize("backend", ["nccl", "hccl", "gloo"])
+def test_the_gloo_group_of_checkpoints_has_the_interface_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Under any backend: the name of a host often leads to 127.0.1.1."""
+
+    class Reached(Exception):
+        pass
+
+    def reached(*given: Any) -> None:
+        raise Reached
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # taken back at the end
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(process, "leading_to", lambda address, port: "eth7")
+    monkeypatch.setattr(process, "token_of", reached)
+    with pytest.raises(Reached):
+        process._join(place(0, 2), torch.device("cpu"), backend, WAIT, WAIT)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ class _Mode(TorchDispatchMode):
             _, one = self.open.pop(args[0].untyped_storage()._cdata, (None, None))
             if one is not None:
                 self.log.finish(one)
-        elif space == "_c10d_functional":
+        elif space == "_c10d_functional" and name in FUNCTIONAL:
             group = dist.distributed_c10d._resolve_process_group(next(a for a in reversed(args) if isinstance(a, str)))
             one = self.log.note(FUNCTIONAL[name], args[0], group.size())
             for x in [out] if isinstance(out, Tensor) else out:

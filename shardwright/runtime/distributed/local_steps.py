@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ...capture.annotations import CUT
 from ...errors import SettingError
-from ...torch_private import dtensor_handlers, local_tensor, spec_of
+from ...torch_private import dtensor_handlers, local_tensor, operators, spec_of
 from .dtensors import gathered_as, padded_slice
 from .gradient_edits import part_of
 from .gradients import Gradient, is_of_stage
@@ -202,10 +202,11 @@ _kind: Callable[[type], Any] = functools.cache(_mixed)
 
 
 def _average(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """``aten._foreach_lerp_``: each tensor of a list is moved towards that of another list, in place."""
+    """Move each tensor of a list towards that of another list, in place; the operator is called on slices."""
     averages, values, *weight = args
     operator([_slice(x, None) for x in averages], [_slice(x, y) for x, y in zip(values, averages)], *weight, **kwargs)
 
 
 if isinstance(dtensor_handlers, dict):
-    dtensor_handlers.setdefault(torch.ops.aten._foreach_lerp_.Scalar, _average)
+    for _lerp in operators("_foreach_lerp_.Scalar"):
+        dtensor_handlers.setdefault(_lerp, _average)

@@ -17,6 +17,7 @@ from small_networks import D, draw
 from torch import Tensor, nn
 
 import shardwright as sw
+from shardwright.cost.communication_schedule import block_of
 from shardwright.process import Runtime, playing
 from shardwright.runtime.compilation import Compilation
 
@@ -213,6 +214,19 @@ def test_scatters_of_gradients_are_waited_for_at_the_end(results: Any, model: st
 
 
 @pytest.mark.parametrize("model", MODELS)
+def test_weights_that_are_kept_travel_by_blocks_and_ahead(results: Any, model: str) -> None:
+    graphs, made, _ = results(model, "level1")
+    order = kinds(graphs.forwards[0])
+    gathers = [i for i, kind in enumerate(order) if kind == "all_gather_into_tensor"]
+    messages = [message for _, message in made.plan.schedule.of("gather")]
+    assert len(gathers) == len(messages) == len({block_of(m.name) for message in messages for m in message.members})
+    waits = [i for i, kind in enumerate(order) if kind == "wait_tensor"]
+    assert gathers[1] < waits[0]  # the second block's is under way before the first one's is waited for
+    work = [i for i, kind in enumerate(order) if kind in ("mm", "addmm", "convolution")]
+    assert any(issued < at < wait for issued, wait in zip(gathers, waits) for at in work)
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_weights_are_gathered_again_in_the_backward(results: Any, model: str) -> None:
     kept, again = (Counter(kinds(results(model, level)[0].backwards[0])) for level in ("level1", "level3"))
     graphs = results(model, "level3")[0]
@@ -249,6 +263,18 @@ def test_dropout_is_that_of_the_program_that_is_not_compiled() -> None:
                 losses[-1].append((loss.item(), net[0].weight.grad.clone()))
     for (a, g), (b, h) in zip(*losses):
         assert abs(a - b) < 1e-6 and torch.allclose(g, h, atol=1e-6)
+
+
+def test_another_model_of_the_process_is_compiled_as_ever() -> None:
+    """The calls of modules that a planned model has watched are seen by the compiler of any model."""
+    plain, net, x = nn.Linear(8, 8), nn.Linear(8, 8), torch.ones(8, 8)
+    expected = plain(x)
+    with rank_of_eight(rank=3):
+        model = sw.AutoParallel(net, nn.MSELoss(), "data_parallel").dataset_strategy("full_batch").hsdp(threshold=0)
+        model(x, x).backward()
+        assert torch.equal(torch.compile(plain, backend="eager", fullgraph=True)(x), expected)
+        with pytest.raises(sw.SettingError, match="Linear is called by itself"):
+            net(x)
 
 
 # -- numbers, on two processes
