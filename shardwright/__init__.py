@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # `as` hands a name on to type checkers
         StuckError as StuckError,
         TorchVersionError as TorchVersionError,
     )
+    from .launch.progress import quiet as quiet
     from .layout import Digit as Digit, Layout as Layout
     from .mixed_precision import MixedPrecision as MixedPrecision
     from .monitor import Monitor as Monitor
@@ -89,6 +90,7 @@ _MODULES = {
     "rule": "rules",
     "no_init_parameters": "runtime.deferred_init",
     **dict.fromkeys(("init", "rank", "world_size"), "process"),
+    "quiet": "launch.progress",
     "layerwise_parallel": "capture.hybrid_models",
     **dict.fromkeys(("CheckpointCallback", "CheckpointConfig"), "checkpoint.callback"),
     "latest_checkpoint": "checkpoint.checkpoint_folders",

@@ -26,6 +26,7 @@ from .cluster import Cluster, memory_of
 from .errors import CaptureError, PlanError, SettingError, ShardwrightError, known_keywords
 from .garbage import gc_paused
 from .graph import Graph
+from .launch.progress import keep, phase
 from .layout import Layout
 from .ops import COLLECTIVES, for_ranks
 from .partition.hybrid_parallel import OwnPrograms, decided, fed_whole, local_inputs, with_own_statistics, with_stacked
@@ -60,6 +61,7 @@ from .setting_types import (
 )
 from .settings import KEYWORDS_ELSEWHERE, Settings
 from .sharded_plan import Plan
+from .solver.problem import StoppedSearch
 from .solver.search_memory import SearchBudget, SearchProgress, spending
 
 __all__ = ["capture_micro", "make_pipeline", "make_plan", "plan"]
@@ -73,6 +75,7 @@ Searcher = Callable[[Graph, Any, Callable[[], Decisions], Callable[[PortableDeci
 OWN_STATISTICS = ("data_parallel",)
 
 
+@phase("plan", lambda graph, devices, settings, **_: settings.search_progress)
 @gc_paused()
 def make_plan(
     graph: Graph,
@@ -158,6 +161,7 @@ def make_plan(
         )
     if parallel_mode in OWN_STATISTICS and not settings.sync_batch_norm:
         graph = with_own_statistics(graph, devices, on_missing_rule)
+    staged = fed is not None
     fed = fed or input_placement(graph, devices, dataset_strategy)
     mode, settled = PLANNERS[parallel_mode], used or stored
     if strategies is not None:
@@ -230,6 +234,7 @@ def make_plan(
         return made
 
     plan: Plan | None = None
+    keep(None)
     if mode.searches:
 
         def find() -> Decisions:
@@ -240,8 +245,15 @@ def make_plan(
                     result = mode(problem)
                 except TooLittleMemoryError as error:
                     failed = error
+                except StoppedSearch as stop:
+                    so_far = stop.found if isinstance(stop.found, Decisions) else None
+                    if not staged:  # a stage of a pipeline is no whole plan
+                        keep(lambda: _so_far(so_far, problem, plan_of))
+                    raise KeyboardInterrupt from None
             if result is not None and not mode.fits_memory:  # it follows marks, and compares for itself
                 return result
+            if not staged:
+                keep(lambda: _so_far(result, problem, plan_of))
             result, plan = _cheapest(result, problem, plan_of)
             if result is None:
                 assert failed is not None
@@ -274,19 +286,23 @@ def make_plan(
 
 
 def _cheapest(
-    result: Decisions | None, problem: PlanningProblem, plan_of: Callable[[Decisions], Plan]
+    result: Decisions | None,
+    problem: PlanningProblem,
+    plan_of: Callable[[Decisions], Plan],
+    modes: Sequence[str] = ("semi_auto", "sharding_propagation"),
 ) -> tuple[Decisions | None, Plan | None]:
     """The cheapest of a search's plan and the plans of the modes that search less, and its decisions.
 
     Args:
         result: of the search; None: it found no plan that fits in the memory.
         plan_of: the plan of decisions.
+        modes: those that search less.
 
     Returns:
         None, None: no plan fits.
     """
     best, plan, memory = result, None if result is None else plan_of(result), problem.memory
-    for mode in ("semi_auto", "sharding_propagation"):
+    for mode in modes:
         try:
             other = PLANNERS[mode](replace(problem, memory=None))
             made = plan_of(other)
@@ -311,6 +327,16 @@ def _cheapest(
     return best, plan
 
 
+def _so_far(found: Decisions | None, problem: PlanningProblem, plan_of: Callable[[Decisions], Plan]) -> Plan | None:
+    """The best plan of a search that was stopped; None: none that fits in the memory."""
+    if found is not None and problem.memory is not None and plan_of(found).unscheduled.peak > problem.memory:
+        found = None
+    if found is not None and found.found is not None:
+        notes = (*found.found.notes, "stopped by Ctrl-C: the best plan until then")
+        found = found._replace(found=replace(found.found, notes=notes, limit=problem.memory))
+    return _cheapest(found, problem, plan_of, ("semi_auto",))[1]
+
+
 def capture_micro(
     net: nn.Module,
     args: tuple[Any, ...],
@@ -332,6 +358,7 @@ def capture_micro(
     return graph, wide[0] if wide else None
 
 
+@phase("plan of a pipeline", lambda graph, wide, devices, settings, *_, **__: settings.search_progress)
 def make_pipeline(
     graph: Graph,
     wide: Graph | None,
@@ -483,6 +510,7 @@ def make_pipeline(
 
 
 @known_keywords(KEYWORDS_ELSEWHERE)
+@phase("plan", lambda *_, search_progress=None, **__: search_progress)
 @gc_paused()
 def plan(
     net: nn.Module,

@@ -32,6 +32,7 @@ from ..autocast import current
 from ..errors import CaptureError, ShardwrightError
 from ..garbage import gc_paused
 from ..graph import Graph, values_in
+from ..launch.progress import Work
 from ..mixed_precision import MixedPrecision, captured_types, casts, masters, with_masters
 from ..pytree_objects import closed, opened
 from ..rules.normalization import cumulative_momentum
@@ -277,11 +278,13 @@ def captures(
         left = calls[len(graphs) :]
         made: list[_Exported] = []
         if programs:
-            made, reason = _captured(net, left, loss_fn, device, hooks_around, mixed_precision, programs)
+            with Work("capture of the model at other sizes"):
+                made, reason = _captured(net, left, loss_fn, device, hooks_around, mixed_precision, programs)
             if reason is not None:
                 _LOG.info("the model is exported anew: %s", str(reason).partition("\n")[0])
         if len(made) < len(left):
-            made += _captured(net, [left[len(made)]], loss_fn, device, hooks_around, mixed_precision, ())[0]
+            with Work("capture of the model"):
+                made += _captured(net, [left[len(made)]], loss_fn, device, hooks_around, mixed_precision, ())[0]
         for one in made:
             if one.program in programs:
                 programs.remove(one.program)

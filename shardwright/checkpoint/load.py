@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, shown
 from ..json_files.json_values import dtype_name, dtype_named
+from ..launch.progress import each, phase
 from ..runtime.deferred_init import filled_later
 from ..runtime.distributed.coordination import ProcessRanks, SingleRank, ranks_of_now
 from .checkpointed_model import CheckpointedModel, TensorPlacement, restore_generators, state_names
@@ -136,7 +137,7 @@ class LoadPlan:
             subject = CheckpointedModel(self.subject.wrapper or self.subject.net, self.subject.ranks)
             try:
                 with self.stored, torch.no_grad():
-                    for held in subject.held():
+                    for held in each(subject.held(), "load of a checkpoint", "tensors", len(subject.tensors)):
                         if held.name in self.sources and held.local is not None:
                             self._fill(held.local, self.sources[held.name], held.place)
                     if optimizer is not None:
@@ -290,6 +291,7 @@ class Restored:
     path: Path
 
 
+@phase("load of a checkpoint")
 def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,

@@ -33,7 +33,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +43,7 @@ from ..cluster import MOST_DEVICES
 from ..errors import CheckpointError, shown
 from ..json_files.json_reader import MIB, kind_of, read_object, step
 from ..json_files.json_values import dtype_named, is_shape
+from ..launch.progress import Work
 from .digests import ALGORITHMS, BLOCK, Algorithm, blocks_of, digest, shares
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "Manifest",
     "Piece",
     "TensorEntry",
+    "check_all",
     "check_files",
     "element_size",
     "is_plain_name",
@@ -78,6 +80,9 @@ MANIFEST = "manifest.json"
 SCHEMA = 2
 
 KINDS = ("integrated", "parts")
+
+#: Bytes of a share of `check_all`, of which there are at most 64.
+_SHARE = 256 << 20
 
 
 class Piece(NamedTuple):
@@ -498,7 +503,26 @@ def verify(folder: str | Path) -> list[str]:
         manifest = read(folder)
     except CheckpointError as error:
         return [f"{MANIFEST}: {error.message}"]
-    return check_files(folder, manifest)
+    return check_all(folder, manifest)
+
+
+def check_all(folder: str | Path, manifest: Manifest, tell: Callable[[int, int], None] | None = None) -> list[str]:
+    """`check_files`, in shares of a few hundred megabytes.
+
+    Args:
+        tell: called with the bytes done and all bytes; None: the check is a phase of its own.
+    """
+    total, problems = sum(file.bytes for file in manifest.files.values()), list[str]()
+    shares = min(-(-total // _SHARE), 64) or 1
+    with Work("check for damage", total, "bytes") as work:
+        for share in range(shares):
+            work.done = total * share // shares
+            if tell is not None:
+                tell(work.done, total)
+            problems += [p for p in check_files(folder, manifest, share, shares) if p not in problems]
+    if tell is not None:
+        tell(total, total)
+    return problems
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from ..accelerator_api import current_stream, event, host_memory, is_accelerator, side_stream, within
 from ..errors import CheckpointError
 from ..json_files.json_values import encode
+from ..launch.progress import Work
 from ..runtime.distributed.coordination import ranks_of_now
 from ..runtime.optimizer_guard import before_next_step, says_when_it_steps
 from ..torch_private import version_of
@@ -83,12 +84,18 @@ class BackgroundSave:
         Raises:
             CheckpointError: the checkpoint could not be written. Raised on every rank alike, and only once.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         error, self._error = self._error, None
         if error is not None:
             raise error
         return self.path
+
+    def _join(self) -> None:
+        """Wait for the thread."""
+        if self._thread is not None:
+            kept = "it goes on being written, and the interpreter waits for it at its end"
+            with Work(f"wait for the checkpoint of step {self.step}", kept=kept):
+                self._thread.join()
 
     def _run(self, work: Callable[[], None]) -> None:
         _step_back()
@@ -128,16 +135,15 @@ def last_error() -> Exception | None:
     if not _last:
         return None
     saving = _last.pop()
-    if saving._thread is not None:
-        saving._thread.join()
+    saving._join()
     error, saving._error = saving._error, None
     return error
 
 
 def wait_for_last() -> None:
     """Wait for the save under way; its error stays to be reported."""
-    if _last and _last[0]._thread is not None:
-        _last[0]._thread.join()
+    if _last:
+        _last[0]._join()
 
 
 def _step_back() -> None:
@@ -400,7 +406,7 @@ def save_checkpoint(
         descriptions = ranks.agreed(error, None if job is None else job.description)
         assert job is not None  # agreed raises where this rank has an error
         job.settle(descriptions)
-    except Exception:  # of any kind: raised again
+    except BaseException:  # of any kind, and Ctrl-C: raised again
         if job is not None:
             job.give_up()
         raise

@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, PlanError, SettingError, known_keywords
+from ..launch.progress import Work, showing
 from ..planfile.parameter_file import ParameterStrategies, TensorStorage
 from ..process import rank as this_rank
 from ..report.format import size_text
@@ -39,7 +41,7 @@ from . import manifest
 from .checkpoint_folders import absent, folder_of, folder_of_files, name_of, steps_in
 from .checkpointed_model import Box, CheckpointedModel, generators, restore_generators
 from .load import load_checkpoint
-from .manifest import MANIFEST, TensorEntry, check_files, new_id, sync_folder, write_file
+from .manifest import MANIFEST, TensorEntry, check_all, new_id, sync_folder, write_file
 from .state_file import STATE, read_state, state_text
 from .target_placement import boxes_of, one_device, placed, strategy_name
 from .tensor_files import METADATA, DcpItem, PartFile, WholeFiles, entries_of, write_metadata
@@ -62,9 +64,6 @@ __all__ = [
 
 #: Called with the current activity, the bytes of it done, and its total bytes.
 Progress = Callable[[str, int, int], None]
-
-#: The check for damage reports progress every so many bytes, at most 64 times.
-_SHARE = 256 << 20
 
 
 def opened(source: str | os.PathLike[str], step: int | None = None) -> StoredTensors:
@@ -131,15 +130,10 @@ def check_sound(stored: StoredTensors, progress: Progress | None = None) -> None
     Raises:
         CheckpointError: the files that are damaged, and their problems.
     """
-    made, progress = stored.manifest, progress or _silent
+    made = stored.manifest
     if made is None:
         return  # files of Hugging Face have no digests
-    total, problems = sum(file.bytes for file in made.files.values()), []
-    shares = min(-(-total // _SHARE), 64) or 1
-    for share in range(shares):
-        progress("checking", total * share // shares, total)
-        problems += [p for p in check_files(stored.folder, made, share, shares) if p not in problems]
-    progress("checking", total, total)
+    problems = check_all(stored.folder, made, None if progress is None else partial(progress, "checking"))
     if problems:
         raise CheckpointError(
             "the checkpoint is damaged: " + "; ".join(problems),
@@ -163,7 +157,8 @@ def transform(
         target: the folder of the new checkpoint, which must not exist yet.
         to: a saved plan, a file of `AutoParallel.save_param_strategy_file`, or 1: everything whole on one device.
         step: the step of a run's checkpoint.
-        progress: called with the current activity, its bytes done and its total bytes.
+        progress: called with the current activity, its bytes done and its total bytes; None: progress is shown as
+            that of any long work (`shardwright.quiet`).
 
     Returns:
         The folder of the new checkpoint.
@@ -173,8 +168,7 @@ def transform(
             strategies are of another model.
         PlanError, LayoutError: the strategies cannot be read.
     """
-    progress = progress or _silent
-    with opened(source, step) as stored:
+    with _told("transform", progress) as progress, opened(source, step) as stored:
         strategies = (
             to
             if isinstance(to, ParameterStrategies)
@@ -204,8 +198,7 @@ def merge(
 
     Args and raises: see `transform`; the source is a checkpoint in parts.
     """
-    progress = progress or _silent
-    with opened(source, step) as stored:
+    with _told("merge", progress) as progress, opened(source, step) as stored:
         made = stored.manifest
         if made is None or made.kind == "integrated":
             raise CheckpointError(
@@ -233,8 +226,18 @@ def merge(
     return new.target
 
 
-def _silent(what: str, done: int, total: int) -> None:
-    pass
+@contextlib.contextmanager
+def _told(name: str, progress: Progress | None) -> Iterator[Progress]:
+    """The work of making a checkpoint from another, told what it does; a user's function is told in place of a
+    display."""
+    with showing(progress), Work(name, kept="nothing is left of the new checkpoint") as work:
+
+        def tell(what: str, done: int, total: int) -> None:
+            work.name, work.done, work.total, work.unit = f"{name}: {what}", done, total, "bytes"
+            if progress is not None:
+                progress(what, done, total)
+
+        yield tell
 
 
 class _New:

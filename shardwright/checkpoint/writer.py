@@ -28,6 +28,7 @@ import torch
 
 from ..errors import CheckpointError, ShardwrightError
 from ..json_files.json_values import encode
+from ..launch.progress import Work
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..runtime.distributed.coordination import ProcessRanks, SingleRank
 from ..sharded_plan import Plan
@@ -188,6 +189,7 @@ class SaveJob:
     leads: bool = False
     id: str = ""
     failed: Exception | None = None
+    work: Work = field(default_factory=lambda: Work("checkpoint"))
 
     @property
     def part(self) -> Path:
@@ -232,13 +234,17 @@ class SaveJob:
         Raises:
             CheckpointError: the failure of any rank; raised on all of them.
         """
+        size = sum(w.tensor.nbytes for w in self.written)
+        kept = "the earlier checkpoints are whole, and nothing is left of this one"
         try:
-            self._meet()
-            self._gather()
-            entries, files = self._write_whole() if self.whole else self._write_parts()
-            self._each(lambda: self._finish(entries, files) if self.ranks.rank == 0 else None)
-            self._rename()
-        except Exception:  # of any kind: raised again
+            with Work(f"checkpoint of step {self.step}", size, "bytes", kept) as self.work:
+                self._meet()
+                self._gather()
+                entries, files = self._write_whole() if self.whole else self._write_parts()
+                with Work(f"checkpoint of step {self.step}: to the disk"):
+                    self._each(lambda: self._finish(entries, files) if self.ranks.rank == 0 else None)
+                    self._rename()
+        except BaseException:  # of any kind, and Ctrl-C: raised again
             self.give_up()
             raise
         finally:
@@ -325,7 +331,7 @@ class SaveJob:
                 if rank == 0:
                     files.begin(self.part)
                 files.write(
-                    self.part, ((w.name, w.starts, w.tensor.cpu()) for w in self.written if w.name not in shared)
+                    self.part, ((w.name, w.starts, self._host(w)) for w in self.written if w.name not in shared)
                 )
 
         def check() -> dict[str, list[tuple[int, str]]]:
@@ -349,6 +355,11 @@ class SaveJob:
             name: CheckpointFile(size, "".join(text for _, text in sorted(blocks[name])))
             for name, size in files.sizes.items()
         }
+
+    def _host(self, written: WrittenBox) -> torch.Tensor:
+        """The values of a box in host memory, which are written next."""
+        self.work.add(written.tensor.nbytes)
+        return written.tensor.cpu()
 
     @property
     def _several(self) -> ProcessRanks:
@@ -408,6 +419,7 @@ class SaveJob:
             try:
                 for name, starts, tensor in self.written:
                     part.add(name, starts, tensor.cpu())
+                    self.work.add(tensor.nbytes)
                 items.extend(part.close())
             finally:
                 part.abandon()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PACKAGE_FOLDER, SettingError, ShardwrightError
+from .command_line import add_quiet_option
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
@@ -62,6 +63,7 @@ def add_calibrate_parser(subparsers: argparse._SubParsersAction[argparse.Argumen
         metavar="DIR",
         help="where the processes that are started write their logs (default: ./log_output)",
     )
+    add_quiet_option(parser)
     parser.set_defaults(func=calibrate, parser=parser)
 
 
@@ -137,6 +139,8 @@ def _start(arguments: argparse.Namespace) -> int:
 
     devices = arguments.devices or max(2, torch.accelerator.device_count() or len(os.sched_getaffinity(0)))
     script_args = ["calibrate", f"--output={arguments.output.absolute()}", f"--rounds={arguments.rounds}"]
+    if arguments.quiet:
+        script_args.append("--quiet")
     if arguments.name is not None:
         script_args.append(f"--name={arguments.name}")
     code = run.run(

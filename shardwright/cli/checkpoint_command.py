@@ -10,14 +10,12 @@ The command is one process, without a process group or devices. Its memory never
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..errors import ShardwrightError
-from .command_line import add_import_option, add_json_option, failed, print_json, refused
+from .command_line import add_import_option, add_json_option, add_quiet_option, failed, print_json, refused
 from .script import Nothing, import_modules
 
 __all__ = ["add_checkpoint_parser", "info", "merge", "transform", "verify"]
@@ -48,6 +46,8 @@ def add_checkpoint_parser(subparsers: argparse._SubParsersAction[argparse.Argume
         for path in paths:
             made.add_argument(path.lower(), completes="directory", type=Path, metavar=path)
         made.add_argument("--step", type=int, metavar="N", help="which checkpoint of a run (default: the latest)")
+        if name != "info":
+            add_quiet_option(made)
         made.set_defaults(func=function, parser=made)
         return made
 
@@ -163,9 +163,7 @@ def merge(arguments: argparse.Namespace) -> int:
     """Write whole tensors from shards, and return the exit code."""
     from ..checkpoint.transform import merge as made  # noqa: PLC0415  needed only by this command
 
-    return _made(
-        "merge", arguments, lambda progress: made(arguments.src, arguments.dst, step=arguments.step, progress=progress)
-    )
+    return _made("merge", lambda: made(arguments.src, arguments.dst, step=arguments.step))
 
 
 def transform(arguments: argparse.Namespace) -> int:
@@ -176,21 +174,16 @@ def transform(arguments: argparse.Namespace) -> int:
         import_modules(arguments.imports)
     except Nothing as error:
         return refused(arguments, error)
-    return _made(
-        "transform",
-        arguments,
-        lambda progress: made(arguments.src, arguments.dst, arguments.to, step=arguments.step, progress=progress),
-    )
+    return _made("transform", lambda: made(arguments.src, arguments.dst, arguments.to, step=arguments.step))
 
 
-def _made(command: str, arguments: argparse.Namespace, make: Callable[[Any], Path]) -> int:
-    """Make a checkpoint, show the progress, and return the exit code."""
+def _made(command: str, make: Callable[[], Path]) -> int:
+    """Make a checkpoint and return the exit code."""
     from ..checkpoint import manifest  # noqa: PLC0415  needed only by these commands
     from ..report.format import size_text  # noqa: PLC0415  imports torch
 
     try:
-        with _shown() as progress:
-            folder = make(progress)
+        folder = make()
         made = manifest.read(folder)
     except ShardwrightError as error:
         return failed(f"checkpoint {command}", error, FAILED)
@@ -200,32 +193,3 @@ def _made(command: str, arguments: argparse.Namespace, make: Callable[[Any], Pat
         flush=True,
     )
     return DONE
-
-
-@contextlib.contextmanager
-def _shown() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar for each task on standard error; a line for each where that is no terminal."""
-
-    # rich.progress: needed only to show progress
-    from rich.console import Console  # noqa: PLC0415  needed only to show progress
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
-
-    console = Console(stderr=True, highlight=False)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as bars:
-        tasks: dict[str, Any] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-                if not console.is_terminal:
-                    print(f"{what} {total:,} bytes", file=sys.stderr, flush=True)
-            bars.update(tasks[what], completed=done)
-
-        yield progress

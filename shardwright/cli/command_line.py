@@ -1,4 +1,4 @@
-"""The parts that all commands share: the parser with its examples, ``--json``, ``--import``.
+"""The parts that all commands share: the parser with its examples, ``--json``, ``--import``, ``--quiet``.
 
 A command is a function ``add_..._parser(subparsers)``. It calls ``subparsers.add_parser`` and sets two defaults:
 ``func``, which takes the parsed arguments and returns the exit code, and ``parser``, its parser, for errors found
@@ -18,7 +18,16 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-__all__ = ["INTERRUPTED", "Parser", "add_import_option", "add_json_option", "failed", "print_json", "refused"]
+__all__ = [
+    "INTERRUPTED",
+    "Parser",
+    "add_import_option",
+    "add_json_option",
+    "add_quiet_option",
+    "failed",
+    "print_json",
+    "refused",
+]
 
 #: The exit code of a command that Ctrl-C ended: 128 + SIGINT.
 INTERRUPTED = 130
@@ -82,6 +91,15 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--json``, for a command that prints tables. Its values are printed by `print_json`."""
     parser.add_argument(
         "--json", action="store_true", help="one JSON object in place of the tables: seconds, bytes, bytes a second"
+    )
+
+
+def add_quiet_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--quiet``, for a command that may take long."""
+    parser.add_argument(
+        "--quiet",
+        action="store_true",
+        help="show no progress (default: a line on a terminal, elsewhere one every ten seconds on standard error)",
     )
 
 

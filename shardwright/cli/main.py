@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import shardwright
 
+from ..launch.progress import commanded
 from ..launch.run import add_run_parser
 from .calibrate_command import add_calibrate_parser
 from .checkpoint_command import add_checkpoint_parser
@@ -86,17 +87,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         # The error names the command that was called: argparse itself would name the outer one, and its help.
         getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
-    try:
-        code: int = arguments.func(arguments)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # the reader, such as head, has ended; what it asked for was printed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
-        return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        command = getattr(arguments, "parser", parser).prog
-        print(f"{command}: stopped by Ctrl-C; nothing more is written", file=sys.stderr)
-        return INTERRUPTED
+    with commanded(silent=getattr(arguments, "quiet", False)) as display:
+        try:
+            code: int = arguments.func(arguments)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:  # the reader, such as head, has ended; what it asked for was printed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again at its end
+            return 128 + signal.SIGPIPE
+        except KeyboardInterrupt:
+            command = getattr(arguments, "parser", parser).prog
+            where = f" in {display.stopped}" if display.stopped else ""
+            kept = display.kept or "nothing more is written"
+            print(f"{command}: stopped by Ctrl-C{where}; {kept}", file=sys.stderr)
+            return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, ShardwrightError
-from .command_line import add_import_option, add_json_option, failed, print_json, refused
+from ..launch.progress import keeper, showing
+from .command_line import add_import_option, add_json_option, add_quiet_option, failed, print_json, refused
 from .script import Nothing, arguments_of, first_call, import_modules, positive, without_weights
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help='by how much host memory the search may grow, such as "2GB" (default: half of what is free)',
     )
-    parser.add_argument("--quiet", action="store_true", help="say nothing while it searches")
+    add_quiet_option(parser)
     parser.add_argument(
         "--hsdp", choices=("level1", "level2", "level3", "auto"), help="optimizer parallel, by its level"
     )
@@ -135,12 +136,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--strategies", metavar="PLAN", completes="file", help="a plan whose operators' strategies hold here too"
     )
     parser.add_argument(
+        "-o",
         "--output",
         completes="file",
         type=Path,
-        default=Path("plan.json"),
         metavar="FILE",
-        help="the plan to write (default: plan.json)",
+        help="the plan to write (default: plan.json); given, Ctrl-C writes the search's best plan so far",
     )
     parser.add_argument(
         "--with-weights", action="store_true", help="build the model with its weights, for a script that looks at them"
@@ -189,13 +190,18 @@ def _with_options_behind(arguments: argparse.Namespace) -> None:
 def plan(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code. Errors of the script or function itself are raised as they are."""
     _with_options_behind(arguments)
+    output = arguments.output or Path("plan.json")
     try:
         import_modules(arguments.imports)
         if arguments.target == "diff":
             return diff(arguments)
-        _check_writable(arguments.output)
-        made = planned(arguments)
-        made.save(arguments.output)
+        _check_writable(output)
+        with showing(False if arguments.quiet else None):
+            made = planned(arguments)
+        made.save(output)
+    except KeyboardInterrupt:
+        _keep_best(arguments.output)
+        raise
     except Nothing as error:
         return refused(arguments, error)
     except ShardwrightError as error:
@@ -211,11 +217,34 @@ def plan(arguments: argparse.Namespace) -> int:
     from ..report.tables import summary  # noqa: PLC0415  imports torch
 
     if arguments.json:
-        print_json(figures(made) | {"output": str(arguments.output)})
+        print_json(figures(made) | {"output": str(output)})
         return 0
     summary(made)
-    print(f"written to {arguments.output}", flush=True)
+    print(f"written to {output}", flush=True)
     return 0
+
+
+def _keep_best(output: Path | None) -> None:
+    """Write the best plan of a search that Ctrl-C has stopped, where there is one and a file was named for it."""
+    command = keeper()
+    if command is None or command.best is None:
+        return
+    if output is None:
+        command.kept = "no plan is written; --output FILE keeps the best one so far"
+        return
+    print("shardwright plan: stopped; Ctrl-C again ends without the best plan so far", file=sys.stderr, flush=True)
+    try:
+        made = command.best()
+        if made is None:
+            command.kept = "no plan that fits in the memory was found; none is written"
+            return
+        made.save(output)
+    except ShardwrightError as error:
+        command.kept = f"the best plan so far could not be written: {error}"
+        return
+    cost = f"{made.cost * 1e3:.4g} ms a step"
+    gap = "no bound is proved" if made.bound is None else f"bound {made.bound * 1e3:.4g} ms, gap {made.gap:.2%}"
+    command.kept = f"the best plan so far is in {output}: {cost}, {gap}"
 
 
 def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
@@ -232,8 +261,6 @@ def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
         )
         if value
     }
-    if arguments.quiet:
-        given["search_progress"] = False
     if arguments.hsdp:
         given["hsdp"] = {"optimizer_level": arguments.hsdp}
     devices = arguments.devices or _of_cluster(arguments.cluster)
@@ -497,6 +524,7 @@ def add_verify_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
     )
     parser.add_argument("--devices", type=positive, metavar="N", help="how many devices (default: as the target says)")
     parser.add_argument("--steps", type=positive, metavar="K", help="steps of the optimizer (default: 3)")
+    add_quiet_option(parser)
     parser.add_argument(
         "--cut",
         action="store_true",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..errors import ShardwrightError
-from .command_line import add_import_option, add_json_option, failed, print_json, refused
+from .command_line import add_import_option, add_json_option, add_quiet_option, failed, print_json, refused
 from .script import Nothing, import_modules, positive
 
 __all__ = ["add_rehearse_parser", "rehearse"]
@@ -40,6 +40,7 @@ def add_rehearse_parser(subparsers: argparse._SubParsersAction[argparse.Argument
     add_json_option(parser)
     add_import_option(parser)
     parser.add_argument("plan", completes="file", help="a file that shardwright plan or Plan.save wrote")
+    add_quiet_option(parser)
     parser.set_defaults(func=rehearse, parser=parser)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..errors import ShardwrightError
-from .command_line import Parser, add_import_option, failed, refused
+from .command_line import Parser, add_import_option, add_quiet_option, failed, refused
 from .script import Nothing, import_modules
 
 __all__ = ["add_report_parser", "report"]
@@ -38,6 +38,7 @@ def add_report_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "plans", nargs="+", metavar="plan", help="one or two files of shardwright plan or Plan.save", completes="file"
     )
+    add_quiet_option(parser)
     parser.set_defaults(func=report, parser=parser)
 
 

@@ -35,7 +35,7 @@ class Nothing(Exception):
 class _Stop(BaseException):
     """Ends the script. It is no Exception, so that the script does not catch it."""
 
-    def __init__(self, result: Any, error: ShardwrightError | None = None) -> None:
+    def __init__(self, result: Any, error: ShardwrightError | KeyboardInterrupt | None = None) -> None:
         self.result, self.error = result, error
 
 
@@ -65,7 +65,7 @@ def first_call(
     def observer(model: AutoParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             result = take(model, args, kwargs)
-        except ShardwrightError as error:
+        except (ShardwrightError, KeyboardInterrupt) as error:  # a script may catch Ctrl-C
             raise _Stop(None, error) from None
         raise _Stop(result)
 

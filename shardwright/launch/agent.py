@@ -125,6 +125,7 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.HEALTHY:
+            self._progress.look()
             self.elsewhere = self._nodes.heard()
             if self.elsewhere is not None:
                 self._progress.ending(f"node {self.elsewhere.node}: {self.elsewhere.text}")

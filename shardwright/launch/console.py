@@ -34,6 +34,7 @@ from typing import Any, TextIO
 from .run_settings import RunSettings
 
 __all__ = [
+    "PREFIX",
     "Progress",
     "Watch",
     "WorkerExit",
@@ -46,6 +47,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger("shardwright.launch")
+
+#: The beginning of a line that says how far long work is (`progress`), in the log of rank 0 and on standard error.
+PREFIX = "shardwright: "
 
 # Bytes read from the end of a log: enough for twenty long lines.
 TAIL_BYTES = 64 * 1024
@@ -307,6 +311,9 @@ class Progress:
         self._running: frozenset[int] = frozenset()
         self._finished: frozenset[int] = frozenset()
         self._failed = False
+        self._log = ""  # rank 0's; "" on another node
+        self._work = ""  # rank 0's long work
+        self._looked = self._began
 
     def __enter__(self) -> Progress:
         if self._out.isatty():
@@ -357,6 +364,7 @@ class Progress:
         with self._lock:
             self._running, self._finished, self._failed = frozenset(pids), frozenset(), False
         first = min(pids)
+        self._log = self._settings.worker_log(0, attempt) if first == 0 else ""
         self.say(
             f"started {_count(len(pids), 'worker')} (pids {', '.join(map(str, pids.values()))}), "
             f"worker {first} writes to {self._settings.worker_log(first, attempt)}"
@@ -375,6 +383,18 @@ class Progress:
                 self._finished |= {exit.rank}
                 self.say(f"worker {exit.rank} finished")
 
+    def look(self) -> None:
+        """Show the long work of rank 0, where the last line of its log says so; looks at most once a second."""
+        now = time.monotonic()
+        if not self._log or now - self._looked < 1:
+            return
+        self._looked = now
+        (line,) = last_lines(self._log, 1) or [""]
+        work = line.removeprefix(PREFIX) if line.startswith(PREFIX) else ""
+        if work and work != self._work and self._console is None:
+            self.say(f"worker 0: {work}")
+        self._work = work
+
     def ending(self, reason: str) -> None:
         """Report that the workers are being ended for a reason outside of this node's workers."""
         with self._lock:
@@ -392,6 +412,8 @@ class Progress:
             parts.append(f"finished: {_ranges(finished)}")
         if len(parts) == 1:
             parts.append("ending" if self._failed else "starting")
+        if self._work and running:
+            parts.append(self._work)
         return "  ".join(parts)
 
 

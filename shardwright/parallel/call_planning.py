@@ -25,6 +25,7 @@ from ..capture.hybrid_models import check_held, check_mode, one_slice, own_param
 from ..capture.kept_regions import with_policy
 from ..capture.model_device import check_inputs, check_values, device_of
 from ..graph import Graph
+from ..launch.progress import showing
 from ..ops import for_ranks
 from ..partition.hybrid_parallel import OwnPrograms, local_inputs
 from ..pipeline.microbatch import is_split, micro_calls
@@ -159,7 +160,7 @@ class CallPlanning(SettingMethods):
             recording = recording or Recording()
 
             def captured(count: int | None) -> tuple[Graph, Graph | None]:
-                with for_ranks(devices), one_slice(module):
+                with for_ranks(devices), one_slice(module), showing(settings.search_progress):
                     calls = (
                         [(whole_args, whole_kwargs)]
                         if count is None

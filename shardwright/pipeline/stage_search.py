@@ -38,6 +38,7 @@ from ..capture.annotations import PipelineSettings
 from ..cluster import Cluster, format_bytes
 from ..errors import PlanError, SettingError, ShardwrightError
 from ..graph import Graph, Op, Value
+from ..launch.progress import each
 from ..partition.local_program import Decisions, InputPlacement, PortableDecisions, input_placement
 from ..sharded_plan import Plan
 from ..torch_private import pytree
@@ -235,7 +236,7 @@ class StageSearch:
         self.memory = memory
         self.equal.clear()
         self.unequal.clear()
-        for size in self.sizes():
+        for size in each(self.sizes(), "search of stages", "sizes of a stage"):
             before = math.inf
             for count in self.counts_for(size):
                 self.price((size, count))

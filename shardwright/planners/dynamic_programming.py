@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..partition.local_program import Decisions
+from ..solver.problem import stopping
 from ..solver.solve import solve
 from .memory_fit import TooLittleMemoryError, fit, fits, limited
 from .plan_search import Search
@@ -52,17 +53,32 @@ def dynamic_programming(problem: PlanningProblem) -> Decisions:
         StrategyError, LayoutError, MissingRuleError: as `semi_auto`.
         PlanError: marks that no plan can keep, or no plan within the memory.
     """
+    best: list[Decisions] = []
+    with stopping(lambda found: found if isinstance(found, Decisions) else best[-1] if best else None):
+        return _searched(problem, best)
+
+
+def _searched(problem: PlanningProblem, best: list[Decisions]) -> Decisions:
+    """The result of `dynamic_programming`.
+
+    Args:
+        best: receives plans on the way, each as good as the one before it or within the memory.
+    """
     graph, memory, optimizer = problem.graph, problem.memory, problem.optimizer
     search = Search.of(problem).check()
     recursed = recursion(search)
+    best.append(recursed)
     known = [semi_auto(problem).decisions, recursed.decisions]
     if any(op.mark is not None for op in graph.ops):
         known.append(sharding_propagation(problem).decisions)
     free = search.cost_graph(search.options(known), known)
-    decided = search.decided(free, solve(free.problem), "search")
+    with stopping(lambda found: None if found is None else search.decided(free, found, "search")):
+        decided = search.decided(free, solve(free.problem), "search")
     if memory is None:
         return decided
     decided, fitting = limited(decided, memory), fits(search, decided, memory, optimizer)
+    if fitting:
+        best.append(decided)
     if fitting and fits(search, recursed, memory, optimizer):
         return decided
     within = None
@@ -71,6 +87,7 @@ def dynamic_programming(problem: PlanningProblem) -> Decisions:
     if fitting:
         return _cheaper(decided, within)
     if isinstance(within, Decisions):
+        best.append(within)
         known.append(within.decisions)
     made = search.cost_graph(search.options(known), known, cut=problem.cut)
     return _cheaper(_tried(lambda: fit(search, made, memory, optimizer)), within)

@@ -28,6 +28,7 @@ import numpy as np
 
 from ..errors import PlanError, ShardwrightError
 from ..graph import SEED, Op, Value
+from ..launch.progress import each
 from ..layout import Layout
 from ..partition.local_program import Decision, InputPlacement, output_layouts
 from ..partition.parameter_sharding import OptimizerParallel, stored_layouts
@@ -238,7 +239,7 @@ class _Builder:
         budget = current()
         budget.tell("costs of strategies")
         self._used_in_known()
-        for op in self.graph.ops:
+        for op in each(self.graph.ops, "costs of strategies", "operators"):
             budget.tell("costs of strategies")
             options, footprints, costs = self._look_at(op)
             for i in self._read(op):

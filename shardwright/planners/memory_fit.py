@@ -25,7 +25,7 @@ from ..partition.local_program import Decision, Decisions
 from ..partition.rematerialization import with_recompute
 from ..sharded_plan import Plan
 from ..solver.least_memory import InfeasibleMemoryError
-from ..solver.problem import Problem, Solution
+from ..solver.problem import Problem, Solution, stopping
 from ..solver.solve import solve
 from .graph_problem import CostGraph
 from .memory_problem import MemoryProblem, holding
@@ -100,7 +100,9 @@ def fit(
             plan fits.
     """
     held = holding(made, search.fed, search.carries, limit, optimizer_bytes(optimizer))
-    return _Fitting(search, held, limit, optimizer, cause, solver or partial(solve, gap=ENOUGH)).run()
+    fitting = _Fitting(search, held, limit, optimizer, cause, solver or partial(solve, gap=ENOUGH))
+    with stopping(lambda found: None if found is None else fitting.decided(found)[0]):
+        return fitting.run()
 
 
 def fits(search: Search, decided: Decisions, limit: float, optimizer: Any = "adam") -> bool:

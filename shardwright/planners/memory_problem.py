@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 
 from ..graph import Op, Value
+from ..launch.progress import each
 from ..layout import Layout
 from ..partition.local_program import InputPlacement, output_layouts
 from ..partition.parameter_sharding import OptimizerParallel
@@ -178,7 +179,7 @@ class _MemoryProblemBuilder:
             if value.name in self.cost_graph.parameters:
                 self.parameter(value)
         budget = current()
-        for op in self.graph.ops:
+        for op in each(self.graph.ops, "memory of strategies", "operators"):
             budget.tell("memory of strategies")
             self.operator(op)
             for k, value in enumerate(v for v in op.outputs if v is not None):

@@ -30,7 +30,7 @@ from ..layout import Digit, beside
 from ..partition.local_program import Decisions
 from ..partition.parameter_sharding import OptimizerParallel
 from ..rules import Assignment, Bound
-from ..solver.problem import Problem, Solution
+from ..solver.problem import Problem, Solution, stopping
 from ..solver.solve import solve
 from .memory_fit import TooLittleMemoryError, fit, fits, limited
 from .memory_problem import holding
@@ -80,6 +80,12 @@ def recursion(search: Search, memory: float | None = None, free: Decisions | Non
     """
     optimizer = search.problem.optimizer
     levels = _Recursion(search, optimizer, search.problem.cut)
+    with stopping(lambda found: found if isinstance(found, Decisions) else levels.latest):
+        return _recursed(search, levels, memory, free)
+
+
+def _recursed(search: Search, levels: _Recursion, memory: float | None, free: Decisions | None) -> Decisions:
+    optimizer = search.problem.optimizer
     if free is None:
         free = levels.run()
     if memory is None:
@@ -107,6 +113,8 @@ class _Recursion:
         #: True where a level above the last kept its limit in the latest run: a smaller `hope` would have given it a
         #: smaller limit.
         self.hoped = False
+        #: The plan of the latest level; the digits of the levels below are replicas in it.
+        self.latest: Decisions | None = None
 
     def run(self, memory: float | None = None, hope: float = 0.0) -> Decisions:
         """Solve the levels one after the other.
@@ -137,6 +145,7 @@ class _Recursion:
                 decided = self.search.decided(made, solution, "search")
                 if solution.gap:
                     gaps[digit] = solution.gap
+            self.latest = decided
             assigned = {name: decision.assignment for name, decision in decided.decisions.items()}
             strategies += sum(map(len, made.options.values()))
         assert decided is not None and decided.found is not None

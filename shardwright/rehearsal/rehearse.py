@@ -26,6 +26,7 @@ from ..cost.cost_model import CostModel
 from ..cost.memory_timeline import optimizer_bytes
 from ..errors import PlanError, SettingError
 from ..launch.device_choice import accelerators, asked_device
+from ..launch.progress import phase
 from ..partition.gradient_fusion import Fusion
 from ..partition.local_program import LocalOp
 from ..partition.padded_dims import true_slice
@@ -51,6 +52,7 @@ from .rehearsal_report import OperatorSeconds, Rehearsal
 __all__ = ["rehearse"]
 
 
+@phase("rehearsal")
 def rehearse(
     plan: Plan | PipelinePlan | str | Path,
     *,

@@ -32,7 +32,7 @@ from .elimination import Eliminated, Tables, eliminate, elimination_order, share
 from .memory_rows import binding
 from .milp import milp
 from .presolve import ReducedProblem, RestrictedProblem, Wiped, arcs, reduced, restrict
-from .problem import Problem, Solution
+from .problem import Problem, Solution, stopping
 from .search_memory import current
 from .tree_reweighted import ROUNDING, Messages
 
@@ -281,6 +281,11 @@ def bounded(problem: Problem, made: Tables, until: float) -> Solution | None:
         PlanError: nothing was found in time.
     """
     search = _Search(problem, made, until)
+    with stopping(lambda _: None if search.states is None else search.solution("stopped: not proved")):
+        return _bounded(search, made, until)
+
+
+def _bounded(search: _Search, made: Tables, until: float) -> Solution | None:
     compare = False  # not at first: bounds shrink the core sooner
     while True:
         try:

@@ -48,8 +48,9 @@ from .anytime import within
 from .elimination import Facts
 from .lagrangian import Cut, Pricing, SweptPricing
 from .memory_rows import Rows, kinds
+from .milp import quiet_highs
 from .presolve import consistent, restrict
-from .problem import Problem, Solution
+from .problem import Problem, Solution, stopping
 from .search_memory import OutOfBudgetError, current
 from .splicing import Splicer
 
@@ -126,9 +127,8 @@ def cheapest(cuts: Sequence[Cut], limit: float, most: float) -> tuple[np.ndarray
     rows, which = np.nonzero(matrix)
     model.a_matrix_.start_ = np.searchsorted(rows, np.arange(len(matrix) + 1))
     model.a_matrix_.index_, model.a_matrix_.value_ = which, matrix[rows, which]
-    highs = highspy.Highs()
-    for option, value in (("output_flag", False), ("threads", 1)):
-        highs.setOptionValue(option, value)
+    highs = quiet_highs()
+    highs.setOptionValue("threads", 1)
     highs.passModel(model)
     highs.run()
     found = np.array(highs.getSolution().col_value)
@@ -326,7 +326,8 @@ def priced_search(problem: Problem, rows: Rows, pricing: Pricing | SweptPricing,
         OutOfBudgetError: the host memory does not suffice for a single elimination of a `Pricing`.
     """
     search = _PricedSearch(problem, rows, pricing, gap)
-    found = search.run()
+    with stopping(lambda _: None if search.states is None else search.solution("stopped: not proved")):
+        found = search.run()
     leanest = min(search.known.values(), key=lambda cut: cut.used.max(initial=0.0), default=None)
     bound = search.prices.bound
     return Searched(found, leanest, search.least, None if bound == -np.inf else bound, search.prices.multipliers)

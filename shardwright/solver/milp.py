@@ -21,7 +21,7 @@ import numpy as np
 from ..errors import PlanError
 from .problem import Problem, Solution
 
-__all__ = ["WORK", "NoAssignmentError", "milp", "moments"]
+__all__ = ["WORK", "NoAssignmentError", "milp", "moments", "quiet_highs"]
 
 #: Entries of HiGHS's matrix times nodes of its tree: about ten seconds.
 WORK = 2e7
@@ -72,6 +72,20 @@ def _classes(table: np.ndarray, amounts: Sequence[np.ndarray] = ()) -> tuple[np.
         np.concatenate([level, *amounts], axis=1), axis=0, return_index=True, return_inverse=True
     )
     return number.reshape(-1), shift, first
+
+
+def quiet_highs() -> Any:
+    """A new HiGHS that prints nothing. HiGHS prints its banner while it is made, as it switches its callbacks on."""
+    import highspy  # noqa: PLC0415  4 MiB a process, and few plans need it
+
+    class Quiet(highspy.Highs):
+        def enableCallbacks(self) -> None:
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()
+
+    made = Quiet()
+    made.setOptionValue("output_flag", False)  # of a highspy that switches no callbacks on
+    return made
 
 
 class _Rows:
@@ -189,8 +203,8 @@ def milp(problem: Problem, *, seconds: float | None = None, work: float | None =
     model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     model.a_matrix_.start_ = np.array([*rows.starts, len(rows.columns)])
     model.a_matrix_.index_, model.a_matrix_.value_ = np.array(rows.columns), np.array(rows.values)
-    highs = highspy.Highs()
-    for option, value in (("output_flag", False), ("threads", 1), ("mip_rel_gap", 0.0), ("mip_abs_gap", 1e-7)):
+    highs = quiet_highs()
+    for option, value in (("threads", 1), ("mip_rel_gap", 0.0), ("mip_abs_gap", 1e-7)):
         highs.setOptionValue(option, value)
     if seconds is not None:
         highs.setOptionValue("time_limit", float(seconds))

@@ -12,12 +12,14 @@ Two nodes with costs (0, 3) and (0, 0) and the edge ((5, 1), (0, 0)) have their 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-__all__ = ["MemoryUsage", "Problem", "Solution"]
+__all__ = ["MemoryUsage", "Problem", "Solution", "StoppedSearch", "stopping"]
 
 
 @dataclass(frozen=True)
@@ -96,3 +98,33 @@ class Solution:
     def gap(self) -> float:
         """The distance of the cost from the bound, relative to the cost."""
         return 0.0 if self.cost <= self.bound else (self.cost - self.bound) / abs(self.cost) if self.cost else 0.0
+
+
+class StoppedSearch(KeyboardInterrupt):
+    """Ctrl-C during a search.
+
+    Attributes:
+        found: the best result so far, of the kind that the search returns; None: there is none.
+    """
+
+    def __init__(self, found: Any) -> None:
+        super().__init__()
+        self.found = found
+
+
+@contextmanager
+def stopping(best: Callable[[Any], Any]) -> Iterator[None]:
+    """Let Ctrl-C inside the ``with`` block carry the best result so far.
+
+    Args:
+        best: from the result that Ctrl-C brings from a search inside the block (None: it brings none) to that of the
+            block, or None.
+
+    Raises:
+        StoppedSearch: at Ctrl-C.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        found = best(stop.found if isinstance(stop, StoppedSearch) else None)
+        raise StoppedSearch(found).with_traceback(stop.__traceback__) from None

@@ -1,8 +1,8 @@
-"""A search's bound on its own host memory, and its progress messages.
+"""A search's bound on its own host memory, and its progress.
 
     allowed     bytes by which the process may grow during a search; by default half of the free memory, at most 3 GB
     ask         before a large allocation: refused (`OutOfBudgetError`) where the process would grow past `allowed`
-    watch       between two steps without a large allocation: the same check, and a progress message
+    watch       between two steps without a large allocation: the same check, and news for who shows the progress
 
 The growth of the process is read from the system, so all its memory counts. A refusal is caught where another method
 takes less memory: sweeps instead of elimination, a few states instead of all.
@@ -10,15 +10,15 @@ takes less memory: sweeps instead of elimination, a few states instead of all.
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from ..launch.progress import Work
 
 __all__ = ["LEAST", "OutOfBudgetError", "SearchBudget", "SearchProgress", "current", "free_memory", "spending"]
 
@@ -27,10 +27,8 @@ MOST = 3e9  # most bytes by default: with more, tables take longer than the pric
 UNKNOWN = 4e9  # bytes taken as free where the system does not say
 LEAST = 256e6  # least budget in bytes: memory between two strategies takes some of it
 SMALL = 2**20  # bytes up to which `ask` always grants
-SILENT = 2.0  # seconds before the first message of a search
-EVERY = 3.0  # seconds between two messages
-
-logger = logging.getLogger("shardwright.search")
+SILENT = 2.0  # seconds before a function that asked for news of a search is called first
+EVERY = 3.0  # seconds between two calls
 
 
 class OutOfBudgetError(Exception):
@@ -58,24 +56,23 @@ class SearchProgress(NamedTuple):
     grown: float
 
     def __str__(self) -> str:
-        best = "no plan yet" if self.best is None else f"best {self.best:.6g} s a step"
+        best = "" if self.best is None else f", best {self.best:.6g} s a step"
         bound = "" if self.bound is None else f", bound {self.bound:.6g} s"
-        return f"search: {self.phase}: {best}{bound}; {self.seconds:.0f} s, {self.grown / 1e6:.0f} MB"
+        gap = "" if not (self.best and self.bound) else f", gap {max(0.0, 1 - self.bound / self.best):.2%}"
+        phase = f": {self.phase}" if self.phase else ""
+        return f"search{phase}{best}{bound}{gap}; {self.grown / 1e6:.0f} MB"
 
 
 class SearchBudget:
-    """The host memory that a search may take, and the receiver of its messages.
+    """The host memory that a search may take, and its progress.
 
     Args:
         allowed: bytes; None: half of the free memory, and at most 3 GB.
-        progress: called with a `SearchProgress` every few seconds, once a search takes longer than `SILENT`; None: a
-            line to the log `shardwright.search`, and to stderr where that is a terminal; True: to stderr always;
-            False: nothing.
+        progress: called with a `SearchProgress` every few seconds, once a search takes longer than `SILENT`; anything
+            else: `spending` shows the progress as that of any long work.
     """
 
-    def __init__(
-        self, allowed: float | None = None, progress: Callable[[SearchProgress], None] | bool | None = None
-    ) -> None:
+    def __init__(self, allowed: float | None = None, progress: Callable[[SearchProgress], Any] | bool | None = None):
         self.allowed = min(SHARE * free_memory(), MOST) if allowed is None else float(allowed)
         self.progress = progress
         self._began = self._said = time.monotonic()
@@ -130,24 +127,16 @@ class SearchBudget:
             self.phase, self.best, self.bound = phase, None, None
         self.best = self.best if best is None else best
         self.bound = self.bound if bound is None else bound
-        self._say()
-
-    def _say(self) -> None:
+        if not callable(self.progress):
+            return
         now = time.monotonic()
-        if (
-            self.progress is False
-            or now - self._began < SILENT
-            or (now - self._said < EVERY and self._said > self._began)
-        ):
-            return
-        self._said = now
-        made = SearchProgress(self.phase, now - self._began, self.best, self.bound, self.grown)
-        if callable(self.progress):
-            self.progress(made)
-            return
-        logger.info("%s", made)
-        if self.progress is True or (sys.stderr is not None and sys.stderr.isatty()):
-            print(made, file=sys.stderr, flush=True)
+        if now - self._began >= SILENT and (now - self._said >= EVERY or self._said == self._began):
+            self._said = now
+            self.progress(self.now())
+
+    def now(self) -> SearchProgress:
+        """The progress so far."""
+        return SearchProgress(self.phase, time.monotonic() - self._began, self.best, self.bound, self.grown)
 
 
 _CURRENT: ContextVar[SearchBudget | None] = ContextVar("search_budget", default=None)
@@ -155,17 +144,19 @@ _CURRENT: ContextVar[SearchBudget | None] = ContextVar("search_budget", default=
 
 @contextmanager
 def spending(budget: SearchBudget) -> Iterator[SearchBudget]:
-    """Make `budget` the current budget of all searches inside the context."""
+    """Make `budget` the current budget of all searches inside the context, and show the search's progress."""
     token = _CURRENT.set(budget)
     try:
-        yield budget
+        with Work("search") as work:
+            work.words = lambda: str(budget.now())
+            yield budget
     finally:
         _CURRENT.reset(token)
 
 
 def current() -> SearchBudget:
-    """The budget of the current search; outside a search, a new one of half the free memory without messages."""
-    return _CURRENT.get() or SearchBudget(SHARE * free_memory(), progress=False)
+    """The budget of the current search; outside a search, a new one of half the free memory."""
+    return _CURRENT.get() or SearchBudget(SHARE * free_memory())
 
 
 def resident_memory() -> float:

@@ -41,7 +41,7 @@ from .least_memory import InfeasibleMemoryError, infeasible
 from .memory_rows import Rows, binding
 from .milp import WORK, NoAssignmentError, milp
 from .presolve import consistent, contradiction, interned, reduced, restrict
-from .problem import Problem, Solution
+from .problem import Problem, Solution, stopping
 from .search_memory import OutOfBudgetError, current, spending
 from .tree_reweighted import Messages
 
@@ -96,13 +96,20 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     if pricing is None and seconds is None and large:
         pricing = SweptPricing(bound, rows)
     searched = Searched() if pricing is None else None
-    try:
-        if pricing is not None:
-            searched = priced_search(bound, rows, pricing, gap)
-    except OutOfBudgetError:
-        pricing = None  # its tables are released once the error is
-    if searched is None:
-        searched = priced_search(bound, rows, SweptPricing(bound, rows), gap)
+
+    def lifted(found: Solution) -> Solution:
+        states = tuple(inner.lift(found.states[:-1]))
+        cost = problem.cost(states)
+        return Solution(states, cost, cost if found.bound >= found.cost else min(cost, found.bound), found.notes)
+
+    with stopping(lambda best: None if best is None else lifted(best)):
+        try:
+            if pricing is not None:
+                searched = priced_search(bound, rows, pricing, gap)
+        except OutOfBudgetError:
+            pricing = None  # its tables are released once the error is
+        if searched is None:
+            searched = priced_search(bound, rows, SweptPricing(bound, rows), gap)
     found, leanest, least, priced, prices = searched
     known = None if leanest is None else inner.lift(leanest.states[:-1])
     if known is not None and found is None and large:
@@ -110,23 +117,20 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     if least is not None and least > bound.limit:
         return _leanest(problem, infeasible(problem, known=known, near=gap), priced)
     if found is not None and (found.gap <= gap or large):
-        states, least = found.states, found.bound
-    else:
-        try:
+        return lifted(found)
+    try:
+        with stopping(lambda _: None if found is None else lifted(found)):
             better = _searched(bound, rows, until, gap, prices)
-        except NoAssignmentError:
-            raise infeasible(problem, seconds=_left(until), near=gap) from None
-        except PlanError:  # HiGHS was not used, or ended without an assignment
-            if found is None and known is None:
-                raise
-            better = None
-        found = _best_of(found, better)
-        if found is None:
-            return _leanest(problem, infeasible(problem, known=known, near=gap), priced)
-        states, least = found.states, found.bound
-    states = tuple(inner.lift(states[:-1]))
-    cost = problem.cost(states)
-    return Solution(states, cost, cost if found.bound >= found.cost else min(cost, least), found.notes)
+    except NoAssignmentError:
+        raise infeasible(problem, seconds=_left(until), near=gap) from None
+    except PlanError:  # HiGHS was not used, or ended without an assignment
+        if found is None and known is None:
+            raise
+        better = None
+    found = _best_of(found, better)
+    if found is None:
+        return _leanest(problem, infeasible(problem, known=known, near=gap), priced)
+    return lifted(found)
 
 
 def swept(problem: Problem, gap: float) -> Solution:
@@ -138,12 +142,18 @@ def swept(problem: Problem, gap: float) -> Solution:
     names = (*problem.names, "what every plan holds") if problem.names else ()  # names as `binding` leaves them
     free = replace(problem, costs=(*problem.costs, np.zeros(1)), names=names, usages=(), limit=0.0)
     rows = Rows.of(free, 0)
-    found = priced_search(free, rows, SweptPricing(free, rows), gap).found
+    with stopping(lambda best: None if best is None else without_end(best)):
+        found = priced_search(free, rows, SweptPricing(free, rows), gap).found
     if found is None:
         raise PlanError(
             "no allowed assignment of strategies was found in the host's memory that the search may take",
             legal="a larger search_memory",
         )
+    return without_end(found)
+
+
+def without_end(found: Solution) -> Solution:
+    """A solution without the last node, which `binding` has added."""
     return replace(found, states=found.states[:-1])
 
 
@@ -414,18 +424,23 @@ def _solve(problem: Problem, seconds: float | None, merge: bool, gap: float) -> 
     inner = consistent(problem)
     made = Tables()
     current().watch("elimination")
-    try:
-        gone = eliminated(inner.problem, made, None if seconds is None else until)
-        found = None if gone is not None else bounded(inner.problem, made, until)
-    except OutOfBudgetError:
-        gone, made = None, Tables()  # release the tables
-        found = swept(inner.problem, gap)
-    if gone is None:
-        if found is None:
-            raise contradiction(problem)
+
+    def lifted(found: Solution) -> Solution:
         states = tuple(inner.lift(found.states))
         cost = problem.cost(states)
         return Solution(states, cost, cost if found.gap == 0 else min(cost, found.bound), (*notes, *found.notes))
+
+    with stopping(lambda best: None if best is None else lifted(best)):
+        try:
+            gone = eliminated(inner.problem, made, None if seconds is None else until)
+            found = None if gone is not None else bounded(inner.problem, made, until)
+        except OutOfBudgetError:
+            gone, made = None, Tables()  # release the tables
+            found = swept(inner.problem, gap)
+    if gone is None:
+        if found is None:
+            raise contradiction(problem)
+        return lifted(found)
     if not np.isfinite(gone.constant):
         raise contradiction(problem)
     states = tuple(inner.lift(gone.complete([0] * len(problem.costs))))

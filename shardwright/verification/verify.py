@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..accelerator_api import default_device
 from ..cluster import Cluster
 from ..errors import SettingError, known_keywords
+from ..launch.progress import phase
 from ..mixed_precision import MixedPrecision, one_device
 from ..parallel.auto_parallel import AutoParallel, observed
 from ..pipeline.pipeline_plan import PipelinePlan
@@ -291,6 +292,7 @@ class _Verification:
         self.runtime = Runtime(False, devices, 0, device)
         self.state = _values(net, loss_fn, device)
 
+    @phase("comparison with one device")
     def report(self) -> VerifyReport:
         rows: list[Differences] = []
         notes: dict[str, None] = {}

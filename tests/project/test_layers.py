@@ -35,6 +35,7 @@ OF_ENVIRONMENT = {
     "launch/run.py",
     "launch/agent.py",
     "process.py",
+    "launch/progress.py",
     "cli/doctor_command.py",
     "cli/forked_ranks.py",
     "cli/script.py",

@@ -29,6 +29,7 @@ from ...accelerator_api import is_accelerator, sum_type, total_memory
 from ...cluster import Cluster, Level
 from ...cost.cost_model import CostModel
 from ...errors import SettingError
+from ...launch.progress import Work, each, phase
 from ...layout import Digit, Layout
 from ...process import Runtime
 from ...redistribution import CollectiveKind, Placement, Redistribution, redistribution
@@ -67,6 +68,7 @@ class Timing:
     seconds: float
 
 
+@phase("calibration")
 def calibrate(runtime: Runtime, name: str | None = None, rounds: int = ROUNDS) -> Cluster:
     """Measure the ranks of the default process group. All ranks call this at the same time; all get the same cluster.
 
@@ -89,8 +91,8 @@ def calibrate(runtime: Runtime, name: str | None = None, rounds: int = ROUNDS) -
     memory = -int(watch.slowest([-_memory(runtime.device, inner)])[0])  # the least of all ranks
     cluster = Cluster(name or hosts[0], levels, memory, peak, _memory_bandwidth(watch), _overhead(watch))
     groups, stride = ProcessGroups(len(hosts), runtime.rank), 1
-    for place, level in enumerate(levels):
-        timings = _conversions(watch, groups, level.size, stride)
+    for place, level in enumerate(each(levels, "calibration", "levels of links")):
+        timings = _conversions(watch, groups, level.size, stride, level.name)
         cluster = _with_level(
             cluster,
             place,
@@ -182,15 +184,24 @@ class _Watch:
     def __init__(self, device: torch.device, rounds: int) -> None:
         self.device, self.rounds = device, rounds
 
-    def __call__(self, tasks: Sequence[Callable[[], object]]) -> list[float]:
-        """The seconds of each task."""
+    def __call__(self, tasks: Sequence[Callable[[], object]], what: str) -> list[float]:
+        """The seconds of each task.
+
+        Args:
+            what: the tasks measure, for who shows the progress.
+        """
         once = []
-        for task in tasks:
-            self._seconds(task, 1)
-            once.append(self._seconds(task, 1))
-        times = [min(64, math.ceil(LONG_ENOUGH / seconds)) for seconds in self.slowest(once)]
-        rounds = [[self._seconds(task, n) for task, n in zip(tasks, times)] for _ in range(self.rounds)]
-        return self.slowest(rounds).median(0).values.tolist()
+        with Work(f"measuring {what}", len(tasks) * (1 + self.rounds), "measurements") as work:
+            for task in tasks:
+                self._seconds(task, 1)
+                once.append(self._seconds(task, 1))
+                work.add()
+            times = [min(64, math.ceil(LONG_ENOUGH / seconds)) for seconds in self.slowest(once)]
+            rounds = []
+            for _ in range(self.rounds):
+                rounds.append([self._seconds(task, n) for task, n in zip(tasks, times)])
+                work.add(len(tasks))
+            return self.slowest(rounds).median(0).values.tolist()
 
     def _seconds(self, task: Callable[[], object], times: int) -> float:
         dist.barrier()
@@ -212,7 +223,7 @@ class _Watch:
             torch.accelerator.synchronize(self.device)
 
 
-def _conversions(watch: _Watch, groups: ProcessGroups, size: int, stride: int) -> list[Timing]:
+def _conversions(watch: _Watch, groups: ProcessGroups, size: int, stride: int, level: str) -> list[Timing]:
     """The timings of all kinds of collectives among the `size` units of a level, each of `stride` ranks."""
     parts = [n for n in range(2, size + 1) if size % n == 0]
     tasks, found = [], []
@@ -225,7 +236,9 @@ def _conversions(watch: _Watch, groups: ProcessGroups, size: int, stride: int) -
                 x = torch.zeros(made.source.local_shape(shape), device=watch.device)
                 tasks.append(_task(bind_all(made, tuple(x.shape), groups.rank, groups), x))
                 found.append((made, 4 * numel))
-    return [Timing(*pair, seconds) for pair, seconds in zip(found, watch(tasks), strict=True)]
+    return [
+        Timing(*pair, seconds) for pair, seconds in zip(found, watch(tasks, f"the links of a {level}"), strict=True)
+    ]
 
 
 def _conversion(kind: CollectiveKind, devices: int, digit: Digit) -> Redistribution:
@@ -264,7 +277,7 @@ def _matmul_rate(watch: _Watch, dtype: torch.dtype) -> float:
             task()
         except RuntimeError:  # all ranks fail alike
             return best
-        seconds = watch([task])[0]
+        seconds = watch([task], f"matmuls in {str(dtype).removeprefix('torch.')}")[0]
         best = max(best, 3 * 2 * size**3 / seconds)
         if seconds > LONG_ENOUGH or size == 16384:
             return best
@@ -276,7 +289,7 @@ def _memory_bandwidth(watch: _Watch) -> float:
     memory that is new to the process costs its pages."""
     nbytes, kept = (4 << 20, 8) if watch.device.type == "cpu" else (256 << 20, 4)
     x = torch.ones(nbytes // 4, device=watch.device)
-    return 2 * kept * nbytes / watch([lambda: [torch.relu(x) for _ in range(kept)]])[0]
+    return 2 * kept * nbytes / watch([lambda: [torch.relu(x) for _ in range(kept)]], "memory")[0]
 
 
 def _overhead(watch: _Watch) -> float:
@@ -289,7 +302,7 @@ def _overhead(watch: _Watch) -> float:
             y = y * 1.0
         torch.autograd.grad(y.sum(), x)
 
-    return watch([chain])[0] / (2 * length)
+    return watch([chain], "operators")[0] / (2 * length)
 
 
 def _memory(device: torch.device, ranks: int) -> int:
