@@ -36,8 +36,8 @@ TRACE = logging.getLogger("torch.__trace")
 TRACE.propagate = True
 TRACE.handlers.clear()
 
-# A process that is forked here has nothing to do with what was inherited: a collection that walked it would write to each
-# object's header, and so copy every page.
+# A forked process has no use for a collection of what it inherited: the walk would write to the header of each object,
+# and so copy every page.
 os.register_at_fork(after_in_child=gc.freeze)
 
 # The garbage of whole captures goes seldom: all that lives (graphs, plans, libraries) is walked each time. The default
