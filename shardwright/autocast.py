@@ -351,7 +351,7 @@ class _Trace(TorchDispatchMode):
         self.made: tuple[torch.dtype, ...] = ()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

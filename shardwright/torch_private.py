@@ -541,10 +541,10 @@ def _watching() -> type:
         def __enter__(self) -> Any:
             return plain.__enter__(self)
 
-        def __exit__(self, *error: Any) -> Any:
+        def __exit__(self, *error: object) -> Any:
             return plain.__exit__(self, *error)
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
             return self._handle(func, args, kwargs or {})
 
     return Watching

@@ -28,7 +28,6 @@ from shardwright.accelerator_api import (
 )
 from shardwright.checkpoint import tensor_reader
 from shardwright.checkpoint.checkpointed_model import generators, restore_generators
-from shardwright.runtime import freed_memory
 from shardwright.runtime.deferred_init import beginnings
 from shardwright.runtime.distributed import calibrate
 from shardwright.verification import node_comparison
@@ -142,20 +141,6 @@ def test_a_graph_of_random_numbers_is_refused(module: Module) -> None:
     module.capturing = False
     model.train()(torch.ones(4, 4))
     assert sw.process.stream.calls == before + 1
-
-
-def test_an_accelerators_host_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    memory = freed_memory._Freed()
-    monkeypatch.setattr(memory, "_set", lambda *given: calls.append(given))
-    monkeypatch.setattr(memory, "_give_back", lambda *given: calls.append(given))
-    memory.planned(torch.device("cuda"))
-    for _ in range(100):
-        memory.step()
-    assert not calls
-    memory.planned(torch.device("cpu"))
-    memory.step(), memory.step()
-    assert calls[-1] == (0,)
 
 
 def test_the_beginnings_are_summed_in_what_the_device_has() -> None:

@@ -183,7 +183,7 @@ class Operator:
             lambda x: MARK(x, number, next(place)) if isinstance(x, torch.Tensor) else x, (args, kwargs)
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Operator:
+    def __deepcopy__(self, memo: dict[int, object]) -> Operator:
         new = object.__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update((k, copy.deepcopy(v, memo)) for k, v in vars(self).items() if k != "function")

@@ -81,7 +81,7 @@ class FunctionOfModels(nn.Module):
         """The modules of the model, the model itself first: marks, stages and hooks of the model are found there."""
         return self.net.named_modules(memo, prefix, remove_duplicate)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FunctionOfModels:
+    def __deepcopy__(self, memo: dict[int, object]) -> FunctionOfModels:
         """A copy whose function calls copies of the models in place of the models."""
         made = FunctionOfModels(self.function, copy.deepcopy(self.net, memo))
         made.__dict__["_originals"] = self._originals

@@ -583,12 +583,12 @@ class _Watch:
         )
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
         for hook in self._hooks:
             hook.remove()
 
-    def _begin(self, *_: Any) -> None:
+    def _begin(self, *_: object) -> None:
         self._seen.begin(self._counters)
         # torch.export turns an assigned buffer of the outermost module into a copy, which fails where the assigned
         # tensor is an input or another buffer. Without torch's hooks the buffers of all modules are treated alike.
@@ -604,7 +604,7 @@ class _Watch:
             self._finder.stop()
         self.running = False
 
-    def _end(self, _: Any, __: tuple[object, ...], result: Any) -> Any:
+    def _end(self, _: object, __: tuple[object, ...], result: Any) -> Any:
         self._stop()
         _BUFFER_HOOKS.update(self._left_out)
         self.out_spec = pytree.tree_structure(opened(result))

@@ -250,7 +250,7 @@ def _tried(applied: Applied, tensors: Sequence[Tensor], line: Callable[[], str |
     """
     name, where = applied.__qualname__, line()
 
-    def refused(*_: Any) -> None:
+    def refused(*_: object) -> None:
         raise CaptureError(
             f"{name}, a torch.autograd.Function, marks an input as changed in place",
             source=where,
@@ -372,11 +372,11 @@ def collect_regions(module: nn.Module, prefix: str = "") -> Iterator[list[Recomp
 def _around(module: nn.Module, settings: RecomputeSettings) -> list[Any]:
     open_: list[contextlib.AbstractContextManager[object]] = []
 
-    def before(*_: Any) -> None:
+    def before(*_: object) -> None:
         open_.append(region(settings))
         open_[-1].__enter__()
 
-    def after(*_: Any) -> None:
+    def after(*_: object) -> None:
         open_.pop().__exit__(None, None, None)
 
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
@@ -455,7 +455,7 @@ class _Called(TorchDispatchMode):
         self.calls: list[tuple[Any, tuple[object, ...], dict[str, Any]]] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))

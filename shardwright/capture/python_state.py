@@ -163,7 +163,7 @@ class Observation:
         before = self._before(owner)
         return _Kept(owner, before, before, path)
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._on = False
         for cls, name, old in reversed(self._patched):
             if old is MISSING:

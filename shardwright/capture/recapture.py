@@ -131,7 +131,7 @@ class Outline(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         x = args[0] if args else None
         if func is aten.detach.default and type(x) is Outline:  # torch wraps the result of a factory once more
             return Outline.made(x.form, False, int(x.storage_offset()), x.memory, x.token)

@@ -46,7 +46,7 @@ COMMANDS = (
 class _Version(argparse.Action):
     """Print the version. An action of the package's own looks the version up only when it is asked for."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         print(f"shardwright {shardwright.__version__}")
         parser.exit(0)
 

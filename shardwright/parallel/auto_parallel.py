@@ -656,7 +656,7 @@ class AutoParallel(CallPlanning, nn.Module):
 
     compile = compile_instead
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AutoParallel:
+    def __deepcopy__(self, memo: dict[int, object]) -> AutoParallel:
         return cast("AutoParallel", copied(self, memo))
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ _SHARED = frozenset({"_settings", "_running", "_warned", "_kind", "_handed"})
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
-def copied(model: SettingMethods, memo: dict[int, Any]) -> SettingMethods:
+def copied(model: SettingMethods, memo: dict[int, object]) -> SettingMethods:
     """A deep copy of a wrapper and its model.
 
     Args:

@@ -91,7 +91,7 @@ class WholeModel:
     def _net(self, parts: bool, rank: int) -> nn.Module | None:
         return self.model.net if self.rank in (None, rank) or not parts else None
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if self._outer is not None:
             return
         self.model.__dict__["_whole"] = None

@@ -337,7 +337,7 @@ class PipelineDocument:
             )
         return self.stages
 
-    def onto(self, *_: Any, **__: Any) -> Any:
+    def onto(self, *_: object, **__: Any) -> Any:
         """Raise an error: counterpart of `PlanDocument.onto` for a model without a pipeline.
 
         Raises:

@@ -100,7 +100,7 @@ class Slept(TorchDispatchMode):
         self.seconds = 0.0
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function.namespace in ("c10d", "_c10d_functional"):
             self._collective(function, args)

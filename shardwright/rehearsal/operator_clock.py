@@ -77,11 +77,11 @@ class OperatorClock:
     def _watch(self, function: Any, operator: str) -> None:
         begun: list[_Span] = []
 
-        def before(*_: Any) -> None:
+        def before(*_: object) -> None:
             if self.runs:
                 begun.append(self._begin(operator, "backward"))
 
-        def after(*_: Any) -> None:
+        def after(*_: object) -> None:
             if begun:
                 self._end(begun.pop())
 

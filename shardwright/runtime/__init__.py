@@ -14,7 +14,6 @@ stage_links          the messages between these
 redistribution_functions  the autograd functions of redistributions, which both runtimes share
 halo_exchanges       exchanges of halos: all ranks in one process, and one rank
 call_boundary        parameters and results that are each rank's own
-freed_memory         host memory that a step has freed
 local, distributed   all ranks in one process; one process a rank
 """
 

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..accelerator_api import moved
 from ..errors import SettingError
 from ..graph import Value
 from ..sharded_plan import Plan
 
-__all__ = ["handings", "kept_apart", "leading_on", "put_back", "shared"]
+__all__ = ["handings", "leading_on", "put_back", "shared", "tensors_of"]
 
 #: Entry in the metadata of the autograd node that divides a gradient.
 _SHARED = "shardwright_shared"
@@ -125,9 +126,21 @@ def _same(x: Tensor) -> Tensor:
 # -- inputs that the model changes in place: the caller's tensors change as on one device
 
 
-def kept_apart(tensors: list[Tensor], changed: Sequence[int]) -> list[Tensor]:
-    """The inputs of a call, with copies of those that the call changes: the backward still needs their old elements."""
-    return [x.clone() if i in changed else x for i, x in enumerate(tensors)]
+def tensors_of(
+    leaves: Sequence[Any], changed: Sequence[int], device: torch.device | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors among a call's inputs, as the caller gave them, and as the program takes them.
+
+    The program takes copies of those that the call changes: the backward still needs their old elements.
+
+    Args:
+        leaves: of the call's arguments.
+        changed: the numbers of the tensors that the call changes in place.
+        device: where the program takes them; None: where they are.
+    """
+    given = [x for x in leaves if isinstance(x, Tensor)]
+    taken = [x.clone() if i in changed else x for i, x in enumerate(given)] if changed else given
+    return given, taken if device is None else [moved(x, device) for x in taken]
 
 
 def put_back(tensors: list[Tensor], outputs: list[Any], changed: Sequence[int]) -> None:

@@ -130,7 +130,7 @@ class _Record(TorchDispatchMode):
         self.tape = tape
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+        self, function: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         self.tape.note_seed()
         result = function(*args, **(kwargs or {}))
@@ -150,7 +150,7 @@ class _Construction(TorchFunctionMode):
         self.tape = tape
 
     def __torch_function__(
-        self, function: Any, types: Any, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+        self, function: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         if function in (torch.tensor, torch.as_tensor) and kwargs.get("device") is None:

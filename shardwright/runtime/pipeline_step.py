@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .. import torch_private
-from ..accelerator_api import moved
 from ..capture.guards import Guards
 from ..capture.side_effects import Effects
 from ..errors import SettingError
@@ -38,10 +37,9 @@ from ..process import of_micro_batch, stream
 from ..pytree_objects import closed, holds_objects
 from ..sharded_plan import Plan
 from ..torch_private import demand, is_view
-from .call_boundary import kept_apart, put_back
+from .call_boundary import put_back, tensors_of
 from .deferred_init import materialize
 from .distributed.watch.rank_positions import position
-from .freed_memory import freed
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lowering import Lowered, lower
 
@@ -593,12 +591,7 @@ class PipelineProgram:
     def __call__(self, *leaves: Any) -> Any:
         if self.begin is not None:
             self.begin()
-        freed.step()
-        tensors = given = [x for x in leaves if isinstance(x, Tensor)]
-        if self.plan.graph.changed:
-            tensors = kept_apart(given, self.plan.graph.changed)
-        if self.device is not None:
-            tensors = [moved(x, self.device) for x in tensors]
+        given, tensors = tensors_of(leaves, self.plan.graph.changed, self.device)
         trains = torch.is_grad_enabled() and (self.loss is not None or self.why is not None)
         if trains:
             self.check()

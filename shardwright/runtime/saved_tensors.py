@@ -437,7 +437,7 @@ class RegatheredWeights:
         self._hooks.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
         self._places = {}
 

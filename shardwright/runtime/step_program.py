@@ -1,9 +1,9 @@
 """The step program: a planned model on its runtime, and the work of one call of it.
 
-A call checks in with the other ranks (`begin`), gives freed memory back, draws the seed, runs the local program,
-writes new values into buffers and inputs that the model changes, and builds the user's outputs. `make_program`
-chooses the runtime: one device, all devices in one process, a process a rank, or a pipeline of either kind.
-`pipeline_step.PipelineProgram` has the same interface for a plan with stages.
+A call checks in with the other ranks (`begin`), draws the seed, runs the local program, writes new values into buffers
+and inputs that the model changes, and builds the user's outputs. `make_program` chooses the runtime: one device, all
+devices in one process, a process a rank, or a pipeline of either kind. `pipeline_step.PipelineProgram` has the same
+interface for a plan with stages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..accelerator_api import moved
 from ..capture.export import ModelAndLoss
 from ..capture.guards import Guards
 from ..capture.side_effects import Effects
@@ -29,12 +28,11 @@ from ..pipeline.pipeline_plan import PipelinePlan
 from ..process import Runtime, stream
 from ..pytree_objects import closed, holds_objects
 from ..sharded_plan import Plan
-from .call_boundary import handings, kept_apart, leading_on, put_back, shared
+from .call_boundary import handings, leading_on, put_back, shared, tensors_of
 from .compilation import Compilation, keep_in_place
 from .deferred_init import materialize, put_in_place
 from .device_seed import place_seed
 from .distributed.parameter_hooks import with_rank_dim
-from .freed_memory import freed
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lowering import Lowered, lower
 from .optimizer_guard import Accumulation
@@ -98,12 +96,7 @@ class StepProgram:
     def __call__(self, *leaves: Any) -> Any:
         if self.begin is not None:
             self.begin()
-        freed.step()
-        tensors = given = [x for x in leaves if isinstance(x, Tensor)]
-        if self.plan.graph.changed:
-            tensors = kept_apart(given, self.plan.graph.changed)
-        if self._device is not None:
-            tensors = [moved(x, self._device) for x in tensors]
+        given, tensors = tensors_of(leaves, self.plan.graph.changed, self._device)
         if self._input_parts:
             tensors = [leading_on(x, parts) for x, parts in zip(tensors, self._input_parts)]
         if self._draws:
@@ -157,7 +150,6 @@ def make_program(
         compiled: the way ``torch.compile`` compiles the program; ignored with a warning where one
             process plays several devices.
     """
-    freed.planned(runtime.device)
     if runtime.chosen and before is None:
         _move(holder, runtime.device)
     moved = runtime.device if runtime.chosen else None

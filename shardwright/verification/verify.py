@@ -322,7 +322,7 @@ class _Verification:
                 return x
             return x.detach().to(dtype if x.is_floating_point() else x.dtype, copy=True)
 
-        memo: dict[int, Any] = {}
+        memo: dict[int, object] = {}
         for tensor, value in self.state:
             new = cast(value)
             if isinstance(tensor, nn.Parameter):

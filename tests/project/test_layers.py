@@ -40,7 +40,6 @@ OF_ENVIRONMENT = {
     "cli/forked_ranks.py",
     "cli/script.py",
     "runtime/distributed/shared_memory.py",
-    "runtime/freed_memory.py",
 }
 
 

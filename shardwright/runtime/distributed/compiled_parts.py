@@ -39,7 +39,7 @@ __all__ = ["BoundSum", "SumsEnd", "gathered_again", "late_scatter"]
 logging.getLogger(CHECKPOINT_LOGGER).addFilter(lambda record: "context_fn is passed" not in record.getMessage())
 
 
-def _again(*_: Any, **__: Any) -> CheckpointPolicy:
+def _again(*_: object, **__: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_RECOMPUTE
 
 

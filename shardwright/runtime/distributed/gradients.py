@@ -104,7 +104,7 @@ class Gradient(DTensor):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function in _ELEMENTWISE and not (torch.is_grad_enabled() and _any_requires_grad(args)):
             local = _locals(args)
@@ -235,7 +235,7 @@ class GatheredPart(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if changes(function) and isinstance(args[0], cls):
             raise lost(function)
@@ -256,7 +256,7 @@ class StageGradient(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function in _NORMS or function is foreach_norm:
             found = _found_together(function, args, kwargs or {})
@@ -312,7 +312,7 @@ class Unsummed(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function in _REFUSED:
             raise not_summed("a norm, a part, or a change of gradients")

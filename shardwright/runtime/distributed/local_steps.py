@@ -52,7 +52,7 @@ class _Matrix(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         narrowed = function is Tensor.to and torch.bfloat16 in (*args[1:], *(kwargs or {}).values())
         if narrowed or function is Tensor.bfloat16:
