@@ -415,7 +415,11 @@ class _PricedSearch:
             known = Prices(self.rows.count, self.rows.limit)
             known.cuts, known.multipliers = list(self.known.values()), self.prices.multipliers
             near = self.gap / 4 if direct else max(self.gap / 4, ROUGH * 0.1**turn)
-            waits = TURN_EVALUATIONS if direct or self.least is not None else max(CAPPED, 0 if exact else STATES // part.size)
+            waits = (
+                TURN_EVALUATIONS
+                if direct or self.least is not None
+                else max(CAPPED, 0 if exact else STATES // part.size)
+            )
             value = ascend(part, known, cap=cap, gap=near, most=TURN_EVALUATIONS, most_capped=waits)
             evaluated += known.seen
             for cut in known.cuts:
