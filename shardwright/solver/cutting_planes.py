@@ -81,14 +81,16 @@ class Prices:
     Attributes:
         multipliers, bound: the best multipliers, and their bound.
         cuts: the states.
+        seen: the number of evaluations.
     """
 
     def __init__(self, count: int, limit: float) -> None:
         self.limit = limit
         self.cuts: list[Cut] = []
-        self.multipliers, self.bound = np.zeros(count), -np.inf
+        self.multipliers, self.bound, self.seen = np.zeros(count), -np.inf, 0
 
     def see(self, multipliers: np.ndarray, value: float, cut: Cut) -> None:
+        self.seen += 1
         if all(cut.states != other.states for other in self.cuts):
             self.cuts.append(cut)
         if value > self.bound:
@@ -136,7 +138,16 @@ def cheapest(cuts: Sequence[Cut], limit: float, most: float) -> tuple[np.ndarray
     return out, float(found[-1]) * scale
 
 
-def ascend(pricing: Any, prices: Prices, *, cap: float, gap: float, most: int) -> float:
+def ascend(
+    pricing: Any,
+    prices: Prices,
+    *,
+    cap: float,
+    gap: float,
+    most: int,
+    most_capped: float = np.inf,
+    until: float = np.inf,
+) -> float:
     """Improve the prices, and add states.
 
     Args:
@@ -145,6 +156,8 @@ def ascend(pricing: Any, prices: Prices, *, cap: float, gap: float, most: int) -
         cap: bound on the price of the limit's worth of memory.
         gap: relative distance of bound and θ at which it ends.
         most: evaluations of `pricing`.
+        most_capped: evaluations while no mixture of known states is within the limit.
+        until: a bound at which it ends.
 
     Returns:
         The program's value: the cost of the best mixture of known states within the limit. Infinite where no mixture
@@ -152,13 +165,14 @@ def ascend(pricing: Any, prices: Prices, *, cap: float, gap: float, most: int) -
     """
     if not prices.cuts:
         prices.see(prices.multipliers, *pricing.least(prices.multipliers))
-    value, capped = np.inf, False
+    value, capped, waited = np.inf, False, 0
     budget = current()
     for _ in range(most):
         budget.watch()
         multipliers, value = cheapest(prices.cuts, prices.limit, cap)
         capped = float(multipliers.sum()) * max(prices.limit, 1.0) >= 0.999 * cap
-        if value - prices.bound <= gap * abs(value):
+        waited += capped
+        if value - prices.bound <= gap * abs(value) or prices.bound > until or waited > most_capped:
             return np.inf if capped else value
         known = len(prices.cuts)
         if prices.bound > -np.inf:
@@ -215,7 +229,14 @@ def costless(problem: Problem) -> Problem:
 
 
 def leanest_by_prices(
-    problem: Problem, rows: Rows, pricing: _Priced, low: float, seen: Sequence[Cut] = (), evaluations: int = EVALUATIONS
+    problem: Problem,
+    rows: Rows,
+    pricing: _Priced,
+    low: float,
+    seen: Sequence[Cut] = (),
+    evaluations: int = EVALUATIONS,
+    target: float = 0.0,
+    limit: float = np.inf,
 ) -> LeastMemory:
     """The least limit of a problem without costs, of `binding`, as near as prices and splicing come to it.
 
@@ -227,6 +248,8 @@ def leanest_by_prices(
         seen: allowed states, which are spliced as well.
         evaluations: at further prices than even ones. They raise the lower end; the upper end seldom falls with them,
             because states that are least at a few moments are large at all others.
+        target: the search ends with states that keep this limit.
+        limit: the lower end is not raised further once it is above this limit.
     """
     unit = max(low, 1.0)  # unit of the limits here: with Σ λ · unit = 1, L(λ) = least limit / unit - 1
     rows = replace(rows, limit=unit)
@@ -234,12 +257,14 @@ def leanest_by_prices(
     even = np.full(rows.count, 1.0 / (unit * rows.count))
     known.see(even, *in_units.least(even))  # the states of little memory everywhere
     if evaluations:
-        ascend(in_units, known, cap=1.0, gap=APART / 4, most=evaluations)
+        ascend(in_units, known, cap=1.0, gap=APART / 4, most=evaluations, until=limit / unit - 1.0)
     least = max(low, unit * (1.0 + known.bound))
     near = sorted((*known.cuts, *seen), key=lambda cut: float(cut.used.max()))[:SPLICED]
     states, enough = near[0].states, float(near[0].used.max())
     bold = True  # halve the range as long as that succeeds; then go down in small steps
-    while enough > (1.0 + APART) * least:
+    budget = current()
+    while enough > max((1.0 + APART) * least, target):
+        budget.tell()
         trial = (least + enough) / 2 if bold else (1.0 - APART / 2) * enough
         splicer = Splicer(problem, replace(rows, limit=trial))
         found = next(
@@ -282,10 +307,14 @@ MOMENTS = 4  # moments with a price when sweeps search for states of little memo
 ROUNDING = 1e-9  # relative, of a bound by prices
 ROUGH = 1e-2  # relative gap of the first turn's prices to a part's best ones; each later turn's is a tenth of it
 TURN_EVALUATIONS = 40  # most evaluations of a part in a turn
+EVALUATED = 80  # evaluations in all turns after which no further turn begins
+CAPPED = 8  # evaluations of a turn without a mixture within the limit; then states of little memory are searched
+STATES = 1_500_000  # states in all such evaluations up to which there are more of them, for splicing
 FIRST_PRICE = 0.2  # first bound on the price of the limit's worth of memory, as a multiple of the cost without a limit
 MOST_PRICE = 1e5  # its largest bound
 DEARER = 4.0  # factor from one bound to the next
 HIGHER = (1.02, 1.1, 1.4, 2.0, 4.0, 16.0, 256.0)  # factors on the best prices, to find states within the limit
+FINER = (1.003, 1.01)  # further factors, where sweeps bound the whole
 FEW = 12  # a node with at most so many states has all of them in the part
 NEAREST = 8  # number of the known states, the best at the best prices, that are spliced with one another
 SETTLED = 0.2  # share of the gap between bound and the part's value that a turn must close for another turn
@@ -341,6 +370,7 @@ class _PricedSearch:
         self.looks: list[np.ndarray] = []  # states (bool, by node) that look best to the sweeps
         self.splicer = Splicer(problem, rows)
         self.prices = Prices(rows.count, rows.limit)
+        self.swept_at: np.ndarray | None = None  # a part's best prices, where sweeps bound the whole
         self.states: list[int] | None = None
         self.cost = np.inf
         self.known: dict[tuple[int, ...], Cut] = {}
@@ -349,6 +379,12 @@ class _PricedSearch:
     @property
     def near(self) -> bool:
         return self.states is not None and self.cost - self.prices.bound <= max(self.gap, 1e-9) * abs(self.cost)
+
+    @property
+    def fair(self) -> np.ndarray:
+        """The prices at which states are compared: those of the best bound, or of the last part, which elimination
+        minimises, where sweeps bound the whole: a bound by sweeps is often highest at prices that are too low."""
+        return self.prices.multipliers if self.swept_at is None else self.swept_at
 
     def run(self) -> Solution | None:
         """The solution; None where no states within the limit were found.
@@ -372,7 +408,7 @@ class _PricedSearch:
         exact = isinstance(self.pricing, Pricing)
         direct = isinstance(self.pricing, Pricing) and self.pricing.work <= DIRECT
         part: Any = self.pricing
-        lacking, spliced = np.inf, False
+        lacking, spliced, evaluated = np.inf, False, 0
         for turn in range(ROUNDS):
             if not direct:
                 part = Part(self.problem, self.rows, self.marks())
@@ -380,7 +416,13 @@ class _PricedSearch:
             known = Prices(self.rows.count, self.rows.limit)
             known.cuts, known.multipliers = list(self.known.values()), self.prices.multipliers
             near = self.gap / 4 if direct else max(self.gap / 4, ROUGH * 0.1**turn)
-            value = ascend(part, known, cap=cap, gap=near, most=TURN_EVALUATIONS)
+            waits = (
+                TURN_EVALUATIONS
+                if direct or self.least is not None
+                else max(CAPPED, 0 if exact else STATES // part.size)
+            )
+            value = ascend(part, known, cap=cap, gap=near, most=TURN_EVALUATIONS, most_capped=waits)
+            evaluated += known.seen
             for cut in known.cuts:
                 self.offer(cut)
             if value == np.inf and turn >= DEAR and self.least is None:
@@ -388,6 +430,9 @@ class _PricedSearch:
                     break
                 cap = DEARER * max(cap, self.cost - self.prices.bound if self.states is not None else 0.0)
                 continue
+            if value < np.inf and not exact:
+                self.swept_at = known.multipliers
+            before = self.prices.bound
             if direct:
                 self.prices = known
             else:
@@ -406,9 +451,14 @@ class _PricedSearch:
                 if self.near:
                     break
                 if not exact:
-                    if value - self.prices.bound > (1.0 - SETTLED) * lacking:
+                    lacks, closed = value - self.prices.bound, self.prices.bound - before
+                    if max(closed, lacking - lacks if lacking < np.inf else 0.0) < SETTLED * min(
+                        lacking, lacks + closed
+                    ):
                         break  # a further turn would close as little
-                    lacking = value - self.prices.bound
+                    lacking = lacks
+            if not direct and evaluated >= EVALUATED:
+                break
         if not self.near:
             self.keep(part)
             self.splice()
@@ -434,13 +484,14 @@ class _PricedSearch:
             exact = isinstance(self.pricing, Pricing) and self.pricing.work <= QUICK
             pricing = Pricing.of(free, self.rows) if exact else None
             if pricing is not None:
-                found = leanest_by_prices(free, self.rows, pricing, low)
+                found = leanest_by_prices(free, self.rows, pricing, low, limit=self.rows.limit * (1.0 + APART / 4))
                 self.least = max(low, found.least * (1.0 - ROUNDING))
                 may = self.least <= self.rows.limit
             else:
                 if isinstance(self.pricing, SweptPricing):
                     self.pricing.forget()
-                found = swept_leanest(free, self.rows, self.marks(), low, list(self.known.values()))
+                known = list(self.known.values())
+                found = swept_leanest(free, self.rows, self.marks(), low, known, self.rows.limit)
                 self.least, may = found.least, found.enough is not None and found.enough <= self.rows.limit
         except OutOfBudgetError:
             return True
@@ -456,11 +507,11 @@ class _PricedSearch:
     def keep(self, part: Any) -> None:
         """Add states within the limit: those that are least at higher prices than the best ones."""
         spliced = False
-        for times in HIGHER:
+        for times in HIGHER if self.swept_at is None else (*FINER, *HIGHER):
             self.tell()
             if any((cut.used <= self.rows.limit).all() for cut in self.known.values()) and times > 2.0:
                 break
-            _, cut = part.least(times * self.prices.multipliers)
+            _, cut = part.least(times * self.fair)
             self.offer(cut)
             if not spliced and (cut.used <= self.rows.limit).all():
                 self.splice()  # splicing the cheapest of them is often enough
@@ -529,6 +580,7 @@ class _PricedSearch:
                 for outside in others:
                     if self.near:
                         return
+                    current().tell()
                     self.take(self.splicer.splice(inside, outside.states, self.cost))
             again = [self.states] if self.cost < before and self.states is not None else []
 
@@ -549,7 +601,7 @@ class _PricedSearch:
             length = int(random.integers(LENGTH // 8, LENGTH))
             begin = int(random.integers(-length // 2, max(count - length // 2, 1)))
             end = min(begin + length, count)
-            found = self.splicer.window(states, max(begin, 0), end, alive, self.prices.multipliers, self.cost)
+            found = self.splicer.window(states, max(begin, 0), end, alive, self.fair, self.cost)
             if self.take(found) and found is not None:
                 states = found[0]
             if self.near:
@@ -572,7 +624,7 @@ class _PricedSearch:
 
     def order(self) -> list[Cut]:
         """The known states, ordered by their cost with memory at the best prices."""
-        limit, prices = self.rows.limit, self.prices.multipliers
+        limit, prices = self.rows.limit, self.fair
         return sorted(self.known.values(), key=lambda cut: cut.cost + float(prices @ (cut.used - limit)))
 
     def solution(self, note: str) -> Solution:
@@ -584,7 +636,7 @@ class _PricedSearch:
 
 
 def swept_leanest(
-    problem: Problem, rows: Rows, alive: Sequence[np.ndarray], low: float, seen: Sequence[Cut] = ()
+    problem: Problem, rows: Rows, alive: Sequence[np.ndarray], low: float, seen: Sequence[Cut] = (), target: float = 0.0
 ) -> LeastMemory:
     """The states of the least memory of a problem without costs that elimination cannot do.
 
@@ -597,6 +649,7 @@ def swept_leanest(
         alive: further states (bool, by node) to choose from.
         low: no plan keeps a limit below it.
         seen: allowed states, which are spliced with those found.
+        target: the search ends with states that keep this limit.
     """
     swept = SweptPricing(problem, rows)
     search = _PricedSearch(problem, rows, swept, 0.0)
@@ -609,7 +662,8 @@ def swept_leanest(
     low = max(low, search.prices.bound + rows.limit)
     try:
         part = Part(problem, rows, search.marks())
-        return replace(leanest_by_prices(problem, rows, part, low, seen, evaluations=0), least=low)
+        found = leanest_by_prices(problem, rows, part, low, seen, evaluations=0, target=target)
+        return replace(found, least=low)
     except PlanError:  # these states exclude one another
         return LeastMemory(low, None, None)
 

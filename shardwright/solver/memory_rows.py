@@ -122,9 +122,7 @@ class _Extremes:
 
 def _running(first: np.ndarray, last: np.ndarray, amounts: np.ndarray, count: int) -> np.ndarray:
     """By moment of `count`, the sum of the amounts that live there."""
-    change = np.zeros(count + 1)
-    np.add.at(change, first, amounts)
-    np.add.at(change, last, -amounts)
+    change = np.bincount(np.concatenate((first, last)), np.concatenate((amounts, -amounts)), count + 1)
     return np.cumsum(change)[:-1]
 
 

@@ -65,8 +65,9 @@ class Splicer:
             fits = np.ones(len(costs), bool)
             over = np.maximum(*used) - self.rows.limit
             for row in np.argsort(-over, kind="stable")[:WORST]:
-                if over[row] > 0:
-                    fits &= self._held(a, b, int(row)) <= self.rows.limit
+                if over[row] <= 0 or not fits.any():
+                    break
+                fits &= self._held(a, b, int(row)) <= self.rows.limit
             places = np.flatnonzero(fits & (costs < below))
             for k in places[np.argsort(costs[places], kind="stable")[:TRIED]]:
                 states = [*a[:k].tolist(), *b[k:].tolist()]
@@ -193,16 +194,15 @@ def _along(
     low: np.ndarray, high: np.ndarray, before: np.ndarray, across: np.ndarray, after: np.ndarray, count: int
 ) -> np.ndarray:
     """By place k in 0..count: Σ before (both nodes below k) + across (the lower node alone) + after (neither)."""
-    change = np.zeros((2, count + 2))
-    none = np.zeros(len(low), np.int64)
-    for start, stop, values in (
-        (high + 1, np.full(len(low), count + 1), before),
-        (low + 1, high + 1, across),
-        (none, low + 1, after),
-    ):
-        finite = np.isfinite(values)
-        for n, amounts in enumerate((np.where(finite, values, 0.0), (~finite).astype(float))):
-            np.add.at(change[n], start, amounts)
-            np.add.at(change[n], stop, -amounts)
-    sums = np.cumsum(change, axis=1)[:, :-1]
-    return np.where(sums[1] > 0.5, np.inf, sums[0])
+    places = np.concatenate((high + 1, np.full(len(low), count + 1), low + 1, high + 1, np.zeros_like(low), low + 1))
+
+    def sums(*amounts: np.ndarray) -> np.ndarray:
+        """By place, the sum of the amounts, each over its stretch."""
+        weights = np.concatenate([signed for one in amounts for signed in (one, -one)])
+        return np.cumsum(np.bincount(places, weights, count + 2))[:-1]
+
+    finite = [np.isfinite(values) for values in (before, across, after)]
+    if all(some.all() for some in finite):
+        return sums(before, across, after)
+    whole = sums(*(np.where(some, values, 0.0) for some, values in zip(finite, (before, across, after))))
+    return np.where(sums(*((~some).astype(float) for some in finite)) > 0.5, np.inf, whole)

@@ -25,7 +25,7 @@ from shardwright.errors import SettingError
 from shardwright.solver import cutting_planes as searching
 from shardwright.solver.cutting_planes import priced_search
 from shardwright.solver.elimination import Facts, Tables
-from shardwright.solver.lagrangian import Pricing, SweptPricing
+from shardwright.solver.lagrangian import Cut, Pricing, SweptPricing
 from shardwright.solver.memory_rows import Rows, binding, period, shorter
 from shardwright.solver.presolve import consistent
 from shardwright.solver.problem import MemoryUsage, Problem
@@ -198,6 +198,48 @@ def test_a_search_by_sweeps_is_as_good_as_one_by_elimination(seed):
     assert found.bound <= exact.cost * (1 + 1e-9)
     assert found.cost <= exact.cost * 1.02
     assert (rows.used(found.states) <= problem.limit).all()
+
+
+class NeverWithin:
+    """A problem whose every state is above the limit of 10, a new one at each prices."""
+
+    calls = 0
+
+    def least(self, multipliers: np.ndarray) -> tuple[float, Cut]:
+        self.calls += 1
+        return 0.0, Cut((self.calls,), 100.0 - self.calls, np.array([11.0 + self.calls / 1000]))
+
+
+def test_prices_that_no_mixture_of_states_can_meet_are_given_up():
+    def evaluations(**given) -> int:
+        problem = NeverWithin()
+        assert searching.ascend(problem, searching.Prices(1, 10.0), cap=1e3, gap=1e-6, most=40, **given) == np.inf
+        return problem.calls
+
+    assert evaluations() > 40
+    assert evaluations(most_capped=3) < 10
+    assert evaluations(until=-1.0) == 1  # the bound, 0, is above it at once
+
+
+@pytest.mark.parametrize(("target", "enough"), [(0.0, 2.0), (10.0, 10.0)])
+def test_a_search_for_lean_states_ends_with_the_first_that_suffice(target, enough):
+    """Two nodes, each of 10 or 2 at a moment of its own: (10, 2) and (2, 10) give (2, 2), unless 10 will do."""
+    uses = tuple(MemoryUsage(v, v, v + 1, np.array([10.0, 2.0])) for v in range(2))
+    problem = Problem((np.zeros(2), np.zeros(2)), {}, usages=uses, limit=1.0)
+    rows = Rows.of(problem, 2)
+
+    class Fat:
+        """Whatever the prices, the first node's 10."""
+
+        def __init__(self) -> None:
+            self.rows = rows
+
+        def least(self, multipliers: np.ndarray) -> tuple[float, Cut]:
+            return 0.0, Cut((0, 1), 0.0, rows.used((0, 1)))
+
+    seen = [Cut((1, 0), 0.0, rows.used((1, 0)))]
+    found = searching.leanest_by_prices(problem, rows, Fat(), 1.0, seen, evaluations=0, target=target)
+    assert found.enough == enough
 
 
 def test_a_table_of_one_elimination_ends_with_the_elimination():
