@@ -1,4 +1,4 @@
-"""What help and completion say about the public names."""
+"""Help and completion of the public names, as an editor or a prompt shows them."""
 
 from __future__ import annotations
 
