@@ -61,7 +61,7 @@ def run(notebook: Notebook) -> Notebook:
 
 
 def outputs(shell: Any, source: str, number: int) -> list[dict[str, Any]]:
-    """What a cell prints and shows, and its result, as the file of a notebook holds them.
+    """The texts that a cell prints, the values that it shows, and its result, as the file of a notebook holds them.
 
     Raises:
         RuntimeError: the cell fails.

@@ -4,11 +4,13 @@
 
 1. `slices`: a tensor under a `Layout`, one box for each slice, with the ranks that hold it.
 2. `memory`: the memory of a device in plans of one model, by kind.
-3. `report`: the HTML report of the plan of docs/how-to/read-a-plan.md, as a browser shows it.
+3. `host_time`, `searches`: figures of the tables of benchmarks/README.md.
+4. `report`: the HTML report of the plan of docs/how-to/read-a-plan.md, as a browser shows it.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -45,7 +47,7 @@ def slices(layout: sw.Layout, shape: Sequence[int], title: str) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def bars(rows: Mapping[str, Mapping[str, float]], title: str, unit: str) -> str:
+def bars(rows: Mapping[str, Mapping[str, float]], title: str, unit: str, digits: int = 1) -> str:
     """An SVG of horizontal bars, each of which is a sum of kinds."""
     kinds = list(dict.fromkeys(kind for row in rows.values() for kind in row))
     most = max(sum(row.values()) for row in rows.values())
@@ -60,9 +62,9 @@ def bars(rows: Mapping[str, Mapping[str, float]], title: str, unit: str) -> str:
             colour = COLOURS[kinds.index(kind)]
             parts.append(f'<rect x="{x:.1f}" y="{y}" width="{w:.1f}" height="20" fill="{colour}"/>')
             x += w
-        parts.append(f'<text x="{x + 6:.1f}" y="{y + 15}" class="value">{sum(row.values()):.1f} {unit}</text>')
+        parts.append(f'<text x="{x + 6:.1f}" y="{y + 15}" class="value">{sum(row.values()):.{digits}f} {unit}</text>')
     x, y = float(names), 48 + 30 * len(rows)
-    for kind, colour in zip(kinds, COLOURS):
+    for kind, colour in zip(filter(None, kinds), COLOURS):
         parts.append(f'<rect x="{x:g}" y="{y}" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{x + 18:g}" y="{y + 11}" class="value">{escape(kind)}</text>')
         x += 34 + 7 * len(kind)
@@ -88,6 +90,34 @@ def memory() -> str:
     return bars(rows, "A device's memory, summed by kind, of 8: four layers of 1024 x 4096, batch 2048, Adam", "MiB")
 
 
+def measured(script: str, pattern: str) -> dict[str, dict[str, float]]:
+    """Figures of a script, as the table of benchmarks/README.md has them: name -> {"": figure}.
+
+    Args:
+        script: its name.
+        pattern: of a name and its figure in the script's row.
+    """
+    text = (DOCS.parent / "benchmarks" / "README.md").read_text(encoding="utf-8").split("## Measured")[1]
+    (row,) = (line for line in text.splitlines() if line.startswith(f"| `{script}` |"))
+    found = {name: {"": float(figure)} for name, figure in re.findall(pattern, row)}
+    if not found:
+        raise ValueError(f"benchmarks/README.md: no figure of {script} is found by {pattern!r}")
+    return found
+
+
+def host_time() -> str:
+    """The host's time of a step over that of plain torch."""
+    rows = measured("accelerator.py", r"(dp2 x tp4|data_parallel|hsdp level\d|FSDP2) (\d\.\d+) \(")
+    return bars(rows, "Host time of a step of GPT, one rank of eight, as a multiple of plain torch's", "x", 2)
+
+
+def searches() -> str:
+    """Seconds of searches within limits of memory."""
+    rows = measured("planning_limits.py", r"(Llama without a limit|within \d\d GB) (\d+) s, ")
+    rows = {name.replace("Llama without", "without"): row for name, row in list(rows.items())[:3]}
+    return bars(rows, "A search for Llama of 96 layers on 64 devices: seconds of one core", "s", 0)
+
+
 def _head(width: int, height: int, title: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
@@ -106,6 +136,8 @@ def made() -> dict[Path, str]:
         folder / "mp-sp-dp.svg": slices(layout("mp", ("sp", "dp")), (2, 4), '("mp", ("sp", "dp")), 2 x 4'),
         folder / "mp-dp-sp.svg": slices(layout("mp", ("dp", "sp")), (2, 4), '("mp", ("dp", "sp")), 2 x 4'),
         folder / "memory.svg": memory(),
+        DOCS / "understand" / "pictures" / "host-time.svg": host_time(),
+        DOCS / "understand" / "pictures" / "searches.svg": searches(),
     }
 
 

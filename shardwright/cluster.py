@@ -72,6 +72,11 @@ class Level:
 
     Raises:
         SettingError: a value that is not above 0.
+
+    Example:
+        >>> link = sw.Level("10 GbE", size=4, bandwidth=1.25e9, latency=30e-6)
+        >>> link.size
+        4
     """
 
     name: str
@@ -104,6 +109,11 @@ class Cluster:
 
     Raises:
         SettingError: a value that is not above 0, no level, no rate, more than `MOST_DEVICES` devices.
+
+    Example:
+        >>> cluster = sw.Cluster.of("h100x8x4")
+        >>> cluster.devices, [level.name for level in cluster.levels]
+        (32, ['NVLink 4', 'InfiniBand NDR'])
     """
 
     name: str

@@ -52,7 +52,13 @@ REDUCTIONS = ("sum", "max", "min")
 
 @dataclass(frozen=True, order=True)
 class Digit:
-    """One digit of a rank: ``(rank // stride) % size``."""
+    """One digit of a rank: ``(rank // stride) % size``.
+
+    Example:
+        >>> digit = sw.Digit(4, 2)
+        >>> digit, digit.span
+        (4@2, 8)
+    """
 
     size: int
     stride: int
@@ -277,6 +283,12 @@ class Layout:
     Raises:
         LayoutError: names that repeat, are reserved or do not match the matrix; sizes below 1; a `rank_list` that does
             not hold each rank once, or whose axes are no digits of the rank.
+
+    Example:
+        >>> layout = sw.Layout((2, 4), ("dp", "mp"))
+        >>> cut = layout("dp", "mp")
+        >>> cut.slice((8, 8), 5)
+        (slice(4, 8, None), slice(2, 4, None))
     """
 
     __slots__ = ("devices", "dims", "partial", "reduction", "device_matrix", "alias_name", "_entries", "_axes", "_hash")

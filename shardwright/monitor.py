@@ -55,6 +55,12 @@ class Monitor:
 
     Raises:
         SettingError: an `every` that is no whole number of at least 1.
+
+    Example:
+        >>> with sw.Monitor(model, every=10) as monitor:
+        ...     for _ in range(3):
+        ...         loss = model(x, y)
+        ...         monitor.step(loss)
     """
 
     def __init__(

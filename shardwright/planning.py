@@ -545,7 +545,8 @@ def plan(
         net: the model; its parameters may be real or meta.
         inputs: the model's inputs, a tuple of tensors of **global** shapes; real, fake or meta.
         loss_fn, targets: the loss, called as ``loss_fn(net(*inputs), targets)``; None: the forward alone.
-        parallel_mode: one of `planners.planning_problem.modes`.
+        parallel_mode: "stand_alone", "data_parallel", "semi_auto", "sharding_propagation", "recursive_programming",
+            "dynamic_programming" or "hybrid_parallel"; `AutoParallel` says what each does.
         devices: the number of devices.
         dataset_strategy: "full_batch", "data_parallel", or a tuple with one entry per tensor input.
         on_missing_rule: "error", or "replicate": operators without a rule run whole, with a note in the plan.
@@ -583,6 +584,12 @@ def plan(
     Raises:
         ShardwrightError: a setting, strategy or operator that does not fit, with the operator, the line, the sizes
             and a legal choice.
+
+    Example:
+        >>> plan = sw.plan(net, (x,), loss_fn, y, parallel_mode="data_parallel", devices=8, cluster="h100x8")
+        >>> print(plan)
+        data_parallel on 8 devices of h100x8
+        the model: data 8
     """
     if not isinstance(net, nn.Module):
         raise SettingError(f"{net!r} is not an nn.Module", legal="a model, and its inputs as a tuple")

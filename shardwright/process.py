@@ -121,6 +121,11 @@ def init(
             rank table, that are faulty or contradict one another; ranks that do not join; a device that is not there;
             more processes on a host than accelerators; two processes on one accelerator; a worker of a launcher that is
             not read.
+
+    Example:
+        >>> runtime = sw.init(devices=8)
+        >>> sw.world_size()
+        8
     """
     if is_msrun_scheduler(os.environ) and not (dist.is_available() and dist.is_initialized()):
         print(
@@ -274,12 +279,22 @@ def playing(runtime: Runtime) -> Iterator[None]:
 
 
 def rank() -> int:
-    """The rank of this process; 0 where all devices are in one process."""
+    """The rank of this process; 0 where all devices are in one process.
+
+    Example:
+        >>> sw.rank()  # all devices are in this process
+        0
+    """
     return current().rank
 
 
 def world_size() -> int:
-    """The number of devices; 1 where all are in one process and `init` was not given a number."""
+    """The number of devices; 1 where all are in one process and `init` was not given a number.
+
+    Example:
+        >>> sw.world_size()
+        8
+    """
     return current().devices or 1
 
 

@@ -247,6 +247,13 @@ class Plan(CountedOptimizer, SavedPlan):
 
     Attributes:
         comm_memory: bytes by which messages under way may raise the peak; None: the default of the schedule.
+
+    Example:
+        >>> plan = sw.plan(net, (x,), devices=8)
+        >>> plan.operator("0").in_strategy
+        ((8, 1), (1, 1), (1,))
+        >>> plan.parameters["0.weight"].local_shape(3)
+        (32, 16)
     """
 
     graph: Graph

@@ -125,6 +125,13 @@ class Operator:
         priority: the order of marks in sharding_propagation: unmarked neighbours follow the lowest number first.
         source: the line that gave the strategy.
         recomputed: the settings given by `recompute`, or None.
+
+    Example:
+        >>> product = sw.shard(torch.matmul, in_strategy=((2, 4), (4, 1)))
+        >>> product.in_strategy
+        ((2, 4), (4, 1))
+        >>> torch.equal(product(x, net[0].weight.T), x @ net[0].weight.T)  # outside of a plan: the function itself
+        True
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -274,6 +281,11 @@ def shard(
     Raises:
         SettingError: `operator` is neither a function nor a module, or the priority is not a whole number from 0; the
             model has been planned. Strategies are checked when the model is planned.
+
+    Example:
+        >>> layer = sw.shard(net[0], in_strategy=((2, 1), (4, 1)))  # rows 2 ways, output features 4 ways
+        >>> sw.plan(net, (x,), devices=8).operator("0").in_strategy
+        ((2, 1), (4, 1), (4,))
     """
     if isinstance(operator, Operator):
         return operator.shard(in_strategy, out_strategy, priority)
@@ -314,6 +326,11 @@ def recompute(target: Any, mp_comm_recompute: bool = True, parallel_optimizer_co
 
     Raises:
         SettingError: neither a module nor a function; the model has been planned.
+
+    Example:
+        >>> layer = sw.recompute(net[1])  # its activations are dropped, and computed again in the backward
+        >>> layer is net[1]
+        True
     """
     settings = RecomputeSettings(bool(mp_comm_recompute), bool(parallel_optimizer_comm_recompute))
     if isinstance(target, (nn.Module, Operator)):
@@ -421,6 +438,9 @@ def no_optimizer_parallel(parameter: nn.Parameter | nn.Module) -> Any:
 
     Raises:
         SettingError: neither a parameter nor a module; the model has been planned.
+
+    Example:
+        >>> bias = sw.no_optimizer_parallel(net[2].bias)  # hsdp leaves it whole
     """
     if not isinstance(parameter, (nn.Parameter, nn.Module)):
         raise SettingError(
@@ -515,6 +535,11 @@ def set_stage(module: nn.Module, stage: int) -> nn.Module:
     Raises:
         SettingError: not a module, not a number from 0, a module that is in another stage already, or in a model that
             has been planned.
+
+    Example:
+        >>> first, last = sw.set_stage(net[0], 0), sw.set_stage(net[2], 1)
+        >>> first is net[0]
+        True
     """
     if not isinstance(module, nn.Module):
         raise SettingError(f"set_stage: {module!r} is not an nn.Module", legal="a module of the model")

@@ -53,6 +53,11 @@ def layerwise_parallel(given: nn.Parameter | Callable[[int], torch.Tensor]) -> n
 
     Raises:
         SettingError: `given` is neither a parameter nor a function; its model has been planned.
+
+    Example:
+        >>> weight = sw.layerwise_parallel(lambda rank: torch.full((4, 4), float(rank)))  # one slice a rank
+        >>> isinstance(weight, nn.Parameter)
+        True
     """
     if isinstance(given, nn.Parameter):
         check_not_planned("layerwise_parallel()", given)

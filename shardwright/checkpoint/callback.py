@@ -39,6 +39,10 @@ class CheckpointConfig:
 
     Raises:
         SettingError: neither steps nor minutes are given, or a number is invalid.
+
+    Example:
+        >>> sw.CheckpointConfig("runs/7", every_n_steps=100, every_n_minutes=30).every_n_steps
+        100
     """
 
     path: str | Path
@@ -81,6 +85,16 @@ class CheckpointCallback:
     Args:
         config: the times and the form of the checkpoints.
         model, optimizer, schedulers, data: see `save_checkpoint`.
+
+    Example:
+        >>> config = sw.CheckpointConfig("runs/9", every_n_steps=2)
+        >>> callback = sw.CheckpointCallback(config, model, optimizer)
+        >>> for step in range(1, 4):
+        ...     loss = model(x, y)
+        ...     saving = callback.step(step)  # None where nothing is saved
+        >>> callback.wait()
+        >>> sw.latest_checkpoint("runs/9").name
+        'step-00000002'
     """
 
     def __init__(

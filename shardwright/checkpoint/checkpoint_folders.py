@@ -93,6 +93,13 @@ def latest_checkpoint(path: str | Path) -> Path | None:
 
     Raises:
         CheckpointError: a folder that cannot be read, or a file.
+
+    Example:
+        >>> saving = sw.save_checkpoint(model, optimizer, "runs/7", step=3)
+        >>> sw.latest_checkpoint("runs/7").name
+        'step-00000003'
+        >>> sw.latest_checkpoint("nowhere") is None
+        True
     """
     if Path(path).is_file():
         raise CheckpointError(absent(Path(path)), source=str(path), legal="the folder of a run")

@@ -284,6 +284,12 @@ class Restored:
         step: the step of the run; None for a Hugging Face folder.
         extra: the ``extra`` value that was saved.
         path: the checkpoint's folder.
+
+    Example:
+        >>> saving = sw.save_checkpoint(model, optimizer, "runs/7", step=3, extra={"seed": 5})
+        >>> restored = sw.load_checkpoint(model, optimizer, "runs/7")
+        >>> restored.step, restored.extra
+        (3, {'seed': 5})
     """
 
     step: int | None
@@ -333,6 +339,11 @@ def load_checkpoint(
         CheckpointError: no such checkpoint, with the steps that exist; a damaged or mixed-up file, with its name;
             another model, with the names and shapes; another optimizer; ranks that have different checkpoints, with
             both folders. Raised on every rank alike, before anything is changed.
+
+    Example:
+        >>> saving = sw.save_checkpoint(model, optimizer, "runs/7", step=3)
+        >>> sw.load_checkpoint(model, optimizer, "runs/7").step
+        3
     """
     ranks = ranks_of_now()
     wait_for_last()

@@ -375,6 +375,11 @@ def save_checkpoint(
     Raises:
         CheckpointError: the folder cannot be written, the step is below 0, a value cannot be saved, or an earlier
             save in the background failed (its error).
+
+    Example:
+        >>> saving = sw.save_checkpoint(model, optimizer, "runs/7", step=3)
+        >>> sw.latest_checkpoint("runs/7").name
+        'step-00000003'
     """
     ranks = ranks_of_now()
     job: SaveJob | None = None

@@ -369,6 +369,15 @@ def rank_list_for_transform(
         SettingError: the destination has no such rank.
         PlanError: a file cannot be read, or is of another model.
         CheckpointError: a checkpoint cannot be read.
+
+    Example:
+        >>> plan.save("whole.json")  # each rank has all of each parameter
+        >>> sw.rank_list_for_transform(0, "whole.json")
+        [0]
+        >>> cut = sw.shard(net[0], ((1, 1), (8, 1)))  # each rank has an eighth of this one
+        >>> sw.plan(net, (x,), loss_fn, y, devices=8).save("cut.json")
+        >>> sw.rank_list_for_transform(0, "cut.json")
+        [0, 1, 2, 3, 4, 5, 6, 7]
     """
     target = None if dst_strategy_file is None else ParameterStrategies.read(dst_strategy_file)
     devices = 1 if target is None else target.devices
@@ -485,6 +494,12 @@ def transform_checkpoints(
         CheckpointError: there is no checkpoint; one is damaged, or of another model; one of its step exists already.
             Checkpoints that were done before stay.
         PlanError, LayoutError: the strategies cannot be read.
+
+    Example:
+        >>> saving = sw.save_checkpoint(model, optimizer, "runs/7", step=3)
+        >>> plan.save("plan.json")
+        >>> [path.name for path in sw.transform_checkpoints("runs/7", "runs/8", "plan.json")]
+        ['step-00000003']
     """
     source, target = Path(src_checkpoints_dir), Path(dst_checkpoints_dir)
     single = folder_of(source) if (source / manifest.MANIFEST).exists() else None
@@ -552,6 +567,10 @@ def load_distributed_checkpoint(
         CheckpointError: no checkpoint, a damaged one, or one of another model; nothing is changed then.
         SettingError: an `AutoParallel` with a `predict_strategy`, or no such rank.
         PlanError, LayoutError: the strategies cannot be read.
+
+    Example:
+        >>> saving = sw.save_checkpoint(model, path="runs/7", step=3)
+        >>> sw.load_distributed_checkpoint(net, "runs/7")
     """
     checkpoint = folder_of_files(checkpoint if checkpoint_filenames is None else checkpoint_filenames)
     if predict_strategy is None:

@@ -165,6 +165,13 @@ class AutoParallel(CallPlanning, nn.Module):
     Raises:
         SettingError: an unknown mode or setting; a step function without a model, or with a `loss_fn` that belongs to
             none of its models.
+
+    Example:
+        >>> model = sw.AutoParallel(net, loss_fn, parallel_mode="data_parallel").dataset_strategy("full_batch")
+        >>> loss = model(x, y)
+        >>> loss.backward()
+        >>> tuple(net[0].weight.grad.shape)
+        (32, 16)
     """
 
     @known_keywords(MODEL_KEYWORDS)

@@ -155,6 +155,11 @@ def data_shard(model: Any) -> DataShard:
 
     Raises:
         SettingError: no `AutoParallel`.
+
+    Example:
+        >>> part = sw.data_shard(sw.AutoParallel(net, loss_fn).dataset_strategy("full_batch"))
+        >>> part.index, part.count
+        (0, 1)
     """
     if not isinstance(model, SettingMethods):
         raise SettingError(f"data_shard({type(model).__name__})", legal="the AutoParallel that is fed")
@@ -241,6 +246,11 @@ def sampler(
     Raises:
         SettingError: a dataset without a length; rows of a batch, or of the last one, that the parts do not divide;
             inputs that are not all cut along their rows alone, and alike.
+
+    Example:
+        >>> model = sw.AutoParallel(net, loss_fn).dataset_strategy("full_batch")
+        >>> list(sw.sampler(10, model, batch_size=4))
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
     length = dataset if isinstance(dataset, int) else len(dataset) if hasattr(dataset, "__len__") else None
     if length is None or isinstance(dataset, bool) or length < 0:

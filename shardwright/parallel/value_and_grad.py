@@ -245,6 +245,12 @@ def value_and_grad(
 
     Raises:
         SettingError: neither positions nor weights, or other types of them.
+
+    Example:
+        >>> step = sw.value_and_grad(lambda x, y: loss_fn(net(x), y), None, list(net.parameters()))
+        >>> loss, gradients = step(x, y)
+        >>> [tuple(gradient.shape) for gradient in gradients]
+        [(32, 16), (32,), (8, 32), (8,)]
     """
     if not callable(function):
         raise SettingError(f"value_and_grad({function!r})", legal="a function that returns a loss")
@@ -348,6 +354,12 @@ def optimizer(optimizer: torch.optim.Optimizer, scaler: Any = None) -> Any:
 
     Raises:
         SettingError: no torch optimizer.
+
+    Example:
+        >>> steps = sw.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+        >>> step = sw.value_and_grad(lambda x, y: loss_fn(net(x), y), None, steps.parameters)
+        >>> loss, gradients = step(x, y)
+        >>> steps(gradients)
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise SettingError(

@@ -156,6 +156,12 @@ class PipelinePlan(SavedPlan):
         split: per tensor input of the model, True where it is split into micro-batches; the others go whole to each.
         cluster: of all devices; None: see `Cluster.of`.
         chosen: the report of the search for stages="auto"; else None.
+
+    Example:
+        >>> setting = {"stages": 2, "micro_batches": 4, "stage_config": {"0": 0, "2": 1}}
+        >>> plan = sw.plan(net, (x,), loss_fn, y, devices=8, pipeline=setting)
+        >>> [stage.ranks for stage in plan.stages]
+        [range(0, 4), range(4, 8)]
     """
 
     graph: Graph

@@ -73,6 +73,11 @@ class Rehearsal:
         peak: the most bytes held in a step that begins without gradients, as after ``zero_grad()``.
         peak_accumulating: the same in a step that begins with the gradients of another one.
         promised_peak: by the plan, which holds gradients during the whole step.
+
+    Example:
+        >>> played = sw.rehearse(plan, rank=1, steps=1)
+        >>> played.peak > 0
+        True
     """
 
     rank: int

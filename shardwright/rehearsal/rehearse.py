@@ -80,6 +80,12 @@ def rehearse(
         PlanError: a rank outside of the plan; a file that is no plan, or has no graph.
         SettingError: no such device; too little memory; a process that is in a process group; a model with layers
             that are parallel by hand, of whose collectives a plan knows nothing.
+
+    Example:
+        >>> print(sw.rehearse(plan, rank=1, steps=1).summary())
+        rank 1 of 8, played on the ...
+        peak memory ...
+        ...
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise SettingError(f"rehearse(steps={steps!r})", legal="a whole number of at least 1")

@@ -163,6 +163,12 @@ def rule(op: Any, notation: str, *, reduction: str = "sum", linear: bool = False
 
     Raises:
         RuleError: a notation with a syntax error, with its place in the string.
+
+    Example:
+        >>> @torch.library.custom_op("example::scaled", mutates_args=())
+        ... def scaled(x: torch.Tensor) -> torch.Tensor:
+        ...     return 2 * x
+        >>> sw.rule(torch.ops.example.scaled.default, "... -> ...")  # each dim can be cut
     """
     register((op,), Rule(notation, reduction=reduction, linear=linear, neutral=neutral))
 

@@ -173,6 +173,12 @@ def no_init_parameters() -> Iterator[None]:
     The parameters get values when the wrapped model first runs. Each rank then holds its slice alone, with the values
     that an ordinary construction would have had under the same seed. An optimizer may be built inside the block or
     right after it.
+
+    Example:
+        >>> with sw.no_init_parameters():
+        ...     large = nn.Linear(1024, 1024)
+        >>> large.weight.device.type  # nothing is allocated
+        'meta'
     """
     tape = _Tape(torch.get_rng_state())
     made: list[torch.Tensor] = []

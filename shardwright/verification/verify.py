@@ -128,6 +128,10 @@ def verify(
     Raises:
         ShardwrightError: a model that cannot be planned, or an invalid setting. An error of the model itself on one
             device is raised as it is; an error of the parallel run alone is a finding, and in the report.
+
+    Example:
+        >>> sw.verify(net, (x,), y, loss_fn=loss_fn, devices=8, steps=1).ok
+        True
     """
     inputs, targets = with_tensors((inputs, targets))
     args = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)

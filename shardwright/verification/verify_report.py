@@ -167,6 +167,11 @@ class VerifyReport:
         devices, parallel_mode, steps: the number of devices, the mode and the number of steps that were verified.
         notes: further remarks.
         plan: the plan that was verified.
+
+    Example:
+        >>> report = sw.verify(net, (x,), y, loss_fn=loss_fn, devices=8, steps=1)
+        >>> report.ok, report.max_loss_difference < 1e-12
+        (True, True)
     """
 
     differences: tuple[Differences, ...]

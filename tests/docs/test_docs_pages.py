@@ -19,7 +19,9 @@ from shardwright.rules import registry
 
 PAGES = sorted(DOCS.rglob("*.md"))
 NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
-TAUGHT = [page for folder in ("learn", "how-to", "reference") for page in sorted((DOCS / folder).glob("*.md"))]
+TAUGHT = [
+    page for folder in ("learn", "how-to", "reference", "understand") for page in sorted((DOCS / folder).glob("*.md"))
+]
 
 
 def named(page: Path) -> str:
