@@ -256,6 +256,15 @@ def test_a_command_gets_what_is_kept():
         assert display.best is not None and display.best() == 7
 
 
+def test_a_stop_that_a_script_has_caught_is_forgotten():
+    with commanded(silent=True) as display:
+        with pytest.raises(KeyboardInterrupt), Work("search", kept="nothing"):
+            raise KeyboardInterrupt
+        assert display.stopped
+        with Work("save"):
+            assert not display.stopped and not display.kept
+
+
 def test_a_closed_log_ends_no_work(logged):
     display, clock, text = logged
     text.close()
