@@ -575,8 +575,9 @@ def plan(
             None: half of the free memory. A search that would need more keeps less, so its plan may be farther from
             its bound.
         search_progress: called with a `SearchProgress` (phase, seconds, best, bound, grown) every few seconds of a
-            search; None: a line of it goes to the log `shardwright.search`, and to stderr where that is a terminal;
-            True: to stderr in any case; False: nothing.
+            search, and nothing else is shown; None: capture, prices and search of more than two seconds show how far
+            they are on a terminal, and every ten seconds in the log "shardwright.progress" (`shardwright.quiet`);
+            True: every ten seconds on standard error, where that is no terminal; False: nothing.
 
     Returns:
         The plan.

@@ -100,9 +100,9 @@ class Settings:
             peak stays within that, too.
         search_memory: the growth of host memory allowed to the process during a search: bytes or text such as "2GB";
             None: half of the free memory, and at most 3 GB.
-        search_progress: called with a `SearchProgress` every few seconds of a search; None: a line of it goes to the
-            log `shardwright.search`, and to stderr where that is a terminal; True: to stderr in any case; False:
-            nothing.
+        search_progress: called with a `SearchProgress` every few seconds of a search; None: the plan's progress is
+            shown as that of any long work (`launch.progress`); True: on standard error in any case; False: not at
+            all.
 
     Raises:
         SettingError: an unknown value.

@@ -241,7 +241,7 @@ class SaveJob:
                 self._meet()
                 self._gather()
                 entries, files = self._write_whole() if self.whole else self._write_parts()
-                with Work(f"checkpoint of step {self.step}: to the disk"):
+                with Work("to the disk"):
                     self._each(lambda: self._finish(entries, files) if self.ranks.rank == 0 else None)
                     self._rename()
         except BaseException:  # of any kind, and Ctrl-C: raised again

@@ -233,6 +233,7 @@ def _keep_best(output: Path | None) -> None:
         command.kept = "no plan is written; --output FILE keeps the best one so far"
         return
     print("shardwright plan: stopped; Ctrl-C again ends without the best plan so far", file=sys.stderr, flush=True)
+    where = command.stopped
     try:
         made = command.best()
         if made is None:
@@ -242,6 +243,8 @@ def _keep_best(output: Path | None) -> None:
     except ShardwrightError as error:
         command.kept = f"the best plan so far could not be written: {error}"
         return
+    finally:
+        command.stopped = where
     cost = f"{made.cost * 1e3:.4g} ms a step"
     gap = "no bound is proved" if made.bound is None else f"bound {made.bound * 1e3:.4g} ms, gap {made.gap:.2%}"
     command.kept = f"the best plan so far is in {output}: {cost}, {gap}"

@@ -342,6 +342,11 @@ class Progress:
         """Seconds since the run began."""
         return time.monotonic() - self._began
 
+    @property
+    def work(self) -> str:
+        """The long work of rank 0, as `look` has seen it; empty: none."""
+        return self._work
+
     def say(self, line: str) -> None:
         """Write one line. A terminal that has gone away does not end a training run."""
         line = spelt(line)

@@ -198,6 +198,7 @@ class Display:
         """Put a phase on the stack."""
         if not self.stack:
             self._began = self._clock()
+            self.stopped = self.kept = ""  # of work before, whose Ctrl-C a script has caught
             if self._stream is not None or self._log:
                 self._start()
         self._left = ""

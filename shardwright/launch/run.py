@@ -205,8 +205,10 @@ def run_workers(settings: RunSettings) -> int:
         )
         return outcome.elsewhere.code
     if outcome.signal is not None:
+        where = f" in {progress.work}" if progress.work else ""
         print(
-            f"ended by {outcome.signal.name}, and the workers with it; logs are in {settings.log_dir}", file=sys.stderr
+            f"ended by {outcome.signal.name}{where}, and the workers with it; logs are in {settings.log_dir}",
+            file=sys.stderr,
         )
         return 128 + outcome.signal
     progress.say(

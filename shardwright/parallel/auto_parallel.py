@@ -159,8 +159,8 @@ class AutoParallel(CallPlanning, nn.Module):
             the largest block. On Gloo nothing is under way but sums of gradients.
         search_memory: the host memory by which the process may grow during the search: bytes or text such as "2GB";
             None: half of the free memory, and at most 3 GB.
-        search_progress: a function that a long search calls every few seconds; None: a line on a terminal; False:
-            nothing; see `shardwright.plan`.
+        search_progress: a function that a long search calls every few seconds; None: capture, prices and search show
+            how far they are; False: they do not; see `shardwright.plan` and `shardwright.quiet`.
 
     Raises:
         SettingError: an unknown mode or setting; a step function without a model, or with a `loss_fn` that belongs to

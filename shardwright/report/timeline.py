@@ -411,7 +411,7 @@ def simulated(
         file: the file to print to; None: standard output.
         beside: lines of the step whose messages travel beside computation (`beside_lines`).
     """
-    console = Console(file=file, highlight=False, soft_wrap=True)
+    console = Console(file=file, highlight=False)
     console = console if console.is_terminal else Console(file=file, highlight=False, width=200)
     say = lambda text: console.print(Text(text))
     say(headline(simulation))

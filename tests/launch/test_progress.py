@@ -8,6 +8,7 @@ import os
 import pty
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -255,9 +256,53 @@ def test_a_command_gets_what_is_kept():
         assert display.best is not None and display.best() == 7
 
 
+def test_a_stop_that_a_script_has_caught_is_forgotten():
+    with commanded(silent=True) as display:
+        with pytest.raises(KeyboardInterrupt), Work("search", kept="nothing"):
+            raise KeyboardInterrupt
+        assert display.stopped
+        with Work("save"):
+            assert not display.stopped and not display.kept
+
+
 def test_a_closed_log_ends_no_work(logged):
     display, clock, text = logged
     text.close()
     with Work("capture"):
         clock.now += 11
         display.tick()
+
+
+def test_the_launcher_shows_the_work_of_rank_0(tmp_path, monkeypatch):
+    """Of a worker whose last line says so: in a log as a line, on a terminal behind the state of the workers."""
+    from shardwright.launch import console
+
+    log = tmp_path / "worker_0.log"
+    settings = SimpleNamespace(worker_log=lambda rank, attempt: str(log))
+    clock, out = Clock(), io.StringIO()
+    monkeypatch.setattr(console.time, "monotonic", clock)
+    shown = console.Progress(settings, out)  # type: ignore[arg-type]  # only its logs are asked for
+    shown.started({0: 11, 1: 12})
+    assert out.getvalue().startswith("started 2 workers")
+    for text, said in (
+        ("hello\n", ""),
+        (
+            f"{PREFIX}calibration: 1 of 2 levels of links; 10 s\n",
+            "worker 0: calibration: 1 of 2 levels of links; 10 s\n",
+        ),
+        ("", ""),  # the same line
+    ):
+        with log.open("a") as file:
+            file.write(text)
+        before = out.getvalue()
+        clock.now += 1.5
+        shown.look()
+        assert out.getvalue().removeprefix(before) == said
+    assert shown._state().endswith("running: 0-1  calibration: 1 of 2 levels of links; 10 s")
+    clock.now += 0.5  # looks once a second
+    log.write_text("hello\n")
+    shown.look()
+    assert "calibration" in shown._state()
+    clock.now += 0.6
+    shown.look()
+    assert "calibration" not in shown._state()
