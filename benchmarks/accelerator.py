@@ -351,11 +351,11 @@ def main() -> int:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     results = Results()
     with rank_of_eight(rank=3), contextlib.redirect_stdout(sys.stderr):
-        steps = dict(contenders(device))
         for name, units in redistributions(device, times).items():
             results.figures.append(Figure("units of torch.add", name, Spread.of([units]), at_most=ADDS))
         for name, units in redistributions_of_dtensors(device, times // 5).items():
             results.figures.append(Figure("units of torch.add", f"DTensor: {name}", Spread.of([units])))
+        steps = dict(contenders(device))
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for turn in range(rounds):
             order = list(steps) if turn % 2 else list(steps)[::-1]

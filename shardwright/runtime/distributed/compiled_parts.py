@@ -46,9 +46,12 @@ def _again(*_: object, **__: Any) -> CheckpointPolicy:
 _contexts = partial(create_selective_checkpoint_contexts, _again)
 
 
-def gathered_again(gather: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The gathered weight, which a compiled backward gathers again."""
-    return checkpoint(gather, x, use_reentrant=False, context_fn=_contexts)
+def gathered_again(gather: Callable[..., Any], *stored: Tensor) -> Any:
+    """The gathered weight, or the weights of a block, which a compiled backward gathers again.
+
+    All of the gather is one region: what goes from a region to another is saved.
+    """
+    return checkpoint(gather, *stored, use_reentrant=False, context_fn=_contexts)
 
 
 class _Sum(torch.autograd.Function):

@@ -136,6 +136,30 @@ class CompiledGather(BoundRedistribute):
     __call__ = forward
 
 
+class CompiledBlock(nn.Module):
+    """Several such weights, by one gather.
+
+    Args:
+        gather: the weights.
+        backward_steps: of each: gradient of the weight -> gradient of its part on this rank.
+    """
+
+    def __init__(self, gather: BlockGather, backward_steps: Sequence[Steps]) -> None:
+        super().__init__()
+        self._gather, self._steps = gather, tuple(backward_steps)
+
+    def _gathered(self, *stored: Tensor) -> tuple[Tensor, ...]:
+        parts = self._gather.parts(self._gather.begin(stored))
+        each = zip(stored, parts, self._gather.members, self._steps)
+        return tuple(taken(x, part, member, steps) for x, part, member, steps in each)
+
+    def forward(self, *stored: Tensor) -> tuple[Tensor, ...]:
+        again = torch.is_grad_enabled() and any(x.requires_grad for x in stored)
+        return gathered_again(self._gathered, *stored) if again else self._gathered(*stored)
+
+    __call__ = forward
+
+
 def _cast(dtype: torch.dtype) -> Steps:
     return (Cast(dtype),)
 
@@ -253,7 +277,8 @@ class RankExecutor:
         self._taken: dict[int, tuple[WeightOfBlock, int]] = {}  # by place: a weight, and its number in its message
         self._later: dict[int, tuple[GatherAgain, int]] = {}  # likewise, of the backward
         self._parts: dict[int, torch.fx.Node] = {}  # by place: the node that has waited for the weight's message
-        events = self._events(env)
+        self._blocks: dict[int, int] = {}  # by place, in a compiled program: a weight's number in a `CompiledBlock`
+        events = self._events(env, by_blocks=self._eager or not regions.regions)
         for node in lowered.graph.nodes:
             place = self._places.get(id(node.meta.get("instruction")))
             if node.op == "placeholder" and node.meta["instance"].value.name in lowered.parameters:
@@ -295,6 +320,8 @@ class RankExecutor:
             elif place in self._splits:
                 if regions.regions:
                     targets[node] = self._bound(node.meta["instruction"])
+            elif place in self._blocks:
+                env[node] = graph.call_function(operator.getitem, (self._parts[place], self._blocks[place]))
             elif node.target is move or node.target is extreme:
                 made = self._bound if node.target is move else self._extreme
                 bound = targets[node] = made(node.meta["instruction"])
@@ -340,17 +367,34 @@ class RankExecutor:
 
     # -- what the schedule says
 
-    def _events(self, env: dict[torch.fx.Node, torch.fx.Node]) -> list[_Event]:
-        """The nodes that issue messages and wait for them, in the order in which they stand in the program."""
+    def _events(self, env: dict[torch.fx.Node, torch.fx.Node], by_blocks: bool) -> list[_Event]:
+        """The nodes that issue messages and wait for them, in the order in which they stand in the program.
+
+        Args:
+            env: a node of the lowered program -> the node here.
+            by_blocks: False where weights that are gathered again are gathered one by one.
+        """
         events: list[_Event] = []
         nodes = {
             self._places[id(n.meta["instruction"])]: n for n in self.lowered.graph.nodes if "instruction" in n.meta
         }
         for number, message in self.schedule.of("gather"):
             members = [m.place for m in message.members]
-            if not self._eager and any(self._redistribute(place).again for place in members):
+            again = not self._eager and any(self._redistribute(place).again for place in members)
+            if again and not by_blocks:
                 continue
             gather = self._block(members, "forward")
+            if again:
+                self._blocks.update((place, index) for index, place in enumerate(members))
+
+                def block(gather: BlockGather = gather, members: list[int] = members) -> None:
+                    stored = [env[nodes[place].args[0]] for place in members]
+                    steps = [self._backward(self._redistribute(place)) for place in members]
+                    made = self._call("block", CompiledBlock(gather, steps), *stored)
+                    self._parts.update((place, made) for place in members)
+
+                events.append(_Event(message.wait, (1, 1, number), block))
+                continue
             for index, place in enumerate(members):
                 self._taken[place] = gather.members[index], index
             stored = [nodes[place].args[0] for place in members]

@@ -233,6 +233,8 @@ def test_weights_are_gathered_again_in_the_backward(results: Any, model: str) ->
     gathers = Counter(kinds(graphs.forwards[0]))["all_gather_into_tensor"]
     assert not kept["all_gather_into_tensor"]
     assert 0 < again["all_gather_into_tensor"] <= gathers
+    messages = results(model, "level3")[1].plan.schedule.of("gather")
+    assert gathers == len(list(messages))  # one for each block
     # No gathered weight goes from the forward to the backward.
     output = next(n for n in graphs.forwards[0].nodes if n.op == "output")
     saved = {n for n in output.args[0] if isinstance(n, torch.fx.Node)}
