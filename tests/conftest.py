@@ -36,6 +36,10 @@ TRACE = logging.getLogger("torch.__trace")
 TRACE.propagate = True
 TRACE.handlers.clear()
 
+# A process that is forked here has nothing to do with what was inherited: a collection that walked it would write to
+# each object's header, and so copy every page.
+os.register_at_fork(after_in_child=gc.freeze)
+
 # The garbage of whole captures goes seldom: all that lives (graphs, plans, libraries) is walked each time. The default
 # had a sixth of the time of the tests that plan. Young objects still go soon, while they are in the caches of a core.
 gc.set_threshold(3000, 20, 100)

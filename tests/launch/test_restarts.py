@@ -91,7 +91,7 @@ def losses(text: str) -> dict[int, str]:
 
 @pytest.mark.long
 def test_a_run_goes_on_from_its_last_checkpoint_and_saves_when_it_is_told_to_end(tmp_path):
-    launcher = start(tmp_path, "--worker_num=2", "--max_restarts=2", TRAIN, "checkpoints")
+    launcher = start(tmp_path, "--worker_num=2", "--max_restarts=2", TRAIN, "checkpoints", forks=True)
     again = tmp_path / "log_output" / "restart_1" / "worker_0.log"
     wait_until(lambda: again.exists() and "step 9 " in again.read_text(), "step 9 of the second attempt")
     launcher.process.terminate()

@@ -12,10 +12,13 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from forked_python import ForkedPython
 from paths import SCRIPTS
 from ranks import PATIENCE
 
@@ -78,10 +81,14 @@ def _hears_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def start(folder: Path, *arguments: object, **environment: str) -> Launcher:
+def start(
+    folder: Path, *arguments: object, interpreter: bool = False, forks: bool = False, **environment: str
+) -> Launcher:
+    """Start a launcher: by an interpreter of its own, or as a `ForkedPython`, whose workers may be forked, too."""
     folder.mkdir(exist_ok=True)
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | environment
-    process = subprocess.Popen(
+    made = partial(subprocess.Popen, preexec_fn=_hears_ctrl_c) if interpreter else partial(ForkedPython, forks=forks)
+    process = made(
         [sys.executable, "-m", "shardwright", "run", *map(str, arguments)],
         cwd=folder,
         env=env,
@@ -89,13 +96,12 @@ def start(folder: Path, *arguments: object, **environment: str) -> Launcher:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        preexec_fn=_hears_ctrl_c,
     )
     return Launcher(process, folder)
 
 
-def run(folder: Path, *arguments: object, **environment: str) -> Ended:
-    return start(folder, *arguments, **environment).end()
+def run(folder: Path, *arguments: object, **how: Any) -> Ended:
+    return start(folder, *arguments, **how).end()
 
 
 def wait_until(condition, what: str, patience: float = PATIENCE) -> None:
@@ -124,7 +130,7 @@ def free_port() -> int:
 
 def test_every_worker_has_its_log_its_rank_and_its_arguments(tmp_path):
     arguments = ["--lr", "3", "--worker_num=9", "--", "-h", "${local_rank} $$"]
-    ended = run(tmp_path, "--worker_num=3", "--threads=2", WORKER, "say", *arguments)
+    ended = run(tmp_path, "--worker_num=3", "--threads=2", WORKER, "say", *arguments, interpreter=True)
     assert ended.code == 0, ended.out
     lines = ended.out.splitlines()
     assert lines[0].startswith("started 3 workers") and "log_output/worker_0.log" in lines[0]
@@ -157,7 +163,12 @@ def test_every_worker_has_its_log_its_rank_and_its_arguments(tmp_path):
 @pytest.mark.long
 def test_workers_form_a_process_group_at_the_port_given(tmp_path):
     ended = run(
-        tmp_path, "--local_worker_num=2", f"--master_port={free_port()}", "--join=true", SCRIPTS / "all_reduce.py"
+        tmp_path,
+        "--local_worker_num=2",
+        f"--master_port={free_port()}",
+        "--join=true",
+        SCRIPTS / "all_reduce.py",
+        forks=True,
     )
     assert ended.code == 0, ended.out + ended.log(0)
     for rank in range(2):
@@ -192,7 +203,7 @@ DEATHS = {"raise": (1, "exit code 1"), "os_exit": (3, "exit code 3"), "kill": (1
 
 @pytest.fixture(scope="module")
 def deaths(tmp_path_factory):
-    """Worker 1 of 3 dies, in every way; the launchers run at once, for most of their time is the import of torch."""
+    """Worker 1 of 3 dies, in every way; the launchers run at once."""
     launchers = {how: start(tmp_path_factory.mktemp(how), "--worker_num=3", WORKER, "fail", 1, how) for how in DEATHS}
     return {how: launcher.end() for how, launcher in launchers.items()}
 

@@ -6,7 +6,6 @@ Each rank is one thread and one Gloo process. A rank that fails or hangs ends th
 from __future__ import annotations
 
 import faulthandler
-import gc
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -149,7 +148,6 @@ def _rank(
 ) -> None:
     code = 0
     faulthandler.register(signal.SIGUSR1, file=stands)
-    gc.freeze()  # what was inherited is not walked, or its pages would be copied: a rank of its own has little to walk
     try:
         torch.set_num_threads(1)
         torch.manual_seed(rank)

@@ -9,13 +9,13 @@ import copy
 import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import forked_python
 import pytest
 import torch
 import torch.distributed as dist
@@ -671,10 +671,9 @@ def test_when_a_rank_dies_the_others_end(warm) -> None:
 @pytest.mark.long
 def test_a_launcher_ends_the_others_and_says_who_died(tmp_path) -> None:
     script = SCRIPTS / "train_and_die.py"
-    done = subprocess.run(
+    done = forked_python.run(
         [sys.executable, "-m", "shardwright", "run", "--worker_num=3", f"--log_dir={tmp_path}", str(script)],
-        capture_output=True,
-        text=True,
+        forks=True,
         timeout=PATIENCE,
         cwd=tmp_path,
     )
