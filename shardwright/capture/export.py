@@ -646,9 +646,9 @@ def _objects_opened(module: nn.Module) -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """Suppress the logs and prints of a failing export (half a graph): its error says the same."""
     logs = [logging.getLogger(f"torch.{name}") for name in NOISY_LOGGERS]
-    levels, graph, written = [log.level for log in logs], "", io.StringIO()
+    disabled, graph, written = [log.disabled for log in logs], "", io.StringIO()
     for log in logs:
-        log.setLevel(logging.CRITICAL)
+        log.disabled = True  # a new level would clear what every logger has cached, and walk all of them
     try:
         with contextlib.redirect_stderr(written), warnings.catch_warnings():
             warnings.filterwarnings(
@@ -659,8 +659,8 @@ def _quiet() -> Iterator[None]:
         graph = str(getattr(error, "partial_fx_graph", ""))
         raise
     finally:
-        for log, level in zip(logs, levels):
-            log.setLevel(level)
+        for log, before in zip(logs, disabled):
+            log.disabled = before
         sys.stderr.write(written.getvalue().replace(graph, "").lstrip("\n") if graph else written.getvalue())
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import pytest
 import torch
 import torch.distributed as dist
@@ -229,7 +229,7 @@ except sw.SettingError as error:
 
 def test_a_process_of_a_group_does_not_rehearse(written: Any) -> None:
     _, path = written("dp2 x tp4")
-    said = subprocess.run([sys.executable, "-c", IN_A_GROUP, str(path)], capture_output=True, text=True)
+    said = forked_python.run([sys.executable, "-c", IN_A_GROUP, str(path)])
     assert (
         "a rehearsal plays one of 8 ranks by itself, and this process is rank 0 of a process group of 2" in said.stdout
     ), said.stderr

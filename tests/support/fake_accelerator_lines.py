@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from typing import Any
 
+import forked_python
 import pytest
 import torch
-from paths import ROOT
+from paths import SUPPORT
 from torch.utils import backend_registration
 
 
@@ -29,13 +28,7 @@ def lines_of(script: str) -> dict[str, dict[str, Any]]:
     A version of torch that has no such accelerators skips the tests that ask.
     """
     needs_accelerators_in_python()
-    made = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "support" / script)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    made = forked_python.run([sys.executable, str(SUPPORT / script)], timeout=600)
     lines = [json.loads(line) for line in made.stdout.splitlines() if line.startswith("{")]
     assert made.returncode == 0, made.stderr[-3000:]
     return {line.pop("name"): line for line in lines}

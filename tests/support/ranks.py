@@ -6,6 +6,7 @@ Each rank is one thread and one Gloo process. A rank that fails or hangs ends th
 from __future__ import annotations
 
 import faulthandler
+import functools
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -17,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -29,6 +31,18 @@ PATIENCE = 900.0
 
 #: Seconds that ranks have to come to the end of a scenario after one rank has failed in it.
 TOGETHER = 30.0
+
+
+#: Modules that are imported where they are first needed: by torch for a capture, by the package for ranks.
+MODULES = (
+    "torch._dynamo",
+    "torch.export._trace",
+    "torch.distributed.tensor",
+    "shardwright.parallel.auto_parallel",
+    "shardwright.runtime.distributed.agreement",
+    "shardwright.runtime.distributed.parameters",
+    "shardwright.runtime.distributed.rank_executor",
+)
 
 
 class RankFailed(AssertionError):
@@ -46,6 +60,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = P
     Raises:
         RankFailed: with the traceback of the rank that failed first, or where those stand that hang.
     """
+    load_what_a_capture_needs()
     context = multiprocessing.get_context("fork")
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -93,6 +108,13 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = P
             receiver.close()
         for file in stands:
             file.close()
+
+
+@functools.cache
+def load_what_a_capture_needs() -> None:
+    """Import in this process, once, what a first capture and a first step import: each rank would do it by itself."""
+    for module in MODULES:
+        import_module(module)
 
 
 def _where(rank: int, process: Any, file: Any, until: float) -> str:

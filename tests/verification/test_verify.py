@@ -2,11 +2,11 @@
 
 import inspect
 import math
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked_python
 import operator_functional
 import pytest
 import torch
@@ -485,7 +485,7 @@ def command(monkeypatch, *arguments: str) -> int:
 
 
 def test_an_example_as_it_stands():
-    done = subprocess.run(
+    done = forked_python.run(
         [
             sys.executable,
             "-m",
@@ -498,9 +498,7 @@ def test_an_example_as_it_stands():
             "float64",
             "--batch_size",
             "16",
-        ],
-        capture_output=True,
-        text=True,
+        ]
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ok: semi_auto on 8 devices against one device, 2 steps")

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import forked_python
 import numpy as np
 import pytest
 import torch
@@ -258,12 +259,11 @@ def test_every_rank_hears_of_what_cannot_be(measured: tuple[list[dict], Path]) -
 
 
 def command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
+    return forked_python.run(
         [sys.executable, "-m", "shardwright", "calibrate", *map(str, arguments)],
+        forks=True,
         cwd=cwd,
         timeout=PATIENCE,
-        capture_output=True,
-        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 

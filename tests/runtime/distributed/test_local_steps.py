@@ -5,19 +5,19 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
+import forked_python
 import pytest
 import torch
 from fake_accelerator_lines import needs_accelerators_in_python
 from one_device import close
+from paths import SUPPORT
 from pipeline_networks import Chain
-from ranks import run_ranks, run_scenarios
+from ranks import PATIENCE, run_ranks, run_scenarios
 from small_networks import D, draw
 from test_pipeline_p2p import TWO, check as pipeline_check
 from torch import Tensor, nn, optim
@@ -323,8 +323,7 @@ def test_on_four_ranks(name: str, results: list[dict[str, str | None]]) -> None:
 def test_on_an_accelerator_nothing_is_mixed() -> None:
     """Fake tensors on a device of their own: each mix of devices raises."""
     needs_accelerators_in_python()
-    script = Path(__file__).parents[2] / "support" / "fake_accelerator_optimizers.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    done = forked_python.run([sys.executable, str(SUPPORT / "fake_accelerator_optimizers.py")], timeout=PATIENCE)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(found) == 22, done.stderr[-2000:]
     for one in found:

@@ -27,6 +27,7 @@ from shardwright.runtime.distributed.process_groups import ProcessGroups
 from shardwright.runtime.distributed.scheduled_collectives import BEGINNINGS
 
 LAYERS, BATCH, LENGTH, VOCABULARY, RANKS = 4, 16, 8, 32, 4
+FEW = 2  # layers of the models that train: each has a block before it and one behind it, as each of four has
 LEVELS = ("level1", "level2", "level3")
 PLANS = ("data_parallel", "marks", *LEVELS, "level1 recompute", "level3 recompute", "level1 halves", "level3 halves")
 
@@ -40,9 +41,9 @@ class TokenLoss(nn.Module):
         return self.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def gpt() -> GPT:
+def gpt(layers: int = LAYERS) -> GPT:
     torch.manual_seed(0)
-    return GPT(vocabulary=VOCABULARY, length=LENGTH, layers=LAYERS, width=32, heads=8).to(D)
+    return GPT(vocabulary=VOCABULARY, length=LENGTH, layers=layers, width=32, heads=8).to(D)
 
 
 def tokens(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -276,12 +277,18 @@ def as_a_library() -> None:
     ProcessGroups.__init__ = init
 
 
-def steps(plan: str, accumulate: bool, **given: Any) -> Any:
+#: Steps of two backwards, the first without sums, and steps of one: either after either, and the former first of all.
+TURNS = (True, False, False, True)
+
+
+def steps(plan: str, turns: tuple[bool, ...], **given: Any) -> Any:
+    """A scenario of these steps; each accumulates the gradients of two batches, or has one batch."""
+
     def scenario(rank: int, world: int) -> None:
-        one, net = gpt(), gpt()
+        one, net = gpt(FEW), gpt(FEW)
         loss_one, model = TokenLoss(), wrapped(net, plan, world, **given)
         optimizers = [torch.optim.AdamW(n.parameters(), 1e-2) for n in (one, net)]
-        for turn in range(3):
+        for turn, accumulate in enumerate(turns):
             for part in range(2 if accumulate else 1):
                 x, y = tokens(2 * turn + part)
                 wanted = loss_one(one(x), y)
@@ -310,7 +317,7 @@ def two_backwards(level: str) -> Any:
     """Two losses in one backward, a second backward through one graph, a backward that ends in an error."""
 
     def scenario(rank: int, world: int) -> None:
-        one, net = gpt(), gpt()
+        one, net = gpt(FEW), gpt(FEW)
         loss_one, model = TokenLoss(), wrapped(net, level, world)
         pairs = [tokens(3), tokens(4)]
         (loss_one(one(pairs[0][0]), pairs[0][1]) + 3 * loss_one(one(pairs[1][0]), pairs[1][1])).backward()
@@ -349,13 +356,9 @@ def branched(kind: str) -> Any:
     return scenario
 
 
-SCENARIOS = {
-    f"{plan}{', accumulated' if accumulate else ''}": steps(plan, accumulate)
-    for plan in PLANS
-    for accumulate in (False, True)
-}
+SCENARIOS = {plan: steps(plan, TURNS) for plan in PLANS}
 SCENARIOS |= {
-    f"{level} within {size}": steps(level, False, comm_memory=size)
+    f"{level} within {size}": steps(level, (False,) * 3, comm_memory=size)
     for level in (*LEVELS, "level3 halves")
     for size in (0, "60KB")
 }
