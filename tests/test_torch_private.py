@@ -145,7 +145,8 @@ def test_every_name_is_there_in_this_version() -> None:
 
 def test_what_a_capture_leaves_out_is_put_back() -> None:
     tracing = importlib.import_module("torch.fx.experimental.proxy_tensor")
-    places = [(torch.fx.GraphModule, "recompile"), (tracing, "_extract_tensor_metadata")]
+    fakes = importlib.import_module("torch._subclasses.fake_tensor")
+    places = [(torch.fx.GraphModule, "recompile"), (tracing, "_extract_tensor_metadata"), (fakes, "traceback")]
     before = [vars(owner)[name] for owner, name in places]
     with pytest.raises(KeyError), torch_private.code_written_late(), torch_private.layouts_unrecorded():
         assert not any(vars(owner)[name] is was for (owner, name), was in zip(places, before))

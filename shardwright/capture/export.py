@@ -293,6 +293,7 @@ def captures(
 
 
 @gc_paused()
+@layouts_unrecorded()
 def _captured(
     net: nn.Module,
     calls: Sequence[tuple[tuple, dict[str, Any]]],
@@ -438,7 +439,7 @@ def _captured(
 
 def _program(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     """The exported program of a module on fake tensors."""
-    with stack_lines(_innermost, _UsersLine), attributes_unchecked(), layouts_unrecorded(), code_written_late():
+    with stack_lines(_innermost, _UsersLine), attributes_unchecked(), code_written_late():
         return Program(torch.export.export(module, args, kwargs, strict=False))
 
 
@@ -642,9 +643,9 @@ def _objects_opened(module: nn.Module) -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """Suppress the logs and prints of a failing export (half a graph): its error says the same."""
     logs = [logging.getLogger(f"torch.{name}") for name in NOISY_LOGGERS]
-    levels, graph, written = [log.level for log in logs], "", io.StringIO()
+    disabled, graph, written = [log.disabled for log in logs], "", io.StringIO()
     for log in logs:
-        log.setLevel(logging.CRITICAL)
+        log.disabled = True  # another level would clear what all loggers remember
     try:
         with contextlib.redirect_stderr(written), warnings.catch_warnings():
             warnings.filterwarnings(
@@ -655,8 +656,8 @@ def _quiet() -> Iterator[None]:
         graph = str(getattr(error, "partial_fx_graph", ""))
         raise
     finally:
-        for log, level in zip(logs, levels):
-            log.setLevel(level)
+        for log, before in zip(logs, disabled):
+            log.disabled = before
         sys.stderr.write(written.getvalue().replace(graph, "").lstrip("\n") if graph else written.getvalue())
 
 
