@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,12 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
 
+@lru_cache(maxsize=1)
 def own_names() -> set[str]:
     """Names that the package defines or sets itself."""
     own = set()
-    for tree in map(tree_of, FILES):
-        for node in ast.walk(tree):
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 own.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
