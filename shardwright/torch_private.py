@@ -4,12 +4,8 @@ A private name may be missing from a version of torch. An import from this modul
 name is then a stand-in, whose use (a call, an attribute, an object of a class that inherits from it) raises
 `TorchVersionError` with the version and the feature. Functions raise the same error when they are called.
 
-Example::
-
-    from .torch_private import FakeTensorMode, version_of    # never fails
-
-    with FakeTensorMode():                                   # TorchVersionError where torch has no fake tensors
-        ...
+Example: ``from .torch_private import FakeTensorMode`` never fails; ``FakeTensorMode()`` is a `TorchVersionError` where
+torch has no fake tensors.
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -392,9 +389,8 @@ def register_node(*args: Any, **kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def stack_lines(keep: Callable[[Any, Any], Any], captured: Any) -> Iterator[None]:
-    """Make traced operators keep other lines of their stack, inside the ``with`` block.
-
-    Where a version of torch lacks these two names, operators keep the lines that export chooses.
+    """Make traced operators keep other lines of their stack, inside the ``with`` block: those that export chooses where
+    a version of torch lacks these two names.
 
     Args:
         keep: ``(tracer, frames) -> frames``, in place of export's own choice.
@@ -438,11 +434,15 @@ def attributes_unchecked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def layouts_unrecorded() -> Iterator[None]:
-    """Trace operators without ``tensor_meta`` inside the ``with`` block.
+    """Trace operators without ``tensor_meta`` inside the ``with`` block, and make modes of fake tensors without the
+    Python stack, which torch keeps for one message.
 
-    torch reads the strides of every result for it. ``val`` has the traced tensor itself.
+    torch reads the strides of every result for the former. ``val`` has the traced tensor itself.
     """
-    with _replaced("torch.fx.experimental.proxy_tensor", "_extract_tensor_metadata", lambda tensor: None):
+    with (
+        _replaced("torch.fx.experimental.proxy_tensor", "_extract_tensor_metadata", lambda tensor: None),
+        _replaced("torch._subclasses.fake_tensor", "traceback", SimpleNamespace(extract_stack=list, format_list=list)),
+    ):
         yield
 
 

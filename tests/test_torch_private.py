@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,12 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
 
+@lru_cache(maxsize=1)
 def own_names() -> set[str]:
     """Names that the package defines or sets itself."""
     own = set()
-    for tree in map(tree_of, FILES):
-        for node in ast.walk(tree):
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 own.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -145,7 +147,8 @@ def test_every_name_is_there_in_this_version() -> None:
 
 def test_what_a_capture_leaves_out_is_put_back() -> None:
     tracing = importlib.import_module("torch.fx.experimental.proxy_tensor")
-    places = [(torch.fx.GraphModule, "recompile"), (tracing, "_extract_tensor_metadata")]
+    fakes = importlib.import_module("torch._subclasses.fake_tensor")
+    places = [(torch.fx.GraphModule, "recompile"), (tracing, "_extract_tensor_metadata"), (fakes, "traceback")]
     before = [vars(owner)[name] for owner, name in places]
     with pytest.raises(KeyError), torch_private.code_written_late(), torch_private.layouts_unrecorded():
         assert not any(vars(owner)[name] is was for (owner, name), was in zip(places, before))

@@ -297,6 +297,7 @@ def captures(
 
 
 @gc_paused()
+@layouts_unrecorded()
 def _captured(
     net: nn.Module,
     calls: Sequence[tuple[tuple[object, ...], dict[str, Any]]],
@@ -442,7 +443,7 @@ def _captured(
 
 def _program(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     """The exported program of a module on fake tensors."""
-    with stack_lines(_innermost, _UsersLine), attributes_unchecked(), layouts_unrecorded(), code_written_late():
+    with stack_lines(_innermost, _UsersLine), attributes_unchecked(), code_written_late():
         return Program(torch.export.export(module, args, kwargs, strict=False))
 
 

@@ -131,12 +131,13 @@ OPAQUE = torch.ops.shardwright.opaque.default
 
 def _classes(of: Any = torch.autograd.Function) -> Iterator[Any]:
     """Every class below `of` that is not torch's own, bases before their subclasses."""
-    below: list[Any] = of.__subclasses__()
-    for cls in below:
-        if not cls.__module__.startswith("torch."):
-            yield cls
-    for cls in below:
-        yield from _classes(cls)
+    levels: list[list[Any]] = [of.__subclasses__()]
+    for below in levels:
+        for cls in below:
+            if not cls.__module__.startswith("torch."):
+                yield cls
+            if further := cls.__subclasses__():
+                levels.append(further)
 
 
 def _watch(cls: Any, put_back: contextlib.ExitStack) -> None:

@@ -137,10 +137,15 @@ WAYS: dict[str, tuple[Callable[[Network], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("devices", "random"), [(2, "exact"), (4, "fast"), (8, "exact")])
-def test_nothing_changes(devices: int, random: str) -> None:
+@pytest.mark.parametrize(
+    ("devices", "random", "ways"),
+    [(2, "exact", [*WAYS][:4]), (4, "fast", [*WAYS]), (8, "exact", [*WAYS][3:])],
+    ids=["2-exact", "4-fast", "8-exact"],
+)
+def test_nothing_changes(devices: int, random: str, ways: list[str]) -> None:
     expected, plain = trained(network(devices), devices, random=random)
-    for way, (mark, options) in WAYS.items():
+    for way in ways:
+        mark, options = WAYS[way]
         net = network(devices)
         mark(net)
         got, model = trained(net, devices, random=random, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,12 @@ KINDS: dict[str, dict[str, bool]] = {
 # -- every schedule ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "kind", "micro_batches"), [*product(SHAPES, ("plain", "tied", "skip"), (1, 2, 4))])
+#: Each schedule with each kind of chain, and with each number of micro-batches.
+CASES = [(name, kind, 4) for name in SHAPES for kind in ("plain", "tied", "skip")]
+CASES += [(name, ("plain", "tied", "skip")[(i + few) % 3], few) for i, name in enumerate(SHAPES) for few in (1, 2)]
+
+
+@pytest.mark.parametrize(("name", "kind", "micro_batches"), CASES)
 def test_every_schedule(name: str, kind: str, micro_batches: int, tmp_path: Path) -> None:
     given = setting(name, micro_batches, tmp_path)
     model = assert_pipeline_as_one_device(

@@ -158,10 +158,13 @@ def test_views_alone_fit_where_semi_auto_fits() -> None:
 
 def test_the_resnet_of_the_goldens() -> None:
     net, x = ResNetLike(), torch.zeros(32, 3, 224, 224)
-    given: dict[str, Any] = {"loss_fn": expanded_cross_entropy, "targets": torch.zeros(32, dtype=torch.long)}
-    given |= {"devices": 8, "cluster": "a100x8", "sync_batch_norm": True}  # without, data_parallel is another model
+    graph = capture(net, (x, torch.zeros(32, dtype=torch.long)), loss_fn=expanded_cross_entropy)
+    given, prices = (
+        {"cluster": "a100x8", "sync_batch_norm": True},
+        PriceBook(),
+    )  # without, data_parallel is another model
     costs = {
-        mode: sw.plan(net, (x,), parallel_mode=mode, **given).cost
+        mode: make_plan(graph, 8, Settings(mode, **given), prices=prices).cost
         for mode in ("semi_auto", "data_parallel", PROPAGATION, *SEARCHES)
     }
     least = min(costs["semi_auto"], costs["data_parallel"])

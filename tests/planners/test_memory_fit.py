@@ -24,7 +24,7 @@ from shardwright.planners.memory_problem import holding
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import CUT, PlanningProblem
 from shardwright.planners.recursive_programming import recursive_programming
-from shardwright.planners.search_space import strategy_of
+from shardwright.planners.search_space import EdgeCosts, strategy_of
 from shardwright.solver.problem import Problem, Solution
 from shardwright.solver.solve import solve
 
@@ -52,7 +52,7 @@ class Case:
         graph = capture(net, (*inputs, targets), None, loss_fn=loss)
         self.given = graph, DEVICES, input_placement(graph, DEVICES, "full_batch")
         self.costs = CostModel(cluster(DEVICES), DEVICES)
-        self.problem = PlanningProblem(*self.given, cost_model=self.costs)
+        self.problem = PlanningProblem(*self.given, cost_model=self.costs, deliveries=EdgeCosts(self.costs))
         self.search = Search.of(self.problem)
         self.free, self.recursed = self.of(dynamic_programming), self.of(recursive_programming)
         with pytest.raises(TooLittleMemoryError) as refused:
