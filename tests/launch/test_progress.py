@@ -91,7 +91,7 @@ def test_a_loop_that_is_left_ends_its_phase(logged):
 
 
 def _terminal(display_of, act) -> str:
-    """What `act` leaves on a pseudo-terminal of 60 columns."""
+    """The output that `act` leaves on a pseudo-terminal of 60 columns."""
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as stream:
         display = display_of(stream)
@@ -274,7 +274,7 @@ def test_a_closed_log_ends_no_work(logged):
 
 
 def test_the_launcher_shows_the_work_of_rank_0(tmp_path, monkeypatch):
-    """Of a worker whose last line says so: in a log as a line, on a terminal behind the state of the workers."""
+    """The last line of a worker says so: in a log it is a line, on a terminal it stands behind the workers' state."""
     from shardwright.launch import console
 
     log = tmp_path / "worker_0.log"

@@ -92,7 +92,7 @@ def calibrate(runtime: Runtime, name: str | None = None, rounds: int = ROUNDS) -
     cluster = Cluster(name or hosts[0], levels, memory, peak, _memory_bandwidth(watch), _overhead(watch))
     groups, stride = ProcessGroups(len(hosts), runtime.rank), 1
     for place, level in enumerate(each(levels, "calibration", "levels of links")):
-        timings = _conversions(watch, groups, level.size, stride, level.name)
+        timings = _conversions(watch, groups, level.size, stride)
         cluster = _with_level(
             cluster,
             place,
@@ -223,7 +223,7 @@ class _Watch:
             torch.accelerator.synchronize(self.device)
 
 
-def _conversions(watch: _Watch, groups: ProcessGroups, size: int, stride: int, level: str) -> list[Timing]:
+def _conversions(watch: _Watch, groups: ProcessGroups, size: int, stride: int) -> list[Timing]:
     """The timings of all kinds of collectives among the `size` units of a level, each of `stride` ranks."""
     parts = [n for n in range(2, size + 1) if size % n == 0]
     tasks, found = [], []
@@ -236,9 +236,7 @@ def _conversions(watch: _Watch, groups: ProcessGroups, size: int, stride: int, l
                 x = torch.zeros(made.source.local_shape(shape), device=watch.device)
                 tasks.append(_task(bind_all(made, tuple(x.shape), groups.rank, groups), x))
                 found.append((made, 4 * numel))
-    return [
-        Timing(*pair, seconds) for pair, seconds in zip(found, watch(tasks, f"the links of a {level}"), strict=True)
-    ]
+    return [Timing(*pair, seconds) for pair, seconds in zip(found, watch(tasks, f"links among {size}"), strict=True)]
 
 
 def _conversion(kind: CollectiveKind, devices: int, digit: Digit) -> Redistribution:
