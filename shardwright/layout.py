@@ -475,7 +475,7 @@ class Layout:
     @property
     def carried(self) -> Digits:
         """All digits that cut some dim, dim after dim."""
-        return tuple(d for digits in self._laid() for d in digits)
+        return tuple([d for digits in self._laid() for d in digits])
 
     @property
     def replicas(self) -> Digits:
@@ -505,7 +505,11 @@ class Layout:
         if len(dims) != len(shape):
             raise LayoutError(f"the layout has {len(dims)} dims, the tensor {tuple(shape)} has {len(shape)}")
         out = []
-        for dim, (size, cut) in enumerate(zip(shape, self.cuts)):
+        for dim, (size, digits) in enumerate(zip(shape, dims)):
+            if not digits:
+                out.append(size)
+                continue
+            cut = digits_size(digits)
             if size % cut:
                 raise LayoutError(
                     f"dim {dim} of {tuple(shape)} has size {size}, which does not divide by {cut}",
