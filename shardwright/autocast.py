@@ -88,10 +88,12 @@ class Autocast:
 
 def current(*device_types: str) -> Autocast:
     """The state of autocast around the caller, for these device types."""
+    if not any(map(torch.is_autocast_enabled, device_types)):
+        return _OFF
     on = tuple(
         [(name, torch.get_autocast_dtype(name)) for name in sorted({*device_types}) if torch.is_autocast_enabled(name)]
     )
-    return Autocast(on, torch.is_autocast_cache_enabled()) if on else _OFF
+    return Autocast(on, torch.is_autocast_cache_enabled())
 
 
 _OFF = Autocast()

@@ -172,9 +172,11 @@ def key_of(tree: Any, stand_in: Callable[[Any], Any] | None = None) -> tuple[Any
     operator.
 
     Args:
-        stand_in: ``stand_in(leaf)`` takes the place of each leaf in the key.
+        stand_in: ``stand_in(leaf)`` takes the place of each leaf in the key, besides numbers and text.
     """
     kind = type(tree)
+    if kind in _ATOMS:
+        return kind, tree
     if isinstance(tree, (tuple, list)):
         return kind, tuple([key_of(branch, stand_in) for branch in tree])
     if isinstance(tree, dict):
@@ -200,6 +202,9 @@ def form_of(op: Op) -> tuple[Any, ...]:
 
 #: The most frequent types of arguments that hold others.
 _SEQUENCES, _MAPPINGS = frozenset({tuple, list, immutable_list}), frozenset({dict, immutable_dict})
+
+#: The most frequent types of arguments that are their own keys.
+_ATOMS = frozenset({int, bool, str, type(None)})
 
 #: The most frequent types of arguments that hold none.
 _LEAVES = frozenset({Value, int, float, bool, str, type(None), torch.dtype, torch.device, torch.Tensor})

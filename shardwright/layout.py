@@ -491,7 +491,7 @@ class Layout:
     @property
     def carried(self) -> Digits:
         """All digits that cut some dim, dim after dim."""
-        return tuple(d for digits in self.tensor_dims for d in digits)
+        return tuple([d for digits in self.tensor_dims for d in digits])
 
     @property
     def replicas(self) -> Digits:
@@ -521,7 +521,11 @@ class Layout:
         if len(dims) != len(shape):
             raise LayoutError(f"the layout has {len(dims)} dims, the tensor {tuple(shape)} has {len(shape)}")
         out = []
-        for dim, (size, cut) in enumerate(zip(shape, self.cuts)):
+        for dim, (size, digits) in enumerate(zip(shape, dims)):
+            if not digits:
+                out.append(size)
+                continue
+            cut = digits_size(digits)
             if size % cut:
                 raise LayoutError(
                     f"dim {dim} of {tuple(shape)} has size {size}, which does not divide by {cut}",

@@ -516,11 +516,16 @@ def called_above_autograd(handle: Callable[[Any, tuple[object, ...], dict[str, A
     The operators are those of an exported program: above autograd and autocast, and not taken apart. Operators that
     `handle` itself calls run as always.
     """
-    feature = "a captured model at other sizes of its inputs"
-    mode = _watching()(handle)
+    feature, mode = "a captured model at other sizes of its inputs", _watching()(handle)
+    plain = getattr(_found("torch._library.utils"), "handle_dispatch_mode", None)
+
+    def at_once(top: Any, func: Any, *args: Any, **kwargs: Any) -> Any:  # torch flattens all arguments for `types`
+        return handle(func, args, kwargs) if top is mode else plain(top, func, *args, **kwargs)  # type: ignore[misc]
+
     with (
         _needed("torch._dispatch.python.enable_python_dispatcher", feature)(),
         _needed("torch._dispatch.python.enable_pre_dispatch", feature)(),
+        _replaced("torch._library.utils", "handle_dispatch_mode", at_once),
         mode,
     ):
         yield
@@ -529,20 +534,15 @@ def called_above_autograd(handle: Callable[[Any, tuple[object, ...], dict[str, A
 @functools.cache
 def _watching() -> type:
     """The class of modes of `called_above_autograd`. Above autograd torch takes its own modes and their subclasses."""
-    feature = "a captured model at other sizes of its inputs"
-    own: Any = _needed("torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode", feature)
+    own: Any = _needed("torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode", "a captured model at other sizes")
     plain: Any = _attribute("TorchDispatchMode")
 
     class Watching(own):
+        __enter__, __exit__ = plain.__enter__, plain.__exit__
+
         def __init__(self, handle: Callable[..., Any]) -> None:
             plain.__init__(self, torch._C.DispatchKey.PreDispatch)
             self._mode_key, self._handle = torch._C._TorchDispatchModeKey.PROXY, handle
-
-        def __enter__(self) -> Any:
-            return plain.__enter__(self)
-
-        def __exit__(self, *error: object) -> Any:
-            return plain.__exit__(self, *error)
 
         def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
             return self._handle(func, args, kwargs or {})

@@ -21,6 +21,7 @@ import gc
 import sys
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -356,11 +357,19 @@ class _ReShard:
         return self.module
 
 
+#: Types of most attributes of modules, which are no marked operators and hold none.
+_UNMARKED = frozenset({type(None), bool, int, float, str})
+_MAPPINGS = frozenset({dict, OrderedDict})
+
+
 def _held(net: nn.Module) -> Iterator[tuple[str, Operator]]:
     """Every marked operator in a model, with its attribute path."""
     for path, module in net.named_modules():
         prefix = path + "." if path else ""
         for attribute, held in vars(module).items():
+            kind = type(held)
+            if kind in _UNMARKED or (kind in _MAPPINGS and not held):
+                continue
             if isinstance(held, Operator):
                 yield prefix + attribute, held
             elif isinstance(held, _ReShard):

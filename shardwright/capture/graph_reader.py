@@ -36,6 +36,7 @@ __all__ = ["GraphReader", "MarkUse", "bare"]
 
 aten = torch.ops.aten
 
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _OWNERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
 
 
@@ -572,7 +573,7 @@ class GraphReader(InPlaceReader):
         """
         metas = metas or tensors_of(self.nodes.made(node))
         shapes = [tuple(m.shape) if isinstance(m, torch.Tensor) else (m,) for m in metas]
-        if any(isinstance(s, (torch.SymInt, torch.SymFloat, torch.SymBool)) for shape in shapes for s in shape):
+        if any([type(s) is not int and isinstance(s, _SYMBOLS) for shape in shapes for s in shape]):
             on = [tuple(v.shape) for v in values_in((args, kwargs))]
             raise CaptureError(
                 f"what {target} gives, called on {on}, depends on the values of tensors",

@@ -16,8 +16,8 @@ from ..graph import Value, leaves, map_values, values_in
 from ..rules.indexing import overwritten
 from ..rules.normalization import batch_norm
 from ..torch_private import schema_of
-from .mutation import Cell, Memory, View, ViewStep, Writer, gives_back, plain_form, shares_memory
-from .recapture import AsExported
+from .mutation import Cell, Memory, View, ViewStep, Writer, gives_back, plain_form
+from .recapture import AsExported, memory_of
 from .source_lines import module_path, source_of
 
 __all__ = ["InPlaceReader", "metas_made", "tensors_of"]
@@ -89,12 +89,19 @@ class InPlaceReader:
         """Make each output that shares memory with an input a view of that input."""
         sources = [(n, made) for n in self.given if isinstance(made := self.nodes.made(n), torch.Tensor)]
         metas, back = tensors_of(self.nodes.made(node)), gives_back(target, args, kwargs)
+        memories = None if back else [(n, memory_of(made)) for n, made in sources]
         for i, (cell, meta) in enumerate(zip(cells, metas)):
-            shared = [n for n, made in sources if cell is not None and (back or shares_memory(made, meta))]
+            if cell is None:
+                continue
+            if memories is None:
+                shared = [n for n, _ in sources]
+            else:
+                memory = memory_of(meta)
+                shared = [n for n, other in memories if other == memory]
             source = None if not shared else shared[i] if len(shared) == len(cells) else shared[0]
             parent = None if source is None else self.cells[source].view
             if parent is not None and any(v is parent.value for v in values_in((args, kwargs))):
-                assert source is not None and cell is not None
+                assert source is not None
                 sizes = tuple(tuple(m.shape) if m is not None else () for m in metas)
                 step = ViewStep(
                     target, args, kwargs, parent.value, i, sizes, True if back else (self.nodes.made(source), meta)

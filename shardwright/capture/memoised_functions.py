@@ -11,12 +11,15 @@ constant.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,6 +46,7 @@ _PLAIN = frozenset(
         tuple,
         list,
         dict,
+        collections.OrderedDict,
         set,
         frozenset,
         property,
@@ -52,6 +56,9 @@ _PLAIN = frozenset(
     }
 )
 
+#: Types of values of a file or a class that hold functions, or are functions.
+_FIXED = (types.FunctionType, types.ModuleType, type, staticmethod, classmethod, _KEEPS)
+
 #: Depth to which closures are followed.
 _DEPTH = 3
 
@@ -60,8 +67,7 @@ class _StandIn:
     """A callable in place of a function that caches its results."""
 
     def __init__(self, function: Any) -> None:
-        functools.update_wrapper(self, function)
-        self.function = function
+        self.function, self.__module__, self.__doc__ = function, function.__module__, function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = pytree.tree_leaves((args, kwargs))
@@ -139,50 +145,112 @@ def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> Itera
     ]
     files = {id(module) for module in waiting}
     seen: set[int] = set()
-    known: dict[Any, types.ModuleType | None] = {}  # thousands of values come from a few hundred files
     while waiting:
-        held = vars(waiting.pop())
-        for key, value in list(held.items()):
-            kind = type(value)
-            if kind in _PLAIN:
-                continue
-            if kind is types.FunctionType:
-                name: Any = value.__module__
-            elif issubclass(kind, type):
-                name = value.__module__
-            elif issubclass(kind, types.ModuleType):
-                name = value.__name__
-            else:
-                if _keeps(value):
-                    yield GuardedPlace(held, key, key)
-                if kind is not _KEEPS:
-                    continue
-                name = value.__module__
-            if name not in known:
-                known[name] = _users_module(name)
-            module = known[name]
-            if module is None:
-                continue
-            if issubclass(kind, type):
-                classes.setdefault(value)
-            if id(module) not in files:
+        file = waiting.pop()
+        held, found = vars(file), _read(file)
+        yield from [GuardedPlace(held, key, key) for key in found.kept]
+        classes.update(dict.fromkeys(found.classes))
+        for name in found.imported:
+            module = sys.modules.get(name)
+            if module is not None and id(module) not in files:
                 files.add(id(module))
                 waiting.append(module)
     for cls in classes:
-        for key, value in list(vars(cls).items()):
-            kind = type(value)
-            if kind is types.FunctionType:
-                if value.__closure__ is not None:
-                    yield from _cells(value, seen, 0)
-            elif kind not in _PLAIN and _keeps(value):
-                yield GuardedPlace(cls, key, key)
+        known = _read(cls)
+        for function in known.closures:
+            yield from _cells(function, seen, 0)
+        yield from [GuardedPlace(cls, key, key) for key in known.kept]
     for _, imported in modules:
         for key, value in list(vars(imported).items()):
+            if type(value) in _PLAIN:
+                continue
             if _keeps(value):
                 yield GuardedPlace(vars(imported), key, key)
             yield from _cells(value, seen, 0)
     for function in functions:
         yield from _cells(function, seen, 0)
+
+
+class _Read(NamedTuple):
+    """What a file or a class holds for `_places`.
+
+    Args:
+        types: the types of all that it holds, in order.
+        fixed: key -> the object, for functions, classes and files: what was read is valid while it holds these, and
+            objects of the same types. Other objects are not kept alive.
+        kept: the keys of functions that cache their results.
+        classes, imported: the classes of users in a file, and the names of the users' files that its values come from.
+        closures: the functions of a class that have closures.
+    """
+
+    types: tuple[type, ...]
+    fixed: dict[str, Any]
+    kept: tuple[str, ...]
+    classes: tuple[type, ...] = ()
+    imported: tuple[str, ...] = ()
+    closures: tuple[types.FunctionType, ...] = ()
+
+
+#: Files, and classes that a file holds -> what was read of them: a library of models has hundreds of files.
+_KNOWN: weakref.WeakKeyDictionary[types.ModuleType | type, _Read] = weakref.WeakKeyDictionary()
+
+
+def _read(owner: types.ModuleType | type) -> _Read:
+    """What a file or a class holds, read again where it holds other objects than before."""
+    held = vars(owner)
+    known = _KNOWN.get(owner)
+    if (
+        known is None
+        or len(known.types) != len(held)
+        or not all(map(is_, known.types, map(type, held.values())))
+        or not all(map(is_, map(held.get, known.fixed), known.fixed.values()))
+    ):
+        entries = list(held.items())
+        known = _read_class(entries) if isinstance(owner, type) else _read_file(entries)
+        if not isinstance(owner, type) or getattr(sys.modules.get(owner.__module__), owner.__name__, None) is owner:
+            _KNOWN[owner] = known
+    return known
+
+
+def _fixed(held: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The objects of a file or a class that `_places` looks into."""
+    return {key: v for key, v in held if isinstance(v, _FIXED)}
+
+
+def _read_file(held: list[tuple[str, Any]]) -> _Read:
+    kept: list[str] = []
+    classes: dict[type, None] = {}
+    imported: dict[str, None] = {}
+    known: dict[Any, types.ModuleType | None] = {}  # many values come from few files
+    for key, value in held:
+        kind = type(value)
+        if kind in _PLAIN:
+            continue
+        if kind is types.FunctionType or issubclass(kind, type):
+            name: Any = value.__module__
+        elif issubclass(kind, types.ModuleType):
+            name = value.__name__
+        else:
+            if _keeps(value):
+                kept.append(key)
+            if kind is not _KEEPS:
+                continue
+            name = value.__module__
+        if name not in known:
+            known[name] = _users_module(name)
+        module = known[name]
+        if module is None:
+            continue
+        if issubclass(kind, type):
+            classes.setdefault(value)
+        imported.setdefault(module.__name__)
+    return _Read(tuple(type(v) for _, v in held), _fixed(held), tuple(kept), tuple(classes), tuple(imported))
+
+
+def _read_class(held: list[tuple[str, Any]]) -> _Read:
+    closures = [v for _, v in held if type(v) is types.FunctionType and v.__closure__ is not None]
+    kept = [key for key, v in held if type(v) not in _PLAIN and type(v) is not types.FunctionType and _keeps(v)]
+    return _Read(tuple(type(v) for _, v in held), _fixed(held), tuple(kept), closures=tuple(closures))
 
 
 def _keeps(value: Any) -> bool:

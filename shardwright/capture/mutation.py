@@ -22,20 +22,8 @@ from ..errors import CaptureError
 from ..graph import Value, map_values
 from ..rules.indexing import assigned
 from ..torch_private import overload_name, schema_of
-from .recapture import memory_of
 
-__all__ = [
-    "Cell",
-    "Memory",
-    "View",
-    "ViewStep",
-    "Writer",
-    "gives_back",
-    "is_same",
-    "plain_form",
-    "serial",
-    "shares_memory",
-]
+__all__ = ["Cell", "Memory", "View", "ViewStep", "Writer", "gives_back", "is_same", "plain_form", "serial"]
 
 aten = torch.ops.aten
 
@@ -350,11 +338,6 @@ def _taken(argument: Any) -> tuple[str, str]:
 
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True where two tensors of a capture are views of one memory."""
-    return memory_of(a) == memory_of(b)
 
 
 def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:

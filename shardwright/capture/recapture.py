@@ -21,7 +21,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -75,6 +74,9 @@ _BESIDE = ("profiler", "prim")
 
 #: Operators to which export gives another name.
 _EXPORTED = {aten.lift_fresh.default: aten.lift_fresh_copy.default}
+
+#: Types of most arguments besides tensors.
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
 #: Calls of one operator that `Program.by_meta` compares.
 _COMPARED = 8
@@ -280,16 +282,37 @@ def _placed(x: torch.Tensor) -> tuple[Any, ...]:
     return tuple(x.shape), x.stride(), x.storage_offset(), storage_id(x.untyped_storage())
 
 
-@lru_cache(1 << 12)
+class _Facts(NamedTuple):
+    """What the schema of an operator tells: see `written_names` and `says_nothing`. The operator keeps its id."""
+
+    target: Any
+    written: tuple[str, ...]
+    silent: bool
+    beside: bool
+
+
+#: Id of an operator -> its facts. Hashing an operator itself takes longer.
+_FACTS: dict[int, _Facts] = {}
+
+
+def _facts(target: Any) -> _Facts:
+    known = _FACTS.get(id(target))
+    if known is None:
+        schema = schema_of(target)
+        written = tuple([a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write])
+        known = _Facts(target, written, not schema.returns and not written, target.namespace in _BESIDE)
+        _FACTS[id(target)] = known
+    return known
+
+
 def written_names(target: Any) -> tuple[str, ...]:
     """The names of the arguments into which an operator writes."""
-    return tuple([a.name for a in schema_of(target).arguments if a.alias_info is not None and a.alias_info.is_write])
+    return _facts(target).written
 
 
-@lru_cache(1 << 12)
 def says_nothing(target: Any) -> bool:
     """True for an operator without results, such as an assertion of export."""
-    return not schema_of(target).returns and not written_names(target)
+    return _facts(target).silent
 
 
 # -- exported programs -------------------------------------------------------------------------------------------------
@@ -326,13 +349,29 @@ class Program:
                         self._nodes.setdefault(node.target, []).append(node)
             nodes = self._nodes.get(target, [])
             step = -(-len(nodes) // _COMPARED) or 1
-            self._by_meta[target] = all(map(_agrees, nodes[::step])) if nodes else None
+            alike = {_called_as(node): node for node in nodes[::step]}  # equal layers call alike
+            self._by_meta[target] = all(map(_agrees, alike.values())) if nodes else None
         return self._by_meta[target]
+
+
+def _traced_arguments(node: torch.fx.Node) -> tuple[Any, Any]:
+    """(args, kwargs) of a node, with the tensors that were traced."""
+    return torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+
+
+def _called_as(node: torch.fx.Node) -> Any:
+    """A key that is equal for calls with arguments and results of one form; the node itself where there is none."""
+    try:
+        form = _form((*_traced_arguments(node), node.meta.get("val")), [])
+        hash(form)
+    except (RuntimeError, TypeError):  # what cannot be looked up, such as a slice
+        return node
+    return form
 
 
 def _agrees(node: torch.fx.Node) -> bool:
     """True where a call on the meta device gives the traced results of an operator."""
-    args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+    args, kwargs = _traced_arguments(node)
     given: list[torch.Tensor] = []
     try:
         _form((args, tuple(kwargs.values())), given)
@@ -457,7 +496,8 @@ class LightRun:
 
     def _called(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results of an operator, in its place."""
-        if target.namespace in _BESIDE:
+        facts = _facts(target)
+        if facts.beside:
             return target(*args, **kwargs)
         grad, casting = torch.is_grad_enabled(), current(*self._device_types)
         tensors: list[torch.Tensor] = []
@@ -465,7 +505,7 @@ class LightRun:
             form = _form(args, tensors), _form(tuple(kwargs.items()), tensors) if kwargs else ()
             if target is MARK or target is EDGE:  # the number of a call changes nothing
                 form = form[0][1][:1]
-            key = target, form, grad, casting.dtypes, torch.get_default_dtype()
+            key = id(target), form, grad, casting.dtypes, torch.get_default_dtype()
             results = self._known.get(key)
             if results is None:
                 results = self._known[key] = self._results(target, args, kwargs)
@@ -473,11 +513,11 @@ class LightRun:
             self._failed = self._failed or f"{target}: {type(error).__name__}: {error}"
             raise
         made = _outlines(results, tensors)
-        if grad and written_names(target) and any(t.requires_grad for t in tensors):
+        if grad and facts.written and any(t.requires_grad for t in tensors):
             for x in made if isinstance(made, (list, tuple)) else (made,):
                 if x is not None and x.dtype.is_floating_point:
                     x.requires_grad = True
-        if not says_nothing(target):
+        if not facts.silent:
             self._calls.append(OperatorCall(target, args, kwargs, made, self._running[-1], grad, casting))
         return made
 
@@ -570,7 +610,7 @@ class AsRun(AsExported):
         target, call = node.target, next(self._calls, None)
         while call is not None and call.target is aten.detach.default and target is not call.target:
             call = next(self._calls, None)  # a detach without use, which export drops
-        if call is None or target is not _EXPORTED.get(call.target, call.target):
+        if call is None or (target is not call.target and target is not _EXPORTED.get(call.target)):
             raise Differs(f"the forward calls {getattr(call, 'target', 'nothing')} where it called {target}")
         # A call of a torch.autograd.Function turns gradients off around its forward.
         if (call.grad != grad and target is not OPAQUE) or call.casting.dtypes != casting.dtypes:
@@ -598,6 +638,8 @@ class AsRun(AsExported):
             mine: the argument of the exported node.
             theirs: the argument in the run.
         """
+        if type(mine) in _PLAIN and type(theirs) in _PLAIN:
+            return theirs
         if isinstance(mine, torch.fx.Node):
             if not _is(self._made.get(mine), theirs) and not self._is_constant(mine, theirs):
                 raise Differs(f"{node.target} is called on another tensor")

@@ -18,7 +18,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
 
 #: Key of a node's metadata that holds its line.
-_LINE = "shardwright_line"
+_LINE, _PATH = "shardwright_line", "shardwright_path"
 
 _TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
 
@@ -70,6 +70,8 @@ def source_of(node: torch.fx.Node) -> str:
 
 def module_path(node: torch.fx.Node, prefix: str) -> str:
     """The path of the module that calls a node, without the path `prefix` of the user's model."""
-    stack = node.meta.get("nn_module_stack")
-    path = stack[next(reversed(stack))][0] if stack else ""
+    path = node.meta.get(_PATH)
+    if path is None:
+        stack = node.meta.get("nn_module_stack")
+        path = node.meta[_PATH] = stack[next(reversed(stack))][0] if stack else ""
     return path.removeprefix(prefix).removeprefix(".") if path.startswith(prefix) else path

@@ -475,11 +475,13 @@ class AutoParallel(CallPlanning, nn.Module):
         """Keep a new program, and load the values of a checkpoint that waited for the first plan."""
         self._programs[(*feed, program.guards)] = program
         self._states.setdefault(feed, []).insert(0, program.guards)
+        settles = bool(self._awaited) or len(self._programs) == 1
         try:
             while self._awaited:
                 self._awaited[0]()
                 del self._awaited[0]
-            program.guards.settle()
+            if settles:  # values were loaded, or the first program has placed the parameters
+                program.guards.settle()
         except BaseException:
             self._forget((*feed, program.guards))  # no call may run without the values of the checkpoint
             raise

@@ -58,8 +58,12 @@ def check_inside(net: nn.Module) -> None:
     Raises:
         SettingError: a module is wrapped; the error names its path.
     """
+    kinds: dict[type, tuple[str, str] | None] = {}
     for path, module in net.named_modules():
-        kind = _kind(type(module))
+        cls = type(module)
+        if cls not in kinds:
+            kinds[cls] = _kind(cls)
+        kind = kinds[cls]
         if kind is None and _is_compiled(module):
             kind = _KINDS[COMPILER]
         if kind is not None:

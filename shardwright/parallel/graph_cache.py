@@ -4,8 +4,8 @@
     further sizes, states    a light run of the forward that follows the exported program (`capture.recapture`)
 
 A pipeline needs two graphs a call, one of a micro-batch and one of more rows (`pipeline.microbatch`): the second
-follows the first. A forward that calls other operators at some sizes is exported there, and later calls follow either
-program.
+follows the first, or is derived from that of an earlier size (`pipeline.derived_twin`). A forward that calls other
+operators at some sizes is exported there, and later calls follow either program.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from ..capture.export import Recording
 from ..graph import Graph
+from ..pipeline.derived_twin import DerivedTwins
 from ..torch_private import pytree
 
 __all__ = ["GraphCache"]
@@ -30,7 +31,7 @@ class GraphCache:
     """The exported programs of one model, by kind of call. See the module's header."""
 
     def __init__(self) -> None:
-        self._programs: OrderedDict[Hashable, list[Any]] = OrderedDict()
+        self._programs: OrderedDict[Hashable, tuple[list[Any], DerivedTwins]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, object]) -> GraphCache:
         return GraphCache()  # a copy of a model is captured anew
@@ -51,11 +52,21 @@ class GraphCache:
             captures: ``captures(calls, recording=..., programs=...)`` captures the model.
         """
         key = casting, _kind(*calls[0])
-        programs = self._programs.setdefault(key, [])
+        programs, twins = self._programs.setdefault(key, ([], DerivedTwins()))
         self._programs.move_to_end(key)
         while len(self._programs) > KINDS:
             self._programs.popitem(last=False)
-        return captures(calls, recording=recording, programs=programs)
+        if len(calls) != 2 or not twins.may(calls[1]):
+            graphs = captures(calls, recording=recording, programs=programs)
+        else:
+            graphs = captures(calls[:1], recording=recording, programs=programs)
+            wide = twins.of(graphs[0], calls[1])
+            if wide is not None:
+                return [graphs[0], wide]
+            graphs += captures(calls[1:], recording=recording, programs=programs)
+        if len(calls) == 2:
+            twins.note(graphs[0], graphs[1], calls[1], recording)
+        return graphs
 
 
 def _kind(args: tuple[object, ...], kwargs: dict[str, Any]) -> Hashable:

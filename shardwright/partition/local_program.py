@@ -23,6 +23,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +75,7 @@ class PlacedValue:
     value: Value
     layout: Layout
 
-    @property
+    @cached_property
     def local_shape(self) -> tuple[int, ...]:
         return self.layout.local_shape(self.value.shape)
 
@@ -621,11 +622,15 @@ class PortableDecisions:
             graph: a graph with the same `graph_digest`.
             on_missing_rule, uneven: as they were given to the planner.
         """
-        decisions = {}
+        decisions: dict[str, Decision] = {}
+        assignments: dict[tuple[int, tuple[Digits, ...]], Assignment] = {}  # equal layers share their bound rules
         for op in graph.ops:
             said = self.operators[op.name]
             rule, bound, _ = description(op, on_missing_rule, devices, uneven)
-            assignment = replace(bound.whole(devices), digits=said.digits)
+            assignment = assignments.get((id(bound), said.digits))
+            if assignment is None:
+                assignment = replace(bound.whole(devices), digits=said.digits)
+                assignments[id(bound), said.digits] = assignment
             decisions[op.name] = Decision(
                 changed(op, recompute=said.recompute),
                 rule,

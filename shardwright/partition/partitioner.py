@@ -253,6 +253,9 @@ class Partitioner:
         self.producer: dict[str, str] = {}  # value name -> the operator of the user's program that produced it
         self.names: set[str] = set()
         self.padded: dict[str, Value] = {}  # parameter -> the padded value that is stored
+        #: Ids of a bound rule and of an assignment, which equal layers share, and an input -> how the input is read;
+        #: the two objects, so that their ids stay theirs.
+        self.reads: dict[tuple[int, int, int], tuple[Layout, Digits, Any, Any]] = {}
         self.notes: list[str] = []
 
     def run(self) -> LocalProgram:
@@ -407,14 +410,21 @@ class Partitioner:
                 self.uses[value.name] = [replace(use, partial=()) for use in self.uses[value.name]]
 
     def use(self, decision: Decision, op: Op, bound: Bound, assignment: Assignment, index: int) -> Use:
-        layout = bound.input_layout(index, assignment)
-        assert layout is not None
+        key = id(bound), id(assignment), index
+        known = self.reads.get(key)
+        if known is None:
+            layout = bound.input_layout(index, assignment)
+            assert layout is not None
+            partial = tuple(sorted(bound.gradient_partial(index, assignment)))
+            known = self.reads[key] = layout, partial, bound.halos(index, assignment), (bound, assignment)
+        layout, partial, halos, _ = known
         value = op.inputs[index]
-        partial: Digits = ()
-        if value.requires_grad and value.name not in self.widened:
+        if not value.requires_grad or value.name in self.widened:
+            partial = ()
+        elif self.widened:
             passed = self.widened.get(op.outputs[0].name, ()) if op.outputs[0] is not None else ()
-            partial = (*bound.gradient_partial(index, assignment), *passed)
-        return Use(layout, tuple(sorted(partial)), decision.op.name, halos=bound.halos(index, assignment))
+            partial = tuple(sorted((*partial, *passed)))
+        return Use(layout, partial, decision.op.name, halos=halos)
 
     def storage(self, used: dict[str, Layout]) -> dict[str, ParameterSharding]:
         """The storage of each parameter: as already fixed, or as its consumers ask for it, cut further where

@@ -53,10 +53,12 @@ def at_other_sizes(
         found = replace(found, bound=None, notes=(*found.notes, note) if note not in found.notes else found.notes)
     earlier = Decisions(plan.decisions, plan.carries, found, plan.hsdp)
     made = PortableDecisions.of(earlier).onto(graph, devices, on_missing_rule=on_missing_rule, uneven=uneven)
-    if not all(
-        _of_one_form(plan.decisions[name].bound, d.bound) and d.bound.is_consistent(d.assignment)
+    bound = {  # equal layers share their bound rules
+        (id(mine), id(d.bound), id(d.assignment)): (mine, d)
         for name, d in made.decisions.items()
-    ):
+        for mine in (plan.decisions[name].bound,)
+    }
+    if not all(_of_one_form(mine, d.bound) and d.bound.is_consistent(d.assignment) for mine, d in bound.values()):
         return None
     return made
 

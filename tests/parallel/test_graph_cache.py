@@ -538,4 +538,5 @@ def test_a_pipeline_across_processes_is_exported_once_for_all_sizes(world, feed)
         assert losses == pytest.approx(wanted, rel=1e-10)
         torch.testing.assert_close(weights, dict(plain.state_dict()), rtol=1e-9, atol=1e-12)
         assert seen == ["export", *["light run"] * (len(seen) - 1)]
-        assert counts == [2, 4, 6, 8, 10, 12]  # of a micro-batch and of twice the rows; a program is forgotten
+        # Of a micro-batch and of twice the rows, which is derived where more rows have run; a program is forgotten.
+        assert counts == [2, 4, 6, 7, 9, 10]
