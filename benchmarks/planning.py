@@ -37,7 +37,7 @@ from shardwright.capture.export import capture
 from shardwright.cluster import Cluster, memory_of
 from shardwright.cost.cost_model import CostModel
 from shardwright.cost.memory_timeline import optimizer_bytes
-from shardwright.partition.local_program import input_placement
+from shardwright.partition.local_program import place_inputs
 from shardwright.planners.memory_fit import ENOUGH
 from shardwright.planners.memory_problem import holding
 from shardwright.planners.plan_search import Search
@@ -67,7 +67,7 @@ def measure(layers: int, devices: int, cluster: str, memory: float) -> dict[str,
     clock, given = Clock(), gpt3(layers, BATCH * max(devices // 1024, 1))
     inputs = (*given["inputs"], given["targets"])
     graph = clock.of("capture", lambda: capture(given["net"], inputs, None, loss_fn=given["loss_fn"]))
-    fed, costs = input_placement(graph, devices, "full_batch"), CostModel(Cluster.of(cluster, devices), devices)
+    fed, costs = place_inputs(graph, devices, "full_batch"), CostModel(Cluster.of(cluster, devices), devices)
     problem = PlanningProblem(graph, devices, fed, cost_model=costs)
     search = Search.of(problem)
     made = clock.of("costs", lambda: search.cost_graph(search.options()))
@@ -85,7 +85,7 @@ def measure(layers: int, devices: int, cluster: str, memory: float) -> dict[str,
         held = clock.of(
             "costs, limited",
             lambda: holding(
-                search.cost_graph(search.options(), cut=CUT), fed, search.carries, memory, optimizer_bytes("adam")
+                search.cost_graph(search.options(), cut=CUT), fed, search.batch_dims, memory, optimizer_bytes("adam")
             ),
         )
         found = clock.of("search, limited", lambda: solve(held.cost_graph.problem, gap=ENOUGH))

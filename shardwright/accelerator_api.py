@@ -117,12 +117,12 @@ def on_host_soon(x: Tensor) -> tuple[Tensor, Any]:
     already."""
     if not is_accelerator(x.device):
         return x, None
-    there = host_memory(x)
-    ready = event(x.device) if there.is_pinned() else None
-    there.copy_(x, non_blocking=ready is not None)
+    host_copy = host_memory(x)
+    ready = event(x.device) if host_copy.is_pinned() else None
+    host_copy.copy_(x, non_blocking=ready is not None)
     if ready is not None:
         ready.record()
-    return there, ready
+    return host_copy, ready
 
 
 def random_state(device: torch.device) -> Tensor:

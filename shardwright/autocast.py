@@ -275,8 +275,8 @@ class _Call:
         schema = schema_of(target)
         self.names = [a.name for a in schema.arguments] if schema is not None else []
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        given = dict(zip(self.names, args)) | kwargs
-        self.takes_dtype = "dtype" in self.names and given.get("dtype") is None
+        passed = dict(zip(self.names, args)) | kwargs
+        self.takes_dtype = "dtype" in self.names and passed.get("dtype") is None
 
     def run(
         self, state: Autocast, inputs: Sequence[torch.dtype | None], dtype: torch.dtype | None = None
@@ -306,7 +306,7 @@ class _Call:
                 args, kwargs = pytree.tree_unflatten(leaves, self.spec)
                 if dtype is not None:
                     args, kwargs = with_dtype(self.target, args, kwargs, dtype)
-                call = _said(self.target, args, kwargs, id) if self.names else ""
+                call = _of_call(self.target, args, kwargs, id) if self.names else ""
                 with entered(state, *types & _KNOWN), _Trace(tensors, call) as trace:
                     made = self.target(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, AssertionError):  # errors of operators on fake tensors
@@ -362,7 +362,7 @@ class _Trace(TorchDispatchMode):
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         self.held.append((tensors, results))
-        self.itself = not self.exact and _said(func, args, kwargs, id) == self.call
+        self.itself = not self.exact and _of_call(func, args, kwargs, id) == self.call
         self.exact.append(repr((func, *pytree.tree_map_only(Tensor, _dtype, (args, kwargs, result)))))
         root = self.roots.get(id(tensors[0])) if tensors else None
         if func in _CASTS and root is not None and _floating(tensors[0], results[0]):
@@ -391,37 +391,37 @@ def _moves(func: Any) -> bool:
     )
 
 
-def _given(func: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _passed_arguments(func: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, without those that have their default."""
     arguments = schema_of(func).arguments
-    given: dict[str, Any] = dict(zip([a.name for a in arguments], args)) | kwargs
+    passed: dict[str, Any] = dict(zip([a.name for a in arguments], args)) | kwargs
     return {
-        a.name: given[a.name]
+        a.name: passed[a.name]
         for a in arguments
-        if a.name in given
-        and (isinstance(given[a.name], Tensor) or not a.has_default_value() or a.default_value != given[a.name])
+        if a.name in passed
+        and (isinstance(passed[a.name], Tensor) or not a.has_default_value() or a.default_value != passed[a.name])
     }
 
 
-def _said(func: Any, args: tuple[object, ...], kwargs: dict[str, Any], of: Callable[[Tensor], Any]) -> str:
+def _of_call(func: Any, args: tuple[object, ...], kwargs: dict[str, Any], of: Callable[[Tensor], Any]) -> str:
     """A call as text, with `of` each tensor in its place."""
-    return repr((func, pytree.tree_map_only(Tensor, of, _given(func, args, kwargs))))
+    return repr((func, pytree.tree_map_only(Tensor, of, _passed_arguments(func, args, kwargs))))
 
 
 def _worked(func: Any, args: tuple[object, ...], kwargs: dict[str, Any], results: Sequence[Tensor]) -> str:
     """An operator call as dtypes, equal for all overloads. An argument ``dtype`` stands for the dtype of the floating
     inputs."""
-    given = {a.name: a.default_value for a in schema_of(func).arguments if a.has_default_value()} | _given(
+    passed = {a.name: a.default_value for a in schema_of(func).arguments if a.has_default_value()} | _passed_arguments(
         func, args, kwargs
     )
-    given = {name: x for name, x in sorted(given.items()) if x is not None}
+    passed = {name: x for name, x in sorted(passed.items()) if x is not None}
     within: torch.dtype | None = None
     if func in _CASTS:
-        given = {"self": given["self"]}
+        passed = {"self": passed["self"]}
     else:
-        within = given.pop("dtype", None) or (torch.float32 if given.pop("half_to_float", False) else None)
+        within = passed.pop("dtype", None) or (torch.float32 if passed.pop("half_to_float", False) else None)
 
     def taken(x: Tensor) -> torch.dtype:
         return within if within is not None and x.dtype.is_floating_point else x.dtype
 
-    return repr((schema_of(func).name, pytree.tree_map_only(Tensor, taken, given), [x.dtype for x in results]))
+    return repr((schema_of(func).name, pytree.tree_map_only(Tensor, taken, passed), [x.dtype for x in results]))

@@ -225,12 +225,12 @@ class Cluster:
 
     @classmethod
     def of(
-        cls, given: Cluster | str | os.PathLike[str] | Mapping[str, Any] | None, devices: int | None = None
+        cls, cluster: Cluster | str | os.PathLike[str] | Mapping[str, Any] | None, devices: int | None = None
     ) -> Cluster:
         """The cluster of a setting.
 
         Args:
-            given: a Cluster; the name of a preset ("h100x8" is a node, "h100x8x128" are 128 of them); the path of a
+            cluster: a Cluster; the name of a preset ("h100x8" is a node, "h100x8x128" are 128 of them); the path of a
                 JSON file; the content of such a file, as a dict; None: as many "h100x8" nodes as the devices need.
             devices: the number of its devices in use, the innermost ones; None: all.
 
@@ -240,20 +240,20 @@ class Cluster:
         """
         if devices is not None:
             _check_positive(devices, "a cluster", "devices", whole=True)
-        if isinstance(given, cls):
-            found = given
-        elif isinstance(given, Mapping):
-            found = cls.from_dict(given)
-        elif given is None:
+        if isinstance(cluster, cls):
+            found = cluster
+        elif isinstance(cluster, Mapping):
+            found = cls.from_dict(cluster)
+        elif cluster is None:
             nodes = -(-(devices or 8) // 8)
             found = cls._preset("h100x8" if nodes == 1 else f"h100x8x{nodes}", devices)
-        elif isinstance(given, str) and not given.endswith(".json") and not os.path.isfile(given):
-            found = cls._preset(given, devices)
-        elif isinstance(given, (str, os.PathLike)):
-            found = cls.load(given)
+        elif isinstance(cluster, str) and not cluster.endswith(".json") and not os.path.isfile(cluster):
+            found = cls._preset(cluster, devices)
+        elif isinstance(cluster, (str, os.PathLike)):
+            found = cls.load(cluster)
         else:
             raise SettingError(
-                f"a cluster cannot be {given!r}", legal="a preset's name, a JSON file, a dict or a Cluster"
+                f"a cluster cannot be {cluster!r}", legal="a preset's name, a JSON file, a dict or a Cluster"
             )
         return found if devices is None else found.part(devices)
 
@@ -472,24 +472,24 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "M
 LEGAL = '"70GB", "64GiB", a number of bytes, or "cluster" for that of its devices'
 
 
-def memory_of(given: Any, cluster: Cluster) -> float | None:
+def memory_of(setting: Any, cluster: Cluster) -> float | None:
     """The bytes that a device may hold; None: no limit is requested.
 
     Args:
-        given: a number of bytes; text such as "70GB" or "1.5 TiB"; "cluster" or True: the memory of a device; None or
+        setting: a number of bytes; text such as "70GB" or "1.5 TiB"; "cluster" or True: the memory of a device; None or
             False: no limit.
 
     Raises:
         SettingError: any other value, or an amount that is not above 0.
     """
-    if given is None or given is False:
+    if setting is None or setting is False:
         return None
-    if given is True or (isinstance(given, str) and given.strip().lower() == "cluster"):
+    if setting is True or (isinstance(setting, str) and setting.strip().lower() == "cluster"):
         return float(cluster.memory)
-    return parse_bytes(given, "memory", LEGAL)
+    return parse_bytes(setting, "memory", LEGAL)
 
 
-def parse_bytes(given: Any, name: str, legal: str) -> float:
+def parse_bytes(amount: Any, name: str, legal: str) -> float:
     """The bytes of a number or of text such as "70GB".
 
     Args:
@@ -498,17 +498,17 @@ def parse_bytes(given: Any, name: str, legal: str) -> float:
     Raises:
         SettingError: any other value, or an amount that is not above 0.
     """
-    if isinstance(given, str):
-        read = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)(b?)", given.strip().lower())
+    if isinstance(amount, str):
+        read = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)(b?)", amount.strip().lower())
         unit = read[2].upper() if read else "?"
         try:
             found = float(read[1]) * UNITS[unit] if read and unit in UNITS else math.nan
         except ValueError:
             found = math.nan
     else:
-        found = float(given) if isinstance(given, (int, float)) and not isinstance(given, bool) else math.nan
+        found = float(amount) if isinstance(amount, (int, float)) and not isinstance(amount, bool) else math.nan
     if not 0 < found < math.inf:
-        raise SettingError(f"{name}={given!r} is no amount of memory", legal=legal)
+        raise SettingError(f"{name}={amount!r} is no amount of memory", legal=legal)
     return found
 
 

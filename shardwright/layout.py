@@ -418,8 +418,8 @@ class Layout:
                     strategy=entries,
                     legal=f"one of {self.alias_name}, a tuple of them, or 'None'",
                 )
-            given = (entry,) if entry is None or isinstance(entry, str) else tuple(entry)
-            names = tuple(name for name in given if name not in ("None", None))
+            axes = (entry,) if entry is None or isinstance(entry, str) else tuple(entry)
+            names = tuple(name for name in axes if name not in ("None", None))
             for name in names:
                 if name not in self.alias_name:
                     raise _users(

@@ -98,29 +98,29 @@ class MixedPrecision:
             )
 
     @classmethod
-    def of(cls, given: Any) -> MixedPrecision | None:
+    def of(cls, policy: Any) -> MixedPrecision | None:
         """The policy of a user's argument: a policy, one of FSDP2's, a dict of the arguments, a dtype
         (`param_dtype`), or None.
 
         Raises:
             SettingError: none of these, or an unknown argument.
         """
-        if given is None or isinstance(given, cls):
-            return given
-        if isinstance(given, torch.dtype):
-            return cls(given)
+        if policy is None or isinstance(policy, cls):
+            return policy
+        if isinstance(policy, torch.dtype):
+            return cls(policy)
         names = [f.name for f in fields(cls)]
         # FSDP2's policy: its fields differ between versions of torch; unknown ones are dropped at their default
-        if is_dataclass(given) and not isinstance(given, type) and type(given).__name__ == "MixedPrecisionPolicy":
-            settings = {f.name: getattr(given, f.name) for f in fields(given)}
-            given = {
+        if is_dataclass(policy) and not isinstance(policy, type) and type(policy).__name__ == "MixedPrecisionPolicy":
+            settings = {f.name: getattr(policy, f.name) for f in fields(policy)}
+            policy = {
                 name: settings[name]
                 for name in settings
-                if name in names or settings[name] != getattr(type(given)(), name)
+                if name in names or settings[name] != getattr(type(policy)(), name)
             }
-        if not isinstance(given, Mapping) or set(given) - set(names):
-            raise SettingError(f"mixed_precision={given!r}", legal=_LEGAL)
-        return cls(**given)
+        if not isinstance(policy, Mapping) or set(policy) - set(names):
+            raise SettingError(f"mixed_precision={policy!r}", legal=_LEGAL)
+        return cls(**policy)
 
     @property
     def types(self) -> tuple[torch.dtype, ...]:
@@ -211,14 +211,14 @@ def with_masters(graph: Graph) -> Graph:
     linear``. A weight that an embedding reads as well, in float32, stays as it is.
     """
     reads = graph.consumers()
-    given = {v.name for v in (*values_in(graph.outputs), *graph.updates.values())}
+    returned = {v.name for v in (*values_in(graph.outputs), *graph.updates.values())}
     now: dict[str, Value] = {}  # name of a parameter or of its cast -> the parameter as it is read
     dropped: set[str] = set()
     for name, value in graph.parameters.items():
         readers = [op for op, _ in reads.get(value.name, ())]
         types = {narrowed_to(op) for op in readers}
-        if value.master is None and name not in graph.updates and value.name not in given and len(types) == 1:
-            if (dtype := types.pop()) is None or any(op.output(0).name in given for op in readers):
+        if value.master is None and name not in graph.updates and value.name not in returned and len(types) == 1:
+            if (dtype := types.pop()) is None or any(op.output(0).name in returned for op in readers):
                 continue
             read = replace(value, dtype=dtype, master=Master(value.dtype, value.dtype))
             now |= dict.fromkeys((value.name, *(op.output(0).name for op in readers)), read)

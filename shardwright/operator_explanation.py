@@ -8,8 +8,7 @@
     alone(s)   = the cost of this plan with s in the place of its strategy         (no other operator changes)
     holder(s)  = the value whose edges rise most in `alone`, and the operators at their other ends
 
-The cost is that of the search's cost graph (`planners/graph_problem.py`), over the search's strategies and those of
-the plan. A plan that was not searched is priced in the same way.
+The cost is that of the search's cost graph (`planners/graph_problem.py`), over its strategies and those of the plan.
 
 2. Alternatives within a limit of memory (`Within`):
 
@@ -57,12 +56,12 @@ __all__ = [
     "Row",
     "Share",
     "Within",
-    "as_given",
     "explained",
     "opened",
     "row_above",
     "seconds_of",
     "shares_of",
+    "without_search",
 ]
 
 
@@ -98,7 +97,7 @@ def row_above(walked: MemoryTimeline, limit: float | None) -> Row | None:
     return Row(f"the {'forward' if at < walked.forward else 'backward'} of {walked.moments[at]}", totals[at], limit)
 
 
-def as_given(plan: Plan) -> tuple[Graph, OptimizerParallel | None]:
+def without_search(plan: Plan) -> tuple[Graph, OptimizerParallel | None]:
     """A plan's graph and its setting of ZeRO/FSDP sharding (optimizer parallel), as they were given to the search.
 
     The decisions of a search within a limit, apart from strategies, are removed. A user's own setting that equals one
@@ -145,7 +144,7 @@ class Within:
 
     Args:
         name: the operator.
-        search: the search's inputs, without the decisions of a search within a limit (`as_given`).
+        search: the search's inputs, without the decisions of a search within a limit (`without_search`).
         decisions: of the plan.
         free: the cost graph of `search`, in which the storage of parameters is fixed.
         limit: bytes.
@@ -206,7 +205,7 @@ class Within:
             self.plan,
             graph=self.search.described.graph,
             decisions=decided.decisions,
-            carries=decided.carries,
+            batch_dims=decided.batch_dims,
             hsdp=self.search.hsdp,
             found=None,
         )
@@ -271,9 +270,9 @@ def shares_of(plan: Plan, name: str, costs: CostModel) -> tuple[Share, ...]:
             entry[3] += paid if getattr(ran, "producer", "") == name else 0.0
             if isinstance(ran, LocalOp):
                 continue
-            conversion = ran.forward if not half or again or isinstance(ran, GlobalExtreme) else ran.backward
-            if conversion is not None:
-                entry[0] += [f"{s.kind}({'·'.join(map(repr, s.digits))})" for s in costs.sends(conversion)]
+            redistribution = ran.forward if not half or again or isinstance(ran, GlobalExtreme) else ran.backward
+            if redistribution is not None:
+                entry[0] += [f"{s.kind}({'·'.join(map(repr, s.digits))})" for s in costs.sends(redistribution)]
     shares = (Share(*key, tuple(sends), *seconds) for key, (sends, *seconds) in sums.items())
     return tuple(sorted((s for s in shares if s.seconds or s.what == "computing"), key=lambda s: -s.seconds))
 
@@ -471,7 +470,9 @@ class _Neighbourhood:
         )
         uneven = any(d.bound.uneven for d in plan.decisions.values())
         self.search = Search.of(
-            PlanningProblem(graph, plan.devices, plan.fed, "replicate", plan.stored, uneven, costs, plan.hsdp)
+            PlanningProblem(
+                graph, plan.devices, plan.input_placement, "replicate", plan.stored, uneven, costs, plan.hsdp
+            )
         )
         self.passing = opened(plan)
         self.decisions = {n: replace(d, open=self.passing[n]) for n, d in plan.decisions.items()}
@@ -592,7 +593,7 @@ class _Neighbourhood:
 
     def _within(self, limit: float) -> Within:
         """The search within a limit; its decisions for the plan, apart from strategies, are made anew."""
-        graph, hsdp = as_given(self.plan)
+        graph, hsdp = without_search(self.plan)
         marks = {op.name: op.mark for op in self.search.described.graph.ops}
         graph = graph.with_ops(tuple(replace(op, mark=marks[op.name]) for op in graph.ops))
         search = replace(

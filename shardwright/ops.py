@@ -225,7 +225,7 @@ def _digits(group: Group) -> Digits:
     raise SettingError(f"{group!r} is no group of ranks", legal=legal)
 
 
-def _of_ranks(each: list[list[int]], devices: int, given: Any) -> Digits:
+def _of_ranks(each: list[list[int]], devices: int, group: Any) -> Digits:
     """The digits in which the ranks of the groups differ.
 
     Raises:
@@ -234,14 +234,14 @@ def _of_ranks(each: list[list[int]], devices: int, given: Any) -> Digits:
     ranks = [rank for one in each for rank in one]
     if any(type(rank) is not int or not 0 <= rank < devices for rank in ranks) or len(set(ranks)) < len(ranks):
         raise SettingError(
-            f"the group {given!r} is not of ranks from 0 to {devices - 1}, each once", legal=f"{[*range(devices)][:4]}"
+            f"the group {group!r} is not of ranks from 0 to {devices - 1}, each once", legal=f"{[*range(devices)][:4]}"
         )
     digits = digits_of([rank - min(each[0]) for rank in sorted(each[0])])
     fits = digits is not None and beside(devices, digits)
     whole = {one for one in groups(devices, digits)} if fits and digits is not None else set()
     if not whole.issuperset(tuple(sorted(one)) for one in each) or (len(each) > 1 and len(ranks) < devices):
         raise SettingError(
-            f"the group {given!r} of {devices} ranks leaves no equal groups for the others: every rank runs the same "
+            f"the group {group!r} of {devices} ranks leaves no equal groups for the others: every rank runs the same "
             "program, in a group of its own",
             legal="neighbours such as [0, 1], or ranks of equal distances such as [0, 2], that divide all ranks"
             if len(each) == 1

@@ -24,13 +24,20 @@ from .capture.hybrid_models import check_mode, one_slice, own_parameters
 from .capture.kept_regions import with_policy
 from .cluster import Cluster, memory_of
 from .errors import CaptureError, PlanError, SettingError, ShardwrightError, known_keywords
-from .garbage import gc_paused
+from .garbage_collection import gc_paused
 from .graph import Graph
 from .launch.progress import keep, phase
 from .layout import Layout
 from .ops import COLLECTIVES, for_ranks
-from .partition.hybrid_parallel import OwnPrograms, decided, fed_whole, local_inputs, with_own_statistics, with_stacked
-from .partition.local_program import TAKEN, Decisions, InputPlacement, PortableDecisions, SearchResult, input_placement
+from .partition.hybrid_parallel import (
+    OwnPrograms,
+    decided,
+    local_inputs,
+    place_whole_inputs,
+    with_own_statistics,
+    with_stacked,
+)
+from .partition.local_program import TAKEN, Decisions, InputPlacement, PortableDecisions, SearchResult, place_inputs
 from .partition.parameter_sharding import OptimizerParallel
 from .pipeline.build import PlanCache, pipeline_plan, schedule_of
 from .pipeline.microbatch import is_split, micro_calls
@@ -87,7 +94,7 @@ def make_plan(
     own: OwnPrograms | None = None,
     whole: frozenset[str] = frozenset(),
     searcher: Searcher | None = None,
-    fed: InputPlacement | None = None,
+    input_placement: InputPlacement | None = None,
     earlier: Sequence[Plan] = (),
     prices: PriceBook | None = None,
 ) -> Plan:
@@ -102,7 +109,7 @@ def make_plan(
         whole: parameters that are never stored cut over their replicas.
         searcher: where several processes plan together, the function that runs the search on one; None: this process
             searches.
-        fed: the placement of the inputs, for a stage of a pipeline; None: by `dataset_strategy`.
+        input_placement: the placement of the inputs, for a stage of a pipeline; None: by `dataset_strategy`.
         earlier: plans of the same model at other sizes, the latest first: the strategies of the first that fits apply
             here too (`at_other_sizes`).
         prices: prices that plans of other graphs share; None: the plan has its own.
@@ -127,9 +134,9 @@ def make_plan(
             legal=f'no memory=, or parallel_mode={" or ".join(map(repr, fitting))}, or hsdp(optimizer_level="auto")',
         )
     if parallel_mode == "stand_alone":
-        fed = input_placement(graph, 1, "full_batch")
-        alone = PLANNERS["data_parallel"](PlanningProblem(graph, 1, fed, on_missing_rule="replicate"))
-        made = Plan(graph, 1, "stand_alone", fed, alone.decisions, alone.carries, cluster=cluster)
+        input_placement = place_inputs(graph, 1, "full_batch")
+        alone = PLANNERS["data_parallel"](PlanningProblem(graph, 1, input_placement, on_missing_rule="replicate"))
+        made = Plan(graph, 1, "stand_alone", input_placement, alone.decisions, alone.batch_dims, cluster=cluster)
         _ = made.program
         return made
     if parallel_mode == "hybrid_parallel":
@@ -143,7 +150,7 @@ def make_plan(
             with_stacked(graph, devices, own),
             devices,
             parallel_mode,
-            fed_whole(graph, devices, dataset_strategy),
+            place_whole_inputs(graph, devices, dataset_strategy),
             decided(graph, devices),
             {},
             own=own,
@@ -161,8 +168,8 @@ def make_plan(
         )
     if parallel_mode in OWN_STATISTICS and not settings.sync_batch_norm:
         graph = with_own_statistics(graph, devices, on_missing_rule)
-    staged = fed is not None
-    fed = fed or input_placement(graph, devices, dataset_strategy)
+    staged = input_placement is not None
+    input_placement = input_placement or place_inputs(graph, devices, dataset_strategy)
     mode, settled = PLANNERS[parallel_mode], used or stored
     if strategies is not None:
         graph, mode, stored = strategies.onto(
@@ -174,7 +181,7 @@ def make_plan(
     problem = PlanningProblem(
         graph,
         devices,
-        fed,
+        input_placement,
         on_missing_rule=on_missing_rule,
         stored=settled,
         uneven=uneven,
@@ -198,9 +205,9 @@ def make_plan(
             graph.with_ops(ops),
             devices,
             parallel_mode,
-            fed,
+            input_placement,
             same.decisions,
-            same.carries,
+            same.batch_dims,
             stored,
             same.hsdp,
             cluster=cluster,
@@ -213,16 +220,16 @@ def make_plan(
             return made
 
     def plan_of(result: Decisions, kept: OptimizerParallel | None = hsdp) -> Plan:
-        decisions, carries, found, storage = result
+        decisions, batch_dims, found, storage = result
         # With a limit of memory a search has decided the recomputed operators too.
         ops = graph.ops if memory is None else tuple(decisions[op.name].op for op in graph.ops)
         made = Plan(
             graph.with_ops(ops),
             devices,
             parallel_mode,
-            fed,
+            input_placement,
             decisions,
-            carries,
+            batch_dims,
             stored,
             kept or storage,
             cluster=cluster,
@@ -274,7 +281,7 @@ def make_plan(
                     on_missing_rule=on_missing_rule,
                 ),
                 find,
-                lambda handed: handed.onto(graph, devices, on_missing_rule=on_missing_rule, uneven=uneven),
+                lambda portable: portable.onto(graph, devices, on_missing_rule=on_missing_rule, uneven=uneven),
             )
         )
     else:
@@ -311,15 +318,15 @@ def _cheapest(
         dearer = plan is not None and made.cost >= plan.cost * (1 - 1e-9)
         if dearer or (memory is not None and made.unscheduled.peak > memory):
             continue
-        said = f"{TAKEN}{mode}, {made.cost * 1e6:.4g} µs a step: the search found "
-        said += f"nothing below {plan.cost * 1e6:.4g} µs" if plan is not None else "none that fits in the memory"
+        text = f"{TAKEN}{mode}, {made.cost * 1e6:.4g} µs a step: the search found "
+        text += f"nothing below {plan.cost * 1e6:.4g} µs" if plan is not None else "none that fits in the memory"
         known = SearchResult(made.cost, None, len(other.decisions), 0) if best is None else best.found
         assert known is not None
         found = replace(
             known,
             cost=made.cost,
             bound=None if known.bound is None else min(known.bound, made.cost),
-            notes=(*(note for note in known.notes if not note.startswith(TAKEN)), said),
+            notes=(*(note for note in known.notes if not note.startswith(TAKEN)), text),
             limit=memory,
         )
         best = other._replace(found=found)
@@ -343,18 +350,18 @@ def capture_micro(
     kwargs: dict[str, Any],
     count: int,
     setting: PipelineSettings | None = None,
-    **given: Any,
+    **options: Any,
 ) -> tuple[Graph, Graph | None]:
     """Capture a model for one micro-batch of the inputs of a whole batch.
 
     Args:
         setting: see `micro_calls`.
-        given: as `capture` takes it.
+        options: as `capture` takes it.
 
     Returns:
         Its graph, and that for more rows, which `microbatch.split` compares with it; None for a single micro-batch.
     """
-    graph, *wide = captures(net, micro_calls(args, kwargs, count, setting), **given)
+    graph, *wide = captures(net, micro_calls(args, kwargs, count, setting), **options)
     return graph, wide[0] if wide else None
 
 
@@ -414,8 +421,8 @@ def make_pipeline(
             strategies=None,
         )
 
-        def units_plan(part: Graph, size: int, fed: InputPlacement) -> Plan:
-            return make_plan(part, size, unit, fed=fed, whole=whole, prices=prices)
+        def units_plan(part: Graph, size: int, input_placement: InputPlacement) -> Plan:
+            return make_plan(part, size, unit, input_placement=input_placement, whole=whole, prices=prices)
 
         def piped(found: PipelineSearchResult) -> PipelinePlan:
             same = found.micro_batches == automatic.count
@@ -463,9 +470,9 @@ def make_pipeline(
     planned = schedule_of(setting, devices) if chosen is None else chosen.schedule
     lines = None if strategies is None else strategies.per_stage(planned, devices)
 
-    def planner(part: Graph, size: int, fed: InputPlacement, number: int) -> Plan:
+    def planner(part: Graph, size: int, input_placement: InputPlacement, number: int) -> Plan:
         if number < 0:  # the graph that counts targets: no strategy to decide
-            return make_plan(part, size, counting, fed=fed, prices=prices)
+            return make_plan(part, size, counting, input_placement=input_placement, prices=prices)
         held = {*part.parameters, *part.buffers}
         mine = [
             None if all_ is None else {n: layout for n, layout in all_.items() if n in held} for all_ in (stored, used)
@@ -484,7 +491,7 @@ def make_pipeline(
             used=mine[1],
             whole=whole,
             searcher=searcher,
-            fed=fed,
+            input_placement=input_placement,
             earlier=[p.stages[number].plan for p in earlier if len(p.stages) == planned.stages],
             prices=prices,
         )

@@ -172,8 +172,8 @@ def init(
         asked = os.environ.get("SHARDWRIGHT_DEVICES")
         if asked and not (asked.isdecimal() and int(asked)):
             raise SettingError(f"SHARDWRIGHT_DEVICES={asked}", legal="a whole number of at least 1")
-        here = asked_for or default_device()
-        runtime = Runtime(False, int(asked) if asked else devices, 0, here, chosen=asked_for is not None)
+        chosen_device = asked_for or default_device()
+        runtime = Runtime(False, int(asked) if asked else devices, 0, chosen_device, chosen=asked_for is not None)
     _current[:] = [runtime]
     if runtime.processes and watched and dist.get_world_size() > 1:
         lifelines()

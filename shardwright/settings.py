@@ -135,7 +135,7 @@ class Settings:
         param_strategies: Any = None,
         pipeline: Any = None,
         mixed_precision: Any = None,
-        **given: Any,
+        **settings: Any,
     ) -> Settings:
         """The settings as a user writes them: dicts, paths and names in place of this package's values.
 
@@ -149,7 +149,7 @@ class Settings:
             param_strategies=as_parameter_strategies(param_strategies),
             pipeline=pipelining(pipeline),
             mixed_precision=MixedPrecision.of(mixed_precision),
-            **given,
+            **settings,
         )
 
     def __post_init__(self) -> None:
@@ -181,10 +181,10 @@ class Settings:
         Raises:
             SettingError: no amount of memory.
         """
-        given = self.comm_memory
-        if given is None or (given == 0 and not isinstance(given, bool)):
-            return given if given is None else 0.0
-        return parse_bytes(given, "comm_memory", '"2GB", "512MiB", a number of bytes, or 0')
+        setting = self.comm_memory
+        if setting is None or (setting == 0 and not isinstance(setting, bool)):
+            return setting if setting is None else 0.0
+        return parse_bytes(setting, "comm_memory", '"2GB", "512MiB", a number of bytes, or 0')
 
     @property
     def budget(self) -> tuple[float | None, Callable[[SearchProgress], Any] | bool | None]:

@@ -46,7 +46,7 @@ from .partition.padded_dims import true_slice
 from .partition.parameter_sharding import OptimizerParallel
 from .partition.partitioner import partition
 from .partition.planned_collectives import Collective, backward_collectives, forward_collectives
-from .partition.rematerialization import Regather, Region, RegionStarts, regions_of, wanted_again
+from .partition.rematerialization import Regather, Region, RegionStarts, regathered_weights, regions_of
 from .rules import held_layouts, in_order
 
 __all__ = [
@@ -259,9 +259,9 @@ class Plan(CountedOptimizer, SavedPlan):
     graph: Graph
     devices: int
     mode: str
-    fed: InputPlacement
+    input_placement: InputPlacement
     decisions: dict[str, Decision]
-    carries: dict[str, int]
+    batch_dims: dict[str, int]
     stored: dict[str, Layout] | None = None
     hsdp: OptimizerParallel | None = None
     own: OwnPrograms | None = None
@@ -274,8 +274,10 @@ class Plan(CountedOptimizer, SavedPlan):
     def program(self) -> LocalProgram:
         """The program that all ranks run: local operators and redistributions."""
         if self.own is not None:
-            return own_programs(self.graph, self.devices, self.fed, self.own)
-        return partition(self.graph, self.decisions, self.fed, self.devices, self.carries, self.stored, self.hsdp)
+            return own_programs(self.graph, self.devices, self.input_placement, self.own)
+        return partition(
+            self.graph, self.decisions, self.input_placement, self.devices, self.batch_dims, self.stored, self.hsdp
+        )
 
     @property
     def draws(self) -> bool:
@@ -295,7 +297,7 @@ class Plan(CountedOptimizer, SavedPlan):
     def _operator(self, decision: Decision) -> OperatorPlan:
         op = decision.op
         tensors = [v for v in op.outputs if v is not None]
-        outs = decision.out or tuple(decision.left(i).without_partial() for i in range(len(tensors)))
+        outs = decision.out or tuple(decision.output_layout(i).without_partial() for i in range(len(tensors)))
         return OperatorPlan(
             op.name,
             op.kind,
@@ -303,7 +305,7 @@ class Plan(CountedOptimizer, SavedPlan):
             op.source,
             _in_strategy(decision),
             tuple(layout.cuts for layout in outs),
-            tuple(decision.wanted(i) for i in range(len(op.inputs))),
+            tuple(decision.input_layout(i) for i in range(len(op.inputs))),
             outs,
             tuple(v.shape for v in op.inputs),
             tuple(v.shape for v in tensors),
@@ -390,18 +392,18 @@ class Plan(CountedOptimizer, SavedPlan):
             known[instance.name] = instance
         for i in program.instructions:
             known.update((o.name, o) for o in made_by(i))
-        wanted = wanted_again(program)
+        wanted = regathered_weights(program)
         reached = {o.name for o in program.outputs if isinstance(o, PlacedValue) and o.value.requires_grad}
         out: list[Any] = []
-        there = {
+        gathered = {
             name for region in self.regions for name in region.dropped
         }  # such a weight is gathered with its region
         starts = RegionStarts(self.regions, program.instructions)
         for place, i in reversed(list(enumerate(program.instructions))):
             if any(o.name in reached for o in made_by(i)):
-                moves = [move for move in wanted.get(place, ()) if move.target.name not in there]
+                moves = [move for move in wanted.get(place, ()) if move.target.name not in gathered]
                 out += [*(Regather(move, i.operator) for move in moves), *starts.before(place, i.operator), i]
-                there.update(move.target.name for move in moves)
+                gathered.update(move.target.name for move in moves)
                 reached.update(n for n in read_by(i) if n in known and known[n].value.requires_grad)
         return tuple(out)
 
@@ -490,7 +492,7 @@ class Plan(CountedOptimizer, SavedPlan):
             out["recomputed"] = max(dropped)
         regained = {name for region in self.regions for name in region.dropped}
         gathered = [
-            (i.target.local_bytes, i.again or i.target.name in regained)
+            (i.target.local_bytes, i.reshard_after_forward or i.target.name in regained)
             for i in moves
             if isinstance(i, Redistribute) and _copied(i)
         ]
@@ -516,7 +518,7 @@ class Plan(CountedOptimizer, SavedPlan):
             i.target.name
             for i in moves
             if _copied(i)
-            and not i.again
+            and not i.reshard_after_forward
             and i.target.name not in dropped
             and uses[i.source.name] == 1
             and i.source.name in stored
@@ -617,7 +619,9 @@ class Plan(CountedOptimizer, SavedPlan):
 
     def _dropped(self, region: Region) -> Iterator[int]:
         """Yield the bytes of a region's dropped tensors; a redistribution without steps shares its source's memory."""
-        made = {o.name: (i, o) for i in map(self.program.instructions.__getitem__, region.again) for o in made_by(i)}
+        made = {
+            o.name: (i, o) for i in map(self.program.instructions.__getitem__, region.recompute_set) for o in made_by(i)
+        }
         seen: set[str] = set()
         for name in region.dropped:
             while (
@@ -644,7 +648,7 @@ class Plan(CountedOptimizer, SavedPlan):
             else:
                 yield (
                     f"{i.source.name} {i.forward} {i.backward}"
-                    + (" again" if getattr(i, "again", False) else "")
+                    + (" again" if getattr(i, "reshard_after_forward", False) else "")
                     + (
                         f" {i.dtype} {i.sums}"
                         if isinstance(i, Redistribute) and i.target.value.master is not None

@@ -107,7 +107,7 @@ def test_weights_are_gathered_and_their_gradients_summed() -> None:
 def problem_of(plan: sw.Plan) -> tuple[Any, dict]:
     """The search's problem and the plan's strategies."""
     costs = CostModel(plan.cluster, plan.devices)
-    search = Search.of(PlanningProblem(plan.graph, plan.devices, plan.fed, cost_model=costs))
+    search = Search.of(PlanningProblem(plan.graph, plan.devices, plan.input_placement, cost_model=costs))
     return search.cost_graph(search.options([plan.decisions])), {n: strategy_of(d) for n, d in plan.decisions.items()}
 
 

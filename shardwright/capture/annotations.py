@@ -500,22 +500,22 @@ class PipelineSettings:
         return self.scheduler if self.scheduler.endswith(".csv") else None
 
 
-def pipelining(given: PipelineSettings | Mapping[str, Any] | None) -> PipelineSettings | None:
+def pipelining(setting: PipelineSettings | Mapping[str, Any] | None) -> PipelineSettings | None:
     """The settings of a pipeline from a dict of the arguments of `AutoParallel.pipeline`; None: no pipeline.
 
     Raises:
         SettingError: an unknown argument, or an argument of another type.
     """
-    if given is None or isinstance(given, PipelineSettings):
-        return given
+    if setting is None or isinstance(setting, PipelineSettings):
+        return setting
     names = tuple(PipelineSettings.__dataclass_fields__)
-    if not isinstance(given, Mapping) or set(given) - set(names):
-        raise SettingError(f"pipeline={given!r}", legal="a dict of " + ", ".join(names))
-    given = {"micro_batches": "auto", **given} if given.get("stages") == "auto" else dict(given)
-    config = given.pop("stage_config", None) or {}
+    if not isinstance(setting, Mapping) or set(setting) - set(names):
+        raise SettingError(f"pipeline={setting!r}", legal="a dict of " + ", ".join(names))
+    setting = {"micro_batches": "auto", **setting} if setting.get("stages") == "auto" else dict(setting)
+    config = setting.pop("stage_config", None) or {}
     if not isinstance(config, Mapping):
         raise SettingError(f"stage_config={config!r}", legal='a dict such as {"layer1": 0, "layer2": 1}')
-    made = PipelineSettings(**given, stage_config=tuple(config.items()))
+    made = PipelineSettings(**setting, stage_config=tuple(config.items()))
     for what in ("stages", "micro_batches"):
         value = getattr(made, what)
         if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -584,7 +584,7 @@ def staged_modules(net: nn.Module, config: Mapping[str, int] | None = None) -> d
         SettingError: an unknown path, a number below 0, or a module in two stages, under one name or two.
     """
     modules = dict(net.named_modules(remove_duplicate=False))
-    given: dict[str, tuple[int, str]] = {
+    stage_of: dict[str, tuple[int, str]] = {
         path: (vars(module)[_STAGE], "set_stage") for path, module in modules.items() if _STAGE in vars(module)
     }
     for path, stage in (config or {}).items():
@@ -594,21 +594,21 @@ def staged_modules(net: nn.Module, config: Mapping[str, int] | None = None) -> d
                 f"stage_config: there is no module {path!r}", legal=f"the path of a module, such as {near}"
             )
         _check_number(f"stage_config of {path!r}", stage)
-        if path in given and given[path][0] != stage:
+        if path in stage_of and stage_of[path][0] != stage:
             raise SettingError(
-                f"the module {path!r} is in two stages: {given[path][0]} by set_stage, {stage} by stage_config",
+                f"the module {path!r} is in two stages: {stage_of[path][0]} by set_stage, {stage} by stage_config",
                 legal="one stage for each module",
             )
-        given[path] = stage, "stage_config"
+        stage_of[path] = stage, "stage_config"
     first: dict[int, str] = {}
-    for path, (stage, _) in given.items():
+    for path, (stage, _) in stage_of.items():
         other = first.setdefault(id(modules[path]), path)
-        if given[other][0] != stage:
+        if stage_of[other][0] != stage:
             raise SettingError(
-                f"the modules {other!r} and {path!r} are one, in two stages: {given[other][0]} and {stage}",
+                f"the modules {other!r} and {path!r} are one, in two stages: {stage_of[other][0]} and {stage}",
                 legal="one stage for each module",
             )
-    return {path: stage for path, (stage, _) in given.items()}
+    return {path: stage for path, (stage, _) in stage_of.items()}
 
 
 def warn_of_ignored_stages(net: nn.Module) -> None:

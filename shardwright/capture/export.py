@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..autocast import current
 from ..errors import CaptureError, ShardwrightError
-from ..garbage import gc_paused
+from ..garbage_collection import gc_paused
 from ..graph import Graph, values_in
 from ..launch.progress import Work
 from ..mixed_precision import MixedPrecision, captured_types, casts, masters, with_masters
@@ -224,13 +224,13 @@ class _Exported(NamedTuple):
     marks: list[Operator]
 
 
-def capture(net: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any] | None = None, **given: Any) -> Graph:
+def capture(net: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any] | None = None, **settings: Any) -> Graph:
     """Capture one call of a model.
 
     Args:
         net: the model; its parameters may be real, fake or meta.
         args, kwargs: the inputs of the call with their **global** shapes; real, fake or meta tensors.
-        given: as `captures` takes it.
+        settings: as `captures` takes it.
 
     Returns:
         The graph of the call.
@@ -238,7 +238,7 @@ def capture(net: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any] | N
     Raises:
         SettingError, CaptureError: as of `captures`.
     """
-    return captures(net, [(args, kwargs or {})], **given)[0]
+    return captures(net, [(args, kwargs or {})], **settings)[0]
 
 
 def captures(
@@ -428,14 +428,14 @@ def _captured(
             for x in f.f_locals.values()
         ):
             first = "the sizes of packed sequences depend on the values of their lengths"
-        said = f"{type(error).__name__}: {first}"
+        problem = f"{type(error).__name__}: {first}"
         formatted = "FakeTensor.__format__" in first  # f"{loss:.4f}"
         if formatted or type(error).__name__ == "GuardOnDataDependentSymNode":
             first = "data-dependent"
-            said = "the forward takes a number out of a tensor (item(), float(), bool(), an if, a format), which is "
-            said += "data-dependent: no tensor has values before the program runs"
+            problem = "the forward takes a number out of a tensor (item(), float(), bool(), an if, a format), which is "
+            problem += "data-dependent: no tensor has values before the program runs"
         raise CaptureError(
-            f"the model cannot be captured: {said}",
+            f"the model cannot be captured: {problem}",
             source=user_frame(frames) or calling_line(),
             legal=next((legal for part, legal in _INSTEAD.items() if part in first), None),
         ) from error

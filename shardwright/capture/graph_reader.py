@@ -107,7 +107,7 @@ class GraphReader(InPlaceReader):
         self.nodes = nodes  # the arguments and results of the program's nodes
         self.args: tuple[Any, ...] = ()  # those of the operator that is being read, with nodes in place of tensors
         self.kwargs: dict[str, Any] = {}
-        self.given: list[torch.fx.Node] = []  # the nodes among them whose values are tensors
+        self.tensor_nodes: list[torch.fx.Node] = []  # the nodes among them whose values are tensors
         self.grad = torch.is_grad_enabled()  # True where gradients are on at this point of the program
         self.assigned: list[str] = []  # buffers whose new values are the last outputs
         self.out_spec: Any = program.call_spec.out_spec  # nesting of the outputs before the assigned buffers
@@ -264,7 +264,7 @@ class GraphReader(InPlaceReader):
         if isinstance(target, OpOverload):
             if not says_nothing(target):
                 self.args, self.kwargs = self.nodes.arguments(node, self.grad, self.casting)
-                self.given = []
+                self.tensor_nodes = []
                 self.overload(node, target)
         elif target is operator.getitem:
             source, index = _args(node)
@@ -360,7 +360,7 @@ class GraphReader(InPlaceReader):
         Args:
             args, kwargs: the node's arguments, with values in place of nodes.
         """
-        devices = iter([self.nodes.made(n).device for n in self.given])
+        devices = iter([self.nodes.made(n).device for n in self.tensor_nodes])
         plain, named = map_values((args, kwargs), lambda v: Like(v.shape, v.dtype, next(devices)))
         decided = casts_of(target, plain, named, self.casting)
         recorded = tuple(m.dtype for m in leaves(self.nodes.made(node)) if isinstance(m, torch.Tensor))
@@ -462,11 +462,11 @@ class GraphReader(InPlaceReader):
             )
         op, places = self.ops[inside[0]], self.places[inside[0]]
         own = list(self.parameters)  # the weights of a module come after its inputs, in the order of the module
-        given = [self.uncast.get(v.name, v).name for v in op.inputs]
+        names = [self.uncast.get(v.name, v).name for v in op.inputs]
         order = tuple(
             sorted(
-                range(len(given)),
-                key=lambda i: (places.get(i, len(given)), own.index(given[i]) if given[i] in own else len(own), i),
+                range(len(names)),
+                key=lambda i: (places.get(i, len(names)), own.index(names[i]) if names[i] in own else len(own), i),
             )
         )
         path = op.name
@@ -502,7 +502,7 @@ class GraphReader(InPlaceReader):
             held = self.cells[tree]
             if not isinstance(held, Cell):
                 return held
-            self.given.append(tree)
+            self.tensor_nodes.append(tree)
             return self.read(held)
         if isinstance(tree, (list, tuple)):
             return kind([self.taken(branch) for branch in tree])
@@ -600,7 +600,7 @@ class GraphReader(InPlaceReader):
         )
         outputs += tuple(Value(f"{name}.{i}", v.shape, v.dtype) for i, v in enumerate(further, len(metas)))
         self.places.append(
-            {i: self.entries[n] for i, n in enumerate(self.given) if n in self.entries} if entered else {}
+            {i: self.entries[n] for i, n in enumerate(self.tensor_nodes) if n in self.entries} if entered else {}
         )
         number, seeded = len(self.drawing), torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
         if seeded:

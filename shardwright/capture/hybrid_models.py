@@ -38,13 +38,13 @@ __all__ = [
 _ATTRIBUTE, _STACKED = "layerwise_parallel", "_shardwright_stacked"
 
 
-def layerwise_parallel(given: nn.Parameter | Callable[[int], torch.Tensor]) -> nn.Parameter:
+def layerwise_parallel(values: nn.Parameter | Callable[[int], torch.Tensor]) -> nn.Parameter:
     """Mark a parameter as rank-local: not broadcast, its gradient not summed over ranks (``hybrid_parallel``).
 
     The same as ``parameter.layerwise_parallel = True``, an attribute that a deep copy of the parameter does not keep.
 
     Args:
-        given: the parameter of this rank; or a function of the rank that returns its slice, of one shape on all ranks.
+        values: the parameter of this rank; or a function of the rank that returns its slice, of one shape on all ranks.
             With all devices in one process only the function gives the slices of all ranks, and the parameter holds
             them stacked.
 
@@ -52,27 +52,27 @@ def layerwise_parallel(given: nn.Parameter | Callable[[int], torch.Tensor]) -> n
         The parameter.
 
     Raises:
-        SettingError: `given` is neither a parameter nor a function; its model has been planned.
+        SettingError: `values` is neither a parameter nor a function; its model has been planned.
 
     Example:
         >>> weight = sw.layerwise_parallel(lambda rank: torch.full((4, 4), float(rank)))  # one slice a rank
         >>> isinstance(weight, nn.Parameter)
         True
     """
-    if isinstance(given, nn.Parameter):
-        check_not_planned("layerwise_parallel()", given)
-        parameter = given
-    elif isinstance(given, torch.Tensor) or not callable(given):
+    if isinstance(values, nn.Parameter):
+        check_not_planned("layerwise_parallel()", values)
+        parameter = values
+    elif isinstance(values, torch.Tensor) or not callable(values):
         raise SettingError(
-            f"layerwise_parallel({type(given).__name__})",
+            f"layerwise_parallel({type(values).__name__})",
             legal="an nn.Parameter, or a function: rank -> this rank's slice",
         )
     else:
         runtime = current()
         if runtime.processes or runtime.devices is None:
-            parameter = nn.Parameter(given(runtime.rank))
+            parameter = nn.Parameter(values(runtime.rank))
         else:
-            parameter = nn.Parameter(torch.stack([given(rank).detach() for rank in range(runtime.devices)]))
+            parameter = nn.Parameter(torch.stack([values(rank).detach() for rank in range(runtime.devices)]))
             setattr(parameter, _STACKED, runtime.devices)
     setattr(parameter, _ATTRIBUTE, True)
     return parameter
@@ -189,12 +189,12 @@ def refused_collective(called: BaseException | str, source: str | None = None) -
         first = next((i for i, (file, _, _) in enumerate(frames) if file.startswith(_DISTRIBUTED)), 0)
         source = user_frame([(file, line) for file, _, line in frames[:first] if "/site-packages/" not in file]) or None
     for name in names:
-        here = next((text for start, text in _HERE.items() if name.lstrip("_").startswith(start)), None)
-        if here is not None:
+        alternative = next((text for start, text in _HERE.items() if name.lstrip("_").startswith(start)), None)
+        if alternative is not None:
             return CaptureError(
                 f"the forward calls {name} of torch.distributed; the ranks of a parallel model meet in sw.ops alone, "
                 "which have their gradients and are in the plan",
                 source=source,
-                legal=f'{here}, in parallel_mode="hybrid_parallel"; in the other modes the plan joins the ranks',
+                legal=f'{alternative}, in parallel_mode="hybrid_parallel"; in the other modes the plan joins the ranks',
             )
     return None

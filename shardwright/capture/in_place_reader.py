@@ -58,7 +58,7 @@ class InPlaceReader:
     nodes: AsExported
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    given: list[torch.fx.Node]
+    tensor_nodes: list[torch.fx.Node]
 
     def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
         raise NotImplementedError
@@ -87,7 +87,7 @@ class InPlaceReader:
         cells: Sequence[Cell | None],
     ) -> None:
         """Make each output that shares memory with an input a view of that input."""
-        sources = [(n, made) for n in self.given if isinstance(made := self.nodes.made(n), torch.Tensor)]
+        sources = [(n, made) for n in self.tensor_nodes if isinstance(made := self.nodes.made(n), torch.Tensor)]
         metas, back = tensors_of(self.nodes.made(node)), gives_back(target, args, kwargs)
         memories = None if back else [(n, memory_of(made)) for n, made in sources]
         for i, (cell, meta) in enumerate(zip(cells, metas)):
@@ -112,8 +112,10 @@ class InPlaceReader:
         self, node: torch.fx.Node, target: Any, written: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Read ``x.relu_()`` as a plain relu; the variable x holds its result from here on."""
-        given = dict(zip((a.name for a in schema_of(target).arguments), self.args)) | self.kwargs
-        changed = [self.cells.get(n) for n in leaves([given[name] for name in written]) if isinstance(n, torch.fx.Node)]
+        by_name = dict(zip((a.name for a in schema_of(target).arguments), self.args)) | self.kwargs
+        changed = [
+            self.cells.get(n) for n in leaves([by_name[name] for name in written]) if isinstance(n, torch.fx.Node)
+        ]
         plain = plain_form(target)
         if (
             torch.Tag.inplace_view in target.tags
@@ -149,7 +151,7 @@ class InPlaceReader:
 
     def turn(self, node: torch.fx.Node, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read ``x.t_()``: the variable views its memory with other dims from here on."""
-        source = self.given[0]
+        source = self.tensor_nodes[0]
         cell = self.cells[source]
         before = cell.view
         value = self.record(node, plain, args, kwargs)[0].view.value

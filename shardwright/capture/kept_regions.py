@@ -235,10 +235,10 @@ def _apply(cls: type, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         made, out_spec = pytree.tree_flatten(_tried(applied, tensors, _LINE.get()))
     finally:
         _CALLS.reset(token)
-    given = [x for x in made if isinstance(x, Tensor)]
-    applied.differentiable = tuple(x.requires_grad for x in given)
+    results = [x for x in made if isinstance(x, Tensor)]
+    applied.differentiable = tuple(x.requires_grad for x in results)
     assert calls is not None
-    calls.append((applied, given))
+    calls.append((applied, results))
     outputs = iter(opaque(tensors, len(calls) - 1))
     return pytree.tree_unflatten([next(outputs) if isinstance(x, Tensor) else x for x in made], out_spec)
 
@@ -439,11 +439,12 @@ def recomputed_ops(
     """
     regions, out = inside(spans), list(ops)
     for i, call in regions.items():
-        said = entered[call]
-        keep = said.policy is not None and _saved_by_torch(said.policy, out[i])
-        path = said.path or names.get(id(said.owner), "")
+        call_settings = entered[call]
+        keep = call_settings.policy is not None and _saved_by_torch(call_settings.policy, out[i])
+        path = call_settings.path or names.get(id(call_settings.owner), "")
         out[i] = replace(
-            out[i], recompute=Recompute(call, path, False, said.mp_comm, said.parallel_optimizer_comm, keep)
+            out[i],
+            recompute=Recompute(call, path, False, call_settings.mp_comm, call_settings.parallel_optimizer_comm, keep),
         )
     return out
 

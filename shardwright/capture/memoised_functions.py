@@ -70,10 +70,10 @@ class _StandIn:
         self.function, self.__module__, self.__doc__ = function, function.__module__, function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in given):
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in leaves):
             return self.function(*args, **kwargs)
-        if any(isinstance(x, torch.Tensor) for x in given):
+        if any(isinstance(x, torch.Tensor) for x in leaves):
             raise CaptureError(
                 f"{self._named} is given a tensor, and keeps what it made of it: one device computes it once, the "
                 "captured program would at each call",
@@ -172,7 +172,7 @@ def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> Itera
 
 
 class _Read(NamedTuple):
-    """What a file or a class holds for `_places`.
+    """The objects of a file or a class, for `_places`.
 
     Args:
         types: the types of all that it holds, in order.
@@ -196,7 +196,7 @@ _KNOWN: weakref.WeakKeyDictionary[types.ModuleType | type, _Read] = weakref.Weak
 
 
 def _read(owner: types.ModuleType | type) -> _Read:
-    """What a file or a class holds, read again where it holds other objects than before."""
+    """The objects of a file or a class, read anew where they are others than before."""
     held = vars(owner)
     known = _KNOWN.get(owner)
     if (

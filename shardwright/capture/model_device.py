@@ -121,9 +121,9 @@ def check_call(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], lo
     except (TypeError, ValueError):  # a forward without a signature
         return
 
-    def problem(given: tuple[Any, ...]) -> str:
+    def problem(arguments: tuple[Any, ...]) -> str:
         try:
-            forward.bind(*given, **kwargs)
+            forward.bind(*arguments, **kwargs)
         except TypeError as error:
             return f"TypeError: {error}"
         return ""

@@ -202,8 +202,8 @@ def _permuted(step: ViewStep, whole: Value, part: Value) -> tuple[object, ...] |
 
 def _argument(step: ViewStep, name: str, default: Any = None) -> Any:
     names = [a.name for a in schema_of(step.target).arguments]
-    given = dict(zip(names, step.args)) | step.kwargs
-    return given.get(name, default)
+    by_name = dict(zip(names, step.args)) | step.kwargs
+    return by_name.get(name, default)
 
 
 def _dim(step: ViewStep, whole: Value, default: int = 0) -> int:
@@ -358,5 +358,5 @@ def gives_back(target: Any, args: tuple[object, ...], kwargs: dict[str, Any]) ->
         aten.feature_alpha_dropout.default,
     ):
         return False
-    given = dict(zip(("input", "p", "train"), args)) | kwargs
-    return given["p"] == 0 or not given["train"]
+    by_name = dict(zip(("input", "p", "train"), args)) | kwargs
+    return by_name["p"] == 0 or not by_name["train"]

@@ -180,7 +180,7 @@ class _Result(NamedTuple):
     same: bool
 
 
-def _told(target: Any, args: Any, kwargs: Mapping[str, Any], device: torch.device | None) -> Any:
+def _computed(target: Any, args: Any, kwargs: Mapping[str, Any], device: torch.device | None) -> Any:
     """The results of an operator as `_Result`s, by a call on stand-ins of its arguments.
 
     Args:
@@ -211,9 +211,9 @@ def _told(target: Any, args: Any, kwargs: Mapping[str, Any], device: torch.devic
             return x if device is None else device
         return type(x)([stand_in(y) for y in x]) if isinstance(x, (list, tuple)) else x
 
-    given, named = [stand_in(x) for x in args], {name: stand_in(x) for name, x in kwargs.items()}
+    positional, named = [stand_in(x) for x in args], {name: stand_in(x) for name, x in kwargs.items()}
     before = [_placed(t) for t in stand_ins] if written_names(target) else []
-    made = target(*given, **named)
+    made = target(*positional, **named)
     if before and [_placed(t) for t in stand_ins] != before:
         raise Differs(f"{target} changes the dims of its input")
     memories = [storage_id(t.untyped_storage()) for t in stand_ins]
@@ -283,7 +283,7 @@ def _placed(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 class _Facts(NamedTuple):
-    """What the schema of an operator tells: see `written_names` and `says_nothing`. The operator keeps its id."""
+    """Facts of an operator's schema: see `written_names` and `says_nothing`. The operator keeps its id."""
 
     target: Any
     written: tuple[str, ...]
@@ -372,14 +372,14 @@ def _called_as(node: torch.fx.Node) -> Any:
 def _agrees(node: torch.fx.Node) -> bool:
     """True where a call on the meta device gives the traced results of an operator."""
     args, kwargs = _traced_arguments(node)
-    given: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     try:
-        _form((args, tuple(kwargs.values())), given)
+        _form((args, tuple(kwargs.values())), tensors)
         with torch.no_grad():
-            told = _told(node.target, args, kwargs, META)
+            computed = _computed(node.target, args, kwargs, META)
     except (Differs, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return False
-    memories = [storage_id(t.untyped_storage()) for t in given]
+    memories = [storage_id(t.untyped_storage()) for t in tensors]
 
     def same(result: Any, traced: Any) -> bool:
         if isinstance(traced, (list, tuple)):
@@ -391,7 +391,7 @@ def _agrees(node: torch.fx.Node) -> bool:
             memory not in memories if result.viewed is None else memory == memories[result.viewed]
         )
 
-    return same(told, node.meta.get("val"))
+    return same(computed, node.meta.get("val"))
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -523,15 +523,15 @@ class LightRun:
 
     def _results(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results of an operator as `_Result`s."""
-        told = [] if current(*self._device_types) else [program.by_meta(target) for program in self._programs]
-        by_meta = True in told and False not in told
+        agreements = [] if current(*self._device_types) else [program.by_meta(target) for program in self._programs]
+        by_meta = True in agreements and False not in agreements
         with ExitStack() as stack:
             stack.enter_context(no_python_dispatcher())
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() and not written_names(target)))
             if not by_meta:
                 fakes = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 fakes.cache_enabled = False  # no operator comes twice
-            return _told(target, args, kwargs, META if by_meta else None)
+            return _computed(target, args, kwargs, META if by_meta else None)
 
 
 # -- arguments and results of the nodes of an exported program ---------------------------------------------------------

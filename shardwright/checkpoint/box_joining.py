@@ -116,12 +116,12 @@ def joints_of(
     """
     out, most = [], min(most, STEP)
     for name, (shape, dtype, _) in tensors.items():
-        alike: dict[tuple[int, int], list[int]] = {}  # ranks by their part of dim 0
+        ranks_of_part: dict[tuple[int, int], list[int]] = {}  # ranks by their part of dim 0
         for rank, extents in enumerate(extents_of_ranks):
             if name in extents:
                 starts, sizes = extents[name]
-                alike.setdefault((starts[0], sizes[0]), []).append(rank)
-        for (_, length), ranks in alike.items():
+                ranks_of_part.setdefault((starts[0], sizes[0]), []).append(rank)
+        for (_, length), ranks in ranks_of_part.items():
             parts = tuple(extents_of_ranks[rank][name] for rank in ranks)
             cut = [dim for _, sizes in parts for dim in range(1, len(shape)) if sizes[dim] < shape[dim]]
             if not cut or sum(math.prod(sizes) for _, sizes in parts) < length * math.prod(shape[1:]):

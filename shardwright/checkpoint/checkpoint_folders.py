@@ -126,9 +126,9 @@ def folder_of(path: str | Path, step: int | None = None) -> Path | None:
     if step is None or (not found and not (path / MANIFEST).exists()):
         return next(reversed(found.values()), None)
     if step not in found:
-        there = ", ".join(map(str, found)) or "none in this folder, which is a checkpoint itself"
+        steps_text = ", ".join(map(str, found)) or "none in this folder, which is a checkpoint itself"
         raise CheckpointError(
-            f"there is no checkpoint of step {step}", source=str(path), legal=f"the steps there are: {there}"
+            f"there is no checkpoint of step {step}", source=str(path), legal=f"the steps there are: {steps_text}"
         )
     return found[step]
 
@@ -148,17 +148,17 @@ def clean(path: Path, save_id: str = "") -> None:
             shutil.rmtree(path / name, ignore_errors=True)
 
 
-def folder_of_files(given: Any) -> Path:
+def folder_of_files(checkpoint: Any) -> Path:
     """The folder of a checkpoint that is given by itself, or by the list of its files.
 
     Raises:
         CheckpointError: no path, or files of several folders.
     """
-    listed = isinstance(given, (list, tuple))
-    paths = list(given) if listed else [given]
+    listed = isinstance(checkpoint, (list, tuple))
+    paths = list(checkpoint) if listed else [checkpoint]
     if not paths or not all(isinstance(path, (str, os.PathLike)) for path in paths):
         raise CheckpointError(
-            f"checkpoint={given!r}",
+            f"checkpoint={checkpoint!r}",
             source="load_distributed_checkpoint",
             legal="the folder of a checkpoint or of a run, or the list of the files of one checkpoint",
         )

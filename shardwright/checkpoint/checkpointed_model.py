@@ -75,12 +75,12 @@ class TensorPlacement:
     holders: tuple[int, ...]
 
     @property
-    def words(self) -> dict[str, Any] | None:
+    def encoded(self) -> dict[str, Any] | None:
         """The placement in the form of `manifest.TensorEntry.layout`."""
         if self.layout is None:
             return None
-        words = {"devices": self.layout.devices, "first": self.first, "layout": spell_layout(self.layout)}
-        return words | {"own": True} if self.own else words
+        encoded = {"devices": self.layout.devices, "first": self.first, "layout": spell_layout(self.layout)}
+        return encoded | {"own": True} if self.own else encoded
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class CheckpointedModel:
             layout = Layout.of(world, ((Digit(world, 1),),) + ((),) * tensor.dim())
             box = (slice(self.ranks.rank, self.ranks.rank + 1), *map(slice, [0] * tensor.dim(), tensor.shape))
             return TensorPlacement(shape, layout, 0, True, box, (self.ranks.rank,)), tensor.detach().unsqueeze(0)
-        return self.place_of(name, tensor, *self._said(name, tensor))
+        return self.place_of(name, tensor, *self._layout_of(name, tensor))
 
     def place_of(
         self, name: str, tensor: Tensor, layout: Layout | None, first: int = 0, own: bool = False
@@ -235,17 +235,17 @@ class CheckpointedModel:
                 legal="a model that shardwright alone has distributed",
             )
         first = int(mesh.mesh.min())
-        here = self.ranks.rank - first
-        holders = tuple(first + r for r in group_of(here, layout.replicas))
+        rank_in_layout = self.ranks.rank - first
+        holders = tuple(first + r for r in group_of(rank_in_layout, layout.replicas))
         return TensorPlacement(
-            tuple(tensor.shape), layout, first, False, true_slice(layout, tensor.shape, here), holders
+            tuple(tensor.shape), layout, first, False, true_slice(layout, tensor.shape, rank_in_layout), holders
         )
 
     def _apart(self, tensor: Tensor) -> bool:
         """True where each rank has its own value here, not stacked."""
         return self.ranks.world > 1 and is_own(tensor) and stacked(tensor) is None
 
-    def _said(self, name: str, tensor: Tensor) -> tuple[Layout | None, int, bool]:
+    def _layout_of(self, name: str, tensor: Tensor) -> tuple[Layout | None, int, bool]:
         """Layout, first rank and ``own`` flag of a tensor that is whole here, as the plan has them."""
         own = stacked(tensor)
         if own is not None:

@@ -54,11 +54,11 @@ class _ColumnSums:
         self._sums, self._size = np.zeros(_COLUMNS, "<u8"), 0
 
     def update(self, data: memoryview) -> None:
-        words = np.frombuffer(data, np.uint8)
-        self._size += len(words)
-        if len(words) % _ROW:
-            words = np.concatenate([words, np.zeros(-len(words) % _ROW, np.uint8)])
-        self._sums += np.add.reduce(words.view("<u8").reshape(-1, _COLUMNS), axis=0)
+        encoded = np.frombuffer(data, np.uint8)
+        self._size += len(encoded)
+        if len(encoded) % _ROW:
+            encoded = np.concatenate([encoded, np.zeros(-len(encoded) % _ROW, np.uint8)])
+        self._sums += np.add.reduce(encoded.view("<u8").reshape(-1, _COLUMNS), axis=0)
 
     def hexdigest(self) -> str:
         return f"{zlib.crc32(self._sums.data, self._size):08x}"
@@ -69,12 +69,12 @@ class Algorithm:
     """A way to digest a block.
 
     Attributes:
-        words: its description in a manifest.
+        encoded: its description in a manifest.
         digits: the hexadecimal digits of a block's digest.
         begin: the sum of a block, before its bytes.
     """
 
-    words: Mapping[str, Any]
+    encoded: Mapping[str, Any]
     digits: int
     begin: Callable[[], _Sum]
 

@@ -52,14 +52,14 @@ class _Lock:
         folder: the folder.
 
     Attributes:
-        words: the content of the file.
+        encoded: the content of the file.
         models: the models that are saved into the folder.
     """
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / LOCK
         self.models: list[weakref.ref[Any]] = []
-        self.words: dict[str, Any] = {
+        self.document: dict[str, Any] = {
             "host": socket.gethostname(),
             "kernel": _kernel(),
             "pid": os.getpid(),
@@ -71,7 +71,7 @@ class _Lock:
     @property
     def held(self) -> bool:
         """True while the file is this process's own."""
-        return _read(self.file).get("id") == self.words["id"]
+        return _read(self.file).get("id") == self.document["id"]
 
     def take(self) -> None:
         """Take the lock.
@@ -93,9 +93,9 @@ class _Lock:
 
     def _made(self) -> bool:
         """True where the file could be made, whole from the start: no reader finds a part of it."""
-        whole = self.file.with_name(f"{LOCK}.{self.words['id']}")
+        whole = self.file.with_name(f"{LOCK}.{self.document['id']}")
         try:
-            whole.write_text(json.dumps(self.words))
+            whole.write_text(json.dumps(self.document))
             try:
                 os.link(whole, self.file)
             except FileExistsError:
@@ -115,12 +115,12 @@ class _Lock:
         except FileExistsError:
             return False
         with open(handle, "w") as file:
-            file.write(json.dumps(self.words))
+            file.write(json.dumps(self.document))
         return True
 
     def _bury(self, other: dict[str, Any]) -> None:
         """Remove the lock of a dead run, and no other that has been made meanwhile."""
-        grave = self.file.with_name(f"{LOCK}.{self.words['id']}.dead")
+        grave = self.file.with_name(f"{LOCK}.{self.document['id']}.dead")
         with contextlib.suppress(FileNotFoundError):  # another run has removed it
             os.rename(self.file, grave)
             if _read(grave) != other:
@@ -143,10 +143,10 @@ class _Lock:
 def _read(file: Path) -> dict[str, Any]:
     """The content of a lock; {} where it cannot be read."""
     try:
-        words = json.loads(file.read_bytes()[:4096])
+        encoded = json.loads(file.read_bytes()[:4096])
     except (OSError, ValueError, RecursionError):
         return {}
-    return words if isinstance(words, dict) else {}
+    return encoded if isinstance(encoded, dict) else {}
 
 
 def _lives(other: dict[str, Any], file: Path) -> bool:
@@ -278,7 +278,7 @@ def _in_child() -> None:
     """A forked child releases no lock of its parent, whose thread may have been inside of the guard."""
     global _guard
     _guard = threading.RLock()
-    _inherited.update(lock.words["id"] for lock in _locks.values())
+    _inherited.update(lock.document["id"] for lock in _locks.values())
     _locks.clear()
 
 

@@ -204,11 +204,11 @@ def _together(folder: Path, visible: list[Path], manifest: Manifest, ranks: Sing
         for name in dict.fromkeys(name for _, names in views for name in names)
         if not all(name in names for names in lacking)
     }
-    alike = [rank for rank, (view, _) in enumerate(views) if view == views[ranks.rank][0]]
+    same_view = [rank for rank, (view, _) in enumerate(views) if view == views[ranks.rank][0]]
     error, state = None, None
     try:
         problems = _missing(manifest, set.intersection(*lacking))
-        problems += check_files(folder, manifest, alike.index(ranks.rank), len(alike), paths)
+        problems += check_files(folder, manifest, same_view.index(ranks.rank), len(same_view), paths)
         problems += _misnamed(folder, manifest)
         if problems:
             name = problems[0].partition(":")[0]
@@ -260,15 +260,15 @@ def _missing(manifest: Manifest, names: Iterable[str]) -> list[str]:
 
 
 def _misnamed(folder: Path, manifest: Manifest) -> list[str]:
-    there = steps_in(folder.parent) if folder.name.startswith("step-") else {}
-    if folder in there.values() and there.get(manifest.step) != folder:
+    steps = steps_in(folder.parent) if folder.name.startswith("step-") else {}
+    if folder in steps.values() and steps.get(manifest.step) != folder:
         return [f"{MANIFEST}: it is of step {manifest.step}"]
     return []
 
 
 def _others(folder: Path) -> str:
-    there = [str(step) for step, path in steps_in(folder.parent).items() if path != folder]
-    return f"another checkpoint of the run: step {', '.join(there)}" if there else "a checkpoint that is whole"
+    steps = [str(step) for step, path in steps_in(folder.parent).items() if path != folder]
+    return f"another checkpoint of the run: step {', '.join(steps)}" if steps else "a checkpoint that is whole"
 
 
 def fetch(stored: StoredTensors, ranks: ProcessRanks) -> None:

@@ -75,11 +75,11 @@ class LoadPlan:
         for alias, name in subject.aliases.items():
             called[name].append(alias)
         for name, names in called.items():
-            there = next((n for n in names if n in known), None) or next(
+            stored_name = next((n for n in names if n in known), None) or next(
                 (self.tied[n] for n in names if n in self.tied), None
             )
-            if there is not None:
-                self.sources[name] = there
+            if stored_name is not None:
+                self.sources[name] = stored_name
         missing = [name for name in subject.tensors if name not in self.sources]
         expected = {n for names in called.values() for n in names} | set(self.sources.values())
         extra = [n for n in known if n not in expected]
@@ -96,13 +96,13 @@ class LoadPlan:
                 source=source,
                 legal="the model that was saved, or strict=False",
             )
-        for name, there in self.sources.items():
-            shape, dtype = stored.shape(there), stored.entries[there].dtype
+        for name, stored_name in self.sources.items():
+            shape, dtype = stored.shape(stored_name), stored.entries[stored_name].dtype
             if shape != subject.shape(name):
-                words = stored.entries[there].layout or {}
-                what = f"the slices of {shape[0]} ranks, each its own" if words.get("own") else f"of shape {shape}"
+                encoded = stored.entries[stored_name].layout or {}
+                what = f"the slices of {shape[0]} ranks, each its own" if encoded.get("own") else f"of shape {shape}"
                 raise CheckpointError(
-                    f"a checkpoint of another model: its {_bare(there)!r} is {what}, the model's is "
+                    f"a checkpoint of another model: its {_bare(stored_name)!r} is {what}, the model's is "
                     f"{subject.shape(name)}",
                     source=source,
                     legal="a model of the same shapes",
@@ -110,7 +110,7 @@ class LoadPlan:
             mine = dtype_name(subject.tensors[name].dtype)
             if dtype != mine and ((strict and own) or not _alike(dtype, mine)):
                 raise CheckpointError(
-                    f"its {_bare(there)!r} is {dtype}, the model's is {mine}",
+                    f"its {_bare(stored_name)!r} is {dtype}, the model's is {mine}",
                     source=source,
                     legal="a model of the same dtypes"
                     + (", or strict=False, which converts" if _alike(dtype, mine) else ""),
@@ -121,10 +121,10 @@ class LoadPlan:
                 parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
                 self._states.setdefault(parameter, []).append(key)
 
-    def name_here(self, there: str) -> str:
+    def name_here(self, stored_name: str) -> str:
         """The name in the model of a stored tensor."""
-        there = self.tied.get(there, there)
-        return next((name for name, source in self.sources.items() if source == there), there)
+        stored_name = self.tied.get(stored_name, stored_name)
+        return next((name for name, source in self.sources.items() if source == stored_name), stored_name)
 
     def into(self, optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
         """A function that reads the values.
@@ -164,20 +164,20 @@ class LoadPlan:
         names = state_names(subject, optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                here = names[id(parameter)]
-                there = self.sources.get(here)
-                place, local = subject.placed(here, parameter)
-                if local is None or there is None:
+                own_name = names[id(parameter)]
+                stored_name = self.sources.get(own_name)
+                place, local = subject.placed(own_name, parameter)
+                if local is None or stored_name is None:
                     continue
-                called = there.removeprefix("model.")
+                called = stored_name.removeprefix("model.")
                 kept = optimizer.state.get(parameter, {})
                 made = {
                     key: self._state(f"optimizer.{called}.{key}", key, parameter, place, local, group, kept.get(key))
                     for key in self._states.get(called, ())
                 }
                 made |= {
-                    key: value_of(value, f"optimizer.scalars[{there!r}]", folder)
-                    for key, value in scalars.get(there, {}).items()
+                    key: value_of(value, f"optimizer.scalars[{stored_name!r}]", folder)
+                    for key, value in scalars.get(stored_name, {}).items()
                 }
                 if made:
                     optimizer.state[parameter] = made
@@ -402,8 +402,8 @@ class _Loaded:
         self.random = self._generators(ranks)
         check_generators(self.random, self.folder)
         self.modules = {
-            name: value_of(words, f"modules[{name!r}]", self.folder)
-            for name, words in self.state.get("modules", {}).items()
+            name: value_of(encoded, f"modules[{name!r}]", self.folder)
+            for name, encoded in self.state.get("modules", {}).items()
             if name in subject.extra
         }
 
@@ -476,16 +476,16 @@ class _Loaded:
             differs = next(
                 (i for i, (a, b) in enumerate(zip(mine, theirs)) if sorted(a) != sorted(b)), min(len(mine), len(theirs))
             )
-            here, there = (set(g[differs]) if differs < len(g) else set() for g in (mine, theirs))
-            odd = sorted(here ^ there)[:3]
+            own_names, stored_names = (set(g[differs]) if differs < len(g) else set() for g in (mine, theirs))
+            odd = sorted(own_names ^ stored_names)[:3]
             self._wrong(
                 f"its optimizer has {len(theirs)} groups of {[len(g) for g in theirs]} parameters, this one "
                 f"{len(mine)} of {[len(g) for g in mine]}; group {differs} differs in {', '.join(odd)}",
                 "the same groups",
             )
         made = []
-        for number, (group, words) in enumerate(zip(self.optimizer.param_groups, saved["groups"])):
-            settings = value_of(words["settings"], f"optimizer.groups[{number}].settings", self.folder)
+        for number, (group, encoded) in enumerate(zip(self.optimizer.param_groups, saved["groups"])):
+            settings = value_of(encoded["settings"], f"optimizer.groups[{number}].settings", self.folder)
             made.append((group, check_settings(group, settings, number, self.folder)))
         return made
 
@@ -531,5 +531,5 @@ class _Loaded:
         states = saved["states"]
         if len(saved["ranks"]) == ranks.world:
             return value_of(states[saved["ranks"][ranks.rank]], "random", self.folder)
-        alike = {key: value for key, value in states[0].items() if all(s.get(key) == value for s in states)}
-        return value_of(alike, "random", self.folder)
+        common = {key: value for key, value in states[0].items() if all(s.get(key) == value for s in states)}
+        return value_of(common, "random", self.folder)

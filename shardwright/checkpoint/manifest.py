@@ -178,7 +178,7 @@ class Manifest:
             "model": self.model,
             "plan": self.plan,
             "world": self.world,
-            "digest": self.algorithm.words,
+            "digest": self.algorithm.encoded,
         }
         if self.places:
             head["places"] = {place: list(names) for place, names in self.places.items()}
@@ -247,13 +247,13 @@ def read(folder: str | Path) -> Manifest:
     return parsed(*read_object(path, CheckpointError, "the checkpoint's manifest", _LEGAL, _LARGEST), str(path))
 
 
-def parsed(text: str, words: dict[str, Any], source: str) -> Manifest:
+def parsed(text: str, encoded: dict[str, Any], source: str) -> Manifest:
     """The manifest of a text, and of the object in it.
 
     Raises:
         CheckpointError: see `read`; `source` names the file.
     """
-    schema = words.get("schema")
+    schema = encoded.get("schema")
     if type(schema) is int and schema > SCHEMA:
         raise CheckpointError(
             f"a checkpoint of schema {schema}: a newer version of Shardwright wrote it",
@@ -263,7 +263,7 @@ def parsed(text: str, words: dict[str, Any], source: str) -> Manifest:
     body, _, seal = text.rpartition(',\n "seal": "')
     if seal != f'{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n':
         raise _damaged(source, "it is not what was written")
-    return _Reading(source).manifest(words)
+    return _Reading(source).manifest(encoded)
 
 
 def _damaged(source: str, what: str) -> CheckpointError:
@@ -310,30 +310,30 @@ class _Reading:
             self._fault(place, f"{shown(value)} is no object with {', '.join(names)}")
         return value
 
-    def manifest(self, words: dict[str, Any]) -> Manifest:
-        optional = [name for name in ("places",) if name in words]
+    def manifest(self, encoded: dict[str, Any]) -> Manifest:
+        optional = [name for name in ("places",) if name in encoded]
         names = ["schema", "kind", "step", "id", "model", "plan", "world", "digest", "files", "tensors", "seal"]
-        self._fields((), words, names + optional)
-        schema = self._whole(["schema"], words["schema"], 1, SCHEMA)
-        if words["digest"] != ALGORITHMS[schema].words:
-            self._fault(["digest"], f"{shown(words['digest'])} is not that of schema {schema}")
-        if words["kind"] not in KINDS:
-            self._fault(["kind"], f"{shown(words['kind'])} is none of {', '.join(KINDS)}")
+        self._fields((), encoded, names + optional)
+        schema = self._whole(["schema"], encoded["schema"], 1, SCHEMA)
+        if encoded["digest"] != ALGORITHMS[schema].encoded:
+            self._fault(["digest"], f"{shown(encoded['digest'])} is not that of schema {schema}")
+        if encoded["kind"] not in KINDS:
+            self._fault(["kind"], f"{shown(encoded['kind'])} is none of {', '.join(KINDS)}")
         for section in ("files", "tensors"):
-            if not isinstance(words[section], dict):
-                self._fault([section], f"it is {kind_of(words[section])}, and no object")
-        files = {name: self._file(schema, name, entry) for name, entry in words["files"].items()}
+            if not isinstance(encoded[section], dict):
+                self._fault([section], f"it is {kind_of(encoded[section])}, and no object")
+        files = {name: self._file(schema, name, entry) for name, entry in encoded["files"].items()}
         return Manifest(
-            words["kind"],
-            self._whole(["step"], words["step"]),
-            self._hex(["id"], words["id"], 32),
-            self._hex(["model"], words["model"]),
-            None if words["plan"] is None else self._hex(["plan"], words["plan"]),
-            self._whole(["world"], words["world"], 1, MOST_DEVICES),
+            encoded["kind"],
+            self._whole(["step"], encoded["step"]),
+            self._hex(["id"], encoded["id"], 32),
+            self._hex(["model"], encoded["model"]),
+            None if encoded["plan"] is None else self._hex(["plan"], encoded["plan"]),
+            self._whole(["world"], encoded["world"], 1, MOST_DEVICES),
             files,
-            {name: self._tensor(files, name, entry) for name, entry in words["tensors"].items()},
+            {name: self._tensor(files, name, entry) for name, entry in encoded["tensors"].items()},
             schema,
-            self._places(files, words.get("places", {})),
+            self._places(files, encoded.get("places", {})),
         )
 
     def _file(self, schema: int, name: str, entry: Any) -> CheckpointFile:
@@ -470,8 +470,8 @@ def check_files(
         try:
             size = paths[name].stat().st_size
         except OSError as error:
-            gone = isinstance(error, FileNotFoundError)
-            problems.append(f"{name}: {f'it is missing{manifest.written_to(name)}' if gone else error.strerror}")
+            missing = isinstance(error, FileNotFoundError)
+            problems.append(f"{name}: {f'it is missing{manifest.written_to(name)}' if missing else error.strerror}")
             continue
         try:
             mark = mark_of(paths[name])

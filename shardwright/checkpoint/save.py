@@ -183,13 +183,13 @@ class HostCopies:
         written: the same boxes, of the copies.
     """
 
-    def __init__(self, given: Iterable[WrittenBox], later: Mapping[str, Tensor]) -> None:
+    def __init__(self, boxes: Iterable[WrittenBox], later: Mapping[str, Tensor]) -> None:
         self.written: list[WrittenBox] = []
         self._later: deque[_Later] = deque()
         queued: dict[torch.device, tuple[list[_Later], list[_Later]]] = {}
         known = dict(_copies)
         _copies.clear()
-        for name, starts, tensor in given:
+        for name, starts, tensor in boxes:
             copy = known.get((name, starts))
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 copy = host_memory(tensor)
@@ -434,9 +434,9 @@ def _complete(copies: HostCopies, job: SaveJob) -> None:
     job.write()
 
 
-def several(given: Any) -> list[Any]:
+def several(objects: Any) -> list[Any]:
     """The given object as a list: one object with a ``state_dict``, or several."""
-    return [given] if hasattr(given, "state_dict") else list(given or ())
+    return [objects] if hasattr(objects, "state_dict") else list(objects or ())
 
 
 def _check(path: Any, step: Any, keep: Any) -> None:
@@ -485,7 +485,7 @@ def _collected(
             legal="a save after the first call of the model",
         )
 
-    def words(value: Any, what: str) -> Any:
+    def encoded(value: Any, what: str) -> Any:
         try:
             return encode(value, what)
         except (TypeError, RecursionError) as error:
@@ -498,7 +498,7 @@ def _collected(
 
     held: list[LocalTensor] = list(subject.held())
     others: dict[str, dict[str, Any]] = {}
-    state: dict[str, Any] = {"step": step, "extra": words(extra, "extra"), "optimizer": None}
+    state: dict[str, Any] = {"step": step, "extra": encoded(extra, "extra"), "optimizer": None}
     if optimizer is not None:
         more, others = optimizer_state(subject, optimizer)
         held += more
@@ -508,17 +508,17 @@ def _collected(
             "groups": [
                 {
                     "parameters": [names[id(p)] for p in group["params"]],
-                    "settings": words({k: v for k, v in group.items() if k != "params"}, "the optimizer's settings"),
+                    "settings": encoded({k: v for k, v in group.items() if k != "params"}, "the optimizer's settings"),
                 }
                 for group in optimizer.param_groups
             ],
         }
     state["schedulers"] = [
-        {"kind": type(s).__name__, "state": words(s.state_dict(), type(s).__name__)} for s in schedulers
+        {"kind": type(s).__name__, "state": encoded(s.state_dict(), type(s).__name__)} for s in schedulers
     ]
-    state["modules"] = {name: words(module.get_extra_state(), name) for name, module in subject.extra.items()}
+    state["modules"] = {name: encoded(module.get_extra_state(), name) for name, module in subject.extra.items()}
     state["tied"] = subject.aliases
-    position = None if data is None else {"state": words(data.state_dict(), type(data).__name__)}
+    position = None if data is None else {"state": encoded(data.state_dict(), type(data).__name__)}
     texts, config = {}, getattr(subject.net, "config", None)
     if whole and hasattr(subject.net, "save_pretrained") and config is not None and hasattr(config, "to_json_string"):
         texts[CONFIG] = config.to_json_string().encode()  # Hugging Face needs it to read the folder
@@ -527,7 +527,7 @@ def _collected(
         "step": step,
         "integrated_save": whole,
         "tensors": described_here(held, written),
-        "scalars": words(others, "the optimizer's state"),
+        "scalars": encoded(others, "the optimizer's state"),
     }
     if ranks.rank == 0:
         description["id"] = new_id()

@@ -138,11 +138,11 @@ def read_state(folder: Path, manifest: Manifest, text: str | None = None) -> dic
     return state
 
 
-def value_of(words: Any, place: str, folder: Path) -> Any:
+def value_of(encoded: Any, place: str, folder: Path) -> Any:
     """A value of the state.
 
     Args:
-        words: the value as it is written.
+        encoded: the value as it is written.
         place: its place in the file, for errors.
         folder: the checkpoint.
 
@@ -150,7 +150,7 @@ def value_of(words: Any, place: str, folder: Path) -> Any:
         CheckpointError: no such value is ever written.
     """
     try:
-        return decode(words)
+        return decode(encoded)
     except ValueError as error:
         raise CheckpointError(
             f"the state of the run: {place} cannot be read: {error}", source=str(folder / STATE), legal=_LEGAL

@@ -44,7 +44,7 @@ class TargetPlacement(NamedTuple):
     def described(self) -> tuple[tuple[int, ...], str, dict[str, Any] | None]:
         """Shape, dtype and layout, in the form in which a save describes a tensor."""
         held = self.storage
-        return held.shape, held.dtype, TensorPlacement(held.shape, held.layout, held.first, self.own, None, ()).words
+        return held.shape, held.dtype, TensorPlacement(held.shape, held.layout, held.first, self.own, None, ()).encoded
 
 
 def strategy_name(name: str) -> str | None:

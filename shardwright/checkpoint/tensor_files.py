@@ -99,15 +99,15 @@ class WrittenBox(NamedTuple):
 
 def written_here(held: Iterable[LocalTensor], rank: int) -> list[WrittenBox]:
     """The boxes that a rank writes, in the order of `held`."""
-    here = [
+    own_pieces = [
         (h, h.local, h.place.box)
         for h in held
         if h.local is not None and h.place.box is not None and rank in h.place.holders
     ]
-    order = {h.name: i for i, (h, _, _) in enumerate(here)}
+    order = {h.name: i for i, (h, _, _) in enumerate(own_pieces)}
     turns: dict[tuple[int, ...], int] = {}
     out = []
-    for h, local, box in sorted(here, key=lambda one: -one[1].nbytes):
+    for h, local, box in sorted(own_pieces, key=lambda one: -one[1].nbytes):
         holders, starts = h.place.holders, tuple(s.start for s in box)
         if local.nbytes >= SHARED * len(holders) > SHARED and local.shape[0] >= len(holders):
             number, rows = holders.index(rank), local.shape[0]
@@ -128,7 +128,7 @@ def described_here(
     Each tensor is thus described by one rank.
     """
     mine = {w.name for w in written if not any(w.starts)}
-    return {h.name: (h.shape, h.dtype, h.place.words) for h in held if h.name in mine}
+    return {h.name: (h.shape, h.dtype, h.place.encoded) for h in held if h.name in mine}
 
 
 # -- 2. joining boxes --
@@ -230,14 +230,14 @@ def header_of(path: Path) -> Header:
             text = file.read(length).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise wrong(f"its header cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}") from None
-    words = parse(text, CheckpointError, "its header", str(path), legal, lines=False)
-    if not isinstance(words, dict):
-        raise wrong(f"its header is {kind_of(words)}, and no object")
-    metadata = words.pop("__metadata__", {})
+    encoded = parse(text, CheckpointError, "its header", str(path), legal, lines=False)
+    if not isinstance(encoded, dict):
+        raise wrong(f"its header is {kind_of(encoded)}, and no object")
+    metadata = encoded.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise wrong(f"its header is damaged: __metadata__ is {shown(metadata)}, and no object of texts")
     tensors, spans = {}, []
-    for name, entry in words.items():
+    for name, entry in encoded.items():
         if not name.isprintable() or not isinstance(entry, dict):
             raise wrong(f"its header is damaged: {shown(name)} is {shown(entry)}")
         shape, offsets = entry.get("shape"), entry.get("data_offsets")

@@ -168,7 +168,7 @@ def transform(
             strategies are of another model.
         PlanError, LayoutError: the strategies cannot be read.
     """
-    with _told("transform", progress) as progress, opened(source, step) as stored:
+    with _announced("transform", progress) as progress, opened(source, step) as stored:
         strategies = (
             to
             if isinstance(to, ParameterStrategies)
@@ -198,7 +198,7 @@ def merge(
 
     Args and raises: see `transform`; the source is a checkpoint in parts.
     """
-    with _told("merge", progress) as progress, opened(source, step) as stored:
+    with _announced("merge", progress) as progress, opened(source, step) as stored:
         made = stored.manifest
         if made is None or made.kind == "integrated":
             raise CheckpointError(
@@ -227,7 +227,7 @@ def merge(
 
 
 @contextlib.contextmanager
-def _told(name: str, progress: Progress | None) -> Iterator[Progress]:
+def _announced(name: str, progress: Progress | None) -> Iterator[Progress]:
     """The work of making a checkpoint from another, told what it does; a user's function is told in place of a
     display."""
     with showing(progress), Work(name, kept="nothing is left of the new checkpoint") as work:
@@ -508,10 +508,10 @@ def transform_checkpoints(
         raise CheckpointError(absent(source), source=str(source), legal="the folder of a run, or of a checkpoint")
     strategies = None if dst_strategy_file is None else ParameterStrategies.read(dst_strategy_file)
     named = {folder: target / name_of(manifest.read(folder).step) for folder in found}
-    there = next((new for new in named.values() if os.path.lexists(new)), None)
-    if there is not None:
+    existing = next((new for new in named.values() if os.path.lexists(new)), None)
+    if existing is not None:
         raise CheckpointError(
-            "it is there already", source=str(there), legal="a folder without checkpoints of these steps"
+            "it is there already", source=str(existing), legal="a folder without checkpoints of these steps"
         )
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -594,29 +594,31 @@ def load_distributed_checkpoint(
         wanted = _wanted_here(subject, stored, _slices(predict_strategy, rank_id), strict_load)
         check_sound(stored)
         successors: dict[int, nn.Parameter] = {}
-        for name, (there, box) in wanted.items():
+        for name, (stored_name, box) in wanted.items():
             tensor = subject.tensors[name]
             sizes = [s.stop - s.start for s in box]
             if list(tensor.shape) == sizes and not tensor.is_meta:
-                stored.read_into(tensor.detach(), there, box)
+                stored.read_into(tensor.detach(), stored_name, box)
                 continue
             made = torch.empty(sizes, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
-            stored.read_into(made, there, box)
+            stored.read_into(made, stored_name, box)
             successors[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad)
     substitute(subject.net, successors)
 
 
-def _slices(given: Any, rank: int) -> dict[str, tuple[tuple[int, ...], Box]]:
+def _slices(strategies_of: Any, rank: int) -> dict[str, tuple[tuple[int, ...], Box]]:
     """The whole shape of each parameter and buffer, and the box of it that a rank has.
 
     Raises:
         SettingError: no such rank.
     """
-    if isinstance(given, Mapping):
-        known: Mapping[str, TensorStorage | ParameterPlan] = given
-        devices = max((p.ranks.stop if hasattr(p, "ranks") else p.storage.devices for p in given.values()), default=1)
+    if isinstance(strategies_of, Mapping):
+        known: Mapping[str, TensorStorage | ParameterPlan] = strategies_of
+        devices = max(
+            (p.ranks.stop if hasattr(p, "ranks") else p.storage.devices for p in strategies_of.values()), default=1
+        )
     else:
-        strategies = ParameterStrategies.read(given)
+        strategies = ParameterStrategies.read(strategies_of)
         known, devices = strategies.all, strategies.devices
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < devices:
         raise SettingError(
@@ -637,22 +639,26 @@ def _wanted_here(
     other = {name: alias for alias, name in subject.aliases.items()}
     for name, tensor in subject.tensors.items():
         called = strategy_name(name) or name
-        there = next((n for n in (name, other.get(name)) if n in stored.entries), None)
-        if there is None or called not in slices:
+        stored_name = next((n for n in (name, other.get(name)) if n in stored.entries), None)
+        if stored_name is None or called not in slices:
             if strict:
-                what = f"it has no {called!r}" if there is None else f"the predict_strategy says nothing of {called!r}"
+                what = (
+                    f"it has no {called!r}"
+                    if stored_name is None
+                    else f"the predict_strategy says nothing of {called!r}"
+                )
                 raise CheckpointError(
                     f"a checkpoint of another model: {what}",
                     source=source,
                     legal="that of this model, or strict_load=False for what they have in common",
                 )
             continue
-        seen.add(there)
+        seen.add(stored_name)
         shape, box = slices[called]
         sizes = tuple(s.stop - s.start for s in box)
-        if stored.shape(there) != shape:
+        if stored.shape(stored_name) != shape:
             raise CheckpointError(
-                f"its {called!r} is {list(stored.shape(there))}, and the predict_strategy's {list(shape)}",
+                f"its {called!r} is {list(stored.shape(stored_name))}, and the predict_strategy's {list(shape)}",
                 source=source,
                 legal="a predict_strategy of the model that was saved",
             )
@@ -664,13 +670,13 @@ def _wanted_here(
                 source=source,
                 legal="a module of the whole shapes, or of the slices",
             )
-        if strict and stored.dtype(there) != tensor.dtype:
+        if strict and stored.dtype(stored_name) != tensor.dtype:
             raise CheckpointError(
-                f"its {called!r} is {stored.dtype(there)}, the network's {tensor.dtype}",
+                f"its {called!r} is {stored.dtype(stored_name)}, the network's {tensor.dtype}",
                 source=source,
                 legal="the same dtypes, or strict_load=False, which converts",
             )
-        out[name] = there, box
+        out[name] = stored_name, box
     extra = [n for n in stored.entries if strategy_name(n) is not None and n.startswith("model.") and n not in seen]
     if strict and extra and stored.manifest is not None:
         raise CheckpointError(

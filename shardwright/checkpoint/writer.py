@@ -94,12 +94,12 @@ def sealed(
     Raises:
         OSError: the disk is full, …
     """
-    there = dict(files)
-    for path in sorted(p for p in folder.iterdir() if p.name not in there):
+    listed = dict(files)
+    for path in sorted(p for p in folder.iterdir() if p.name not in listed):
         synced(folder, [path.name])
-        there[path.name] = CheckpointFile(path.stat().st_size, digest(path))
+        listed[path.name] = CheckpointFile(path.stat().st_size, digest(path))
     model = model_fingerprint((n, e.shape, e.dtype) for n, e in entries.items() if not n.startswith("optimizer."))
-    write_manifest(folder, Manifest(kind, step, save_id, model, plan, world, there, entries, places=places or {}))
+    write_manifest(folder, Manifest(kind, step, save_id, model, plan, world, listed, entries, places=places or {}))
 
 
 def synced(folder: Path, names: Iterable[str]) -> None:

@@ -40,9 +40,9 @@ def add_checkpoint_parser(subparsers: argparse._SubParsersAction[argparse.Argume
     commands = parser.add_subparsers(metavar="command", required=True)
 
     def command(
-        name: str, function: Callable[[argparse.Namespace], int], *paths: str, **said: Any
+        name: str, function: Callable[[argparse.Namespace], int], *paths: str, **texts: Any
     ) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, allow_abbrev=False, **said)
+        made = commands.add_parser(name, allow_abbrev=False, **texts)
         for path in paths:
             made.add_argument(path.lower(), completes="directory", type=Path, metavar=path)
         made.add_argument("--step", type=int, metavar="N", help="which checkpoint of a run (default: the latest)")
@@ -117,12 +117,12 @@ def add_checkpoint_parser(subparsers: argparse._SubParsersAction[argparse.Argume
 def info(arguments: argparse.Namespace) -> int:
     """Print a checkpoint and return the exit code."""
     from ..checkpoint.transform import opened  # noqa: PLC0415  needed only by this command
-    from .checkpoint_tables import show, words  # noqa: PLC0415  needed only by this command
+    from .checkpoint_tables import encoded, show  # noqa: PLC0415  needed only by this command
 
     try:
         with opened(arguments.path, arguments.step) as stored:
             if arguments.json:
-                print_json(words(stored))
+                print_json(encoded(stored))
             else:
                 show(stored)
     except ShardwrightError as error:

@@ -14,10 +14,10 @@ from ..planfile.encoding import read_layout
 from ..report.format import size_text
 from ..report.table_parts import UNLIMITED, table
 
-__all__ = ["show", "words"]
+__all__ = ["encoded", "show"]
 
 
-def words(stored: StoredTensors) -> dict[str, Any]:
+def encoded(stored: StoredTensors) -> dict[str, Any]:
     """A checkpoint as JSON: the contents of its manifest, and the bytes of each tensor."""
     made = stored.manifest
     tensors: dict[str, dict[str, Any]] = {
@@ -49,22 +49,22 @@ def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None =
         file: the file to print to; None: standard output.
         width: the width of the text, in characters; None: the terminal's, or as needed where there is none.
     """
-    said = words(stored)
+    info = encoded(stored)
     console = Console(file=file, width=width, highlight=False, soft_wrap=True)
-    head = f"{said['path']}: {said['kind']}"
+    head = f"{info['path']}: {info['kind']}"
     if stored.manifest is not None:
         head = (
-            f"{said['path']}: step {said['step']}, {said['kind']}, saved by {said['world']} "
-            f"rank{'s' * (said['world'] != 1)}"
+            f"{info['path']}: step {info['step']}, {info['kind']}, saved by {info['world']} "
+            f"rank{'s' * (info['world'] != 1)}"
         )
-        ids = f"model {said['model']}, plan {said['plan'] or 'none'}, save {said['id']}"
-        head += f"\n{ids}\n{len(said['files'])} files, {size_text(sum(said['files'].values()))}"
-        for place, names in said.get("places", {}).items():
+        ids = f"model {info['model']}, plan {info['plan'] or 'none'}, save {info['id']}"
+        head += f"\n{ids}\n{len(info['files'])} files, {size_text(sum(info['files'].values()))}"
+        for place, names in info.get("places", {}).items():
             head += f"\n{len(names)} of them written to {place}"
     console.print(Text(head))
     shown = table("tensor", "shape", "dtype", "cut", "bytes", right=("bytes",))
     states: dict[str, list[int]] = {}
-    for name, tensor in said["tensors"].items():
+    for name, tensor in info["tensors"].items():
         if name.startswith("optimizer."):
             states.setdefault(name.rpartition(".")[2], []).append(tensor["bytes"])
             continue
@@ -77,7 +77,7 @@ def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None =
         )
     for key, sizes in states.items():
         shown.add_row(f"optimizer.*.{key}", f"{len(sizes)} tensors", "", "", size_text(sum(sizes)))
-    shown.add_row("together", f"{len(said['tensors'])} tensors", "", "", size_text(said["bytes"]), style="bold")
+    shown.add_row("together", f"{len(info['tensors'])} tensors", "", "", size_text(info["bytes"]), style="bold")
     needed = console.measure(shown, options=console.options.update(max_width=UNLIMITED)).maximum
     if width is None and not console.is_terminal:
         console = Console(file=file, width=max(needed, 100), highlight=False)
@@ -86,12 +86,12 @@ def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None =
 
 def cut(tensor: Mapping[str, Any]) -> str:
     """The cuts of a stored tensor: ``2x4 of 8``, with the first rank where that is not rank 0."""
-    said = tensor["layout"]
-    if said is None:
+    layout = tensor["layout"]
+    if layout is None:
         return ""
     try:
-        cuts = read_layout(said["layout"], said["devices"], tensor["shape"], True).cuts
+        cuts = read_layout(layout["layout"], layout["devices"], tensor["shape"], True).cuts
     except (ShardwrightError, KeyError, TypeError):
         return "?"
-    text = f"{'x'.join(map(str, cuts)) or 'whole'} of {said['devices']}"
-    return text + (f" from rank {said['first']}" if said.get("first") else "")
+    text = f"{'x'.join(map(str, cuts)) or 'whole'} of {layout['devices']}"
+    return text + (f" from rank {layout['first']}" if layout.get("first") else "")

@@ -229,11 +229,11 @@ def _torch(asked: str) -> Iterator[Finding]:
         yield _version("torch", PROBLEM, f"cannot be imported: {words(error)}", f"pip install 'torch{asked}'")
         return
     build = torch_build(torch)
-    told = f"{torch.__version__}, {build} build ({asked})"
+    text = f"{torch.__version__}, {build} build ({asked})"
     if within(torch.__version__, asked):
-        yield _version("torch", OK, told)
+        yield _version("torch", OK, text)
     else:
-        yield _version("torch", PROBLEM, f"{told}: outside", f"pip install 'torch{asked}'")
+        yield _version("torch", PROBLEM, f"{text}: outside", f"pip install 'torch{asked}'")
     driver = driver_here()
     if driver and build == "CPU" and not (driver == "NPU" and hasattr(torch, "npu")):
         yield _version(
@@ -260,7 +260,7 @@ def torch_build(torch: Any) -> str:
 
 def _libraries(check: str, names: Iterable[str], ranges: dict[str, tuple[str, bool]]) -> Finding:
     """One finding on several libraries. A missing one is a problem, but for optional ones."""
-    there, missing, outside = [], [], []
+    installed, missing, outside = [], [], []
     for name in names:
         asked = ranges.get(name, ("", True))[0]
         try:
@@ -268,18 +268,18 @@ def _libraries(check: str, names: Iterable[str], ranges: dict[str, tuple[str, bo
         except metadata.PackageNotFoundError:
             missing.append(name)
             continue
-        there.append(f"{name} {version}")
+        installed.append(f"{name} {version}")
         if not within(version, asked):
             outside.append(f"{name}{asked}")
-    told = ", ".join(there) or "none"
+    text = ", ".join(installed) or "none"
     if missing:
-        told += f"; missing: {', '.join(missing)}"
+        text += f"; missing: {', '.join(missing)}"
     if outside:
-        told += f"; outside the range: {', '.join(outside)}"
+        text += f"; outside the range: {', '.join(outside)}"
     optional = check == "optional"
     lacking = outside if optional else [*outside, *(f"{name}{ranges[name][0]}" for name in missing)]
     mend = f"pip install {' '.join(repr(part) for part in lacking)}" if lacking else ""
-    return _version(check, (WARNING if optional else PROBLEM) if lacking else OK, told, mend)
+    return _version(check, (WARNING if optional else PROBLEM) if lacking else OK, text, mend)
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -310,14 +310,14 @@ def devices() -> Iterator[Finding]:
     except Exception:  # `versions` has said so
         return
     hidden = {name: os.environ[name] for name in VISIBLE if name in os.environ}
-    told = ", ".join(f"{name}={value!r}" for name, value in hidden.items())
+    text = ", ".join(f"{name}={value!r}" for name, value in hidden.items())
     (seen,) = in_children([seen_accelerators], SECONDS)
     build = torch_build(torch)
     if seen.error:
         yield _device(
             "accelerators",
             PROBLEM,
-            f"torch cannot tell: {seen.error}" + (f"; {told}" if told else ""),
+            f"torch cannot tell: {seen.error}" + (f"; {text}" if text else ""),
             "the driver's own tool (nvidia-smi, rocm-smi, npu-smi info) has to answer; then the driver's version "
             f"against torch's {build}",
         )
@@ -331,7 +331,7 @@ def devices() -> Iterator[Finding]:
         yield _device(
             "accelerators",
             WARNING if hidden or lost else OK,
-            "none" + f" is seen by torch, whose build is {build}" * lost + f"; {told}" * bool(told),
+            "none" + f" is seen by torch, whose build is {build}" * lost + f"; {text}" * bool(text),
             mend,
         )
     for row in rows:
@@ -345,8 +345,8 @@ def devices() -> Iterator[Finding]:
             f"{row['name']}, {memory}",
             "end the processes that hold its memory" if busy else "",
         )
-    if rows and told:
-        yield _device("visible", OK, told)
+    if rows and text:
+        yield _device("visible", OK, text)
     (mine,) = in_children([taken_device], SECONDS)
     if mine.error:
         yield _device("this process", PROBLEM, mine.error, mine.mend)
@@ -413,15 +413,15 @@ def launcher() -> Iterator[Finding]:
     asked = os.environ.get("SHARDWRIGHT_DEVICES")
     if asked and not (asked.isdecimal() and int(asked)):
         yield _variable("SHARDWRIGHT_DEVICES", PROBLEM, f"SHARDWRIGHT_DEVICES={asked}", "a whole number of at least 1")
-    there = [name for _, name in socket.if_nameindex()]
+    interfaces = [name for _, name in socket.if_nameindex()]
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    lost = [name for name in named if name not in there]
+    lost = [name for name in named if name not in interfaces]
     if lost:
         yield _variable(
             "GLOO_SOCKET_IFNAME",
             PROBLEM,
             f"names {', '.join(lost)}, which this host does not have",
-            f"unset it, or one of {', '.join(there)}",
+            f"unset it, or one of {', '.join(interfaces)}",
         )
 
 
@@ -453,16 +453,16 @@ def collectives() -> Iterator[Finding]:
             "a torch with it, for several processes",
         )
         return
-    there = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
-    there = [name for name in there if dist.is_backend_available(name)]
-    yield _collective("backends", OK, ", ".join(there) or "none")
+    backends = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    backends = [name for name in backends if dist.is_backend_available(name)]
+    yield _collective("backends", OK, ", ".join(backends) or "none")
     (counted,) = in_children([default_backend], SECONDS)
     backend, count = counted.value or ("gloo", 0)
-    if "gloo" in there:
+    if "gloo" in backends:
         for interface in interfaces():
             yield two_ranks("gloo", interface)
     if backend != "gloo":
-        if backend not in there:
+        if backend not in backends:
             yield _collective(backend, PROBLEM, "torch has accelerators, not this backend", "another build of torch")
         elif count < 2:
             yield _collective(backend, OK, f"not tested: two accelerators are needed, {count} is there")
@@ -520,11 +520,11 @@ def two_ranks(backend: str, interface: str) -> Finding:
     if failed:
         return _collective(check, PROBLEM, "; ".join(failed), mend)
     figures: list[dict[str, Any]] = done[0].value
-    told = [f"of {4 * SHORT} bytes, of {4 * LONG // MIB} MiB:"]
+    lines = [f"of {4 * SHORT} bytes, of {4 * LONG // MIB} MiB:"]
     for name in dict.fromkeys(row["operation"] for row in figures):
         short, long = (row for row in figures if row["operation"] == name)
-        told.append(f"{name} {short['milliseconds']:.3g} ms, {long['gigabytes_per_second']:.3g} GB/s")
-    return _collective(check, OK, "\n".join(told), figures=figures)
+        lines.append(f"{name} {short['milliseconds']:.3g} ms, {long['gigabytes_per_second']:.3g} GB/s")
+    return _collective(check, OK, "\n".join(lines), figures=figures)
 
 
 # -- this host ---------------------------------------------------------------------------------------------------------
@@ -546,17 +546,17 @@ def shared_memory() -> Iterator[Finding]:
         from ..runtime.distributed.shared_memory import group_bytes  # noqa: PLC0415  imports torch
 
         needed = max(needed, 2 * group_bytes(ranks))
-    told = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free"
+    text = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free"
     mend = f"docker run --shm-size=8g or --ipc=host; mount -o remount,size=8G {SHARED}; remove files left in it"
     if not os.access(SHARED, os.W_OK):
-        yield _host("shared memory", WARNING, f"{told}, not writable", f"chmod 1777 {SHARED}")
+        yield _host("shared memory", WARNING, f"{text}, not writable", f"chmod 1777 {SHARED}")
     elif usage.free < 16 * MIB:
-        yield _host("shared memory", PROBLEM, f"{told}: DataLoader workers and NCCL fail", mend)
+        yield _host("shared memory", PROBLEM, f"{text}: DataLoader workers and NCCL fail", mend)
     elif usage.free < needed:
-        yield _host("shared memory", WARNING, f"{told}, {needed / GIB:.2f} GiB are needed by {ranks} ranks", mend)
+        yield _host("shared memory", WARNING, f"{text}, {needed / GIB:.2f} GiB are needed by {ranks} ranks", mend)
     else:
         off = os.environ.get("SHARDWRIGHT_SHARED_MEMORY") == "0"
-        yield _host("shared memory", OK, told + ("; not used: SHARDWRIGHT_SHARED_MEMORY=0" if off else ""))
+        yield _host("shared memory", OK, text + ("; not used: SHARDWRIGHT_SHARED_MEMORY=0" if off else ""))
 
 
 def open_files() -> Iterator[Finding]:

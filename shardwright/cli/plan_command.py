@@ -162,12 +162,12 @@ def pipeline_of(text: str) -> dict[str, Any]:
     return dict(zip(("stages", "micro_batches", "scheduler"), (*counts, *parts[2:])))
 
 
-def _piped(said: Any, asked: dict[str, Any] | None) -> dict[str, Any]:
+def _piped(pipeline: Any, asked: dict[str, Any] | None) -> dict[str, Any]:
     """The setting of a pipeline as a keyword argument. The command line's setting overrides the target's. Where
     neither gives the number of micro-batches, it is the number of stages."""
     if asked is None:
-        return {} if said is None else {"pipeline": said}
-    held = {} if said is None else dict(said) if isinstance(said, Mapping) else vars(said)
+        return {} if pipeline is None else {"pipeline": pipeline}
+    held = {} if pipeline is None else dict(pipeline) if isinstance(pipeline, Mapping) else vars(pipeline)
     held = {key: value for key, value in held.items() if value is not None}
     merged = {"micro_batches": asked["stages"]} | held | asked
     if "scheduler" in asked and asked["scheduler"] != held.get("scheduler"):
@@ -179,12 +179,12 @@ def _piped(said: Any, asked: dict[str, Any] | None) -> dict[str, Any]:
 
 def _with_options_behind(arguments: argparse.Namespace) -> None:
     """Take options that stand behind the target out of the script's arguments."""
-    given = arguments.script_args
-    end = given.index("--") if "--" in given else len(given)
+    words = arguments.script_args
+    end = words.index("--") if "--" in words else len(words)
     parser = type(arguments.parser)(prog=arguments.parser.prog, add_help=False, allow_abbrev=False)
     _add_options(parser)
-    _, rest = parser.parse_known_args(given[:end], arguments)
-    arguments.script_args = rest + given[end + 1 :]
+    _, rest = parser.parse_known_args(words[:end], arguments)
+    arguments.script_args = rest + words[end + 1 :]
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -252,7 +252,7 @@ def _keep_best(output: Path | None) -> None:
 
 def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
     """The plan of a script's first call, or of a function's model."""
-    given = {
+    keywords = {
         key: value
         for key, value in (
             ("cluster", arguments.cluster),
@@ -265,7 +265,7 @@ def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
         if value
     }
     if arguments.hsdp:
-        given["hsdp"] = {"optimizer_level": arguments.hsdp}
+        keywords["hsdp"] = {"optimizer_level": arguments.hsdp}
     devices = arguments.devices or _of_cluster(arguments.cluster)
     with contextlib.ExitStack() as building:
         if not arguments.with_weights:
@@ -275,14 +275,14 @@ def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
             def take(model: AutoParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | PipelinePlan:
                 building.close()  # the model is built; capture makes modules of its own
                 piped = _piped(model.settings.pipeline, arguments.pipeline)
-                return plan_call(model, args, kwargs, devices, **given | piped)
+                return plan_call(model, args, kwargs, devices, **keywords | piped)
 
             return first_call(arguments.target, arguments.script_args, devices, take)
         found = arguments_of(arguments.target, arguments.script_args, "shardwright.plan")
     from ..planning import plan as make  # noqa: PLC0415  imports torch
 
-    given |= _piped(found.get("pipeline"), arguments.pipeline)
-    return make(**found | given | ({"devices": devices} if devices else {}))
+    keywords |= _piped(found.get("pipeline"), arguments.pipeline)
+    return make(**found | keywords | ({"devices": devices} if devices else {}))
 
 
 def plan_call(
@@ -307,15 +307,15 @@ def plan_call(
     from ..process import current  # noqa: PLC0415  imports torch
 
     loss = {} if model.loss_fn is None else {"loss_fn": model.loss_fn, "targets": args[-1]}
-    given = model.settings.keywords() | loss | settings
+    keywords = model.settings.keywords() | loss | settings
     devices = devices or current().devices
     if devices is None:
         from ..planners.implied_inputs import devices_of_call  # noqa: PLC0415  imports torch
 
         devices = devices_of_call(model.net, model.loss_fn, args, kwargs)
-    if given["parallel_mode"] == "stand_alone":
+    if keywords["parallel_mode"] == "stand_alone":
         devices = 1
-    return make(model.net, args[:-1] if loss else args, devices=devices, kwargs=kwargs or {}, **given)
+    return make(model.net, args[:-1] if loss else args, devices=devices, kwargs=kwargs or {}, **keywords)
 
 
 def diff(arguments: argparse.Namespace) -> int:
@@ -476,10 +476,10 @@ def simulate(arguments: argparse.Namespace) -> int:
         plans = [plan] if isinstance(plan, Plan) else [stage.plan for stage in plan.stages]
         ranks = ranks_of_groups(plan, made)
         if isinstance(plan, Plan):
-            said = list(beside_lines(plan))
+            lines = list(beside_lines(plan))
             beside = {"messages beside computation": plan.in_time}
         else:
-            said = [f"with messages beside computation, as on a library: {headline(timeline_of(plan, beside=True))}"]
+            lines = [f"with messages beside computation, as on a library: {headline(timeline_of(plan, beside=True))}"]
             beside = {
                 f"messages beside computation, stage {stage.number}, one micro-batch": stage.plan.stage_in_time
                 for stage in plan.stages
@@ -487,7 +487,7 @@ def simulate(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print_json(step_figures(plan))
         else:
-            simulated(simulation, ranks, Cluster.of(plan.cluster, plan.devices).memory, beside=said)
+            simulated(simulation, ranks, Cluster.of(plan.cluster, plan.devices).memory, beside=lines)
         names = [f"ranks {each[0]}-{each[-1]}" if len(each) > 1 else f"rank {each[0]}" for each in ranks]
         if arguments.trace is not None:
             within = {stage: moments(each) for stage, each in enumerate(plans)}
@@ -609,9 +609,9 @@ def verify_function(
     Raises:
         ShardwrightError: the model cannot be planned, or the function returns something else.
     """
-    given = arguments_of(target, rest, "shardwright.verify")
+    keywords = arguments_of(target, rest, "shardwright.verify")
     from ..verification.verify import verify as compare  # noqa: PLC0415  imports torch
 
-    told = (("devices", devices), ("steps", steps), ("cut", cut or None))
-    given |= {key: value for key, value in told if value is not None}
-    return compare(**given)
+    options = (("devices", devices), ("steps", steps), ("cut", cut or None))
+    keywords |= {key: value for key, value in options if value is not None}
+    return compare(**keywords)

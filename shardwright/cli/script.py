@@ -106,15 +106,15 @@ def arguments_of(target: str, rest: Sequence[str], taker: str) -> dict[str, Any]
     function = getattr(_module(place), name, None)
     if not callable(function):
         raise Nothing(f"{place} has no function {name!r}")
-    given = function()
-    if isinstance(given, tuple) and 2 <= len(given) <= 4:
-        given = dict(zip(("net", "inputs", "targets", "loss_fn"), given))
-    if not isinstance(given, dict):
+    result = function()
+    if isinstance(result, tuple) and 2 <= len(result) <= 4:
+        result = dict(zip(("net", "inputs", "targets", "loss_fn"), result))
+    if not isinstance(result, dict):
         raise SettingError(
-            f"{target} returns {type(given).__name__}",
+            f"{target} returns {type(result).__name__}",
             legal=f"a dict of keyword arguments for {taker}, or (net, inputs, targets, loss_fn)",
         )
-    return given
+    return result
 
 
 def _module(place: str) -> Any:

@@ -192,7 +192,7 @@ class CostModel:
         self.cluster = Cluster.of(cluster, devices)
         self.devices = self.cluster.devices if devices is None else devices
         self._collectives: dict[tuple[Any, ...], tuple[Line, ...]] = {}
-        self._conversions: dict[Redistribution, tuple[tuple[Line, ...], ...]] = {}
+        self._redistributions: dict[Redistribution, tuple[tuple[Line, ...], ...]] = {}
         self._sends: dict[Redistribution, tuple[_Sent, ...]] = {}
         self._works: dict[tuple[Any, ...], OperatorWork] = {}
         # By id, since the hash of an operator is slow; the reference tells it from a later operator with its id.
@@ -226,11 +226,11 @@ class CostModel:
         """
         return min(a + b * nbytes for a, b in self.lines(kind, digits))
 
-    def conversion(self, conversion: Redistribution, nbytes: float) -> float:
+    def redistribution(self, redistribution: Redistribution, nbytes: float) -> float:
         """Seconds of a redistribution of a tensor with `nbytes` in total."""
-        steps = self._conversions.get(conversion)
+        steps = self._redistributions.get(redistribution)
         if steps is None:
-            steps = self._conversions[conversion] = tuple(sent.lines for sent in self.sends(conversion))
+            steps = self._redistributions[redistribution] = tuple(sent.lines for sent in self.sends(redistribution))
         total = 0.0
         for lines in steps:
             a, b = lines[0]
@@ -242,27 +242,27 @@ class CostModel:
             total += best
         return total
 
-    def stored(self, conversion: Redistribution, nbytes: float) -> float:
+    def stored(self, redistribution: Redistribution, nbytes: float) -> float:
         """Seconds of a redistribution of a parameter from its storage layout, or of its gradient back.
 
         A small gradient that needs an all-reduce alone is priced at its share of a bucket's time.
         """
-        return sum(step.seconds(nbytes, _bucket(conversion, step, nbytes)) for step in self.sends(conversion))
+        return sum(step.seconds(nbytes, _bucket(redistribution, step, nbytes)) for step in self.sends(redistribution))
 
-    def sends(self, conversion: Redistribution) -> tuple[_Sent, ...]:
+    def sends(self, redistribution: Redistribution) -> tuple[_Sent, ...]:
         """The collectives of a redistribution, each with a rank's input as a fraction of the whole tensor."""
-        found = self._sends.get(conversion)
+        found = self._sends.get(redistribution)
         if found is None:
-            whole = conversion.source.devices**2  # divisible by every cut before and after a step
-            out, local = [], whole // digits_size(conversion.source.carried)
-            for step in conversion.steps:
+            whole = redistribution.source.devices**2  # divisible by every cut before and after a step
+            out, local = [], whole // digits_size(redistribution.source.carried)
+            for step in redistribution.steps:
                 kind = step.pattern
                 if step.communicates:
                     fraction = local / whole * (1.0 if step.halo is None else float(step.share))
                     lines = tuple((a, b * fraction) for a, b in self.lines(kind, step.digits, _partners(step)))
                     out.append(_Sent(kind, step.digits, fraction, lines))
                 local = kind.size_after(step.size, local)
-            found = self._sends[conversion] = tuple(out)
+            found = self._sends[redistribution] = tuple(out)
         return found
 
     # -- computing --
@@ -312,8 +312,8 @@ class CostModel:
         if isinstance(instruction, LocalOp):
             return self._called(instruction, known)[0]
         if isinstance(instruction, GlobalExtreme):
-            return self.conversion(instruction.forward, instruction.source.value.nbytes)
-        return self.conversion(instruction.forward, _moved(instruction, True)) + self._copied(instruction)
+            return self.redistribution(instruction.forward, instruction.source.value.nbytes)
+        return self.redistribution(instruction.forward, _moved(instruction, True)) + self._copied(instruction)
 
     def backward(self, instruction: Any, known: Mapping[str, PlacedValue]) -> float:
         """Seconds of an instruction's backward; 0 where no gradient flows.
@@ -331,8 +331,8 @@ class CostModel:
         if isinstance(
             instruction, GlobalExtreme
         ):  # ties are counted over ranks like the maximum itself; then the gradient is shared among them
-            return self.conversion(instruction.forward, instruction.source.value.nbytes) + self._shared(instruction)
-        priced = self.stored if instruction.cause == "parameter" else self.conversion
+            return self.redistribution(instruction.forward, instruction.source.value.nbytes) + self._shared(instruction)
+        priced = self.stored if instruction.cause == "parameter" else self.redistribution
         return priced(instruction.backward, _moved(instruction, False)) + self._copied(instruction)
 
     def _copied(self, move: Redistribute) -> float:
@@ -391,15 +391,19 @@ class CostModel:
     def collectives_of(self, entry: Any, back: bool) -> list[tuple[_Sent, float, float]]:
         """(step, bytes of a rank's own input, seconds) of each collective of an instruction, or of a step of a
         backward."""
-        ran, conversion = own_redistribution(entry, back)
-        if conversion is None:
+        ran, redistribution = own_redistribution(entry, back)
+        if redistribution is None:
             return []
-        forwards = conversion is ran.forward
+        forwards = redistribution is ran.forward
         nbytes = _moved(ran, forwards) if isinstance(ran, Redistribute) else ran.source.value.nbytes
         gradient = not forwards and ran.cause == "parameter"
         return [
-            (step, nbytes * step.fraction, step.seconds(nbytes, _bucket(conversion, step, nbytes) if gradient else 0.0))
-            for step in self.sends(conversion)
+            (
+                step,
+                nbytes * step.fraction,
+                step.seconds(nbytes, _bucket(redistribution, step, nbytes) if gradient else 0.0),
+            )
+            for step in self.sends(redistribution)
         ]
 
     def in_time(self, plan: Any, schedule: CommunicationSchedule, once: bool = True) -> StepInTime:
@@ -468,7 +472,10 @@ class _Pricing:
         once = (
             self.sums_once or (isinstance(ran, Redistribute) and not ran.forward.steps)
             if phase == "gradient"
-            else phase == "storage" and half == "forward" and not ran.again and ran.target.name not in self.dropped
+            else phase == "storage"
+            and half == "forward"
+            and not ran.reshard_after_forward
+            and ran.target.name not in self.dropped
         )
         times = 1 if once else self.micro_batches
         sent = 0.0

@@ -128,34 +128,34 @@ class CountedOptimizer:
         return self.optimizer if self.optimizer is not None or find is None else find()
 
 
-def optimizer_text(given: Any) -> str:
+def optimizer_text(optimizer: Any) -> str:
     """The words for an optimizer beside the bytes of its state."""
-    if given is None:
+    if optimizer is None:
         return "as for Adam"
-    if isinstance(given, HeldOptimizer):
-        return given.name
-    return given if isinstance(given, str) else f"{given:g} B an element"
+    if isinstance(optimizer, HeldOptimizer):
+        return optimizer.name
+    return optimizer if isinstance(optimizer, str) else f"{optimizer:g} B an element"
 
 
-def optimizer_bytes(given: Any) -> float:
+def optimizer_bytes(optimizer: Any) -> float:
     """Bytes of an optimizer's state for each element of a parameter.
 
     Args:
-        given: "adam" or "adamw" (two float32 moments), "momentum" (one), "sgd" (none), the bytes, or a
+        optimizer: "adam" or "adamw" (two float32 moments), "momentum" (one), "sgd" (none), the bytes, or a
             `HeldOptimizer`; None: as for "adam".
 
     Raises:
         SettingError: any other value.
     """
-    if given is None:
+    if optimizer is None:
         return 4.0 * OPTIMIZERS["adam"]
-    if isinstance(given, HeldOptimizer):
-        return given.bytes
-    if isinstance(given, str) and given.lower() in OPTIMIZERS:
-        return 4.0 * OPTIMIZERS[given.lower()]
-    if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given < float("inf"):
-        return float(given)
-    raise SettingError(f"optimizer={given!r}", legal=", ".join(map(repr, OPTIMIZERS)) + ", or bytes an element")
+    if isinstance(optimizer, HeldOptimizer):
+        return optimizer.bytes
+    if isinstance(optimizer, str) and optimizer.lower() in OPTIMIZERS:
+        return 4.0 * OPTIMIZERS[optimizer.lower()]
+    if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool) and 0 <= optimizer < float("inf"):
+        return float(optimizer)
+    raise SettingError(f"optimizer={optimizer!r}", legal=", ".join(map(repr, OPTIMIZERS)) + ", or bytes an element")
 
 
 @dataclass(frozen=True)
@@ -252,10 +252,10 @@ class _Walk:
         self.saved = saved_by(program)
         seed = () if program.seed is None else (program.seed,)
         tables = (program.parameters, program.buffers, program.constants)
-        self.lives = LiveRanges(
+        self.live_ranges = LiveRanges(
             (*program.inputs, *seed, *(i for t in tables for i in t.values())), program.instructions, self.saved
         )
-        self.instances, self.root, self.read = self.lives.instances, self.lives.root, self.lives.read
+        self.instances, self.root, self.read = self.live_ranges.instances, self.live_ranges.root, self.live_ranges.read
         for o in (*(o for o in program.outputs if isinstance(o, PlacedValue)), *program.updates.values()):
             self.read[self.root[o.name]] = self.end - 1
         self.out: list[Allocation] = []
@@ -297,21 +297,23 @@ class _Walk:
             for p, r in reversed(list(enumerate(self.backward)))
             if isinstance(r, RecomputedInstruction)
         }
-        again = {b.move.target.name: self.count + p for p, b in enumerate(self.backward) if isinstance(b, Regather)}
-        made_again = dict(again)
+        regathered_at = {
+            b.move.target.name: self.count + p for p, b in enumerate(self.backward) if isinstance(b, Regather)
+        }
+        remade_at = dict(regathered_at)
         own: dict[int, int] = {}
         for region in self.regions:
             place = begun.get(id(region))
             if place is None:
                 continue
-            made_again.update((name, place) for name in region.dropped)
+            remade_at.update((name, place) for name in region.dropped)
             own.update((i, place) for i in region.own)
         stays: dict[str, int] = {}  # root -> the last moment at which the forward's tensor is needed
         returns: dict[str, list[int]] = {}  # root -> [first, last] moment of the recomputed tensor
 
         def needs(name: str, until: int) -> None:
             root = self.root[name]
-            dropped = made_again.get(name, made_again.get(root))
+            dropped = remade_at.get(name, remade_at.get(root))
             if dropped is None:
                 stays[root] = max(stays.get(root, 0), until)
             else:
@@ -333,7 +335,7 @@ class _Walk:
                 for name in region.inputs:
                     needs(name, begun[id(region)])
         gathered = {i.target.name for i in self.instructions if isinstance(i, Redistribute) and i.cause == "parameter"}
-        for root, born in self.lives.born.items():
+        for root, born in self.live_ranges.born.items():
             nbytes = self.instances[root].local_bytes
             kind = "gathered" if root in gathered else "activations"
             self.hold(kind, root, born, max(self.read[root], stays.get(root, 0)) + 1, nbytes)
@@ -355,7 +357,7 @@ class _Walk:
         ]
 
         def grows(name: str) -> bool:  # a parameter's own gradient is live during the whole step
-            return self.instances[name].value.requires_grad and self.root[name] not in self.lives.given
+            return self.instances[name].value.requires_grad and self.root[name] not in self.live_ranges.inputs
 
         for name, start, stop in waiting(backward, self.instances, begin, grows):
             self.hold("backward", name, start, stop, self.instances[name].local_bytes)

@@ -19,6 +19,6 @@ def check_feeding(model: AutoParallel, library: str) -> None:
     Raises:
         SettingError: each process is handed its own part of a batch, so that the stages would get different ones.
     """
-    handed = library, model.settings.dataset_strategy
-    model._check_handed(handed)
-    model._handed = handed
+    wrapper = library, model.settings.dataset_strategy
+    model._check_wrapper(wrapper)
+    model._wrapper = wrapper

@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NoReturn
 
 from ..errors import ShardwrightError, did_you_mean, shown
-from ..garbage import gc_paused
+from ..garbage_collection import gc_paused
 
 __all__ = [
     "DEPTH",
@@ -108,10 +108,10 @@ def read_object(
         raise error(
             f"{name} cannot be read: it is not text, from byte {problem.start:,} on", source=str(path), legal=legal
         ) from None
-    words = parse(text, error, name, str(path), legal)
-    if not isinstance(words, dict):
-        raise error(f"{name} is {kind_of(words)}, and no object", source=str(path), legal=legal)
-    return text, words
+    encoded = parse(text, error, name, str(path), legal)
+    if not isinstance(encoded, dict):
+        raise error(f"{name} is {kind_of(encoded)}, and no object", source=str(path), legal=legal)
+    return text, encoded
 
 
 def parse(text: str, error: type[ShardwrightError], name: str, source: str, legal: str, lines: bool = True) -> Any:
@@ -133,12 +133,12 @@ def parse(text: str, error: type[ShardwrightError], name: str, source: str, lega
     try:
         _check_depth(content)
         with gc_paused():  # nothing that is read is garbage; looking for it takes two thirds of the time
-            words = json.loads(
+            encoded = json.loads(
                 text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float, parse_int=integer
             )
         if _HALF.search(text):
-            _check_strings(words)
-        return words
+            _check_strings(encoded)
+        return encoded
     except json.JSONDecodeError as fault:
         where = f"{source}:{fault.lineno}" if lines else source
         raise error(f"{name} is no JSON, or cut short: {fault.msg}", source=where, legal=legal) from None
@@ -152,12 +152,12 @@ def parse(text: str, error: type[ShardwrightError], name: str, source: str, lega
 
 
 def check_fields(
-    words: Iterable[str], known: Collection[str], kind: type[ShardwrightError], what: str, source: str
+    encoded: Iterable[str], known: Collection[str], kind: type[ShardwrightError], what: str, source: str
 ) -> None:
     """Refuse fields of an object that nothing would read: a field that was misspelt by hand is not ignored.
 
     Args:
-        words: the object's fields.
+        encoded: the object's fields.
         known: the fields that are read.
         kind: the class of the error.
         what: the object in words: "the operator matmul1".
@@ -166,7 +166,7 @@ def check_fields(
     Raises:
         ShardwrightError: of class `kind`: the first unknown field, and the known ones.
     """
-    unknown = next((word for word in words if word not in known), None)
+    unknown = next((word for word in encoded if word not in known), None)
     if unknown is not None:
         raise kind(
             f"{what} has an unknown field {shown(unknown)}",
@@ -242,8 +242,8 @@ def _shortened(token: str) -> str:
     return token if len(token) <= 30 else f"{token[:27]}..."
 
 
-def _check_strings(words: Any) -> None:
-    left = [words]
+def _check_strings(encoded: Any) -> None:
+    left = [encoded]
     while left:
         value = left.pop()
         if isinstance(value, str):

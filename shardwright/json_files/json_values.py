@@ -140,46 +140,51 @@ def _inside(value: Any, key: Any) -> Any:
         raise
 
 
-def decode(words: Any) -> Any:
+def decode(encoded: Any) -> Any:
     """The value that `encode` wrote.
 
     Args:
-        words: the JSON.
+        encoded: the JSON.
 
     Raises:
         ValueError: `encode` did not write this.
     """
     try:
-        return _decoded(words)
+        return _decoded(encoded)
     except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
-def _decoded(words: Any) -> Any:
-    if isinstance(words, list):
-        return words if _PLAIN.issuperset(map(type, words)) else [_decoded(w) for w in words]
-    if not isinstance(words, dict):
-        return words
-    if "tensor" in words:
-        data, dtype = _sized(words, words["tensor"], dtype_named(words["dtype"]).itemsize), dtype_named(words["dtype"])
+def _decoded(encoded: Any) -> Any:
+    if isinstance(encoded, list):
+        return encoded if _PLAIN.issuperset(map(type, encoded)) else [_decoded(w) for w in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    if "tensor" in encoded:
+        data, dtype = (
+            _sized(encoded, encoded["tensor"], dtype_named(encoded["dtype"]).itemsize),
+            dtype_named(encoded["dtype"]),
+        )
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
-        return flat.reshape(words["shape"])
-    if "array" in words:
-        kind = np.dtype(words["dtype"])
-        if kind.kind not in _KINDS or not isinstance(words["dtype"], str):
-            raise ValueError(f"an array of {shown(words['dtype'])}")
-        return np.frombuffer(_sized(words, words["array"], kind.itemsize), dtype=kind).reshape(words["shape"]).copy()
-    if len(words) == 1:
-        key, held = next(iter(words.items()))
+        return flat.reshape(encoded["shape"])
+    if "array" in encoded:
+        kind = np.dtype(encoded["dtype"])
+        if kind.kind not in _KINDS or not isinstance(encoded["dtype"], str):
+            raise ValueError(f"an array of {shown(encoded['dtype'])}")
+        return (
+            np.frombuffer(_sized(encoded, encoded["array"], kind.itemsize), dtype=kind).reshape(encoded["shape"]).copy()
+        )
+    if len(encoded) == 1:
+        key, held = next(iter(encoded.items()))
         if key in _READERS:
             return _READERS[key](held)
-    return {key: _decoded(held) for key, held in words.items()}
+    return {key: _decoded(held) for key, held in encoded.items()}
 
 
-def _sized(words: dict[str, Any], text: Any, size: int) -> bytearray:
+def _sized(encoded: dict[str, Any], text: Any, size: int) -> bytearray:
     """The bytes of a tensor or an array with elements of `size` bytes."""
-    data, shape = bytearray(_bytes(text)), words["shape"]
-    if set(words) - {"tensor", "array"} != {"dtype", "shape"} or not is_shape(shape):
+    data, shape = bytearray(_bytes(text)), encoded["shape"]
+    if set(encoded) - {"tensor", "array"} != {"dtype", "shape"} or not is_shape(shape):
         raise ValueError(f"no tensor of the shape {shown(shape)}")
     if len(data) != math.prod(shape) * size:
         raise ValueError(f"a tensor of the shape {shape} with {len(data)} bytes")

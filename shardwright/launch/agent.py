@@ -222,7 +222,7 @@ def _attempt(
         logger.info("worker %d ended: %s", exit.rank, exit.cause)
         progress.exited(exit)
 
-    watch = Watch(exited, guardian.told)
+    watch = Watch(exited, guardian.watched)
     # The engine tells the workers `max_restarts` less the restarts left (0): the number of this attempt.
     spec = WorkerSpec(
         role="default_role",

@@ -53,8 +53,8 @@ def asked_device(device: Any, setting: str = "init") -> torch.device | None:
     count = accelerators()
     mine = torch.accelerator.current_accelerator() if count else None
     if mine is None or mine.type != made.type or (made.index or 0) >= count:
-        there = [f"{mine.type}:{i}" for i in range(count)] if mine is not None else []
-        raise SettingError(f"{setting}(device={device!r}): there is no such device", legal=", ".join(["cpu", *there]))
+        devices = [f"{mine.type}:{i}" for i in range(count)] if mine is not None else []
+        raise SettingError(f"{setting}(device={device!r}): there is no such device", legal=", ".join(["cpu", *devices]))
     return made
 
 
@@ -124,21 +124,21 @@ def check_shared(device: torch.device, place: RankInRun, store: dist.Store, time
         SettingError: on every rank alike, with the host and the ranks.
     """
     arrived = store.add(f"{place.size}/arrived", 1)  # workers that are started anew find the keys of the first ones
-    here, keys = socket.gethostname(), dist.PrefixStore(f"{place.size}/{(arrived - 1) // place.size}", store)
-    mine = f"{device.type}|{place.rank}|{here}"
+    hostname, keys = socket.gethostname(), dist.PrefixStore(f"{place.size}/{(arrived - 1) // place.size}", store)
+    mine = f"{device.type}|{place.rank}|{hostname}"
     first = keys.compare_set("kind", "", mine).decode()
     if first.split("|")[0] != device.type:
         keys.set("unlike", f"{first}|{mine}")
     name = None if device.type == "cpu" else _identity(device)
-    if name is not None and keys.add(f"{here}/{name}", 1) > 1:
-        keys.set("twice", f"{here}|{place.rank}|{device}")
+    if name is not None and keys.add(f"{hostname}/{name}", 1) > 1:
+        keys.set("twice", f"{hostname}|{place.rank}|{device}")
     if keys.add("ready", 1) == place.size:
         keys.set("all", "1")
     keys.wait(["all"], timeout)
     if keys.check(["unlike"]):
-        one, rank, host, other, second, there = keys.get("unlike").decode().split("|")
+        one, rank, host, other, second, other_host = keys.get("unlike").decode().split("|")
         raise SettingError(
-            f"rank {rank} on the host {host} has the device {one}, rank {second} on the host {there} has {other}",
+            f"rank {rank} on the host {host} has the device {one}, rank {second} on the host {other_host} has {other}",
             legal="the same kind of device for all ranks; init(device='cpu') on all ranks",
         )
     if keys.check(["twice"]):

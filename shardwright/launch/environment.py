@@ -274,9 +274,9 @@ def _pair(environ: Environment, launcher: str, names: tuple[str, str]) -> tuple[
     if rank is None and size is None:
         return None
     if rank is None or size is None:
-        there, lacks = names if size is None else names[::-1]
+        present, lacks = names if size is None else names[::-1]
         raise SettingError(
-            f"{launcher}: {there}={environ[there]} is set, {lacks} is not",
+            f"{launcher}: {present}={environ[present]} is set, {lacks} is not",
             legal=f"both, as {launcher} sets them, or neither",
         )
     return None if size == 1 and rank == 0 else (rank, size)
@@ -461,9 +461,9 @@ def unread(environ: Environment) -> SettingError | None:
     """The error where a launcher that is not read here has made this process one of several; None where none has."""
     for launcher, rank_name, rank, size_name, size in _seen(environ):
         if launcher and (size > 1 if size is not None else rank > 0):
-            told = f"{rank_name}={rank}" + (f" of {size_name}={size}" if size is not None else "")
+            names = f"{rank_name}={rank}" + (f" of {size_name}={size}" if size is not None else "")
             return SettingError(
-                f"{told} is set, as {launcher} sets it for one of several processes, and nothing that is read here "
+                f"{names} is set, as {launcher} sets it for one of several processes, and nothing that is read here "
                 "says how many there are and where rank 0 is",
                 legal="RANK, WORLD_SIZE and MASTER_ADDR set from the launcher's variables before sw.init(); no "
                 f"{rank_name} where it is left over; {_HOW_TO_BE_ALONE}",
@@ -476,7 +476,7 @@ def remark(environ: Environment) -> str | None:
     there are none."""
     if "SHARDWRIGHT_DEVICES" in environ or any(environ.get(name) == "1" for name in _SIZES):
         return None
-    told = [
+    variables = [
         f"{rank_name}={rank}" + (f" and {size_name}={size}" if size is not None else "")
         for launcher, rank_name, rank, size_name, size in _seen(environ)
         if rank_name not in ("LOCAL_RANK", "SLURM_PROCID")  # 0 in notebooks, and in Slurm's batch scripts
@@ -484,11 +484,11 @@ def remark(environ: Environment) -> str | None:
     ]
     workers = _count(environ.get("MS_WORKER_NUM", ""))
     if workers is not None and workers > 1 and not environ.get("MS_ROLE"):
-        told.append(f"MS_WORKER_NUM={workers} without MS_ROLE")
-    if not told:
+        variables.append(f"MS_WORKER_NUM={workers} without MS_ROLE")
+    if not variables:
         return None
     return (
-        f"{', '.join(told)}: the environment may mean that this process is one of several, but no launcher that "
+        f"{', '.join(variables)}: the environment may mean that this process is one of several, but no launcher that "
         "Shardwright reads has set it, and this process plays all devices alone. If it is one of several, set RANK, "
         f"WORLD_SIZE and MASTER_ADDR; if not, unset the variable, or use {_HOW_TO_BE_ALONE}"
     )
@@ -643,9 +643,9 @@ def _agree(one: Claim, other: Claim) -> None:
 
 def _incomplete(claim: Claim, environ: Mapping[str, str]) -> SettingError:
     if claim.launcher == "torchrun":
-        there, lacks = ("RANK", "WORLD_SIZE") if claim.size is None else ("WORLD_SIZE", "RANK")
+        present, lacks = ("RANK", "WORLD_SIZE") if claim.size is None else ("WORLD_SIZE", "RANK")
         return SettingError(
-            f"{there}={environ[there]} is set, {lacks} is not",
+            f"{present}={environ[present]} is set, {lacks} is not",
             legal="both, as torchrun and shardwright run set them, or neither",
         )
     if claim.rank is None:

@@ -50,11 +50,11 @@ class Guardian:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.told([])
+        self.watched([])
         with contextlib.suppress(OSError):  # it is gone
             self._process.communicate()
 
-    def told(self, pids: Iterable[int]) -> None:
+    def watched(self, pids: Iterable[int]) -> None:
         """Tell the guardian which workers run."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it is gone

@@ -174,7 +174,7 @@ class Display:
         self.process = os.getpid()
         self._stream, self._log, self._speaks, self._clock = stream, log, speaks, clock
         self._live = (stream is not None and stream.isatty()) if live is None else live
-        self._began = self._said = clock()
+        self._began = self._last_line = clock()
         self._lock = threading.Lock()
         self._ended: threading.Event | None = None
         self._line: Any = None  # of rich
@@ -260,9 +260,9 @@ class Display:
                 return RENEWED if self._live else EVERY
             now, left = self._clock(), EVERY
             if self._stream is None or not self._live or self._log:
-                left = self._said + EVERY - now
+                left = self._last_line + EVERY - now
                 if left <= 0:
-                    self._said, left = now, EVERY
+                    self._last_line, left = now, EVERY
                     self._write(f"{self.text()}; {now - self._began:.0f} s")
             if self._live:
                 wait = self._began + FIRST - now
@@ -274,7 +274,7 @@ class Display:
 
     def _start(self) -> None:
         ended = self._ended = threading.Event()
-        first = FIRST if self._live else max(0.0, self._said + EVERY - self._clock())
+        first = FIRST if self._live else max(0.0, self._last_line + EVERY - self._clock())
 
         def run() -> None:
             left = first

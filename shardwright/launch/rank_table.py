@@ -142,33 +142,33 @@ class _Reading:
         indices: dict[int, str] = {}
         addresses: dict[str, str] = {}
         for index, entry in enumerate(self._list(server, where, "device")):
-            here = f"{where}, device[{index}]"
+            place = f"{where}, device[{index}]"
             if not isinstance(entry, dict):
-                self._fault(here, f"it is {kind_of(entry)}", "an object with device_id, device_ip and rank_id")
+                self._fault(place, f"it is {kind_of(entry)}", "an object with device_id, device_ip and rank_id")
             device = TableDevice(
-                rank=self._number(entry, here, "rank_id", "0"),
+                rank=self._number(entry, place, "rank_id", "0"),
                 server=name,
-                device=self._number(entry, here, "device_id", "0"),
-                ip=self._text(entry, here, "device_ip", "the address of the device's network"),
+                device=self._number(entry, place, "device_id", "0"),
+                ip=self._text(entry, place, "device_ip", "the address of the device's network"),
             )
             if device.device in indices:
                 self._fault(
-                    here,
+                    place,
                     f"device_id {device.device} is that of {indices[device.device]} too",
                     "each device of a server once",
                 )
             if device.ip in addresses:
                 self._fault(
-                    here,
+                    place,
                     f"device_ip {cut(device.ip)} is that of {addresses[device.ip]} too",
                     "an address of its own for each device of a server",
                 )
             if device.rank in found:
                 self._fault(
-                    here, f"rank_id {device.rank} is that of {found[device.rank][1]} too", "each rank once, from 0"
+                    place, f"rank_id {device.rank} is that of {found[device.rank][1]} too", "each rank once, from 0"
                 )
             indices[device.device] = addresses[device.ip] = f"device[{index}]"
-            found[device.rank] = (device, here)
+            found[device.rank] = (device, place)
 
     def _field(self, entry: dict[str, Any], where: str, name: str, example: str) -> Any:
         if name not in entry:

@@ -252,7 +252,7 @@ class Nodes(RendezvousHandler):
     def _await_port(self) -> None:
         """Wait until node 0 listens: the nodes are started by hand or by a scheduler, in any order."""
         settings = self._settings
-        where, told = f"{settings.master_addr}:{settings.master_port}", False
+        where, announced = f"{settings.master_addr}:{settings.master_port}", False
         while True:
             try:
                 socket.create_connection((settings.master_addr, settings.master_port), timeout=5).close()
@@ -262,26 +262,26 @@ class Nodes(RendezvousHandler):
                     raise LaunchError(
                         f"node 0 did not answer at {where} within {settings.cluster_time_out} s: {error}"
                     ) from None
-            if not told:
+            if not announced:
                 self._say(f"node {settings.node_rank}: waiting for node 0 at {where}")
-                told = True
+                announced = True
             time.sleep(LOOK)
 
     def _meet(self, news: Store) -> None:
         settings = self._settings
         mine = f"--worker_num={settings.worker_num} --local_worker_num={settings.local_worker_num}"
-        told = None
+        announced = None
         try:
             theirs = self._ask(lambda: news.compare_set("shape", "", mine)).decode()
             if theirs != mine:
                 raise LaunchError(f"node {settings.node_rank} was started with {mine}, an earlier one with {theirs}")
             if self._ask(lambda: news.add(f"node/{settings.node_rank}", 1)) > 1:
                 raise LaunchError(f"two nodes were started with --node_rank={settings.node_rank}")
-            here = self._ask(lambda: news.add("nodes", 1))
-            while here < settings.nodes:
-                if here != told:
-                    self._say(f"node {settings.node_rank}: {here} of {settings.nodes} nodes have come")
-                    told = here
+            arrived = self._ask(lambda: news.add("nodes", 1))
+            while arrived < settings.nodes:
+                if arrived != announced:
+                    self._say(f"node {settings.node_rank}: {arrived} of {settings.nodes} nodes have come")
+                    announced = arrived
                 given_up = self.heard(now=True)
                 if given_up is not None:
                     self._part(news)
@@ -289,7 +289,7 @@ class Nodes(RendezvousHandler):
                 if time.monotonic() > self._deadline:
                     raise LaunchError(self._give_up(news))
                 time.sleep(LOOK)
-                here = self._ask(lambda: news.add("nodes", 0))
+                arrived = self._ask(lambda: news.add("nodes", 0))
         except _NoAnswer as error:
             raise LaunchError(f"{error} while the nodes were meeting") from error
 
@@ -298,10 +298,10 @@ class Nodes(RendezvousHandler):
         settings = self._settings
         missing = self._ask(lambda: [n for n in range(settings.nodes) if not news.check([f"node/{n}"])])
         more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-        here = settings.nodes - len(missing)
+        arrived = settings.nodes - len(missing)
         text = (
             f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:NAMED]))}{more} did not come "
-            f"within {settings.cluster_time_out} s, {here} of {settings.nodes} did"
+            f"within {settings.cluster_time_out} s, {arrived} of {settings.nodes} did"
         )
         self.tell(1, text)
         self._part(news)
@@ -527,11 +527,11 @@ class _Meeting:
 
     def _meet(self, news: Store) -> None:
         place = self._place
-        told = f"{place.size} ranks" + (f" of rank table {place.table.digest}" if place.table else "")
-        first = self._ask(lambda: news.compare_set("told", "", told)).decode()
-        if first != told:
+        ranks_text = f"{place.size} ranks" + (f" of rank table {place.table.digest}" if place.table else "")
+        first = self._ask(lambda: news.compare_set("told", "", ranks_text)).decode()
+        if first != ranks_text:
             raise self._fault(
-                f"rank {place.rank} was told of {told}, an earlier one of {first}",
+                f"rank {place.rank} was told of {ranks_text}, an earlier one of {first}",
                 "the same number of ranks and the same rank table for all",
             )
         if self._ask(lambda: news.add(f"rank/{place.rank}", 1)) > 1:
@@ -541,7 +541,7 @@ class _Meeting:
             )
         if self._ask(lambda: news.add("come", 1)) == place.size:
             self._ask(lambda: news.set("end", ""))
-        while not self._told(news):
+        while not self._announced_by_all(news):
             if time.monotonic() > self._deadline:
                 missing = self._ask(lambda: [rank for rank in range(place.size) if not news.check([f"rank/{rank}"])])
                 names = ", ".join(place.whereabouts(rank) for rank in missing[:NAMED_RANKS])
@@ -551,7 +551,7 @@ class _Meeting:
                     f"{self._where} within {self._seconds:g} s"
                 )
 
-    def _told(self, news: Store) -> bool:
+    def _announced_by_all(self, news: Store) -> bool:
         """True where all ranks have come; waits for a moment. Another rank's error is raised here too."""
         try:
             news.wait(["end"], PATIENCE)

@@ -104,9 +104,11 @@ def run(arguments: argparse.Namespace) -> int:
     settings: RunSettings | None = None
     try:
         if arguments.devices is not None:
-            given = [name for name in WORKER_OPTIONS if getattr(arguments, name) is not None]
-            if given:
-                raise SettingError(f"--devices runs the script in this one process; --{given[0]} is for workers")
+            worker_options = [name for name in WORKER_OPTIONS if getattr(arguments, name) is not None]
+            if worker_options:
+                raise SettingError(
+                    f"--devices runs the script in this one process; --{worker_options[0]} is for workers"
+                )
             check_script(arguments.script)
         else:
             settings = RunSettings.of(arguments, token_of(os.environ))

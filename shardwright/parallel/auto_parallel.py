@@ -396,7 +396,7 @@ class AutoParallel(CallPlanning, nn.Module):
             leaves, spec = args, len(args)  # the usual call: flattening a tree would take most of the time here
         else:
             leaves, spec = pytree.tree_flatten(opened((args, kwargs)))
-        fed = tuple(
+        signature = tuple(
             (x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves
         )
         if self._whole is not None:
@@ -408,7 +408,7 @@ class AutoParallel(CallPlanning, nn.Module):
             self._check_place(leaves)
         if not self._programs:
             self._runtime_of(args, kwargs)  # finds out whose autocast it is
-        feed = spec, (autocast.current("cpu", self._kind), self._entry), fed
+        feed = spec, (autocast.current("cpu", self._kind), self._entry), signature
         program = self._found(feed)
         if program is None:
             program = self._build(args, kwargs, self._announce(feed))

@@ -113,15 +113,15 @@ class CallPlanning(SettingMethods):
         devices, dataset = 1 if alone else runtime.devices, settings.dataset_strategy
         parts = runtime.processes and not alone
         plan: Plan | PipelinePlan
-        fed: list[tuple[tuple[int, ...], str]] = []
+        signature: list[tuple[tuple[int, ...], str]] = []
         ranks = None
         if parts:
             from ..runtime.distributed.agreement import Agreement, begin_planning  # noqa: PLC0415  in processes alone
 
             begin_planning("" if recording is None else recording.why)
-            ranks = Agreement(settings.parallel_mode, fed)
+            ranks = Agreement(settings.parallel_mode, signature)
         try:
-            self._check_handed(self._handed)
+            self._check_wrapper(self._wrapper)
             check_inside(self.net)
             if runs:
                 check_values((args, kwargs))
@@ -141,7 +141,7 @@ class CallPlanning(SettingMethods):
                     if parts and devices
                     else (args, kwargs)
                 )
-            fed += [
+            signature += [
                 (tuple(x.shape), str(x.dtype))
                 for x in pytree.tree_leaves((whole_args, whole_kwargs))
                 if isinstance(x, torch.Tensor)
@@ -187,7 +187,7 @@ class CallPlanning(SettingMethods):
                     captured,
                     None if before is None else before.plan,
                     None if ranks is None else partial(ranks.first, PipelineSearchResult),
-                    fed_apart=parts and dataset != "full_batch",
+                    per_rank_batch=parts and dataset != "full_batch",
                 )
             )
             graph, wide = captured(None if automatic is None else automatic.count)
@@ -201,7 +201,7 @@ class CallPlanning(SettingMethods):
             if lies is not None:
                 groups = 1 if settings.pipeline is None else settings.pipeline.stages
                 stored = lies.onto(graph, devices, groups, stored, settings.uneven)
-            given: dict[str, Any] = dict(
+            options: dict[str, Any] = dict(
                 stored=stored,
                 used=self._used,
                 whole=stored_whole(self.net, self.loss_fn),
@@ -211,12 +211,12 @@ class CallPlanning(SettingMethods):
                 modules = staged_modules(self.net, dict(settings.pipeline.stage_config))
                 earlier = self._earlier(PipelinePlan)
                 plan = make_pipeline(
-                    graph, wide, devices, settings, modules, splits, automatic=automatic, earlier=earlier, **given
+                    graph, wide, devices, settings, modules, splits, automatic=automatic, earlier=earlier, **options
                 )
             else:
                 own = OwnPrograms(own_parameters(module), self.loss_fn is not None) if hybrid else None
                 plan = make_plan(
-                    graph, devices, settings, own=own, earlier=() if hybrid else self._earlier(Plan), **given
+                    graph, devices, settings, own=own, earlier=() if hybrid else self._earlier(Plan), **options
                 )
             if lies is not None:
                 lies.check_kept(plan)

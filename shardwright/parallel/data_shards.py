@@ -26,7 +26,7 @@ from ..capture.source_lines import stack_level
 from ..errors import SettingError
 from ..graph import Graph, Value
 from ..layout import Digits, Layout
-from ..partition.local_program import input_placement
+from ..partition.local_program import place_inputs
 from ..planners.implied_inputs import global_inputs
 from ..pytree_objects import opened
 from ..torch_private import pytree
@@ -140,7 +140,7 @@ def _place(model: SettingMethods) -> tuple[int, int]:
 def _layouts(model: SettingMethods, positions: int, shapes: Sequence[tuple[int, ...]]) -> tuple[Layout, ...]:
     values = tuple(Value(f"input {i}", shape, torch.float32) for i, shape in enumerate(shapes))
     graph = Graph(values, {}, {}, {}, (), ())
-    return input_placement(graph, positions, model.settings.dataset_strategy).inputs
+    return place_inputs(graph, positions, model.settings.dataset_strategy).inputs
 
 
 def data_shard(model: Any) -> DataShard:

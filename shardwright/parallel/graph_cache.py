@@ -4,7 +4,7 @@
     further sizes, states    a light run of the forward that follows the exported program (`capture.recapture`)
 
 A pipeline needs two graphs a call, one of a micro-batch and one of more rows (`pipeline.microbatch`): the second
-follows the first, or is derived from that of an earlier size (`pipeline.derived_twin`). A forward that calls other
+follows the first, or is derived from that of an earlier size (`pipeline.derived_capture`). A forward that calls other
 operators at some sizes is exported there, and later calls follow either program.
 """
 
@@ -18,7 +18,7 @@ import torch
 
 from ..capture.export import Recording
 from ..graph import Graph
-from ..pipeline.derived_twin import DerivedTwins
+from ..pipeline.derived_capture import DerivedCaptures
 from ..torch_private import pytree
 
 __all__ = ["GraphCache"]
@@ -31,7 +31,7 @@ class GraphCache:
     """The exported programs of one model, by kind of call. See the module's header."""
 
     def __init__(self) -> None:
-        self._programs: OrderedDict[Hashable, tuple[list[Any], DerivedTwins]] = OrderedDict()
+        self._programs: OrderedDict[Hashable, tuple[list[Any], DerivedCaptures]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, object]) -> GraphCache:
         return GraphCache()  # a copy of a model is captured anew
@@ -52,20 +52,20 @@ class GraphCache:
             captures: ``captures(calls, recording=..., programs=...)`` captures the model.
         """
         key = casting, _kind(*calls[0])
-        programs, twins = self._programs.setdefault(key, ([], DerivedTwins()))
+        programs, derived = self._programs.setdefault(key, ([], DerivedCaptures()))
         self._programs.move_to_end(key)
         while len(self._programs) > KINDS:
             self._programs.popitem(last=False)
-        if len(calls) != 2 or not twins.may(calls[1]):
+        if len(calls) != 2 or not derived.may(calls[1]):
             graphs = captures(calls, recording=recording, programs=programs)
         else:
             graphs = captures(calls[:1], recording=recording, programs=programs)
-            wide = twins.of(graphs[0], calls[1])
+            wide = derived.of(graphs[0], calls[1])
             if wide is not None:
                 return [graphs[0], wide]
             graphs += captures(calls[1:], recording=recording, programs=programs)
         if len(calls) == 2:
-            twins.note(graphs[0], graphs[1], calls[1], recording)
+            derived.note(graphs[0], graphs[1], calls[1], recording)
         return graphs
 
 

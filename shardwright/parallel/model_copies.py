@@ -27,7 +27,7 @@ from .setting_methods import SettingMethods
 __all__ = ["Followers", "copied"]
 
 #: Attributes of a wrapper whose values a copy shares.
-_SHARED = frozenset({"_settings", "_running", "_warned", "_kind", "_handed"})
+_SHARED = frozenset({"_settings", "_running", "_warned", "_kind", "_wrapper"})
 
 #: The tables that a wrapper has in common with its model.
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -143,19 +143,21 @@ class Followers:
         """Cut the copies' parameters like the model's. A parameter of a copy that has no values yet takes the model's
         values."""
         self._model._copies.clear()
-        for made, alike in self._copies:
+        for made, same_cut in self._copies:
             mine, theirs = _named(self._model), _named(made)
             further = Followers(made)
-            for name in alike:
+            for name in same_cut:
                 if theirs[name].is_meta and not hasattr(mine[name], CUT):
                     put_in_place(theirs[name], mine[name].detach().clone())
             if any(hasattr(p, CUT) for p in mine.values()) and not (
-                made._running.parameter_broadcast and len(alike) < len(theirs)
+                made._running.parameter_broadcast and len(same_cut) < len(theirs)
             ):
-                self._cut(made, mine, theirs, alike)
+                self._cut(made, mine, theirs, same_cut)
             further.follow()
 
-    def _cut(self, made: SettingMethods, mine: dict[str, Tensor], theirs: dict[str, Tensor], alike: set[str]) -> None:
+    def _cut(
+        self, made: SettingMethods, mine: dict[str, Tensor], theirs: dict[str, Tensor], same_cut: set[str]
+    ) -> None:
         from ..runtime.distributed.dtensors import as_dtensor, with_values  # noqa: PLC0415  imports DTensor
 
         successors: dict[int, nn.Parameter] = {}
@@ -164,7 +166,7 @@ class Followers:
                 continue
             new = with_slice(mine[name])
             new.requires_grad_(old.requires_grad)
-            if name not in alike:
+            if name not in same_cut:
                 with_values(as_dtensor(new), old.detach())
             successors[id(old)] = new
         names = {id(old): name for name, old in theirs.items()}

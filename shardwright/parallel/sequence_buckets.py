@@ -97,10 +97,10 @@ class SequenceBuckets:
         """
         parameters = inspect.signature(net.forward).parameters.values()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        given = args if loss_fn is None else args[:-1]
-        called = [names[i] if i < len(names) else f"args[{i}]" for i in range(len(given))]
+        inputs = args if loss_fn is None else args[:-1]
+        called = [names[i] if i < len(names) else f"args[{i}]" for i in range(len(inputs))]
         called += [] if loss_fn is None else ["target"]
-        first = next((x for x in pytree.tree_leaves((given, kwargs)) if self._is_sequence(x)), None)
+        first = next((x for x in pytree.tree_leaves((inputs, kwargs)) if self._is_sequence(x)), None)
         if first is None:
             raise SettingError(
                 f"buckets: no input has a dim {self.dim}", legal="buckets(dim=…): the inputs' dim of the sequence"

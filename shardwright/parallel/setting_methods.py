@@ -110,12 +110,12 @@ class ProgramSettings:
         if not isinstance(self.max_programs, int) or isinstance(self.max_programs, bool) or self.max_programs < 1:
             raise SettingError(f"max_programs={self.max_programs!r}", legal="a whole number of at least 1")
         if self.save_graphs is not None:
-            there = next(
+            existing = next(
                 path for path in (Path(self.save_graphs), *Path(self.save_graphs).absolute().parents) if path.exists()
             )
-            if not there.is_dir():
+            if not existing.is_dir():
                 raise SettingError(
-                    f"save_graphs={str(self.save_graphs)!r}: {there} is a file", legal="a folder for the dumps"
+                    f"save_graphs={str(self.save_graphs)!r}: {existing} is a file", legal="a folder for the dumps"
                 )
         if not isinstance(self.varying, (tuple, list)) or not all(type(d) is int and d >= 0 for d in self.varying):
             raise SettingError(
@@ -164,7 +164,7 @@ class SettingMethods(_Module):
         def _runtime(self) -> Runtime: ...
 
     #: The library that hands batches to the processes, and its dataset_strategy; None: the user's own loop.
-    _handed: tuple[str, Any] | None = None
+    _wrapper: tuple[str, Any] | None = None
 
     @known_keywords({"full_batch": '"full_batch" itself, or "data_parallel" for full_batch=False'})
     def dataset_strategy(self, strategy: DatasetStrategy) -> Self:
@@ -322,10 +322,10 @@ class SettingMethods(_Module):
         """
         if micro_batches is None:
             micro_batches = "auto" if stages == "auto" else 4
-        given = dict(
+        setting = dict(
             stages=stages, scheduler=scheduler, micro_batches=micro_batches, stage_config=stage_config, chunks=chunks
         )
-        self._plan_with("pipeline", pipeline=pipelining(given))
+        self._plan_with("pipeline", pipeline=pipelining(setting))
         return self
 
     def buckets(
@@ -541,24 +541,24 @@ class SettingMethods(_Module):
         """The wrappers of the models of a step that calls them by themselves; `AutoParallel` may have such."""
         return []
 
-    def _check_handed(self, handed: tuple[str, Any] | None) -> None:
+    def _check_wrapper(self, wrapper: tuple[str, Any] | None) -> None:
         """Check that the settings fit the way in which a library hands out batches.
 
         Args:
-            handed: see `_handed`.
+            wrapper: see `_wrapper`.
 
         Raises:
             SettingError: a pipeline whose stages would get different parts of a batch; another `dataset_strategy`
                 than the library was given.
         """
-        if handed is None:
+        if wrapper is None:
             return
-        library, strategy = handed
+        library, strategy = wrapper
         if self._settings.pipeline is not None and strategy == "data_parallel":
             raise SettingError(
                 f"{library} hands each process its own part of a batch, and a pipeline's stages work on the same one",
                 legal='dataset_strategy("full_batch")'
-                + (f" before {library} is given the model" if self._handed is handed else ""),
+                + (f" before {library} is given the model" if self._wrapper is wrapper else ""),
             )
         if self._settings.dataset_strategy != strategy:
             raise SettingError(

@@ -100,8 +100,10 @@ class StepModels:
             return
         self._seen[id(function)] = function
         parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
-        given = function.__defaults__ or ()
-        defaults = dict(zip(parameters[len(parameters) - len(given) :], given)) | (function.__kwdefaults__ or {})
+        positional = function.__defaults__ or ()
+        defaults = dict(zip(parameters[len(parameters) - len(positional) :], positional)) | (
+            function.__kwdefaults__ or {}
+        )
         for name, value in defaults.items():
             self._value(value, name, depth)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))

@@ -105,28 +105,28 @@ class _Call:
         self.tensors = [*held.values(), *inputs]
         self._wanted = [x.requires_grad for x in self.tensors]
         self._values: list[tuple[Tensor, Tensor]] = []  # parameters, and the values that they have in this call
-        self._fed: list[Tensor] = []
+        self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] | None = None
         self._others: list[Any] = []
         self._out_spec: Any = None
 
-    def forward(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the program on the tensors behind the wrapped ones; the outputs without their graph."""
         count = len(self._ids)
         present: dict[int, Tensor] = {}
-        for i, tensor in zip(self._ids, given):
+        for i, tensor in zip(self._ids, tensors):
             own = self._own.get(i)
             if own is None or tensor is own:
                 present[i] = tensor
             else:
                 present[i] = own
                 self._values.append((own, tensor))
-        self._fed = [
+        self._inputs = [
             x.detach().requires_grad_() if wanted else x.detach()
-            for x, wanted in zip(given[count:], self._wanted[count:])
+            for x, wanted in zip(tensors[count:], self._wanted[count:])
         ]
-        fed = iter(self._fed)
-        leaves = [next(fed) if isinstance(x, Tensor) else x for x in self._leaves]
+        inputs = iter(self._inputs)
+        leaves = [next(inputs) if isinstance(x, Tensor) else x for x in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         try:
             for table, key, tensor in self._places:
@@ -153,7 +153,7 @@ class _Call:
         with without_gradients(trained), _hooks_allowed(), _holding(self._values):
             torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
             found = [None if p is None else p.grad for p in parameters]
-        found += [x.grad for x in self._fed]
+        found += [x.grad for x in self._inputs]
         return tuple(g if wanted else None for g, wanted in zip(found, self._wanted))
 
     def result(self, outputs: Sequence[Tensor]) -> Any:

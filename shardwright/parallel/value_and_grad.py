@@ -168,11 +168,12 @@ def without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
             p.grad = gradient
 
 
-def _positions(given: int | Sequence[int] | None) -> tuple[int, ...]:
-    positions = () if given is None else (given,) if isinstance(given, int) else given
+def _positions(grad_position: int | Sequence[int] | None) -> tuple[int, ...]:
+    positions = () if grad_position is None else (grad_position,) if isinstance(grad_position, int) else grad_position
     if not isinstance(positions, (tuple, list)) or not all(type(i) is int for i in positions):
         raise SettingError(
-            f"value_and_grad: grad_position={given!r}", legal="None, a position of an argument, or a tuple of them"
+            f"value_and_grad: grad_position={grad_position!r}",
+            legal="None, a position of an argument, or a tuple of them",
         )
     return tuple(positions)
 
@@ -188,15 +189,15 @@ class _Weights:
         alone: True where one parameter was given, not a list.
     """
 
-    def __init__(self, given: Any) -> None:
-        self.alone = isinstance(given, Tensor)
-        self._optimizer = given.optimizer if isinstance(given, OptimizerParameters) else given
+    def __init__(self, weights: Any) -> None:
+        self.alone = isinstance(weights, Tensor)
+        self._optimizer = weights.optimizer if isinstance(weights, OptimizerParameters) else weights
         self._held: list[Tensor] = []
         if isinstance(self._optimizer, torch.optim.Optimizer):
             return
-        if isinstance(given, nn.Module):
-            given = [p for p in given.parameters() if p.requires_grad]
-        held = [given] if self.alone else list(given) if isinstance(given, Iterable) else [given]
+        if isinstance(weights, nn.Module):
+            weights = [p for p in weights.parameters() if p.requires_grad]
+        held = [weights] if self.alone else list(weights) if isinstance(weights, Iterable) else [weights]
         wrong = next((x for x in held if not isinstance(x, Tensor) or not x.is_leaf), None)
         if wrong is not None or not held:
             raise SettingError(
@@ -303,14 +304,14 @@ class _TakesGradients:
             SettingError: another number of gradients than of parameters.
         """
         held = list(self.parameters)
-        given = [gradients] if isinstance(gradients, Tensor) else list(gradients)
-        if len(given) != len(held):
+        listed = [gradients] if isinstance(gradients, Tensor) else list(gradients)
+        if len(listed) != len(held):
             raise SettingError(
-                f"{type(self).__name__}: {len(given)} gradients for {len(held)} parameters",
+                f"{type(self).__name__}: {len(listed)} gradients for {len(held)} parameters",
                 legal="the gradients of optimizer.parameters, in their order",
             )
         with without_gradients(held):
-            for parameter, gradient in zip(held, given):
+            for parameter, gradient in zip(held, listed):
                 parameter.grad = gradient
             if self.scaler is None:
                 self.step()  # type: ignore[attr-defined]  # it is an optimizer

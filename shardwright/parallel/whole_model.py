@@ -137,11 +137,11 @@ class _Swapped:
         here: this rank.
     """
 
-    def __init__(self, model: SettingMethods, rank: int | None, here: int, device: torch.device | None) -> None:
+    def __init__(self, model: SettingMethods, rank: int | None, own_rank: int, device: torch.device | None) -> None:
         from ..runtime.distributed.coordination import ranks_of_now  # noqa: PLC0415  needed in processes alone
 
         self.holder = ModelAndLoss(model.net, model.loss_fn)
-        self.rank, self.mine = rank, rank is None or rank == here
+        self.rank, self.mine = rank, rank is None or rank == own_rank
         self.ranks = ranks_of_now("whole models")
         asked = self.ranks.exchanged(rank)
         if len(set(asked)) > 1:
@@ -332,22 +332,29 @@ class _Swapped:
             if self.mine and not _same(now[name].to(before.device), before):
                 changed.append(name)
         changed += [name for name in self.buffers if not _same(now[name], self.began[name])]
-        said = self.ranks.exchanged(changed)
+        changed_by_rank = self.ranks.exchanged(changed)
         giver = 0 if self.rank is None else self.rank
         if self.rank is None:
-            apart = sorted({name for names in said for name in names if any(name not in other for other in said)})
+            apart = sorted(
+                {
+                    name
+                    for names in changed_by_rank
+                    for name in names
+                    if any(name not in other for other in changed_by_rank)
+                }
+            )
             if apart:
-                where = [str(r) for r, names in enumerate(said) if apart[0] in names]
+                where = [str(r) for r, names in enumerate(changed_by_rank) if apart[0] in names]
                 raise _differ(apart, f"rank {', '.join(where)} alone changed it")
-        elif any(set(names) - set(self.cut) for r, names in enumerate(said) if r != giver):
+        elif any(set(names) - set(self.cut) for r, names in enumerate(changed_by_rank) if r != giver):
             raise _differ(
-                sorted({n for r, names in enumerate(said) if r != giver for n in names}),
+                sorted({n for r, names in enumerate(changed_by_rank) if r != giver for n in names}),
                 f"a rank other than {giver} changed it",
             )
         values: dict[str, Tensor] = {}
         differ: list[str] = []
         with torch.no_grad():
-            for name in said[giver]:
+            for name in changed_by_rank[giver]:
                 like = tensors[name]
                 value = torch.empty(whole_shape(like), dtype=like.dtype, device=like.device)
                 if self.ranks.rank == giver:
@@ -358,7 +365,7 @@ class _Swapped:
                 if self.rank is not None:  # otherwise each rank has the whole value already
                     values[name] = value
             self.ranks.agreed(_differ(differ, "the ranks have different values") if differ else None)
-            for name in said[giver]:
+            for name in changed_by_rank[giver]:
                 value = values[name] if self.rank is not None else now[name].detach()
                 if name in self.buffers:
                     self.buffers[name].copy_(value)

@@ -123,22 +123,22 @@ class Fusion:
         return (*full, *(tuple(d.name for d in bucket) for bucket in open_.values()))
 
 
-def fusion_of(given: Any) -> Fusion:
+def fusion_of(setting: Any) -> Fusion:
     """The `Fusion` of a user's ``comm_fusion(allreduce=…)``.
 
     Args:
-        given: "auto", a number of MB, a list of indices, or ``{"mode": …, "config": …}``.
+        setting: "auto", a number of MB, a list of indices, or ``{"mode": …, "config": …}``.
 
     Raises:
-        SettingError: `given` is none of these.
+        SettingError: `setting` is none of these.
     """
-    if isinstance(given, dict):
-        if "mode" not in given or set(given) - {"mode", "config"}:
-            raise SettingError(f"comm_fusion: {given!r} must have a mode, and may have a config", legal=LEGAL)
-        mode, config = given["mode"], given.get("config")
+    if isinstance(setting, dict):
+        if "mode" not in setting or set(setting) - {"mode", "config"}:
+            raise SettingError(f"comm_fusion: {setting!r} must have a mode, and may have a config", legal=LEGAL)
+        mode, config = setting["mode"], setting.get("config")
     else:
-        mode = given if isinstance(given, str) else "index" if isinstance(given, (list, tuple)) else "size"
-        config = None if isinstance(given, str) else given
+        mode = setting if isinstance(setting, str) else "index" if isinstance(setting, (list, tuple)) else "size"
+        config = None if isinstance(setting, str) else setting
     if mode == "auto":
         if config is not None:
             raise SettingError(f'comm_fusion: the mode "auto" takes no config, not {config!r}', legal=LEGAL)

@@ -48,13 +48,21 @@ from .local_program import (
     PlacedValue,
     Redistribute,
     Ref,
-    batch_dims,
     description,
-    input_placement,
+    find_batch_dims,
+    place_inputs,
 )
 from .parameter_sharding import ParameterSharding
 
-__all__ = ["OwnPrograms", "decided", "fed_whole", "local_inputs", "own_programs", "with_own_statistics", "with_stacked"]
+__all__ = [
+    "OwnPrograms",
+    "decided",
+    "local_inputs",
+    "own_programs",
+    "place_whole_inputs",
+    "with_own_statistics",
+    "with_stacked",
+]
 
 aten = torch.ops.aten
 
@@ -86,9 +94,9 @@ def local_inputs(
     values = tuple(
         Value(f"input {i}", tuple(x.shape), x.dtype) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)
     )
-    fed = iter(input_placement(Graph(values, {}, {}, {}, (), ()), devices, dataset).inputs)
+    layouts = iter(place_inputs(Graph(values, {}, {}, {}, (), ()), devices, dataset).inputs)
     made = [
-        torch.empty(next(fed).local_shape(x.shape), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+        torch.empty(next(layouts).local_shape(x.shape), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
         if isinstance(x, torch.Tensor)
         else x
         for x in leaves
@@ -96,10 +104,10 @@ def local_inputs(
     return pytree.tree_unflatten(made, spec)
 
 
-def fed_whole(graph: Graph, devices: int, dataset: Any) -> InputPlacement:
+def place_whole_inputs(graph: Graph, devices: int, dataset: Any) -> InputPlacement:
     """The placement of the whole batch on ranks that each are fed a `graph` of their own shapes."""
     if dataset == "full_batch":
-        return input_placement(graph, devices, dataset)
+        return place_inputs(graph, devices, dataset)
     if dataset == "data_parallel":
         return InputPlacement(
             tuple(
@@ -111,7 +119,7 @@ def fed_whole(graph: Graph, devices: int, dataset: Any) -> InputPlacement:
             True,
         )
     if not isinstance(dataset, (tuple, list)) or len(dataset) != len(graph.inputs):
-        return input_placement(graph, devices, dataset)  # raises the error
+        return place_inputs(graph, devices, dataset)  # raises the error
     layouts = tuple(entry if isinstance(entry, Layout) else Layout.from_cuts(devices, entry) for entry in dataset)
     return InputPlacement(layouts, any(not layout.is_replicated for layout in layouts))
 
@@ -137,14 +145,14 @@ def decided(graph: Graph, devices: int) -> dict[str, Decision]:
     return out
 
 
-def own_programs(graph: Graph, devices: int, fed: InputPlacement, own: OwnPrograms) -> LocalProgram:
+def own_programs(graph: Graph, devices: int, input_placement: InputPlacement, own: OwnPrograms) -> LocalProgram:
     """The program that every rank runs on its own tensors."""
-    return _Programs(graph, devices, fed, own).run()
+    return _Programs(graph, devices, input_placement, own).run()
 
 
 class _Programs:
-    def __init__(self, graph: Graph, devices: int, fed: InputPlacement, own: OwnPrograms) -> None:
-        self.graph, self.devices, self.fed, self.own = graph, devices, fed, own
+    def __init__(self, graph: Graph, devices: int, input_placement: InputPlacement, own: OwnPrograms) -> None:
+        self.graph, self.devices, self.input_placement, self.own = graph, devices, input_placement, own
         self.all: Digits = (Digit(devices, 1),) if devices > 1 else ()
         self.made: dict[str, PlacedValue] = {}  # by value name
         self.renamed: dict[str, Value] = {}
@@ -153,7 +161,7 @@ class _Programs:
 
     def run(self) -> LocalProgram:
         graph = self.graph
-        inputs = tuple(self.fed_input(v, layout) for v, layout in zip(graph.inputs, self.fed.inputs))
+        inputs = tuple(self.placed_input(v, layout) for v, layout in zip(graph.inputs, self.input_placement.inputs))
         parameters = {n: self.parameter(v) for n, v in graph.parameters.items()}
         buffers = {n: self.enter(PlacedValue(n, v, self.whole(v))) for n, v in graph.buffers.items()}
         constants = {
@@ -165,7 +173,7 @@ class _Programs:
                 self.collective(op)
             else:
                 self.compute(op)
-        outputs = tuple(self.handed(v) if isinstance(v, Value) else v for v in graph.outputs)
+        outputs = tuple(self.result_of(v) if isinstance(v, Value) else v for v in graph.outputs)
         updates = {n: self.updated(v) for n, v in graph.updates.items()}
         stored = {n: ParameterSharding(i.layout) for n, i in parameters.items()}
         return LocalProgram(
@@ -203,7 +211,7 @@ class _Programs:
         self.made[instance.value.name] = instance
         return instance
 
-    def fed_input(self, value: Value, layout: Layout) -> PlacedValue:
+    def placed_input(self, value: Value, layout: Layout) -> PlacedValue:
         shape = tuple(size * cut for size, cut in zip(value.shape, layout.cuts))
         instance = self.enter(
             PlacedValue(value.name, Value(value.name, shape, value.dtype, value.requires_grad), layout)
@@ -400,7 +408,7 @@ class _Programs:
             name,
         )
 
-    def handed(self, value: Value) -> PlacedValue:
+    def result_of(self, value: Value) -> PlacedValue:
         value = self.renamed.get(value.name, value)
         x = self.made[value.name]
         if x.layout.is_replicated or not self.all:
@@ -453,14 +461,14 @@ def with_own_statistics(graph: Graph, devices: int, on_missing_rule: str = "erro
     """
     if devices == 1 or not any(map(_trains, graph.ops)):
         return graph
-    carries = batch_dims(graph, {op.name: description(op, on_missing_rule, devices)[1] for op in graph.ops})
+    batch_dims = find_batch_dims(graph, {op.name: description(op, on_missing_rule, devices)[1] for op in graph.ops})
     changed: dict[str, Value] = {}  # name of the plain operator's new running statistics -> the value that replaces it
     read = {v.name for op in graph.ops for v in op.inputs}
     layers: list[_Layer] = []
     ops = []
     for op in graph.ops:
         op = _swapped(op, changed)
-        if not _trains(op) or carries.get(op.inputs[0].name) != 0 or op.inputs[0].shape[0] % devices:
+        if not _trains(op) or batch_dims.get(op.inputs[0].name) != 0 or op.inputs[0].shape[0] % devices:
             ops.append(op)
             continue
         own, stats = _own(op, devices)

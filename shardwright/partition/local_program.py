@@ -50,10 +50,10 @@ __all__ = [
     "Redistribute",
     "Ref",
     "SearchResult",
-    "batch_dims",
+    "find_batch_dims",
     "graph_digest",
-    "input_placement",
     "made_by",
+    "place_inputs",
     "read_by",
     "reads",
     "ways_of_parameters",
@@ -123,7 +123,7 @@ class Redistribute:
     cause: str
     operator: str
     producer: str = ""
-    again: bool = False
+    reshard_after_forward: bool = False
 
     @property
     def casts(self) -> bool:
@@ -215,8 +215,8 @@ def read_by(instruction: Any) -> tuple[str, ...]:
     """Names of the tensors that receive a gradient from an instruction, in call order, each once."""
     if not isinstance(instruction, LocalOp):
         return (instruction.source.name,)
-    given = leaves((instruction.args, instruction.kwargs))
-    return tuple(dict.fromkeys(leaf.name for leaf in given if isinstance(leaf, Ref)))
+    arguments = leaves((instruction.args, instruction.kwargs))
+    return tuple(dict.fromkeys(leaf.name for leaf in arguments if isinstance(leaf, Ref)))
 
 
 def reads(instruction: Any) -> tuple[str, ...]:
@@ -256,13 +256,13 @@ class Decision:
     origin: str = ""
     via: str = ""
 
-    def wanted(self, index: int) -> Layout:
+    def input_layout(self, index: int) -> Layout:
         """The layout in which the operator consumes input `index`, sums completed."""
         layout = self.bound.input_layout(index, self.assignment)
         assert layout is not None, f"{self.op.name}: input {index} has no layout"
         return layout
 
-    def left(self, index: int) -> Layout:
+    def output_layout(self, index: int) -> Layout:
         """The layout in which the operator produces output `index`, with its partial sums, before any out_strategy."""
         layout = self.bound.output_layout(index, self.assignment)
         assert layout is not None, f"{self.op.name}: output {index} has no layout"
@@ -314,19 +314,20 @@ class InputPlacement:
 
     Args:
         inputs: the layout in which each (flattened) tensor input is fed.
-        own_part: each rank feeds its own part of the batch, and gets its own part of the outputs that carry the batch.
+        per_rank_batch: each rank feeds its own part of the batch, and gets its own part of the outputs that carry the
+            batch.
         batch: the digits that cut the batch of such outputs; empty: those of dim 0 of the first input that is cut.
-        kept: name of an output that goes on to another stage -> the number of neighbouring ranks that must hold the
-            same slice (1: no constraint). Apart from that, the output keeps the layout of its producer.
+        sends_to_next_stage: name of an output that goes on to another stage -> the number of neighbouring ranks that
+            must hold the same slice (1: no constraint). Apart from that, the output keeps the layout of its producer.
     """
 
     inputs: tuple[Layout, ...]
-    own_part: bool
+    per_rank_batch: bool
     batch: Digits = ()
-    kept: Mapping[str, int] = field(default_factory=dict)
+    sends_to_next_stage: Mapping[str, int] = field(default_factory=dict)
 
 
-def input_placement(graph: Graph, devices: int, dataset_strategy: Any) -> InputPlacement:
+def place_inputs(graph: Graph, devices: int, dataset_strategy: Any) -> InputPlacement:
     """The layouts of a graph's inputs under a dataset strategy.
 
     Args:
@@ -361,8 +362,8 @@ def input_placement(graph: Graph, devices: int, dataset_strategy: Any) -> InputP
             legal='"data_parallel", "full_batch", or a tuple with one entry per tensor input',
         )
     simple = tuple((math.gcd(s[0], devices), *[1] * (len(s) - 1)) if s else () for s in shapes)
-    words = '"data_parallel", ' if all(not s or s[0] % devices == 0 for s in shapes) else ""
-    legal = f'{words}"full_batch", or {simple}'
+    encoded = '"data_parallel", ' if all(not s or s[0] % devices == 0 for s in shapes) else ""
+    legal = f'{encoded}"full_batch", or {simple}'
     if len(dataset_strategy) != len(shapes):
         raise SettingError(
             f"the dataset_strategy has {len(dataset_strategy)} entries, the model is fed "
@@ -401,7 +402,7 @@ _REMOVED = ("select", "unbind")
 _READS = ("embedding", "index", "index_select")
 
 
-def batch_dims(graph: Graph, bounds: dict[str, Bound], pieces: bool = False) -> dict[str, int]:
+def find_batch_dims(graph: Graph, bounds: dict[str, Bound], pieces: bool = False) -> dict[str, int]:
     """Value name -> the dim that carries the batch: for the inputs, and for each value that shares their batch factor.
 
     A dim merged of the batch and other dims carries the batch as long as the batch is its major part.
@@ -411,24 +412,24 @@ def batch_dims(graph: Graph, bounds: dict[str, Bound], pieces: bool = False) -> 
             (select, unbind) or an index reads of it, in its first dim. A row that select leaves does not: a layer
             would contract it with its weight, and cut a weight that other layers of the batch hold whole.
     """
-    carries = {v.name: 0 for v in graph.inputs if v.shape} if graph.batch is None else dict(graph.batch)
+    batch_dims = {v.name: 0 for v in graph.inputs if v.shape} if graph.batch is None else dict(graph.batch)
     for op in graph.ops:
-        factor = batch_factor(op, bounds[op.name], carries, pieces)
+        factor = batch_factor(op, bounds[op.name], batch_dims, pieces)
         if factor is None:
             continue
         outputs = [v for v in op.outputs if v is not None]
         if pieces and op.kind in (*_PIECES, *_REMOVED):
             x = op.inputs[0]
-            if op.argument("dim", 0) % len(x.shape) == carries.get(x.name):
-                at, least = (carries[x.name], 1) if op.kind in _PIECES else (0, 2)
-                carries.update((v.name, at) for v in outputs if len(v.shape) >= least)
+            if op.argument("dim", 0) % len(x.shape) == batch_dims.get(x.name):
+                at, least = (batch_dims[x.name], 1) if op.kind in _PIECES else (0, 2)
+                batch_dims.update((v.name, at) for v in outputs if len(v.shape) >= least)
                 continue
         for value, dims in zip(outputs, bounds[op.name].outputs):
             for d, dim in enumerate(dims):
                 if dim and dim[0] == factor:
-                    carries[value.name] = d
+                    batch_dims[value.name] = d
                     break
-    return carries
+    return batch_dims
 
 
 def ways_of_parameters(graph: Graph, rules: Mapping[str, Rule]) -> set[str]:
@@ -456,7 +457,7 @@ def ways_of_parameters(graph: Graph, rules: Mapping[str, Rule]) -> set[str]:
     return out
 
 
-def batch_factor(op: Op, bound: Bound, carries: dict[str, int], pieces: bool = False) -> int | None:
+def batch_factor(op: Op, bound: Bound, batch_dims: dict[str, int], pieces: bool = False) -> int | None:
     """The factor of an operator that is the batch; None where no input carries the batch.
 
     Args:
@@ -464,7 +465,7 @@ def batch_factor(op: Op, bound: Bound, carries: dict[str, int], pieces: bool = F
             contracted there: a cut would sum a term of each rank for each entry, most of them zeros.
     """
     for value, dims in zip(op.inputs, bound.inputs):
-        d = carries.get(value.name)
+        d = batch_dims.get(value.name)
         if d is not None and dims[d]:
             first = bound.outputs[0]
             read = pieces and op.kind in _READS and all(dims[d][0] not in dim for dim in first)
@@ -473,7 +474,7 @@ def batch_factor(op: Op, bound: Bound, carries: dict[str, int], pieces: bool = F
 
 
 def output_layouts(
-    values: Sequence[Any], devices: int, fed: InputPlacement, carries: dict[str, int]
+    values: Sequence[Any], devices: int, input_placement: InputPlacement, batch_dims: dict[str, int]
 ) -> list[Layout | None]:
     """The layouts in which results are returned: whole, or each rank's own part of an output that carries the batch.
 
@@ -481,13 +482,15 @@ def output_layouts(
     """
     layouts: list[Layout | None] = []
     for value in values:
-        if value.name in fed.kept:
+        if value.name in input_placement.sends_to_next_stage:
             layouts.append(None)
             continue
         rank_of_tensor = len(value.shape)
         whole = Layout.replicated(devices, rank_of_tensor)
-        if fed.own_part and carries.get(value.name) == 0:
-            first = fed.batch or next((layout.dims[0] for layout in fed.inputs if layout.dims and layout.dims[0]), ())
+        if input_placement.per_rank_batch and batch_dims.get(value.name) == 0:
+            first = input_placement.batch or next(
+                (layout.dims[0] for layout in input_placement.inputs if layout.dims and layout.dims[0]), ()
+            )
             if first and value.shape[0] % digits_size(first) == 0:
                 whole = Layout.of(devices, (first,) + ((),) * (rank_of_tensor - 1))
         layouts.append(whole)
@@ -528,7 +531,7 @@ class Decisions(NamedTuple):
     """
 
     decisions: dict[str, Decision]
-    carries: dict[str, int]
+    batch_dims: dict[str, int]
     found: SearchResult | None = None
     hsdp: OptimizerParallel | None = None
 
@@ -552,7 +555,7 @@ class _Operator:
 
 @dataclass(frozen=True)
 class PortableDecisions:
-    """A `Decisions` without its graph. One rank sends `words` to the others, which `read` them.
+    """A `Decisions` without its graph. One rank sends `encoded` to the others, which `read` them.
 
     Attributes:
         operators: by name, in program order.
@@ -560,7 +563,7 @@ class PortableDecisions:
     """
 
     operators: dict[str, _Operator]
-    carries: dict[str, int]
+    batch_dims: dict[str, int]
     found: SearchResult | None
     hsdp: OptimizerParallel | None
 
@@ -572,15 +575,15 @@ class PortableDecisions:
                 name: _Operator(d.assignment.digits, d.out, d.cause, d.note, d.open, d.origin, d.via, d.op.recompute)
                 for name, d in decided.decisions.items()
             },
-            decided.carries,
+            decided.batch_dims,
             decided.found,
             decided.hsdp,
         )
 
-    def words(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, Any]:
         """The same as values that `json_values` takes."""
 
-        def words(operator: _Operator) -> dict[str, Any]:
+        def encode(operator: _Operator) -> dict[str, Any]:
             out = None if operator.out is None else [_layout_words(layout) for layout in operator.out]
             recompute = None if operator.recompute is None else vars(operator.recompute)
             digits = [_digit_words(digits) for digits in operator.digits]
@@ -588,30 +591,30 @@ class PortableDecisions:
             return {**vars(operator), "digits": digits, "out": out, "open": partial, "recompute": recompute}
 
         return {
-            "operators": {name: words(operator) for name, operator in self.operators.items()},
-            "carries": self.carries,
+            "operators": {name: encode(operator) for name, operator in self.operators.items()},
+            "carries": self.batch_dims,
             "found": None if self.found is None else vars(self.found),
             "hsdp": None if self.hsdp is None else vars(self.hsdp),
         }
 
     @classmethod
-    def read(cls, words: dict[str, Any]) -> PortableDecisions:
-        """The portable decisions of `words`."""
+    def read(cls, encoded: dict[str, Any]) -> PortableDecisions:
+        """The portable decisions of `encoded`."""
 
-        def operator(said: dict[str, Any]) -> _Operator:
-            out = None if said["out"] is None else tuple(_layout(layout) for layout in said["out"])
-            recompute = None if said["recompute"] is None else Recompute(**said["recompute"])
-            digits = tuple(_digits(digits) for digits in said["digits"])
-            partial = None if said["open"] is None else _digits(said["open"])
-            return _Operator(**{**said, "digits": digits, "out": out, "open": partial, "recompute": recompute})
+        def operator(entry: dict[str, Any]) -> _Operator:
+            out = None if entry["out"] is None else tuple(_layout(layout) for layout in entry["out"])
+            recompute = None if entry["recompute"] is None else Recompute(**entry["recompute"])
+            digits = tuple(_digits(digits) for digits in entry["digits"])
+            partial = None if entry["open"] is None else _digits(entry["open"])
+            return _Operator(**{**entry, "digits": digits, "out": out, "open": partial, "recompute": recompute})
 
-        hsdp = None if words["hsdp"] is None else dict(words["hsdp"])
+        hsdp = None if encoded["hsdp"] is None else dict(encoded["hsdp"])
         if hsdp is not None:
             hsdp |= {name: frozenset(hsdp[name]) for name in ("whole", "kept")}
         return cls(
-            {name: operator(said) for name, said in words["operators"].items()},
-            words["carries"],
-            None if words["found"] is None else SearchResult(**words["found"]),
+            {name: operator(entry) for name, entry in encoded["operators"].items()},
+            encoded["carries"],
+            None if encoded["found"] is None else SearchResult(**encoded["found"]),
             None if hsdp is None else OptimizerParallel(**hsdp),
         )
 
@@ -625,33 +628,33 @@ class PortableDecisions:
         decisions: dict[str, Decision] = {}
         assignments: dict[tuple[int, tuple[Digits, ...]], Assignment] = {}  # equal layers share their bound rules
         for op in graph.ops:
-            said = self.operators[op.name]
+            portable = self.operators[op.name]
             rule, bound, _ = description(op, on_missing_rule, devices, uneven)
-            assignment = assignments.get((id(bound), said.digits))
+            assignment = assignments.get((id(bound), portable.digits))
             if assignment is None:
-                assignment = replace(bound.whole(devices), digits=said.digits)
-                assignments[id(bound), said.digits] = assignment
+                assignment = replace(bound.whole(devices), digits=portable.digits)
+                assignments[id(bound), portable.digits] = assignment
             decisions[op.name] = Decision(
-                changed(op, recompute=said.recompute),
+                changed(op, recompute=portable.recompute),
                 rule,
                 bound,
                 assignment,
-                said.out,
-                said.cause,
-                said.note,
-                said.open,
-                said.origin,
-                said.via,
+                portable.out,
+                portable.cause,
+                portable.note,
+                portable.open,
+                portable.origin,
+                portable.via,
             )
-        return Decisions(decisions, self.carries, self.found, self.hsdp)
+        return Decisions(decisions, self.batch_dims, self.found, self.hsdp)
 
 
 def _digit_words(digits: Digits) -> list[list[int]]:
     return [[digit.size, digit.stride] for digit in digits]
 
 
-def _digits(words: list[list[int]]) -> Digits:
-    return tuple(Digit(size, stride) for size, stride in words)
+def _digits(encoded: list[list[int]]) -> Digits:
+    return tuple(Digit(size, stride) for size, stride in encoded)
 
 
 def _layout_words(layout: Layout) -> dict[str, Any]:
@@ -663,9 +666,9 @@ def _layout_words(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _layout(words: dict[str, Any]) -> Layout:
-    dims, partial = map(_digits, words["dims"]), _digits(words["partial"])
-    return Layout.of(words["devices"], dims, partial, words["reduction"])
+def _layout(encoded: dict[str, Any]) -> Layout:
+    dims, partial = map(_digits, encoded["dims"]), _digits(encoded["partial"])
+    return Layout.of(encoded["devices"], dims, partial, encoded["reduction"])
 
 
 def graph_digest(graph: Graph) -> str:

@@ -46,15 +46,15 @@ class Padded:
 
     Attributes:
         work: the operators, including those that pad, trim and mask.
-        handed: name of an operator's output -> the value that replaces it after an out_strategy, where another one
-            does.
+        outer_values: name of an operator's output -> the value that replaces it after an out_strategy, where another
+            one does.
         parameters: name -> the padded value, for each parameter that is stored padded.
         wanted: the values that end in their true shape, in the order of the request.
         notes: notes for the plan.
     """
 
     work: list[Piece]
-    handed: dict[str, Value]
+    outer_values: dict[str, Value]
     parameters: dict[str, Value]
     wanted: list[Value]
     notes: list[str]
@@ -105,7 +105,7 @@ def pad(
     for piece in work:
         padder.piece(*piece)
     ends = [padder.obtain(value, value.shape, layout) for value, layout in wanted]
-    return Padded(padder.work, padder.handed, padder.parameters, ends, padder.notes)
+    return Padded(padder.work, padder.outer_values, padder.parameters, ends, padder.notes)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class _Padder:
     ) -> None:
         self.work: list[Piece] = []
         self.renamed = renamed
-        self.handed: dict[str, Value] = {}
+        self.outer_values: dict[str, Value] = {}
         self.notes: list[str] = []
         self.parameters: dict[str, Value] = {}
         self.layouts = dict(sources)  # name of a value in its true shape -> its layout
@@ -244,7 +244,7 @@ class _Padder:
                 made = self.made.get(end.name) or _Made(end, end.shape, layout)
                 if any(size % cut for size, cut in zip(made.value.shape, layout.cuts)):
                     value = self.obtain(end, layout.padded(end.shape), layout, 0)
-                    self.handed[output.name], self.layouts[value.name] = value, layout
+                    self.outer_values[output.name], self.layouts[value.name] = value, layout
                     made = _Made(value, end.shape, layout, zeros=True)
                 self.made[end.name] = replace(made, layout=layout)
                 self.layouts[end.name] = layout

@@ -62,20 +62,20 @@ class OptimizerParallel:
             raise SettingError(f"hsdp: optimizer_level={self.optimizer_level!r}", legal=legal)
 
     @classmethod
-    def of(cls, given: OptimizerParallel | Mapping[str, Any] | None) -> OptimizerParallel | None:
+    def of(cls, setting: OptimizerParallel | Mapping[str, Any] | None) -> OptimizerParallel | None:
         """The setting from the arguments of `AutoParallel.hsdp`.
 
         Raises:
             SettingError: an unknown argument.
         """
-        if given is None or isinstance(given, cls):
-            return given
+        if setting is None or isinstance(setting, cls):
+            return setting
         known = ("shard_size", "threshold", "optimizer_level")
-        if not isinstance(given, Mapping) or set(given) - set(known):
+        if not isinstance(setting, Mapping) or set(setting) - set(known):
             raise SettingError(
-                f"hsdp: {given!r}", legal='{"shard_size": -1, "threshold": 64, "optimizer_level": "level1"}'
+                f"hsdp: {setting!r}", legal='{"shard_size": -1, "threshold": 64, "optimizer_level": "level1"}'
             )
-        return cls(**given)
+        return cls(**setting)
 
     @property
     def is_automatic(self) -> bool:
@@ -88,13 +88,13 @@ class OptimizerParallel:
         return self.optimizer_level == "level1"
 
     @property
-    def gathers_again(self) -> bool:
+    def reshard_after_forward(self) -> bool:
         """True where weights are resharded after the forward and gathered again in the backward."""
         return self.optimizer_level == "level3"
 
-    def lets_go(self, name: str) -> bool:
+    def reshards_after_forward(self, name: str) -> bool:
         """True where the parameter `name` is resharded after the forward."""
-        return self.gathers_again and name not in self.kept
+        return self.reshard_after_forward and name not in self.kept
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,12 @@ class ParameterSharding:
 
     Attributes:
         note: the reason why it is not cut further than its use asks for; None: it is, or it has no replicas.
-        told: True where `note` belongs in the plan's notes: the user could not expect it.
+        reported: True where `note` belongs in the plan's notes: the user could not expect it.
     """
 
     layout: Layout
     note: str | None = None
-    told: bool = False
+    reported: bool = False
 
 
 def stored_layouts(

@@ -163,19 +163,19 @@ class Use:
 
 
 @lru_cache(maxsize=1 << 16)
-def completed_first(source: Layout, wants: tuple[Layout, ...]) -> bool:
+def completed_first(source: Layout, targets: tuple[Layout, ...]) -> bool:
     """True where a partial sum is completed by an all-reduce before it is redistributed to its consumers.
 
     False only where each consumer's own redistribution turns the sum into one reduce-scatter and these send less
     together.
     """
     finished = source.without_partial()
-    each = [redistribution(source, want) for want in wants]
+    each = [redistribution(source, want) for want in targets]
     for found in each:
         reducing = [step for step in found.steps if step.reduces]
         if [(step.kind, step.digits) for step in reducing] != [(CollectiveKind.REDUCE_SCATTER, source.partial)]:
             return True
-    once = redistribution(source, finished).sent + sum(redistribution(finished, w).sent for w in wants)
+    once = redistribution(source, finished).sent + sum(redistribution(finished, w).sent for w in targets)
     return once <= sum(found.sent for found in each)
 
 
@@ -203,9 +203,9 @@ def wanted_in_two(parameter: Value, one: tuple[Layout, Op], other: tuple[Layout,
 def partition(
     graph: Graph,
     decisions: dict[str, Decision],
-    fed: InputPlacement,
+    input_placement: InputPlacement,
     devices: int,
-    carries: dict[str, int],
+    batch_dims: dict[str, int],
     stored: dict[str, Layout] | None = None,
     hsdp: OptimizerParallel | None = None,
 ) -> LocalProgram:
@@ -213,8 +213,8 @@ def partition(
 
     Args:
         decisions: one per operator of the graph, by name.
-        fed: layouts of inputs and results.
-        carries: value name -> dim that carries the batch.
+        input_placement: layouts of inputs and results.
+        batch_dims: value name -> dim that carries the batch.
         stored: parameter and buffer name -> its storage layout, where that is already fixed.
         hsdp: storage of the other parameters; None: the layout in which their operators consume them.
 
@@ -222,7 +222,7 @@ def partition(
         PlanError: a parameter that two operators want in different layouts.
         SettingError: a `shard_size` that does not divide the replicas of a parameter.
     """
-    return Partitioner(graph, decisions, fed, devices, carries, dict(stored or {}), hsdp).run()
+    return Partitioner(graph, decisions, input_placement, devices, batch_dims, dict(stored or {}), hsdp).run()
 
 
 class Partitioner:
@@ -232,13 +232,19 @@ class Partitioner:
         self,
         graph: Graph,
         decisions: dict[str, Decision],
-        fed: InputPlacement,
+        input_placement: InputPlacement,
         devices: int,
-        carries: dict[str, int],
+        batch_dims: dict[str, int],
         stored: dict[str, Layout],
         hsdp: OptimizerParallel | None,
     ) -> None:
-        self.graph, self.decisions, self.fed, self.devices, self.carries = graph, decisions, fed, devices, carries
+        self.graph, self.decisions, self.input_placement, self.devices, self.batch_dims = (
+            graph,
+            decisions,
+            input_placement,
+            devices,
+            batch_dims,
+        )
         self.stored, self.hsdp = stored, hsdp
         self.renamed: dict[str, Value] = {}
         self.cast: dict[str, Value] = {}  # parameters stored in another dtype, in the dtype of their consumers
@@ -271,9 +277,11 @@ class Partitioner:
         if any(decision.bound.uneven for decision in self.decisions.values()):
             work = self.pad(work, outputs, updated)
         tensors = [v for v in outputs if isinstance(v, Value)]
-        handed = dict(zip((id(v) for v in tensors), self.handed([v for v in graph.outputs if isinstance(v, Value)])))
-        self.collect(work, [(v, handed[id(v)]) for v in tensors])
-        inputs = tuple(self.enter(v, layout) for v, layout in zip(graph.inputs, self.fed.inputs))
+        results = dict(
+            zip((id(v) for v in tensors), self.result_layouts([v for v in graph.outputs if isinstance(v, Value)]))
+        )
+        self.collect(work, [(v, results[id(v)]) for v in tensors])
+        inputs = tuple(self.enter(v, layout) for v, layout in zip(graph.inputs, self.input_placement.inputs))
         used = {n: self.used(v) for n, v in graph.parameters.items()}
         stored = self.storage(used)
         parameters = {n: self.enter(self.padded.get(n, v), stored[n].layout) for n, v in graph.parameters.items()}
@@ -285,15 +293,15 @@ class Partitioner:
         seed = self.make(SEED, Layout.replicated(self.devices, 1)) if SEED.name in self.uses else None
         for decision, op, rule, bound, assignment in work:
             self.compute(decision, op, rule, bound, assignment)
-        given = []
+        returned = []
         for v in outputs:
-            given.append(self.obtain(v, Use(handed[id(v)], (), "output")) if isinstance(v, Value) else v)
+            returned.append(self.obtain(v, Use(results[id(v)], (), "output")) if isinstance(v, Value) else v)
         updates = {n: self.obtain(v, Use(self.whole(graph.updates[n]), (), n)) for n, v in updated.items()}
         notes = [d.note for d in self.decisions.values() if d.note] + self.notes
         notes += [
             f"the parameter {n!r} {graph.parameters[n].shape} is not cut over its replicas: {s.note}"
             for n, s in stored.items()
-            if s.told
+            if s.reported
         ]
         return LocalProgram(
             self.devices,
@@ -302,7 +310,7 @@ class Partitioner:
             buffers,
             constants,
             tuple(self.out),
-            tuple(given),
+            tuple(returned),
             updates,
             tuple(notes),
             stored,
@@ -336,11 +344,11 @@ class Partitioner:
         self.collect(work, [])
         parameters = [(v, self.stored.get(n) or self.used(v)) for n, v in graph.parameters.items()]
         self.uses.clear()
-        sources = dict(zip((v.name for v in graph.inputs), self.fed.inputs))
+        sources = dict(zip((v.name for v in graph.inputs), self.input_placement.inputs))
         sources |= {v.name: self.whole(v) for v in graph.buffers.values()}
         sources |= {n: Layout.replicated(self.devices, t.dim()) for n, t in graph.constants.items()}
         places = [i for i, v in enumerate(outputs) if isinstance(v, Value)]
-        layouts = self.handed([graph.outputs[i] for i in places])
+        layouts = self.result_layouts([graph.outputs[i] for i in places])
         wanted = [(outputs[i], layout) for i, layout in zip(places, layouts)]
         wanted += [(v, self.whole(graph.updates[n])) for n, v in updated.items()]
         made = pad(work, sources, parameters, wanted, self.renamed)
@@ -348,11 +356,11 @@ class Partitioner:
         for i in places:
             outputs[i] = next(ends)
         updated.update(zip(updated, ends))
-        self.renamed.update(made.handed)
+        self.renamed.update(made.outer_values)
         self.padded, self.notes = made.parameters, made.notes
         return made.work
 
-    def handed(self, values: list[Value]) -> list[Layout]:
+    def result_layouts(self, values: list[Value]) -> list[Layout]:
         """The layouts in which results are returned."""
         makers = (
             {
@@ -360,20 +368,20 @@ class Partitioner:
                 for d in self.decisions.values()
                 for k, v in enumerate(v for v in d.op.outputs if v is not None)
             }
-            if self.fed.kept
+            if self.input_placement.sends_to_next_stage
             else {}
         )
         layouts = [
-            layout or self.left(*makers[v.name], v)
-            for v, layout in zip(values, output_layouts(values, self.devices, self.fed, self.carries))
+            layout or self.output_layout(*makers[v.name], v)
+            for v, layout in zip(values, output_layouts(values, self.devices, self.input_placement, self.batch_dims))
         ]
         changed = self.graph.changed  # an input that is changed in place is returned in the layout it was fed in
-        return layouts[: len(layouts) - len(changed)] + [self.fed.inputs[i] for i in changed]
+        return layouts[: len(layouts) - len(changed)] + [self.input_placement.inputs[i] for i in changed]
 
-    def left(self, decision: Decision, k: int, value: Value) -> Layout:
+    def output_layout(self, decision: Decision, k: int, value: Value) -> Layout:
         """The layout in which a value goes on to another stage."""
-        made = decision.left(k) if decision.out is None else decision.out[k]
-        return handed_on(made, value.shape, self.fed.kept[value.name])
+        made = decision.output_layout(k) if decision.out is None else decision.out[k]
+        return handed_on(made, value.shape, self.input_placement.sends_to_next_stage[value.name])
 
     def now(self, value: Value) -> Value:
         return self.renamed.get(value.name, value)
@@ -448,13 +456,13 @@ class Partitioner:
     def used(self, parameter: Value) -> Layout:
         """The layout that all consumers of a parameter ask for."""
         uses = self.uses.get(parameter.name, [])
-        wants = {use.want: use.operator for use in uses if use.operator != "output"}
-        if len(wants) > 1 and parameter.name in self.stored:
+        layouts = {use.want: use.operator for use in uses if use.operator != "output"}
+        if len(layouts) > 1 and parameter.name in self.stored:
             return self.stored[parameter.name]
-        if len(wants) > 1:
-            (first, a), (second, b) = list(wants.items())[:2]
+        if len(layouts) > 1:
+            (first, a), (second, b) = list(layouts.items())[:2]
             raise wanted_in_two(parameter, (first, self.decisions[a].op), (second, self.decisions[b].op))
-        return next(iter(wants), self.whole(parameter))
+        return next(iter(layouts), self.whole(parameter))
 
     # -- emitting --
 
@@ -622,11 +630,11 @@ class Partitioner:
         else:
             target = PlacedValue(self.name(source.name), value, use.want)
             cause = "parameter" if source.value.name in self.graph.parameters else use.cause
-            again = (
+            reshards = (
                 cause == "parameter"
                 and not forward.is_identity
                 and self.hsdp is not None
-                and self.hsdp.lets_go(source.value.name)
+                and self.hsdp.reshards_after_forward(source.value.name)
             )
             self.out.append(
                 Redistribute(
@@ -637,7 +645,7 @@ class Partitioner:
                     cause,
                     use.operator,
                     self.producer.get(source.value.name, ""),
-                    again,
+                    reshards,
                 )
             )
         self.moves[key] = target

@@ -16,7 +16,7 @@ from ..redistribution import CollectiveKind, Redistribution
 from .local_program import GlobalExtreme, LocalOp, Redistribute
 from .rematerialization import RecomputedInstruction, Regather
 
-__all__ = ["Collective", "backward_collectives", "conversion_collectives", "forward_collectives"]
+__all__ = ["Collective", "backward_collectives", "forward_collectives", "redistribution_collectives"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Collective:
     again: bool = False
 
 
-def conversion_collectives(
+def redistribution_collectives(
     steps: Redistribution,
     shape: tuple[int, ...],
     value: Value,
@@ -77,7 +77,7 @@ def conversion_collectives(
                     nbytes if step.halo is None else step.sent(nbytes),
                     step.sent(nbytes),
                     phase,
-                    "operator" if completes else "conversion" if cause == "operator" else cause,
+                    "operator" if completes else "redistribution" if cause == "operator" else cause,
                     producer if completes and producer else operator,
                 ),
                 step.digits,
@@ -91,7 +91,7 @@ def forward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
         source = instruction.source
         cause = "operator" if isinstance(instruction, GlobalExtreme) else instruction.cause
         phase = "storage" if cause == "parameter" else "forward"
-        yield from conversion_collectives(
+        yield from redistribution_collectives(
             instruction.forward,
             source.local_shape,
             instruction.target.value,
@@ -111,18 +111,18 @@ def backward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
         return
     if isinstance(instruction, Regather):
         move = instruction.move
-        for collective, digits in conversion_collectives(
+        for collective, digits in redistribution_collectives(
             move.forward, move.source.local_shape, move.target.value, "storage", "parameter", instruction.operator
         ):
             yield replace(collective, again=True), digits
     elif isinstance(instruction, Redistribute) and instruction.backward is not None:
         target = instruction.target
         phase = "gradient" if instruction.cause == "parameter" else "backward"
-        yield from conversion_collectives(
+        yield from redistribution_collectives(
             instruction.backward, target.local_shape, instruction.back, phase, instruction.cause, instruction.operator
         )
     elif isinstance(instruction, GlobalExtreme) and instruction.backward is not None:
-        yield from conversion_collectives(
+        yield from redistribution_collectives(
             instruction.forward,
             instruction.source.local_shape,
             instruction.source.value,

@@ -7,7 +7,8 @@
    its scores, unlike on any real device. Calls of one operator with equal arguments on equal tensors are answered
    once (`AutogradCall`).
 
-2. Gathered weights (`wanted_again`): a gathered weight that is not saved for the backward is gathered again for its
+2. Gathered weights (`regathered_weights`): a gathered weight that is not saved for the backward is gathered again for
+   its
    first consumer in the backward: the last operator, in program order, that saves the weight or a view of it.
 
 3. Live ranges (`LiveRanges`, `waiting`):
@@ -55,11 +56,11 @@ __all__ = [
     "RegionStarts",
     "SavedTensors",
     "hands_on",
+    "regathered_weights",
     "regions_of",
     "saved_by",
     "segments_of",
     "waiting",
-    "wanted_again",
     "with_recompute",
 ]
 
@@ -232,18 +233,18 @@ def _called(call: AutogradCall, device: str) -> Answer:
     results = [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)]
     if [tuple(x.shape) for x in results] != list(call.outputs):
         raise RuntimeError("other shapes than planned")
-    given = {_memory(x): n for n, x in enumerate(read)}
-    new = {_memory(x): k for k, x in reversed(list(enumerate(results))) if _memory(x) not in given}
+    inputs = {_memory(x): n for n, x in enumerate(read)}
+    new = {_memory(x): k for k, x in reversed(list(enumerate(results))) if _memory(x) not in inputs}
     saved = [_memory(x) for x in packed]
     own = {
         place: x.untyped_storage().nbytes()
         for x, place in zip(packed, saved)
-        if place not in given and place not in new
+        if place not in inputs and place not in new
     }
     return Answer(
-        tuple({given[p]: None for p in saved if p in given}),
+        tuple({inputs[p]: None for p in saved if p in inputs}),
         tuple({new[p]: None for p in saved if p in new}),
-        tuple((k, given[_memory(x)]) for k, x in enumerate(results) if _memory(x) in given),
+        tuple((k, inputs[_memory(x)]) for k, x in enumerate(results) if _memory(x) in inputs),
         sum(own.values()) if own else None,
         tuple(x.stride() for x in results),
     )
@@ -265,16 +266,16 @@ class Regather:
     operator: str
 
 
-def wanted_again(local_program: LocalProgram) -> dict[int, tuple[Redistribute, ...]]:
+def regathered_weights(local_program: LocalProgram) -> dict[int, tuple[Redistribute, ...]]:
     """For each operator, by its index among the instructions, the weights that it saves and that are gathered
     again."""
-    if not any(isinstance(i, Redistribute) and i.again for i in local_program.instructions):
+    if not any(isinstance(i, Redistribute) and i.reshard_after_forward for i in local_program.instructions):
         return {}
     held: dict[str, Redistribute] = {}  # name of a gathered weight, or of a view of one -> its gather
     out: dict[int, tuple[Redistribute, ...]] = {}
     for place, (instruction, saved) in enumerate(zip(local_program.instructions, saved_by(local_program))):
         if isinstance(instruction, Redistribute):
-            if instruction.again:
+            if instruction.reshard_after_forward:
                 held[instruction.target.name] = instruction
             elif instruction.source.name in held and instruction.forward.is_identity:
                 held[instruction.target.name] = held[instruction.source.name]
@@ -301,9 +302,9 @@ class LiveRanges:
             consumers.
     """
 
-    def __init__(self, given: Iterable[PlacedValue], program: Sequence[Any], saved: Sequence[SavedTensors]) -> None:
-        self.instances = {instance.name: instance for instance in given}
-        self.given = frozenset(self.instances)
+    def __init__(self, inputs: Iterable[PlacedValue], program: Sequence[Any], saved: Sequence[SavedTensors]) -> None:
+        self.instances = {instance.name: instance for instance in inputs}
+        self.inputs = frozenset(self.instances)
         self.root = {name: name for name in self.instances}
         self.born: dict[str, int] = {}
         self.read: dict[str, int] = {}
@@ -316,7 +317,7 @@ class LiveRanges:
             for made in made_by(instruction):
                 self.instances[made.name] = made
                 root = self.root[made.name] = self.root.get(views.get(made.name, ""), made.name)
-                if root not in self.given:
+                if root not in self.inputs:
                     self.born.setdefault(root, place)
                 self.read[root] = place
 
@@ -362,23 +363,24 @@ class Region:
     Attributes:
         path: the module's path or the operator's name for which recomputation was requested.
         operators: the operators of the user's program in it.
-        again: the instructions that the backward runs, in order.
-        own: those of `again` that save internal tensors, which are dropped too.
-        inputs: names of the tensors that `again` consumes; another region may have to recompute some of them first.
+        recompute_set: the instructions that the backward runs, in order.
+        own: those of `recompute_set` that save internal tensors, which are dropped too.
+        inputs: names of the tensors that `recompute_set` consumes; another region may have to recompute some of them
+            first.
         dropped: names of the tensors that are not saved from the forward for any backward.
         savers: the instructions that save any dropped tensor; the first of their backwards starts the region.
     """
 
     path: str
     operators: tuple[str, ...]
-    again: tuple[int, ...]
+    recompute_set: tuple[int, ...]
     own: frozenset[int]
     inputs: tuple[str, ...]
     dropped: frozenset[str]
     savers: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.path}: again {self.again}, own {sorted(self.own)}, drop {sorted(self.dropped)}"
+        return f"{self.path}: again {self.recompute_set}, own {sorted(self.own)}, drop {sorted(self.dropped)}"
 
 
 @dataclass(frozen=True)
@@ -428,23 +430,23 @@ class RegionStarts:
         for other in sorted({n for name in region.inputs for n in self._dropping.get(name, ())}):
             if other not in self._done:
                 self._begin(other, operator, out)
-        out.extend(RecomputedInstruction(self.instructions[i], region, operator) for i in region.again)
+        out.extend(RecomputedInstruction(self.instructions[i], region, operator) for i in region.recompute_set)
 
 
 def regions_of(graph: Graph, local_program: LocalProgram) -> tuple[Region, ...]:
     """The regions of a program in the order in which they begin; regions that would drop nothing are left out."""
-    said = {op.name: op.recompute for op in graph.ops if op.recompute is not None}
-    return _Regions(said, local_program).run() if said else ()
+    marked = {op.name: op.recompute for op in graph.ops if op.recompute is not None}
+    return _Regions(marked, local_program).run() if marked else ()
 
 
 class _Regions:
-    def __init__(self, said: dict[str, Recompute], local_program: LocalProgram) -> None:
-        self.said, self.program, self.instructions = said, local_program, local_program.instructions
+    def __init__(self, marked: dict[str, Recompute], local_program: LocalProgram) -> None:
+        self.marked, self.program, self.instructions = marked, local_program, local_program.instructions
         self.names = [(reads(i), tuple(o.name for o in made_by(i))) for i in self.instructions]
         self.calls: dict[int, list[str]] = {}  # call -> its operators
-        for name, recompute in said.items():
+        for name, recompute in marked.items():
             self.calls.setdefault(recompute.call, []).append(name)
-        self.settings = {call: said[operators[0]] for call, operators in self.calls.items()}
+        self.settings = {call: marked[operators[0]] for call, operators in self.calls.items()}
         self.everywhere = {call for call in self.calls if self.settings[call].everywhere or self.single(call)}
         self.inside: list[int | None] = []  # per instruction: the call whose operator it belongs to
         self.member: list[int | None] = []  # per instruction: the call with which it is recomputed
@@ -460,25 +462,25 @@ class _Regions:
             for i in self.instructions
             if isinstance(i, LocalOp)
             and not hands_on(i.target)
-            and i.operator in self.said
-            and self.said[i.operator].call == call
+            and i.operator in self.marked
+            and self.marked[i.operator].call == call
         }
         return len(computes) == 1
 
     def place(self, i: int) -> None:
         instruction, (read, makes) = self.instructions[i], self.names[i]
-        said = self.said.get(instruction.operator)
-        call = said.call if said is not None else None
+        mark = self.marked.get(instruction.operator)
+        call = mark.call if mark is not None else None
         member = call
         if isinstance(instruction, LocalOp):
-            if said is not None and said.keep:
+            if mark is not None and mark.keep:
                 member = None
-        elif said is not None:
+        elif mark is not None:
             sends = bool(instruction.forward.collectives)
             if isinstance(instruction, Redistribute) and instruction.cause == "parameter":
-                member = call if sends and (said.parallel_optimizer_comm or instruction.again) else None
-            elif (sends and not said.mp_comm) or (
-                said.keep and getattr(instruction, "cause", "operator") == "operator"
+                member = call if sends and (mark.parallel_optimizer_comm or instruction.reshard_after_forward) else None
+            elif (sends and not mark.mp_comm) or (
+                mark.keep and getattr(instruction, "cause", "operator") == "operator"
             ):
                 member = None
         if call is None:
@@ -535,27 +537,27 @@ class _Regions:
         out = []
         for call in sorted(first, key=first.__getitem__, reverse=True):
             own = own_of[call]
-            again, inputs, waiting = set(own), set(), list(needed[call])
+            recompute_set, inputs, waiting = set(own), set(), list(needed[call])
             waiting += [n for i in own for n in self.names[i][0]]
             while waiting:
                 name = waiting.pop()
                 if name in self.droppable and self.call_of(name) == call:
-                    if self.maker[name] not in again or self.maker[name] in own:
-                        more = self.names[self.maker[name]][0] if self.maker[name] not in again else ()
-                        again.add(self.maker[name])
+                    if self.maker[name] not in recompute_set or self.maker[name] in own:
+                        more = self.names[self.maker[name]][0] if self.maker[name] not in recompute_set else ()
+                        recompute_set.add(self.maker[name])
                         waiting += more
                 elif name not in inputs:
                     inputs.add(name)
                     if name in self.droppable:  # produced by another region, which begins earlier
                         needed[self.call_of(name)].add(name)
-            if not again:
+            if not recompute_set:
                 continue
             savers = tuple(sorted(own.union(*(saved_at.get(name, ()) for name in needed[call]))))
             out.append(
                 Region(
                     self.settings[call].path or self.calls[call][0],
                     tuple(self.calls[call]),
-                    tuple(sorted(again)),
+                    tuple(sorted(recompute_set)),
                     frozenset(own),
                     tuple(sorted(inputs)),
                     frozenset(needed[call]),

@@ -262,7 +262,7 @@ _SIZES = ("size", "shape", "sizes", "repeats")
 
 
 def pairs(graph: Graph, wide: Graph, refused: Callable[[Op, str], Exception]) -> Iterator[tuple[Op, Op | None]]:
-    """Yield each operator of one capture with its twin of the other; None for one that is left out there.
+    """Yield each operator of one capture with the same operator of the other; None for one that is left out there.
 
     Twins are called at the same line. Where the captures were made by calls of the model at different lines of the
     user's loop, the loss's operators have those lines; lines are then not compared.
@@ -290,39 +290,41 @@ class _Unlike(Exception):
 
 
 def _pairs(
-    graph: Graph, wide: Graph, refused: Callable[[Op, str], Exception], alike: Callable[[Op, Op], bool]
+    graph: Graph, wide: Graph, refused: Callable[[Op, str], Exception], same_form: Callable[[Op, Op], bool]
 ) -> Iterator[tuple[Op, Op | None]]:
-    twins = list(reversed(wide.ops))
+    wide_ops = list(reversed(wide.ops))
     for op in graph.ops:
-        while twins and not alike(op, twins[-1]) and twins[-1].target in _LEFT_OUT:
-            twins.pop()
-        if twins and alike(op, twins[-1]):
-            yield op, twins.pop()
+        while wide_ops and not same_form(op, wide_ops[-1]) and wide_ops[-1].target in _LEFT_OUT:
+            wide_ops.pop()
+        if wide_ops and same_form(op, wide_ops[-1]):
+            yield op, wide_ops.pop()
         elif op.target in _LEFT_OUT:
             yield op, None
         else:
-            raise _Unlike(refused(op, f"with more rows the model calls {twins[-1].kind if twins else 'nothing'} here"))
-    if further := [twin for twin in twins if twin.target not in _LEFT_OUT]:
+            raise _Unlike(
+                refused(op, f"with more rows the model calls {wide_ops[-1].kind if wide_ops else 'nothing'} here")
+            )
+    if further := [other for other in wide_ops if other.target not in _LEFT_OUT]:
         raise _Unlike(refused(further[-1], "it is called with more rows alone"))
 
 
-def _alike(op: Op, twin: Op) -> bool:
-    return repr(op.target) == repr(twin.target) and (op.module, op.source) == (twin.module, twin.source)
+def _alike(op: Op, other: Op) -> bool:
+    return repr(op.target) == repr(other.target) and (op.module, op.source) == (other.module, other.source)
 
 
-def _alike_anywhere(op: Op, twin: Op) -> bool:
-    return repr(op.target) == repr(twin.target) and op.module == twin.module
+def _alike_anywhere(op: Op, other: Op) -> bool:
+    return repr(op.target) == repr(other.target) and op.module == other.module
 
 
-def differences(op: Op, twin: Op) -> list[tuple[str, Any, Any]]:
-    """The arguments in which two captures of a call differ: (name, value, the twin's value).
+def differences(op: Op, other: Op) -> list[tuple[str, Any, Any]]:
+    """The arguments in which two captures of a call differ: (name, value, value in the other).
 
     Sizes that follow from the shapes of the results are not compared.
     """
     sliced = op.kind in ("slice", "narrow") and op.inputs[0].shape == op.output(0).shape  # all of a dim
     found = []
     names = op.argument_names or tuple(str(i) for i in range(len(op.args)))
-    mine, theirs = (map_values({**dict(zip(names, o.args)), **o.kwargs}, lambda v: "") for o in (op, twin))
+    mine, theirs = (map_values({**dict(zip(names, o.args)), **o.kwargs}, lambda v: "") for o in (op, other))
     for name in {**mine, **theirs}:
         a, b = mine.get(name), theirs.get(name)
         if (name in _SIZES and isinstance(a, (list, tuple))) or (sliced and name in ("start", "end", "length")):

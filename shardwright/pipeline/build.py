@@ -18,7 +18,7 @@ from ..cluster import Cluster
 from ..errors import SettingError
 from ..graph import Graph, Value
 from ..layout import Layout
-from ..partition.local_program import InputPlacement, batch_dims, description, input_placement
+from ..partition.local_program import InputPlacement, description, find_batch_dims, place_inputs
 from ..partition.partitioner import arriving, neighbours
 from ..sharded_plan import Plan
 from ..torch_private import pytree
@@ -84,17 +84,17 @@ def pipeline_plan(
         ShardwrightError: impossible stages, or an error of the planner, with the stage.
     """
     sizes = sizes or (devices // planned.groups,) * planned.groups
-    fed = {n: input_placement(graph, n, dataset) for n in sorted(set(sizes))}
-    parts = _parts(fed[sizes[0]])
-    if len(set(sizes)) > 1 and fed[sizes[0]].own_part:
+    input_placement = {n: place_inputs(graph, n, dataset) for n in sorted(set(sizes))}
+    parts = _parts(input_placement[sizes[0]])
+    if len(set(sizes)) > 1 and input_placement[sizes[0]].per_rank_batch:
         raise SettingError(
             f"stages of {', '.join(map(str, sizes))} devices, each rank feeding its own part",
             legal='dataset_strategy("full_batch"), or stages of one size',
         )
     micro = split(graph, planned.micro_batches, wide, parts)
     bounds = {op.name: description(op, on_missing_rule, devices, uneven)[1] for op in micro.graph.ops}
-    graphs = cut(micro.graph, modules, planned.stages, batch_dims(micro.graph, bounds))
-    made = planned_stages(graphs, graph.inputs, micro.counts, planned.placement, sizes, fed, planner)
+    graphs = cut(micro.graph, modules, planned.stages, find_batch_dims(micro.graph, bounds))
+    made = planned_stages(graphs, graph.inputs, micro.counts, planned.placement, sizes, input_placement, planner)
     return PipelinePlan(
         micro.graph, devices, mode, made, planned, micro, splits, Cluster.of(cluster, devices), optimizer, chosen=chosen
     )
@@ -106,7 +106,7 @@ def planned_stages(
     counting: Graph | None,
     placement: Sequence[int],
     sizes: Sequence[int],
-    fed: Mapping[int, InputPlacement],
+    input_placement: Mapping[int, InputPlacement],
     planner: Planner,
 ) -> tuple[Stage, ...]:
     """The stages, each planned on its own devices, in order; a value arrives in the layout in which it left its stage.
@@ -116,7 +116,7 @@ def planned_stages(
         counting: the graph that counts targets (`MicrobatchPlan.counts`); None without totals.
         placement: stage -> group of devices.
         sizes: group -> its number of devices.
-        fed: number of devices -> the placement of the model's inputs.
+        input_placement: number of devices -> the placement of the model's inputs.
     """
     firsts = [sum(sizes[:g]) for g in range(len(sizes))]
     stages: list[Stage] = []
@@ -130,30 +130,38 @@ def planned_stages(
             ]
             for name in part.sent
         }
-        own = _feeding(part, fed[size], len(inputs), stages, size)
+        own = _feeding(part, input_placement[size], len(inputs), stages, size)
         kept = {f"{name}.sent": max(neighbours(size, n) for n in targets[name]) for name in part.sent}
-        plan = planner(part.graph, size, replace(own, kept=kept), number)
+        plan = planner(part.graph, size, replace(own, sends_to_next_stage=kept), number)
         counts = None
         if counting is not None and any(s.kind == "input" and s.index >= len(inputs) for s in part.sources):
             names = [v.name for v in inputs]
-            layouts = tuple(fed[size].inputs[names.index(v.name)] for v in counting.inputs)
-            counts = planner(counting, size, InputPlacement(layouts, own.own_part), -1)
+            layouts = tuple(input_placement[size].inputs[names.index(v.name)] for v in counting.inputs)
+            counts = planner(counting, size, InputPlacement(layouts, own.per_rank_batch), -1)
         stages.append(Stage(number, plan, firsts[placement[number]], part.sources, part.results, part.sent, counts))
     return tuple(stages)
 
 
-def _parts(fed: InputPlacement) -> int:
+def _parts(input_placement: InputPlacement) -> int:
     """The number of parts of the batch where each rank feeds its own."""
-    return next((layout.cuts[0] for layout in fed.inputs if layout.dims and layout.dims[0]), 1) if fed.own_part else 1
+    return (
+        next((layout.cuts[0] for layout in input_placement.inputs if layout.dims and layout.dims[0]), 1)
+        if input_placement.per_rank_batch
+        else 1
+    )
 
 
-def _feeding(part: StageGraph, fed: InputPlacement, inputs: int, stages: list[Stage], devices: int) -> InputPlacement:
+def _feeding(
+    part: StageGraph, input_placement: InputPlacement, inputs: int, stages: list[Stage], devices: int
+) -> InputPlacement:
     """The placement of a stage's inputs."""
     layouts = []
     for value, source in zip(part.graph.inputs, part.sources):
         if source.kind == "input":
             layouts.append(
-                fed.inputs[source.index] if source.index < inputs else Layout.replicated(devices, len(value.shape))
+                input_placement.inputs[source.index]
+                if source.index < inputs
+                else Layout.replicated(devices, len(value.shape))
             )
             continue
         maker = stages[source.index]
@@ -163,8 +171,10 @@ def _feeding(part: StageGraph, fed: InputPlacement, inputs: int, stages: list[St
             else maker.plan.program.parameters[source.name].layout
         )
         layouts.append(arriving(left, maker.devices, devices))
-    first = next((layout.dims[0] for layout in fed.inputs if layout.dims and layout.dims[0]), ())
-    return InputPlacement(tuple(layouts), fed.own_part, first if fed.own_part else ())
+    first = next((layout.dims[0] for layout in input_placement.inputs if layout.dims and layout.dims[0]), ())
+    return InputPlacement(
+        tuple(layouts), input_placement.per_rank_batch, first if input_placement.per_rank_batch else ()
+    )
 
 
 # -- equal stages
@@ -184,20 +194,20 @@ class PlanCache:
         self.planner, self.whole = planner, whole
         self.known: list[tuple[Any, Plan, Graph]] = []  # the graph holds the constants whose ids are in the form
 
-    def __call__(self, graph: Graph, devices: int, fed: InputPlacement, number: int) -> Plan:
+    def __call__(self, graph: Graph, devices: int, input_placement: InputPlacement, number: int) -> Plan:
         """The plan of a stage; that of an equal stage where there is one."""
         if number < 0:
-            return self.planner(graph, devices, fed, number)
-        form = (tuple(name in self.whole for name in graph.parameters), *_form(graph, fed, devices))
+            return self.planner(graph, devices, input_placement, number)
+        form = (tuple(name in self.whole for name in graph.parameters), *_form(graph, input_placement, devices))
         for other, plan, _ in self.known:
             if other == form:
-                return _taken(plan, graph, fed)
-        plan = self.planner(graph, devices, fed, number)
+                return _taken(plan, graph, input_placement)
+        plan = self.planner(graph, devices, input_placement, number)
         self.known.append((form, plan, graph))
         return plan
 
 
-def _taken(plan: Plan, graph: Graph, fed: InputPlacement) -> Plan:
+def _taken(plan: Plan, graph: Graph, input_placement: InputPlacement) -> Plan:
     """The plan carried over to an equal graph."""
     names = dict(zip(_values(plan.graph), _values(graph)))
     names.update((a.name, b.name) for a, b in zip(plan.graph.ops, graph.ops))
@@ -205,8 +215,8 @@ def _taken(plan: Plan, graph: Graph, fed: InputPlacement) -> Plan:
     for op, before in zip(graph.ops, plan.decisions.values()):
         origin, via = (names.get(name, name) for name in (before.origin, before.via))
         decisions[op.name] = replace(before, op=op, origin=origin, via=via)
-    carries = {names.get(name, name): dim for name, dim in plan.carries.items()}
-    return replace(plan, graph=graph, fed=fed, decisions=decisions, carries=carries)
+    batch_dims = {names.get(name, name): dim for name, dim in plan.batch_dims.items()}
+    return replace(plan, graph=graph, input_placement=input_placement, decisions=decisions, batch_dims=batch_dims)
 
 
 def _values(graph: Graph) -> Iterator[str]:
@@ -218,7 +228,7 @@ def _values(graph: Graph) -> Iterator[str]:
         yield from (v.name for v in op.outputs if v is not None)
 
 
-def _form(graph: Graph, fed: InputPlacement, devices: int) -> Iterator[Any]:
+def _form(graph: Graph, input_placement: InputPlacement, devices: int) -> Iterator[Any]:
     """Everything that decides the plan of a stage, with numbers for names."""
     number = {name: k for k, name in enumerate(_values(graph))}
     calls: dict[int, int] = {}
@@ -226,7 +236,14 @@ def _form(graph: Graph, fed: InputPlacement, devices: int) -> Iterator[Any]:
     def leaf(x: Any) -> Any:
         return ("value", number[x.name]) if isinstance(x, Value) else repr(x)
 
-    yield devices, fed.inputs, fed.own_part, fed.batch, len(graph.parameters), len(graph.buffers)
+    yield (
+        devices,
+        input_placement.inputs,
+        input_placement.per_rank_batch,
+        input_placement.batch,
+        len(graph.parameters),
+        len(graph.buffers),
+    )
     for value in (*graph.inputs, *graph.parameters.values(), *graph.buffers.values()):
         yield value.shape, value.dtype, value.requires_grad, value.master, (graph.batch or {}).get(value.name)
     for _name, tensor in graph.constants.items():
@@ -238,5 +255,5 @@ def _form(graph: Graph, fed: InputPlacement, devices: int) -> Iterator[Any]:
         outputs = tuple(None if v is None else (v.shape, v.dtype, v.requires_grad) for v in op.outputs)
         yield op.target, tuple(map(leaf, leaves)), str(spec), outputs, repr(mark), again
     for x in graph.outputs:
-        yield leaf(x), fed.kept.get(x.name) if isinstance(x, Value) else None
+        yield leaf(x), input_placement.sends_to_next_stage.get(x.name) if isinstance(x, Value) else None
     yield tuple((number[graph.buffers[n].name], leaf(v)) for n, v in graph.updates.items())

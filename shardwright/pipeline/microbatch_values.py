@@ -54,7 +54,7 @@ Kind = BatchDim | ReducedOverBatch | NotSeparable
 
 
 class MicrobatchRewriter:
-    """Walks a graph and its wide twin and determines the kind of each value.
+    """Walks a graph and the graph of a larger micro-batch and determines the kind of each value.
 
     Attributes:
         kinds: value name -> its kind.
@@ -73,12 +73,14 @@ class MicrobatchRewriter:
         self.counting: list[Op] = []
         self.totals: dict[str, tuple[Value, Value]] = {}
         self.free: set[str] = set()  # values that depend on inputs alone
-        self.alike: dict[Any, list[Kind]] = {}  # form of a call that reads rows of the batch -> kinds of its outputs
+        self.known_calls: dict[
+            Any, list[Kind]
+        ] = {}  # form of a call that reads rows of the batch -> kinds of its outputs
         self.in_turn = _statistics(graph)
         self.names = {v.name for op in graph.ops for v in op.outputs if v is not None} | set(graph.constants)
         self.names |= {op.name for op in graph.ops} | {v.name for v in graph.sources()}
         self._sources()
-        for op, twin in pairs(
+        for op, wide_op in pairs(
             graph,
             wide,
             lambda op, what: self.error(
@@ -87,7 +89,7 @@ class MicrobatchRewriter:
                 "micro_batches=1, or a model that does the same for any batch",
             ),
         ):
-            self._take(op, twin)
+            self._take(op, wide_op)
 
     # -- sources
 
@@ -103,11 +105,11 @@ class MicrobatchRewriter:
 
     def _sources(self) -> None:
         ratios = set()
-        for value, twin in zip(self.graph.inputs, self.wide.inputs, strict=True):
-            split_here = value.shape != twin.shape
+        for value, wide_op in zip(self.graph.inputs, self.wide.inputs, strict=True):
+            split_here = value.shape != wide_op.shape
             if split_here:
                 self.batch[value.name] = 0
-                ratios.add(twin.shape[0] / value.shape[0])
+                ratios.add(wide_op.shape[0] / value.shape[0])
             self.kinds[value.name] = BatchDim(0) if split_here else SAME
             if not value.requires_grad:
                 self.free.add(value.name)
@@ -127,7 +129,7 @@ class MicrobatchRewriter:
                 self.free.add(value.name)
         for name, tensor in self.graph.constants.items():
             other = self.wide.constants.get(name)
-            alike = (
+            same_form = (
                 other is not None
                 and other.shape == tensor.shape
                 and other.dtype == tensor.dtype
@@ -135,7 +137,7 @@ class MicrobatchRewriter:
             )
             self.kinds[name] = (
                 SAME
-                if alike
+                if same_form
                 else NotSeparable(
                     self.error(None, f"the constant {name!r}, made by the model, depends on the size of the batch")
                 )
@@ -144,10 +146,10 @@ class MicrobatchRewriter:
 
     # -- one operator
 
-    def _take(self, op: Op, twin: Op | None) -> None:
+    def _take(self, op: Op, wide_op: Op | None) -> None:
         """Add an operator and determine the kinds of its outputs."""
         outputs = [v for v in op.outputs if v is not None]
-        if twin is None:
+        if wide_op is None:
             self.ops.append(op)
             self.kinds[outputs[0].name] = self.kinds[op.inputs[0].name]
             self.free |= {outputs[0].name} if op.inputs[0].name in self.free else set()
@@ -155,7 +157,7 @@ class MicrobatchRewriter:
         decided: Op | None = op
         kinds: list[Kind]
         try:
-            decided, kinds = self._decided(op, twin)
+            decided, kinds = self._decided(op, wide_op)
         except ShardwrightError as error:
             kinds = [NotSeparable(error)] * len(outputs)
         if decided is not None:
@@ -166,7 +168,7 @@ class MicrobatchRewriter:
             self.ops.append(op)
             if not random and all(v.name in self.free for v in op.inputs):
                 self.free |= {v.name for v in outputs}
-        for value, wider, kind in zip(outputs, (v for v in twin.outputs if v is not None), kinds, strict=True):
+        for value, wider, kind in zip(outputs, (v for v in wide_op.outputs if v is not None), kinds, strict=True):
             self.kinds[value.name] = (
                 kind
                 if self._fits(value, wider, kind)
@@ -191,25 +193,25 @@ class MicrobatchRewriter:
     def _fits(self, value: Value, wider: Value, kind: Kind) -> bool:
         if isinstance(kind, NotSeparable):
             return True
-        carries = kind.dim if isinstance(kind, BatchDim) else None
-        return tuple(s * self.ratio if d == carries else s for d, s in enumerate(value.shape)) == wider.shape
+        batch_dim = kind.dim if isinstance(kind, BatchDim) else None
+        return tuple(s * self.ratio if d == batch_dim else s for d, s in enumerate(value.shape)) == wider.shape
 
-    def _decided(self, op: Op, twin: Op) -> tuple[Op | None, list[Kind]]:
+    def _decided(self, op: Op, wide_op: Op) -> tuple[Op | None, list[Kind]]:
         """The operator as it runs in a micro-batch, and the kinds of its outputs; None where others, already
         added, replace it."""
-        inputs = [SAME if lends(op, i) else self._read(*both) for i, both in enumerate(zip(op.inputs, twin.inputs))]
+        inputs = [SAME if lends(op, i) else self._read(*both) for i, both in enumerate(zip(op.inputs, wide_op.inputs))]
         if op.target in _BATCH_NORMS and isinstance(inputs[0], BatchDim):
-            return self._normalised(op, twin, inputs[0])
+            return self._normalised(op, wide_op, inputs[0])
         for kind in inputs:
             if isinstance(kind, NotSeparable):
                 raise kind.error.located(**op.where)
         if any(isinstance(kind, BatchDim) for kind in inputs):
             op = self._promoted(op, [i for i, k in enumerate(inputs) if isinstance(k, ReducedOverBatch) and k != SAME])
-            self._same_numbers(op, twin)
-            return self._of_alike(op, twin, inputs)
+            self._same_numbers(op, wide_op)
+            return self._of_alike(op, wide_op, inputs)
         if all(kind == SAME for kind in inputs):
-            return op, self._of_nothing(op, twin)
-        return self._of_reduced(op, twin, [kind.how for kind in inputs if isinstance(kind, ReducedOverBatch)])
+            return op, self._of_nothing(op, wide_op)
+        return self._of_reduced(op, wide_op, [kind.how for kind in inputs if isinstance(kind, ReducedOverBatch)])
 
     def _read(self, value: Value, wider: Value) -> Kind:
         """The kind of an input; a dim of size 1 that stands for all rows of a larger micro-batch carries the batch."""
@@ -219,18 +221,18 @@ class MicrobatchRewriter:
             return BatchDim(grown[0])
         return kind
 
-    def _described(self, op: Op, twin: Op) -> tuple[Rule, Bound]:
-        described = find_rule(twin)
+    def _described(self, op: Op, wide_op: Op) -> tuple[Rule, Bound]:
+        described = find_rule(wide_op)
         if described is None:
             raise self.error(
                 op,
                 f"there is no rule for {op.target}, which says what it does with the batch",
                 f'micro_batches=1, or sw.rule({op.target}, "…"), which describes it',
             )
-        return described, bound_rule(twin, described)
+        return described, bound_rule(wide_op, described)
 
-    def _same_numbers(self, op: Op, twin: Op) -> None:
-        for found in differences(op, twin):
+    def _same_numbers(self, op: Op, wide_op: Op) -> None:
+        for found in differences(op, wide_op):
             raise self._grows(op, *found)
 
     def _grows(self, op: Op, name: str, mine: Any, theirs: Any) -> SettingError:
@@ -240,8 +242,8 @@ class MicrobatchRewriter:
             "times the rows: it depends on the size of the batch",
         )
 
-    def _normalised(self, op: Op, twin: Op, rows: BatchDim) -> tuple[Op, list[Kind]]:
-        _, bound = self._described(op, twin)
+    def _normalised(self, op: Op, wide_op: Op, rows: BatchDim) -> tuple[Op, list[Kind]]:
+        _, bound = self._described(op, wide_op)
         place = batch_place(bound, bound.inputs[0], rows)
         kind = image(bound, bound.outputs[0], place) if place is not None else None
         if place is None or kind is None or any(place[0] in dim for dims in bound.inputs[1:] for dim in dims):
@@ -249,46 +251,50 @@ class MicrobatchRewriter:
         own = NotSeparable(self.error(op, "its running statistics are those of each micro-batch in turn"))
         return op, [kind, *[own] * (len(bound.outputs) - 1)]
 
-    def _of_nothing(self, op: Op, twin: Op) -> list[Kind]:
+    def _of_nothing(self, op: Op, wide_op: Op) -> list[Kind]:
         """The kinds of the outputs where no input depends on the batch: "same", unless an argument gives a dim
         the batch's size."""
         values = [v for v in op.outputs if v is not None]
-        wider = [v for v in twin.outputs if v is not None]
+        wider = [v for v in wide_op.outputs if v is not None]
         kinds: list[Kind] = []
-        for i, (value, twins) in enumerate(zip(values, wider)):
-            grown = [d for d, (a, b) in enumerate(zip(value.shape, twins.shape)) if a != b]
+        for i, (value, wide_value) in enumerate(zip(values, wider)):
+            grown = [d for d, (a, b) in enumerate(zip(value.shape, wide_value.shape)) if a != b]
             if not grown:
-                self._same_numbers(op, twin)
+                self._same_numbers(op, wide_op)
                 kinds.append(SAME)
                 continue
-            if _counts_off(op) and _counts_off(twin):
+            if _counts_off(op) and _counts_off(wide_op):
                 return [BatchDim(0, numbers=True)]
-            described, bound = self._described(op, twin)
+            described, bound = self._described(op, wide_op)
             factors = bound.outputs[i][grown[0]]
-            if len(grown) > 1 or not factors or after_cut(twin, described, bound, factors[0], self.ratio)[i] != "cut":
+            if (
+                len(grown) > 1
+                or not factors
+                or after_cut(wide_op, described, bound, factors[0], self.ratio)[i] != "cut"
+            ):
                 raise self.error(op, "its result depends on the size of the batch and on the place in it")
             kinds.append(BatchDim(grown[0]))
         if any(isinstance(kind, BatchDim) for kind in kinds):
-            self._same_numbers(op, twin)
+            self._same_numbers(op, wide_op)
         return kinds
 
-    def _of_alike(self, op: Op, twin: Op, inputs: Sequence[Kind]) -> tuple[Op | None, list[Kind]]:
+    def _of_alike(self, op: Op, wide_op: Op, inputs: Sequence[Kind]) -> tuple[Op | None, list[Kind]]:
         """The result of `_of_rows`, computed once for all calls of one form, since layers of a model are often
         equal."""
-        form = form_of(op), form_of(twin), tuple(inputs)
+        form = form_of(op), form_of(wide_op), tuple(inputs)
         try:
-            known = self.alike.get(form)
+            known = self.known_calls.get(form)
         except TypeError:  # an argument that cannot be looked up, such as a slice
-            return self._of_rows(op, twin, inputs)
+            return self._of_rows(op, wide_op, inputs)
         if known is not None:
             return op, known
-        made, kinds = self._of_rows(op, twin, inputs)
+        made, kinds = self._of_rows(op, wide_op, inputs)
         if made is op:
-            self.alike[form] = kinds
+            self.known_calls[form] = kinds
         return made, kinds
 
-    def _of_rows(self, op: Op, twin: Op, inputs: Sequence[Kind]) -> tuple[Op | None, list[Kind]]:
-        described, bound = self._described(op, twin)
+    def _of_rows(self, op: Op, wide_op: Op, inputs: Sequence[Kind]) -> tuple[Op | None, list[Kind]]:
+        described, bound = self._described(op, wide_op)
         numbers = any(isinstance(kind, BatchDim) and kind.numbers for kind in inputs)
         chosen = numbers and _chooses_rows(op, inputs)
         if numbers and not chosen and not described.view:
@@ -309,7 +315,7 @@ class MicrobatchRewriter:
                     op, f"{value} {list(value.shape)} has a row for each of the batch and is not split with it"
                 )
         kinds: list[Kind] = []
-        for dims, made in zip(bound.outputs, after_cut(twin, described, bound, place[0], self.ratio)):
+        for dims, made in zip(bound.outputs, after_cut(wide_op, described, bound, place[0], self.ratio)):
             if made == "ratio" and isinstance(op.argument("target"), Value):
                 self._counted(op)
                 return None, [ReducedOverBatch("sum")]
@@ -320,22 +326,24 @@ class MicrobatchRewriter:
             kinds.append(ReducedOverBatch(made) if to is None else replace(to, numbers=numbers and not chosen))
         return op, kinds
 
-    def _of_reduced(self, op: Op, twin: Op, inputs: list[str]) -> tuple[Op, list[Kind]]:
-        described = find_rule(twin)
+    def _of_reduced(self, op: Op, wide_op: Op, inputs: list[str]) -> tuple[Op, list[Kind]]:
+        described = find_rule(wide_op)
         for i in range(len(inputs) - 1, -2, -1):
             how = followed(op, described, inputs) if described is not None else None
-            if how is not None and (scaled := self._scaled(op, twin, inputs, how)) is not None:
-                return scaled, [ReducedOverBatch(self._grown(op, twin, how))] * sum(v is not None for v in op.outputs)
+            if how is not None and (scaled := self._scaled(op, wide_op, inputs, how)) is not None:
+                return scaled, [ReducedOverBatch(self._grown(op, wide_op, how))] * sum(
+                    v is not None for v in op.outputs
+                )
             if i >= 0 and inputs[i] != "same" and self._countable(op.inputs[i]):
                 op = self._promoted(op, [i])
                 inputs[i] = "same"
                 if set(inputs) == {"same"}:
-                    return op, self._of_nothing(op, twin)
+                    return op, self._of_nothing(op, wide_op)
         raise self.error(op, "it is not linear in what was reduced over the batch")
 
-    def _grown(self, op: Op, twin: Op, how: str) -> str:
+    def _grown(self, op: Op, wide_op: Op, how: str) -> str:
         """The kind after a product with, or a quotient by, a number that grows with the batch."""
-        found = differences(op, twin)
+        found = differences(op, wide_op)
         if not found:
             return how
         name, mine, theirs = found[0]
@@ -345,7 +353,7 @@ class MicrobatchRewriter:
                     return "mean" if power < 0 else "sum"
         raise self._grows(op, *found[0])
 
-    def _scaled(self, op: Op, twin: Op, inputs: Sequence[str], how: str) -> Op | None:
+    def _scaled(self, op: Op, wide_op: Op, inputs: Sequence[str], how: str) -> Op | None:
         """The operator with its inputs brought to one kind, that of its result; None where this is impossible."""
         rule = find_rule(op)
         adds = additive(op) or (len(inputs) > 1 and rule is not None and rule.is_linear(op))
@@ -354,7 +362,7 @@ class MicrobatchRewriter:
         if not all(v.dtype.is_floating_point or v.dtype.is_complex for v in (*op.inputs, *op.outputs) if v is not None):
             return op if set(inputs) == {"sum"} and not self._adds_number(op) else None
         shares = {v.name: self._share(op, v) for v, kind in zip(op.inputs, inputs) if kind != "sum"}
-        if self._adds_number(op) and not differences(op, twin):
+        if self._adds_number(op) and not differences(op, wide_op):
             args, kwargs = op.with_arguments(other=op.argument("other") / self.count)
             op = replace(op, args=args, kwargs=kwargs)
         return _reading(op, shares)

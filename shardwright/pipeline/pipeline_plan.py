@@ -39,9 +39,9 @@ from ..sharded_plan import (
     short_hash,
 )
 from .microbatch import MicrobatchPlan
+from .pipeline_search_result import PipelineSearchResult, PricedPipeline
 from .schedules import Schedule, forward_only, schedule
 from .simulate import Profile, Simulation, simulate
-from .stage_choice import PipelineSearchResult, PricedPipeline
 from .stages import StageInput
 
 __all__ = ["Moment", "PipelinePlan", "Stage", "StageParameter", "Transfer", "moments", "timeline_of"]
@@ -189,8 +189,8 @@ class PipelinePlan(SavedPlan):
     @property
     def parts(self) -> int:
         """The number of parts of the batch where each rank feeds its own; a micro-batch has a piece of each part."""
-        fed = self.stages[0].plan.fed
-        return digits_size(fed.batch) if fed.own_part else 1
+        input_placement = self.stages[0].plan.input_placement
+        return digits_size(input_placement.batch) if input_placement.per_rank_batch else 1
 
     @property
     def draws(self) -> bool:
@@ -202,7 +202,7 @@ class PipelinePlan(SavedPlan):
         """The transfers between stages, in the order of the sending stages."""
         out = []
         for stage in self.stages:
-            for value, source, layout in zip(stage.plan.graph.inputs, stage.sources, stage.plan.fed.inputs):
+            for value, source, layout in zip(stage.plan.graph.inputs, stage.sources, stage.plan.input_placement.inputs):
                 if source.kind == "input":
                     continue
                 maker = self.stages[source.index]
@@ -440,8 +440,8 @@ class _Step:
                 ),
             )
 
-    def of(self, stage: Stage, given: Iterator[tuple[Collective, Any]]) -> Iterator[Collective]:
-        for collective, digits in given:
+    def of(self, stage: Stage, collectives: Iterator[tuple[Collective, Any]]) -> Iterator[Collective]:
+        for collective, digits in collectives:
             ranks = group_of(self.rank - stage.first, digits)
             yield replace(collective, ranks=tuple(stage.first + r for r in ranks))
 
@@ -449,8 +449,8 @@ class _Step:
         """Yield the transfers into or out of a stage with one micro-batch."""
         back = phase == "backward"
         for t in self.plan.transfers:
-            here, there = (t.target, t.source) if into != back else (t.source, t.target)
-            if t.kind == "value" and here == stage.number and (t.gradient or not back) and there not in self.mine:
+            receiver, sender = (t.target, t.source) if into != back else (t.source, t.target)
+            if t.kind == "value" and receiver == stage.number and (t.gradient or not back) and sender not in self.mine:
                 yield from self.moved(t, phase, back, stage)
 
     def moved(self, t: Transfer, phase: str, back: bool = False, at: Stage | None = None) -> Iterator[Collective]:

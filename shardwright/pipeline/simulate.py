@@ -164,9 +164,9 @@ def simulate(
         "fixed": (0.0,) * count if fixed is None else fixed,
         "kept": (0.0,) * count if kept is None else kept,
     }
-    for name, given in seconds.items():
-        _counted(name, given, count, "stages")
-        for stage, value in enumerate(given):
+    for name, entries in seconds.items():
+        _counted(name, entries, count, "stages")
+        for stage, value in enumerate(entries):
             if not 0 <= value < math.inf:
                 raise SettingError(f"{name}={value!r} of stage {stage}", legal="a finite number that is not below 0")
     for stage, (part, whole) in enumerate(zip(seconds["weights"], backward)):
@@ -184,9 +184,9 @@ def simulate(
     return Simulation(planned, spans, sizes, tuple(map(float, seconds["fixed"])), held, profiles)
 
 
-def _counted(name: str, given: Sequence[object], count: int, of: str) -> None:
-    if len(given) != count:
-        raise SettingError(f"{name} has {len(given)} entries for {count} {of}", legal=f"{count} entries")
+def _counted(name: str, entries: Sequence[object], count: int, of: str) -> None:
+    if len(entries) != count:
+        raise SettingError(f"{name} has {len(entries)} entries for {count} {of}", legal=f"{count} entries")
 
 
 class _Play:

@@ -262,7 +262,7 @@ class _Search:
         smallest, largest = min(self.sizes), max(self.sizes)
         begins = np.searchsorted(self.spent, bound * np.arange(self.devices, -1, -1) * (1 + 1e-12), side="right")
         for k in range(1, self.most + 1):
-            here, before = np.full((n + 1, width), np.inf), tables[-1]
+            best, before = np.full((n + 1, width), np.inf), tables[-1]
             for w, (way, size) in enumerate(zip(self.ways, self.sizes)):
                 holds = fits[w] & (way.fixed + min(self.micro_batches, k) * way.kept <= self.memory)
                 costs = np.where(holds, way.seconds, np.inf)
@@ -271,13 +271,13 @@ class _Search:
                     if not self.allowed[w][left]:
                         continue
                     column = before[:, left - size]
-                    there = np.flatnonzero(column < np.inf)
-                    if len(there):
-                        rows = slice(0, min(begins[left], int(there[-1])))
-                        first, last = int(there[0]), int(there[-1]) + 1
+                    finite = np.flatnonzero(column < np.inf)
+                    if len(finite):
+                        rows = slice(0, min(begins[left], int(finite[-1])))
+                        first, last = int(finite[0]), int(finite[-1]) + 1
                         found = (costs[rows, first:last] + column[first:last]).min(axis=1, initial=np.inf)
-                        np.minimum(here[rows, left], found, out=here[rows, left])
-            tables.append(here)
+                        np.minimum(best[rows, left], found, out=best[rows, left])
+            tables.append(best)
         ends = [tables[k][0, self.devices] for k in range(self.most + 1)]
         if self.count is not None:
             ends = [end if k == self.count else math.inf for k, end in enumerate(ends)]
@@ -292,13 +292,13 @@ class _Search:
         before = np.full((n + 1, width), np.inf)
         before[n, 0] = 0.0
         for k in range(1, self.most + 1):
-            here = np.full((n + 1, width), np.inf)
+            best = np.full((n + 1, width), np.inf)
             for w, (way, size) in enumerate(zip(self.ways, self.sizes)):
                 needs = np.where(self.can[w], way.fixed + min(self.micro_batches, k) * way.kept, np.inf)
                 for left in range(size, width):
                     if self.allowed[w][left] and np.isfinite(column := before[:, left - size]).any():
-                        here[:, left] = np.minimum(here[:, left], np.maximum(needs, column[None, :]).min(axis=1))
-            before = here
+                        best[:, left] = np.minimum(best[:, left], np.maximum(needs, column[None, :]).min(axis=1))
+            before = best
             if self.count in (None, k):
                 found.append(float(before[0, self.devices]))
         least = min(found, default=math.inf)
@@ -449,7 +449,7 @@ def _sends(plan: Plan, units: Units, cluster: Cluster) -> np.ndarray:
     for op in plan.graph.ops:
         decision = plan.decisions[op.name]
         for i, v in enumerate(v for v in op.outputs if v is not None):
-            left[v.name] = v, decision.out[i] if decision.out else decision.left(i).without_partial()
+            left[v.name] = v, decision.out[i] if decision.out else decision.output_layout(i).without_partial()
     costs, known, out = CostModel(cluster), dict[str, float](), np.zeros(max(len(units) - 1, 0))
     for border, names in enumerate(units.crossing):
         for name in names:

@@ -39,11 +39,11 @@ from ..cluster import Cluster, format_bytes
 from ..errors import PlanError, SettingError, ShardwrightError
 from ..graph import Graph, Op, Value
 from ..launch.progress import each
-from ..partition.local_program import Decisions, InputPlacement, PortableDecisions, input_placement
+from ..partition.local_program import Decisions, InputPlacement, PortableDecisions, place_inputs
 from ..sharded_plan import Plan
 from ..torch_private import pytree
 from .microbatch import rows_of
-from .stage_choice import PipelineSearchResult, PricedPipeline, StageChoice
+from .pipeline_search_result import PipelineSearchResult, PricedPipeline, StageChoice
 from .stage_costs import StageCut, StageOption, UnitPrices, all_recomputed, balance, least_memory, unit_prices
 from .stages import units_of
 
@@ -247,8 +247,8 @@ class StageSearch:
         self.settle()
         if unequal and self.dataset == "full_batch":  # else a rank's part of the batch would differ between stages
             near = PROMISING * self.least()
-            there = ((m, found) for (_, m), found in self.equal.items() if found is not None)
-            for count in sorted({m for m, found in there if found.seconds <= near}):
+            equally_cut = ((m, found) for (_, m), found in self.equal.items() if found is not None)
+            for count in sorted({m for m, found in equally_cut if found.seconds <= near}):
                 self.cut_unequally(count)
         return self.result()
 
@@ -293,9 +293,9 @@ class StageSearch:
         try:
             if own or pair not in self.priced:
                 graph = self.on_rows(self.batch // count)
-                fed = input_placement(graph, devices, self.dataset)
-                plan = None if own else self.taken_over(graph, devices, fed)
-                searched = self.planner(graph, devices, fed) if plan is None else plan
+                input_placement = place_inputs(graph, devices, self.dataset)
+                plan = None if own else self.taken_over(graph, devices, input_placement)
+                searched = self.planner(graph, devices, input_placement) if plan is None else plan
                 self.priced[pair] = _Priced(searched, plan is None, [unit_prices(searched, self.units, self.cluster)])
             self.equal[pair] = self.cut_equally(pair, math.inf)
             cut = self.equal[pair]
@@ -313,13 +313,13 @@ class StageSearch:
         """The best cut into stages of one size."""
         return balance(self.ways(pair), len(self.units), self.devices, pair[1], memory, stages=self.devices // pair[0])
 
-    def taken_over(self, graph: Graph, devices: int, fed: InputPlacement) -> Plan | None:
+    def taken_over(self, graph: Graph, devices: int, input_placement: InputPlacement) -> Plan | None:
         """A plan of the graph with the decisions of a plan for another number of rows; None where none is valid."""
         for pair in sorted(self.priced):
             known = self.priced[pair]
             if pair[0] == devices and known.own:
-                handed = PortableDecisions.of(Decisions(known.plan.decisions, known.plan.carries))
-                decisions = handed.onto(graph, devices, on_missing_rule="replicate").decisions
+                portable = PortableDecisions.of(Decisions(known.plan.decisions, known.plan.batch_dims))
+                decisions = portable.onto(graph, devices, on_missing_rule="replicate").decisions
                 if all(
                     len(d.assignment.digits) == len(d.bound.factors)
                     and d.bound.divides(d.assignment)
@@ -327,7 +327,7 @@ class StageSearch:
                     for d in decisions.values()
                 ):
                     try:
-                        made = replace(known.plan, graph=graph, fed=fed, decisions=decisions)
+                        made = replace(known.plan, graph=graph, input_placement=input_placement, decisions=decisions)
                         _ = made.program
                         return made
                     except ShardwrightError:
@@ -515,14 +515,14 @@ class AutomaticStages:
         captured: Callable[..., Any],
         before: Any = None,
         first: Callable[[Graph, Any, Callable[[], PipelineSearchResult]], PipelineSearchResult] | None = None,
-        fed_apart: bool = False,
+        per_rank_batch: bool = False,
     ) -> AutomaticStages:
         """The settings for a call of a model; without stages="auto", for the requested number of micro-batches.
 
         Args:
             args, kwargs: the whole batch.
             before: the plan of an earlier call.
-            fed_apart: True where each process feeds a part of the batch.
+            per_rank_batch: True where each process feeds a part of the batch.
 
         Raises:
             SettingError: micro-batches to be chosen for given stages, or stages to be chosen where the batch depends
@@ -532,7 +532,7 @@ class AutomaticStages:
             if setting.micro_batches == "auto":
                 raise SettingError('micro_batches="auto" with a number of stages', legal='a number, or stages="auto"')
             return cls(int(setting.micro_batches), captured)
-        if fed_apart:
+        if per_rank_batch:
             raise SettingError(
                 'stages="auto" where each process feeds its own part of the batch: of how many parts '
                 "the batch is depends on the stages",

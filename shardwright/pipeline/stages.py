@@ -71,13 +71,13 @@ class StageGraph:
     sent: tuple[str, ...]
 
 
-def cut(graph: Graph, modules: Mapping[str, int], count: int, carries: Mapping[str, int]) -> tuple[StageGraph, ...]:
+def cut(graph: Graph, modules: Mapping[str, int], count: int, batch_dims: Mapping[str, int]) -> tuple[StageGraph, ...]:
     """Cut a graph into stages.
 
     Args:
         modules: dotted path -> stage.
         count: the number of stages.
-        carries: value name -> the dim that carries the batch.
+        batch_dims: value name -> the dim that carries the batch.
 
     Raises:
         SettingError: a stage past the count, one without an operator or without a parameter that is trained.
@@ -88,7 +88,7 @@ def cut(graph: Graph, modules: Mapping[str, int], count: int, carries: Mapping[s
         raise SettingError(
             f"the module {past[0]!r} is in stage {past[1]}, of {count}", legal=f"stages 0 to {count - 1}"
         )
-    return _Cutter(graph, modules, count, carries).run()
+    return _Cutter(graph, modules, count, batch_dims).run()
 
 
 def placed(graph: Graph, modules: Mapping[str, int], count: int) -> dict[str, int]:
@@ -101,8 +101,8 @@ def placed(graph: Graph, modules: Mapping[str, int], count: int) -> dict[str, in
 
 
 class _Cutter:
-    def __init__(self, graph: Graph, modules: Mapping[str, int], count: int, carries: Mapping[str, int]) -> None:
-        self.graph, self.modules, self.count, self.carries = graph, modules, count, carries
+    def __init__(self, graph: Graph, modules: Mapping[str, int], count: int, batch_dims: Mapping[str, int]) -> None:
+        self.graph, self.modules, self.count, self.batch_dims = graph, modules, count, batch_dims
         self.producers = graph.producers()
         self.stage = self.stages()
         self.parameters = {v.name: n for n, v in graph.parameters.items()}
@@ -160,11 +160,11 @@ class _Cutter:
         return found
 
     def run(self) -> tuple[StageGraph, ...]:
-        there = set(self.stage.values())
-        missing = [s for s in range(self.count) if s not in there]
+        stages = set(self.stage.values())
+        missing = [s for s in range(self.count) if s not in stages]
         if missing:
             raise SettingError(
-                f"no operator is in stage {missing[0]} of {self.count}; those that there are: {sorted(there)}",
+                f"no operator is in stage {missing[0]} of {self.count}; those that there are: {sorted(stages)}",
                 legal=f"sw.set_stage(module, number) or stage_config, with every number from 0 to {self.count - 1}",
             )
         made = tuple(self.one(s) for s in range(self.count))
@@ -218,7 +218,7 @@ class _Cutter:
         batch = {
             v.name: d
             for v in inputs
-            for d in (self.carries.get(v.name),)
+            for d in (self.batch_dims.get(v.name),)
             if d is not None and v.name not in self.parameters
         }
         constants = {n: t for n, t in graph.constants.items() if n in read}
@@ -324,8 +324,8 @@ class Units:
         forms = _Forms(self)
         out: list[int] = []
         for unit in range(len(self)):
-            alike = unit > 0 and forms.of(unit) == forms.of(unit - 1)
-            out.append(out[-1] if alike else unit)
+            same_form = unit > 0 and forms.of(unit) == forms.of(unit - 1)
+            out.append(out[-1] if same_form else unit)
         return tuple(out)
 
     @cached_property

@@ -19,8 +19,8 @@ from ..cluster import Cluster
 from ..errors import ShardwrightError
 from ..graph import Graph, Op, types_of
 from ..layout import Layout
-from ..partition.hybrid_parallel import fed_whole
-from ..partition.local_program import Decision, InputPlacement, input_placement
+from ..partition.hybrid_parallel import place_whole_inputs
+from ..partition.local_program import Decision, InputPlacement, place_inputs
 from ..pipeline.schedules import SCHEDULES, Schedule, schedule
 from .encoding import fingerprint, packed, spell_assignment, spell_digits, spell_layout, write_graph, write_recompute
 
@@ -37,14 +37,14 @@ __all__ = [
     "Parts",
     "dataset_strategy",
     "digest",
-    "fed_by",
-    "fed_of",
     "fields_of",
     "head_digest",
+    "layouts_of_inputs",
     "parts_of",
     "pipeline_dataset_strategy",
     "pipeline_words",
     "pipeline_written",
+    "placement_under",
     "section",
     "whole_graph",
     "written",
@@ -109,7 +109,7 @@ def parts_of(plan: Plan, word: bool = True) -> Parts:
         "graph": fingerprint(plan.graph),
         "devices": plan.devices,
         "mode": plan.mode,
-        "dataset_strategy": dataset_strategy(plan) if word else [*map(spell_layout, plan.fed.inputs)],
+        "dataset_strategy": dataset_strategy(plan) if word else [*map(spell_layout, plan.input_placement.inputs)],
         "hsdp": None
         if setting is None
         else {key: sorted(value) if isinstance(value, frozenset) else value for key, value in asdict(setting).items()},
@@ -167,20 +167,20 @@ def section(name: str, lines: Iterable[dict[str, Any]], indent: str = "  ") -> s
     return f'{indent}"{name}": [\n{body}\n{indent}]' if body else f'{indent}"{name}": []'
 
 
-def fed_by(graph: Graph, devices: int, mode: str, strategy: Any) -> InputPlacement:
+def placement_under(graph: Graph, devices: int, mode: str, strategy: Any) -> InputPlacement:
     """The placement of the inputs under a dataset_strategy, in a parallel mode."""
-    return (fed_whole if mode == "hybrid_parallel" else input_placement)(graph, devices, strategy)
+    return (place_whole_inputs if mode == "hybrid_parallel" else place_inputs)(graph, devices, strategy)
 
 
 def dataset_strategy(plan: Plan) -> Any:
     """The dataset_strategy that gives the plan's placement of the inputs: a word where there is one, else layouts."""
     for word in ("full_batch", "data_parallel"):
         try:
-            if fed_by(plan.graph, plan.devices, plan.mode, word) == plan.fed:
+            if placement_under(plan.graph, plan.devices, plan.mode, word) == plan.input_placement:
                 return word
         except ShardwrightError:
             pass  # a batch that does not divide
-    return [spell_layout(layout) for layout in plan.fed.inputs]
+    return [spell_layout(layout) for layout in plan.input_placement.inputs]
 
 
 def _operator(op: Op, decision: Decision, seconds: float, closed: bool) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def _stage(plan: PipelinePlan, stage: Stage, parts: Parts) -> str:
         "ranks": f"{stage.ranks[0]}-{stage.ranks[-1]}",
         "fed": [
             {"value": source.name, "from": _from(source), "layout": spell_layout(layout)}
-            for source, layout in zip(stage.sources, stage.plan.fed.inputs)
+            for source, layout in zip(stage.sources, stage.plan.input_placement.inputs)
         ],
     }
     body = [
@@ -325,16 +325,16 @@ def _named(made: Schedule) -> bool:
 # -- how the model is fed ----------------------------------------------------------------------------------------------
 
 
-def fed_of(plan: PipelinePlan) -> dict[int, Layout]:
+def layouts_of_inputs(plan: PipelinePlan) -> dict[int, Layout]:
     """By index of the model's inputs, the layout in which the first stage that reads the input is fed it."""
     out: dict[int, Layout] = {}
     names = [v.name for v in plan.graph.inputs]
     for stage in plan.stages:
-        for source, layout in zip(stage.sources, stage.plan.fed.inputs):
+        for source, layout in zip(stage.sources, stage.plan.input_placement.inputs):
             if source.kind == "input":
                 out.setdefault(source.index, layout)
         if stage.counts is not None:
-            for value, layout in zip(stage.counts.graph.inputs, stage.counts.fed.inputs):
+            for value, layout in zip(stage.counts.graph.inputs, stage.counts.input_placement.inputs):
                 out.setdefault(names.index(value.name), layout)
     return out
 
@@ -342,7 +342,7 @@ def fed_of(plan: PipelinePlan) -> dict[int, Layout]:
 def pipeline_dataset_strategy(plan: PipelinePlan) -> Any:
     """The dataset_strategy that gives the stages' placement of the inputs; an input that no stage reads is whole."""
     inputs = plan.graph.inputs[: len(plan.graph.inputs) - len(plan.micro.totals)]
-    alone, found = Graph(inputs, {}, {}, {}, (), ()), fed_of(plan)
+    alone, found = Graph(inputs, {}, {}, {}, (), ()), layouts_of_inputs(plan)
     first = plan.stages[0]
     for word in ("full_batch", "data_parallel"):
         if all(_fits(word, alone, stage) for stage in plan.stages):
@@ -353,12 +353,12 @@ def pipeline_dataset_strategy(plan: PipelinePlan) -> Any:
 def _fits(word: str, alone: Graph, stage: Stage) -> bool:
     """True where a dataset_strategy word gives the stage's placement of its inputs."""
     try:
-        fed: InputPlacement = input_placement(alone, stage.devices, word)
+        input_placement: InputPlacement = place_inputs(alone, stage.devices, word)
     except ShardwrightError:  # a batch that does not divide
         return False
-    own = stage.plan.fed
-    return fed.own_part == own.own_part and all(
-        fed.inputs[source.index] == layout
+    own = stage.plan.input_placement
+    return input_placement.per_rank_batch == own.per_rank_batch and all(
+        input_placement.inputs[source.index] == layout
         for source, layout in zip(stage.sources, own.inputs)
         if source.kind == "input" and source.index < len(alone.inputs)
     )

@@ -237,10 +237,10 @@ def unpacked(text: str, source: str = "", legal: str = "a file that Plan.save wr
             )
         if not worker.eof or worker.unused_data:
             raise ValueError("it is cut short, or goes on after its end")
-        words = content.decode()
+        encoded = content.decode()
     except (ValueError, zlib.error) as error:
         raise PlanError(f"the captured graph cannot be read: {error}", source=source, legal=legal) from None
-    return parse(words, PlanError, "the captured graph", source, legal, lines=False)
+    return parse(encoded, PlanError, "the captured graph", source, legal, lines=False)
 
 
 def _read_spec(text: str | None, source: str) -> Any:
@@ -270,24 +270,24 @@ def _read_spec(text: str | None, source: str) -> Any:
 def _classes_of(text: str, source: str) -> Iterator[tuple[type, str, str]]:
     """The classes that a nesting names: `Enum` or `dict`, the module, the name of the class in it."""
 
-    def read(words: str) -> Any:
-        return parse(words, PlanError, "the nesting of a value", source, "a file that Plan.save wrote", lines=False)
+    def read(encoded: str) -> Any:
+        return parse(encoded, PlanError, "the nesting of a value", source, "a file that Plan.save wrote", lines=False)
 
     left: list[Any] = [read(text)]
     while left:
-        words = left.pop()
-        if isinstance(words, list):
-            left += words
-        elif isinstance(words, dict):
-            if "__enum__" in words:
-                module, _, path = str(words.get("fqn")).partition(":")
+        encoded = left.pop()
+        if isinstance(encoded, list):
+            left += encoded
+        elif isinstance(encoded, dict):
+            if "__enum__" in encoded:
+                module, _, path = str(encoded.get("fqn")).partition(":")
                 yield Enum, module, path
-            if "default_factory_module" in words:
-                yield dict, str(words["default_factory_module"]), str(words.get("default_factory_name"))
-            context = words.get("context")  # JSON within JSON; of other kinds of nodes the name of a class
+            if "default_factory_module" in encoded:
+                yield dict, str(encoded["default_factory_module"]), str(encoded.get("default_factory_name"))
+            context = encoded.get("context")  # JSON within JSON; of other kinds of nodes the name of a class
             if isinstance(context, str) and context.lstrip()[:1] in ("[", "{"):
                 left.append(read(context))
-            left += words.values()
+            left += encoded.values()
 
 
 def _leaf_of(x: Any, values: dict[str, Value]) -> Any:
@@ -495,7 +495,7 @@ class _Axes:
         self.names = [string.ascii_lowercase[i] if len(self.axes) <= 26 else f"a{i}" for i in range(len(self.axes))]
 
     @property
-    def words(self) -> dict[str, list[int] | list[str]]:
+    def encoded(self) -> dict[str, list[int] | list[str]]:
         return {"device_matrix": [axis.size for axis in self.axes], "alias_name": self.names}
 
     def entry(self, digits: Digits) -> str | list[str]:
@@ -526,32 +526,32 @@ def spell_assignment(bound: Bound, assignment: Assignment) -> dict[str, Any]:
     def written(sides: Sequence[Sequence[tuple[int, ...]]]) -> list[list[object]]:
         return [[axes.entry(bound.dim_digits(dim, assignment) or ()) for dim in dims] for dims in sides]
 
-    words = axes.words | {"in_strategy": written(bound.inputs)}
+    encoded = axes.encoded | {"in_strategy": written(bound.inputs)}
     seen = {factor for dims in bound.inputs for dim in dims for factor in dim}
     if any(digits and i not in seen for i, digits in enumerate(assignment.digits)):
-        words["leaves"] = written(bound.outputs)
-    return words
+        encoded["leaves"] = written(bound.outputs)
+    return encoded
 
 
-def read_assignment(bound: Bound, words: Mapping[str, Any], devices: int) -> Assignment:
+def read_assignment(bound: Bound, encoded: Mapping[str, Any], devices: int) -> Assignment:
     """The assignment that the fields of a line describe.
 
     Args:
         bound: the operator's notation, bound to its shapes.
-        words: the fields.
+        encoded: the fields.
         devices: the number of devices.
 
     Raises:
         StrategyError, LayoutError: a strategy that the operator cannot follow, with the legal ones.
     """
-    given = words.get("in_strategy")
-    if not isinstance(given, list):
-        raise StrategyError(f"its in_strategy is {given!r}", legal="a list with one entry per tensor input")
-    matrix = _matrix(words)
-    assignment = assignment_of(bound, tuple(_entry(matrix, entry) for entry in given), devices)
-    if "leaves" not in words:
+    entries = encoded.get("in_strategy")
+    if not isinstance(entries, list):
+        raise StrategyError(f"its in_strategy is {entries!r}", legal="a list with one entry per tensor input")
+    matrix = _matrix(encoded)
+    assignment = assignment_of(bound, tuple(_entry(matrix, entry) for entry in entries), devices)
+    if "leaves" not in encoded:
         return assignment
-    leaves = words["leaves"]
+    leaves = encoded["leaves"]
     if matrix is None or not isinstance(leaves, list) or len(leaves) != len(bound.outputs):
         raise StrategyError(
             f"leaves={leaves!r}",
@@ -578,7 +578,7 @@ def read_assignment(bound: Bound, words: Mapping[str, Any], devices: int) -> Ass
     ):
         raise StrategyError(
             "in_strategy and leaves do not agree",
-            strategy=dict(words),
+            strategy=dict(encoded),
             legal="the same axes for dims that are cut alike, each axis once",
         )
     return merged
@@ -588,16 +588,16 @@ def _splittable(bound: Bound) -> str:
     return ", ".join(f"{f.name} ({f.size})" for f in bound.factors if f.splittable and f.size > 1) or "none"
 
 
-def _matrix(words: Mapping[str, Any]) -> Layout | None:
+def _matrix(encoded: Mapping[str, Any]) -> Layout | None:
     """The named device matrix of a line, or None.
 
     Raises:
         LayoutError: sizes or names that make no device matrix.
     """
-    if "device_matrix" not in words and "alias_name" not in words:
+    if "device_matrix" not in encoded and "alias_name" not in encoded:
         return None
     try:
-        return Layout(words.get("device_matrix"), words.get("alias_name"))  # type: ignore[arg-type]
+        return Layout(encoded.get("device_matrix"), encoded.get("alias_name"))  # type: ignore[arg-type]
     except LayoutError as error:
         raise LayoutError(error.message, legal=error.legal) from None  # without the source line of this reader
 
@@ -625,14 +625,14 @@ def spell_layout(layout: Layout) -> Any:
     if Layout.from_cuts(layout.devices, cuts) == layout:
         return list(cuts)
     axes = _Axes(layout.devices, layout.carried)
-    return axes.words | {"layout": [axes.entry(digits) for digits in layout.dims or ()]}
+    return axes.encoded | {"layout": [axes.entry(digits) for digits in layout.dims or ()]}
 
 
-def read_layout(words: Any, devices: int, shape: Sequence[int], padded: bool = False) -> Layout:
+def read_layout(encoded: Any, devices: int, shape: Sequence[int], padded: bool = False) -> Layout:
     """The layout of a tensor of `shape`.
 
     Args:
-        words: the layout, as `spell_layout` writes it.
+        encoded: the layout, as `spell_layout` writes it.
         devices: the number of devices.
         shape: the shape of the whole tensor.
         padded: True: cuts need not divide the dims.
@@ -640,18 +640,18 @@ def read_layout(words: Any, devices: int, shape: Sequence[int], padded: bool = F
     Raises:
         LayoutError: no layout of so many dims or devices; or cuts that do not divide.
     """
-    layout = words
-    if isinstance(words, Mapping):
-        matrix, entry = _matrix(words), words.get("layout")
+    layout = encoded
+    if isinstance(encoded, Mapping):
+        matrix, entry = _matrix(encoded), encoded.get("layout")
         if matrix is not None and isinstance(entry, list):
             layout = _entry(matrix, entry) if entry else Layout.replicated(devices, 0)
     if isinstance(layout, list):
         layout = Layout.from_cuts(devices, tuple(layout))
     if not isinstance(layout, Layout) or layout.dims is None:
-        raise LayoutError(f"{words!r} is no layout", legal=f"cuts, one for each dim of {tuple(shape)}")
+        raise LayoutError(f"{encoded!r} is no layout", legal=f"cuts, one for each dim of {tuple(shape)}")
     if layout.devices != devices:
         raise LayoutError(
-            f"the device matrix {words['device_matrix']} is of {layout.devices} devices, there are {devices}",
+            f"the device matrix {encoded['device_matrix']} is of {layout.devices} devices, there are {devices}",
             legal=f"a product of {devices}",
         )
     layout.local_shape(layout.padded(shape) if padded and len(layout.dims) == len(shape) else shape)
@@ -664,22 +664,22 @@ def spell_digits(devices: int, digits: Digits) -> Any:
         return []
     axes = _Axes(devices, digits)
     named = axes.entry(digits)
-    return axes.words | {"axes": [named] if isinstance(named, str) else named}
+    return axes.encoded | {"axes": [named] if isinstance(named, str) else named}
 
 
-def read_digits(words: Any, devices: int) -> Digits:
+def read_digits(encoded: Any, devices: int) -> Digits:
     """The digits that `spell_digits` wrote.
 
     Raises:
         LayoutError: they are not digits of `devices` devices.
     """
-    if words == []:
+    if encoded == []:
         return ()
-    matrix = _matrix(words) if isinstance(words, Mapping) else None
-    names = words.get("axes") if isinstance(words, Mapping) else None
+    matrix = _matrix(encoded) if isinstance(encoded, Mapping) else None
+    names = encoded.get("axes") if isinstance(encoded, Mapping) else None
     if matrix is None or matrix.devices != devices or not isinstance(names, list) or not names:
         raise LayoutError(
-            f"{words!r} names no axes of {devices} devices",
+            f"{encoded!r} names no axes of {devices} devices",
             legal='{"device_matrix": [2, 4], "alias_name": ["a", "b"], "axes": ["b"]}, or []',
         )
     layout = _entry(matrix, [names])

@@ -47,30 +47,30 @@ def read_document(path: str | os.PathLike[str]) -> PlanDocument | PipelineDocume
             two lines for one operator.
     """
     path = Path(path)
-    text, words = read_object(path, PlanError, "the plan", "a file that Plan.save wrote")
-    if "schema" not in words:
+    text, encoded = read_object(path, PlanError, "the plan", "a file that Plan.save wrote")
+    if "schema" not in encoded:
         raise PlanError("not a plan: it has no schema", source=str(path), legal="a file that Plan.save wrote")
-    schema = PIPELINE_SCHEMA if "pipeline" in words else SCHEMA
-    if type(words["schema"]) is not int or words["schema"] != schema:
+    schema = PIPELINE_SCHEMA if "pipeline" in encoded else SCHEMA
+    if type(encoded["schema"]) is not int or encoded["schema"] != schema:
         raise PlanError(
-            f"a plan of schema {shown(words['schema'])}",
+            f"a plan of schema {shown(encoded['schema'])}",
             source=str(path),
             legal=f"schema {schema}, or the version of Shardwright that wrote it",
         )
-    if "pipeline" in words:
-        return PipelineDocument.of(path, text, words)
-    return PlanDocument.of(path, text, words)
+    if "pipeline" in encoded:
+        return PipelineDocument.of(path, text, encoded)
+    return PlanDocument.of(path, text, encoded)
 
 
 def as_document(
-    given: PlanDocument | PipelineDocument | str | os.PathLike[str] | None,
+    plan: PlanDocument | PipelineDocument | str | os.PathLike[str] | None,
 ) -> PlanDocument | PipelineDocument | None:
     """The given document, or that of a path; None for None.
 
     Raises:
         PlanError: the file holds no document.
     """
-    return given if given is None or isinstance(given, (PlanDocument, PipelineDocument)) else read_document(given)
+    return plan if plan is None or isinstance(plan, (PlanDocument, PipelineDocument)) else read_document(plan)
 
 
 SavedPlan.register_files(save_plan, load_plan)

@@ -167,29 +167,29 @@ class ParameterStrategies:
             LayoutError: a layout that does not fit the tensor.
         """
         path = Path(path)
-        text, words = read_object(path, PlanError, "the file of parameters' strategies", _LEGAL)
-        if words.get("kind") != KIND:
-            if "schema" not in words or "kind" in words:
+        text, encoded = read_object(path, PlanError, "the file of parameters' strategies", _LEGAL)
+        if encoded.get("kind") != KIND:
+            if "schema" not in encoded or "kind" in encoded:
                 raise PlanError("neither parameters' strategies nor a plan", source=str(path), legal=_LEGAL)
             return cls.of(load_plan(path), path)
-        if type(words.get("schema")) is not int or words["schema"] != SCHEMA:
+        if type(encoded.get("schema")) is not int or encoded["schema"] != SCHEMA:
             raise PlanError(
-                f"parameters' strategies of schema {shown(words.get('schema'))}",
+                f"parameters' strategies of schema {shown(encoded.get('schema'))}",
                 source=str(path),
                 legal=f"schema {SCHEMA}, or the version of Shardwright that wrote it",
             )
-        check_fields(words, FIELDS, PlanError, "the file", str(path))
-        devices = words.get("devices")
+        check_fields(encoded, FIELDS, PlanError, "the file", str(path))
+        devices = encoded.get("devices")
         if type(devices) is not int or not 1 <= devices <= MOST_DEVICES:
             raise PlanError(
                 f"devices: {shown(devices)}", source=str(path), legal=f"a whole number from 1 to {MOST_DEVICES:,}"
             )
-        uneven = words.get("uneven", False)
+        uneven = encoded.get("uneven", False)
         if not isinstance(uneven, bool):
             raise PlanError(f"uneven: {shown(uneven)}", source=str(path), legal="true or false")
         made = []
         for name in ("parameters", "buffers"):
-            lines = read_lines(path, text, words.get(name, [] if name == "buffers" else None), name)
+            lines = read_lines(path, text, encoded.get(name, [] if name == "buffers" else None), name)
             made.append({line.name: _storage(line, devices, uneven) for line in lines.values()})
         twice = next((name for name in made[1] if name in made[0]), None)
         if twice is not None:
@@ -350,13 +350,19 @@ class ParameterStrategies:
                 )
 
 
-def as_parameter_strategies(given: ParameterStrategies | str | os.PathLike[str] | None) -> ParameterStrategies | None:
+def as_parameter_strategies(
+    strategies: ParameterStrategies | str | os.PathLike[str] | None,
+) -> ParameterStrategies | None:
     """The given strategies, or those of a path; None for None.
 
     Raises:
         ShardwrightError: the file holds no strategies.
     """
-    return given if given is None or isinstance(given, ParameterStrategies) else ParameterStrategies.read(given)
+    return (
+        strategies
+        if strategies is None or isinstance(strategies, ParameterStrategies)
+        else ParameterStrategies.read(strategies)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -374,31 +380,34 @@ def _storage(line: DocumentLine, devices: int, uneven: bool) -> TensorStorage:
     Raises:
         PlanError, LayoutError: an invalid value, with the line's place.
     """
-    words, who = line.words, f"the parameter {shown(line.name)}"
-    shape = words.get("shape")
+    encoded, parameter = line.encoded, f"the parameter {shown(line.name)}"
+    shape = encoded.get("shape")
     if not is_shape(shape):
-        raise PlanError(f"shape: {shown(shape)}", operator=who, source=line.where, legal="such as [784, 512]")
+        raise PlanError(f"shape: {shown(shape)}", operator=parameter, source=line.where, legal="such as [784, 512]")
     try:
-        dtype = dtype_name(dtype_named(words.get("dtype")))
+        dtype = dtype_name(dtype_named(encoded.get("dtype")))
     except ValueError:
         raise PlanError(
-            f"dtype: {shown(words.get('dtype'))}", operator=who, source=line.where, legal='such as "float32"'
+            f"dtype: {shown(encoded.get('dtype'))}", operator=parameter, source=line.where, legal='such as "float32"'
         ) from None
-    ranks = words.get("ranks", f"0-{devices - 1}")
+    ranks = encoded.get("ranks", f"0-{devices - 1}")
     found = re.fullmatch(r"([0-9]{1,7})-([0-9]{1,7})", ranks) if isinstance(ranks, str) else None
     if not found or not int(found[1]) <= int(found[2]) < devices:
         raise PlanError(
-            f"ranks: {shown(ranks)}", operator=who, source=line.where, legal=f'"0-{devices - 1}", or some of these'
+            f"ranks: {shown(ranks)}",
+            operator=parameter,
+            source=line.where,
+            legal=f'"0-{devices - 1}", or some of these',
         )
     first, count = int(found[1]), int(found[2]) - int(found[1]) + 1
     try:
-        layout = read_layout(words.get("storage"), count, shape, uneven)
+        layout = read_layout(encoded.get("storage"), count, shape, uneven)
     except ShardwrightError as error:
         raise LayoutError(
             error.message,
-            operator=who,
+            operator=parameter,
             source=line.where,
-            strategy=words.get("storage"),
+            strategy=encoded.get("storage"),
             legal=error.legal or f"cuts, one for each dim of {shape}",
         ) from None
     return TensorStorage(tuple(shape), dtype, layout, first, line.where)

@@ -62,19 +62,19 @@ class PipelineDocument:
     line: str
 
     @classmethod
-    def of(cls, path: Path, text: str, words: dict[str, Any]) -> PipelineDocument:
+    def of(cls, path: Path, text: str, encoded: dict[str, Any]) -> PipelineDocument:
         """The document of a JSON object.
 
         Args:
             path: the file.
             text: its text.
-            words: the object.
+            encoded: the object.
 
         Raises:
             PlanError: a part is missing or invalid.
         """
         legal = "a file that PipelinePlan.save wrote"
-        stages, captured = words.pop("stages", None), words.pop("captured", None)
+        stages, captured = encoded.pop("stages", None), encoded.pop("captured", None)
         if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
             raise PlanError("the plan has no stages", source=str(path), legal=legal)
         if (
@@ -87,9 +87,9 @@ class PipelineDocument:
                 source=str(path),
                 legal=legal,
             )
-        check_fields(words, PIPELINE_FIELDS, PlanError, "the plan", str(path))
-        head = PlanDocument(path, words, {}, {}, captured[-1])
-        shared: dict[str, Any] = {"mode": words.get("mode"), "optimizer": words.get("optimizer", "adam")}
+        check_fields(encoded, PIPELINE_FIELDS, PlanError, "the plan", str(path))
+        head = PlanDocument(path, encoded, {}, {}, captured[-1])
+        shared: dict[str, Any] = {"mode": encoded.get("mode"), "optimizer": encoded.get("optimizer", "adam")}
         documents = []
         for number, written in enumerate(stages):
             if type(written.get("stage")) is not int or written["stage"] != number:
@@ -101,7 +101,7 @@ class PipelineDocument:
             part = PlanDocument.of(path, text, shared | written | {"captured": captured[number]}, number)
             if "cluster" not in written:
                 try:
-                    part.words["cluster"] = Cluster.of(head.cluster, part.devices).to_dict()
+                    part.encoded["cluster"] = Cluster.of(head.cluster, part.devices).to_dict()
                 except ShardwrightError as error:
                     raise error.located(operator="cluster", source=str(path)) from None
             documents.append(part)
@@ -131,44 +131,44 @@ class PipelineDocument:
         Raises:
             PlanError: an invalid value.
         """
-        given = self.head.words["pipeline"]
+        fields = self.head.encoded["pipeline"]
         for key, kind in PIPELINE_KINDS.items():
-            value = given.get(key) if isinstance(given, dict) else None
+            value = fields.get(key) if isinstance(fields, dict) else None
             if type(value) is not kind:
                 raise self.wrong(
                     f"pipeline: {key}={shown(value)}",
                     ", ".join(f"{name}: {kind.__name__}" for name, kind in PIPELINE_KINDS.items()),
                 )
-        check_fields(given, {*PIPELINE_KINDS, "chunks", "actions"}, PlanError, "the pipeline", self.line)
-        if not 1 <= given["stages"] <= len(self.stages):
+        check_fields(fields, {*PIPELINE_KINDS, "chunks", "actions"}, PlanError, "the pipeline", self.line)
+        if not 1 <= fields["stages"] <= len(self.stages):
             raise self.wrong(
-                f"pipeline: stages={shown(given['stages'])}, and the plan has {len(self.stages)} stages",
+                f"pipeline: stages={shown(fields['stages'])}, and the plan has {len(self.stages)} stages",
                 f"1 to {len(self.stages)}: the groups of devices that they are on",
             )
-        if given["micro_batches"] != self.held["micro_batches"]:
+        if fields["micro_batches"] != self.held["micro_batches"]:
             raise self.wrong(
-                f"{shown(given['micro_batches'])} micro-batches, and the graph is that of one of "
+                f"{shown(fields['micro_batches'])} micro-batches, and the graph is that of one of "
                 f"{shown(self.held['micro_batches'])}",
                 f"{shown(self.held['micro_batches'])}, or the model planned anew",
             )
-        if not 1 <= given["micro_batches"] <= MOST_MICRO_BATCHES:
+        if not 1 <= fields["micro_batches"] <= MOST_MICRO_BATCHES:
             raise self.wrong(
-                f"{shown(given['micro_batches'])} micro-batches", f"a whole number from 1 to {MOST_MICRO_BATCHES:,}"
+                f"{shown(fields['micro_batches'])} micro-batches", f"a whole number from 1 to {MOST_MICRO_BATCHES:,}"
             )
-        chunks = given.get("chunks")
+        chunks = fields.get("chunks")
         if chunks is not None and (type(chunks) is not int or not 1 <= chunks <= len(self.stages)):
             raise self.wrong(f"pipeline: chunks={shown(chunks)}", f"a whole number from 1 to {len(self.stages)}")
-        if not all(type(group) is int for group in given["placement"]):
-            raise self.wrong(f"pipeline: placement={shown(given['placement'])}", "the group of devices of each stage")
-        return given
+        if not all(type(group) is int for group in fields["placement"]):
+            raise self.wrong(f"pipeline: placement={shown(fields['placement'])}", "the group of devices of each stage")
+        return fields
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The remarks of the whole pipeline."""
-        given = self.head.words.get("notes", [])
-        if not isinstance(given, list) or not all(isinstance(note, str) for note in given):
-            raise self.head.wrong(f"notes: {shown(given)}", "a list of texts")
-        return tuple(given)
+        notes = self.head.encoded.get("notes", [])
+        if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+            raise self.head.wrong(f"notes: {shown(notes)}", "a list of texts")
+        return tuple(notes)
 
     def schedule(self) -> Schedule:
         """The schedule of the pipeline.
@@ -176,13 +176,13 @@ class PipelineDocument:
         Raises:
             PlanError: an unknown schedule, one that deadlocks, or one of other stages, with its place.
         """
-        given = self.setting
-        groups, count, placement = given["stages"], given["micro_batches"], tuple(given["placement"])
+        fields = self.setting
+        groups, count, placement = fields["stages"], fields["micro_batches"], tuple(fields["placement"])
         try:
-            if "actions" in given:
-                rows = [row.split(",") if isinstance(row, str) else row for row in given["actions"]]
+            if "actions" in fields:
+                rows = [row.split(",") if isinstance(row, str) else row for row in fields["actions"]]
                 made = Schedule(
-                    given["scheduler"],
+                    fields["scheduler"],
                     placement,
                     count,
                     tuple(
@@ -192,10 +192,10 @@ class PipelineDocument:
                 )
                 check(made)
             else:
-                made = schedule(given["scheduler"], groups, count, chunks=given.get("chunks"))
+                made = schedule(fields["scheduler"], groups, count, chunks=fields.get("chunks"))
         except (ShardwrightError, TypeError) as error:
             raise self.wrong(
-                getattr(error, "message", f"actions={shown(given.get('actions'))}"),
+                getattr(error, "message", f"actions={shown(fields.get('actions'))}"),
                 getattr(error, "legal", None) or "a row for each group, its actions with commas between them",
             ) from None
         if made.placement != placement:
@@ -262,7 +262,7 @@ class PipelineDocument:
             PlanError: the graph is not the head's.
         """
         encoded = whole_graph(self.held["graph"], [stage.held["graph"] for stage in self.stages])
-        graph = read_graph(encoded, self.head.where, str(self.head.words.get("graph")))
+        graph = read_graph(encoded, self.head.where, str(self.head.encoded.get("graph")))
         again = {op.name: op.recompute for part in own for op in part.ops if op.recompute is not None}
         return graph.with_ops(
             tuple(op if op.name not in again else replace(op, recompute=again[op.name]) for op in graph.ops)
@@ -302,15 +302,17 @@ class PipelineDocument:
         if len(splits) != len(inputs) or not all(isinstance(split, bool) for split in splits):
             raise self.wrong(f"split={shown(list(splits))}", f"true or false for each of the {len(inputs)} inputs")
         alone = Graph(inputs, {}, {}, {}, (), ())
-        fed = {size: self.head.fed(alone, size, self.head.mode) for size in sorted(set(sizes))}
+        input_placement = {size: self.head.input_placement(alone, size, self.head.mode) for size in sorted(set(sizes))}
 
-        def planner(part: Graph, size: int, given: InputPlacement, number: int) -> Plan:
+        def planner(part: Graph, size: int, inputs_of_stage: InputPlacement, number: int) -> Plan:
             if number < 0:  # the graph that counts targets has nothing to decide
-                decided = semi_auto(PlanningProblem(part, size, given, on_missing_rule="replicate"))
-                return Plan(part, size, "semi_auto", given, decided.decisions, decided.carries, cluster=cluster)
-            return self.stages[number].plan(part, given)
+                decided = semi_auto(PlanningProblem(part, size, inputs_of_stage, on_missing_rule="replicate"))
+                return Plan(
+                    part, size, "semi_auto", inputs_of_stage, decided.decisions, decided.batch_dims, cluster=cluster
+                )
+            return self.stages[number].plan(part, inputs_of_stage)
 
-        stages = planned_stages(parts, inputs, counts, made.placement, sizes, fed, planner)
+        stages = planned_stages(parts, inputs, counts, made.placement, sizes, input_placement, planner)
         micro = MicrobatchPlan(graph, joins, tuple(held["totals"]), counts, updates)
         return PipelinePlan(
             graph, devices, self.head.mode, stages, made, micro, splits, cluster, self.head.optimizer, self.notes

@@ -36,14 +36,14 @@ from ..graph import Graph, Op, types_of
 from ..json_files.json_reader import check_fields, field_line, section_places
 from ..layout import Digit, Layout
 from ..partition.hybrid_parallel import OwnPrograms
-from ..partition.local_program import Decision, Decisions, InputPlacement, SearchResult, batch_dims, description
+from ..partition.local_program import Decision, Decisions, InputPlacement, SearchResult, description, find_batch_dims
 from ..partition.parameter_sharding import OptimizerParallel
 from ..pipeline.schedules import Schedule
 from ..planners.planning_problem import PLANNERS, Planner, modes
 from ..rules import Bound, bound_rule, whole_rule
 from ..rules.user_strategy import output_layouts_of
 from ..sharded_plan import Plan
-from .document_writer import LINE_FIELDS, STAGE_FIELDS, digest, fed_by, head_digest
+from .document_writer import LINE_FIELDS, STAGE_FIELDS, digest, head_digest, placement_under
 from .encoding import read_assignment, read_digits, read_graph, read_layout, recompute_of, spell_layout, unpacked
 
 __all__ = ["DocumentHead", "DocumentLine", "PlanDocument", "called", "read_lines"]
@@ -58,18 +58,18 @@ class DocumentHead:
 
     Attributes:
         path: the file.
-        words: the fields.
+        encoded: the fields.
         lines: field -> its line in the file, for fields whose errors name a line.
     """
 
     path: Path
-    words: dict[str, Any]
+    encoded: dict[str, Any]
     lines: dict[str, int] = field(default_factory=dict, kw_only=True)
 
     @property
     def devices(self) -> int:
         """The number of devices of the plan."""
-        devices = self.words.get("devices")
+        devices = self.encoded.get("devices")
         if type(devices) is not int or not 1 <= devices <= MOST_DEVICES:
             raise self.wrong(f"devices: {shown(devices)}", f"a whole number from 1 to {MOST_DEVICES:,}")
         return devices
@@ -77,102 +77,102 @@ class DocumentHead:
     @property
     def uneven(self) -> bool:
         """True where cuts need not divide."""
-        given = self.words.get("uneven", False)
-        if not isinstance(given, bool):
-            raise self.wrong(f"uneven: {shown(given)}", "true or false")
-        return given
+        field = self.encoded.get("uneven", False)
+        if not isinstance(field, bool):
+            raise self.wrong(f"uneven: {shown(field)}", "true or false")
+        return field
 
     @property
     def mode(self) -> str:
         """The parallel mode of the plan."""
-        if self.words.get("mode") not in [*modes()]:
-            raise self.wrong(f"mode: {shown(self.words.get('mode'))}", ", ".join(modes()))
-        return self.words["mode"]
+        if self.encoded.get("mode") not in [*modes()]:
+            raise self.wrong(f"mode: {shown(self.encoded.get('mode'))}", ", ".join(modes()))
+        return self.encoded["mode"]
 
     @property
     def cluster(self) -> Cluster | None:
         """The cluster for which the plan is priced, or None."""
-        given = self.words.get("cluster")
-        return None if given is None else Cluster.from_dict(given, f"{self.path}: cluster")
+        field = self.encoded.get("cluster")
+        return None if field is None else Cluster.from_dict(field, f"{self.path}: cluster")
 
     @property
     def hsdp(self) -> OptimizerParallel | None:
         """The setting of ZeRO/FSDP sharding (optimizer parallel), or None."""
-        given = self.words.get("hsdp")
-        if given is None:
+        field = self.encoded.get("hsdp")
+        if field is None:
             return None
         known = {f.name for f in fields(OptimizerParallel)}
-        if not isinstance(given, dict) or set(given) - known:
-            raise self.wrong(f"hsdp: {shown(given)}", f"an object with {', '.join(sorted(known))}")
+        if not isinstance(field, dict) or set(field) - known:
+            raise self.wrong(f"hsdp: {shown(field)}", f"an object with {', '.join(sorted(known))}")
         for name in ("whole", "kept"):
-            if not isinstance(given.get(name, []), list) or not all(isinstance(x, str) for x in given.get(name, [])):
-                raise self.wrong(f"hsdp: {name}: {shown(given[name])}", "a list of names of parameters")
+            if not isinstance(field.get(name, []), list) or not all(isinstance(x, str) for x in field.get(name, [])):
+                raise self.wrong(f"hsdp: {name}: {shown(field[name])}", "a list of names of parameters")
         try:
-            settings: dict[str, Any] = {k: frozenset(v) if isinstance(v, list) else v for k, v in given.items()}
+            settings: dict[str, Any] = {k: frozenset(v) if isinstance(v, list) else v for k, v in field.items()}
             return OptimizerParallel(**settings)
         except (TypeError, ShardwrightError) as error:
             raise self.wrong(
-                getattr(error, "message", f"hsdp: {shown(given)}"),
+                getattr(error, "message", f"hsdp: {shown(field)}"),
                 getattr(error, "legal", None) or "the settings of AutoParallel.hsdp",
             ) from None
 
     @property
     def own(self) -> OwnPrograms | None:
         """The parameters and the loss of programs that are each rank's own (hybrid_parallel); None in other modes."""
-        given = self.words.get("own")
-        if (given is None) != (self.mode != "hybrid_parallel"):
-            raise self.wrong(f"own: {shown(given)} in {self.mode}", "it goes with hybrid_parallel")
-        if given is None:
+        field = self.encoded.get("own")
+        if (field is None) != (self.mode != "hybrid_parallel"):
+            raise self.wrong(f"own: {shown(field)} in {self.mode}", "it goes with hybrid_parallel")
+        if field is None:
             return None
         if (
-            not isinstance(given, dict)
-            or not isinstance(given.get("parameters"), list)
-            or not all(isinstance(name, str) for name in given["parameters"])
-            or not isinstance(given.get("loss", False), bool)
-            or set(given) - {"parameters", "loss"}
+            not isinstance(field, dict)
+            or not isinstance(field.get("parameters"), list)
+            or not all(isinstance(name, str) for name in field["parameters"])
+            or not isinstance(field.get("loss", False), bool)
+            or set(field) - {"parameters", "loss"}
         ):
-            raise self.wrong(f"own: {shown(given)}", '{"parameters": [], "loss": true}')
-        return OwnPrograms(frozenset(given["parameters"]), given.get("loss", False))
+            raise self.wrong(f"own: {shown(field)}", '{"parameters": [], "loss": true}')
+        return OwnPrograms(frozenset(field["parameters"]), field.get("loss", False))
 
     @property
     def optimizer(self) -> Any:
         """The optimizer whose state is counted in the memory."""
-        given = self.words.get("optimizer", "adam")
+        field = self.encoded.get("optimizer", "adam")
         try:
-            optimizer_bytes(given)
+            optimizer_bytes(field)
         except ShardwrightError as error:
             raise self.wrong(error.message, error.legal or "") from None
-        return given
+        return field
 
     @property
     def comm_memory(self) -> float | None:
         """Bytes by which messages under way may raise the peak; None: the default, or the document has no such
         field."""
-        given = self.words.get("comm_memory")
-        if given is None:
+        field = self.encoded.get("comm_memory")
+        if field is None:
             return None
-        if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given < math.inf:
+        if isinstance(field, bool) or not isinstance(field, (int, float)) or not 0 <= field < math.inf:
             raise self.wrong(
-                f"comm_memory: {given!r}", "bytes, a number of at least 0, or no such field", "comm_memory"
+                f"comm_memory: {field!r}", "bytes, a number of at least 0, or no such field", "comm_memory"
             )
-        return float(given)
+        return float(field)
 
     @property
     def memory(self) -> float | None:
         """The limit of the search, in bytes a device; None: memory was ignored, or the document has no such field."""
-        given = self.words.get("memory")
-        if given is None:
+        field = self.encoded.get("memory")
+        if field is None:
             return None
-        if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
+        if isinstance(field, bool) or not isinstance(field, (int, float)) or not 0 < field < math.inf:
             raise self.wrong(
-                f"memory: {shown(given)}", "bytes that a device may hold, a number above 0, or no such field", "memory"
+                f"memory: {shown(field)}", "bytes that a device may hold, a number above 0, or no such field", "memory"
             )
-        return float(given)
+        return float(field)
 
     @property
     def stage(self) -> int | None:
         """The number of the pipeline stage that the document describes, or None."""
-        return self.words.get("stage")
+        return self.encoded.get("stage")
 
     @property
     def where(self) -> str:
@@ -200,12 +200,12 @@ class DocumentLine:
 
     Attributes:
         name: the operator or parameter.
-        words: the fields.
+        encoded: the fields.
         where: the place of the line: ``plan.json:17``.
     """
 
     name: str
-    words: dict[str, Any]
+    encoded: dict[str, Any]
     where: str
 
     def decision(self, op: Op, devices: int, on_missing_rule: str, uneven: bool, own: bool = False) -> Decision:
@@ -227,20 +227,20 @@ class DocumentLine:
         else:
             rule, bound, note = description(op, on_missing_rule, devices, uneven)
         try:
-            opened = None if self.words.get("open") is None else read_digits(self.words["open"], devices)
+            opened = None if self.encoded.get("open") is None else read_digits(self.encoded["open"], devices)
             return Decision(
                 op,
                 rule,
                 bound,
-                read_assignment(bound, self.words, devices),
+                read_assignment(bound, self.encoded, devices),
                 self.out(bound, devices),
-                str(self.words.get("cause", "mark")),
+                str(self.encoded.get("cause", "mark")),
                 note,
                 opened,
             )
         except ShardwrightError as error:
             keys = ("in_strategy", "out_strategy", "leaves", "open")
-            strategies = {key: self.words[key] for key in keys if key in self.words}
+            strategies = {key: self.encoded[key] for key in keys if key in self.encoded}
             raise type(error)(
                 error.message,
                 operator=called(op),
@@ -251,12 +251,12 @@ class DocumentLine:
 
     def out(self, bound: Bound, devices: int) -> tuple[Layout, ...] | None:
         """The layouts to which the outputs are brought, or None."""
-        given = self.words.get("out_strategy")
-        if given is None:
+        strategy = self.encoded.get("out_strategy")
+        if strategy is None:
             return None
-        if isinstance(given, list) and len(given) == len(bound.out_shapes):
-            given = tuple(read_layout(e, devices, s, bound.uneven) for e, s in zip(given, bound.out_shapes))
-        return output_layouts_of(bound, given, devices)
+        if isinstance(strategy, list) and len(strategy) == len(bound.out_shapes):
+            strategy = tuple(read_layout(e, devices, s, bound.uneven) for e, s in zip(strategy, bound.out_shapes))
+        return output_layouts_of(bound, strategy, devices)
 
     def check(self, op: Op) -> None:
         """Check that the line describes this operator.
@@ -264,7 +264,7 @@ class DocumentLine:
         Raises:
             PlanError: the line is of another operator, or of other shapes.
         """
-        kind, shapes = self.words.get("op"), self.words.get("shapes")
+        kind, shapes = self.encoded.get("op"), self.encoded.get("shapes")
         if kind != op.kind or shapes != types_of(op):
             raise PlanError(
                 f"the line is of {kind} {shapes}, the model's operator is {op.kind} {types_of(op)}",
@@ -280,10 +280,10 @@ class DocumentLine:
             PlanError: the line's "recompute" is invalid.
         """
         try:
-            return replace(op, recompute=recompute_of(self.words.get("recompute")))
+            return replace(op, recompute=recompute_of(self.encoded.get("recompute")))
         except TypeError:
             raise PlanError(
-                f"recompute: {shown(self.words['recompute'])}",
+                f"recompute: {shown(self.encoded['recompute'])}",
                 operator=called(op),
                 source=self.where,
                 legal='{"call": 0}: operators of one number are computed again together',
@@ -295,20 +295,20 @@ def called(op: Op) -> str | None:
     return op.where["operator"]
 
 
-def read_lines(path: Path, text: str, given: Any, section: str, number: int = -1) -> dict[str, DocumentLine]:
+def read_lines(path: Path, text: str, lines: Any, section: str, number: int = -1) -> dict[str, DocumentLine]:
     """The lines of a section by name, each with its place in the file.
 
     Args:
         path: the file.
         text: its text.
-        given: the section's value.
+        lines: the section's value.
         section: the section's name.
         number: the index of the section among those of that name, where the text has several.
 
     Raises:
         PlanError: the section is missing, an entry has no name, or two have the same one.
     """
-    if not isinstance(given, list):
+    if not isinstance(lines, list):
         raise PlanError(f"the plan has no {section}", source=str(path), legal="a file that Plan.save wrote")
     starts = section_places(text, section)
     start = starts[number] if -len(starts) <= number < len(starts) else 0
@@ -319,16 +319,16 @@ def read_lines(path: Path, text: str, given: Any, section: str, number: int = -1
             with suppress(ValueError):  # within a text
                 places.setdefault(json.loads(found), []).append(number)
     out: dict[str, DocumentLine] = {}
-    for number, words in enumerate(given):
-        name = words.get("name") if isinstance(words, dict) else None
+    for number, encoded in enumerate(lines):
+        name = encoded.get("name") if isinstance(encoded, dict) else None
         if not isinstance(name, str):
             raise PlanError(f"{section}[{number}] names none", source=str(path), legal='{"name": "matmul1", ...}')
         found = places.get(name, [begin + 1])
         where = f"{path}:{found[min(name in out, len(found) - 1)]}"
         if name in out:
             raise PlanError(f"a second line for {shown(name)}", source=where, legal="one")
-        check_fields(words, LINE_FIELDS[section], PlanError, f"the line of {shown(name)}", where)
-        out[name] = DocumentLine(name, words, where)
+        check_fields(encoded, LINE_FIELDS[section], PlanError, f"the line of {shown(name)}", where)
+        out[name] = DocumentLine(name, encoded, where)
     return out
 
 
@@ -346,29 +346,30 @@ class PlanDocument(DocumentHead):
     captured: str
 
     @classmethod
-    def of(cls, path: Path, text: str, words: dict[str, Any], number: int = -1) -> PlanDocument:
+    def of(cls, path: Path, text: str, encoded: dict[str, Any], number: int = -1) -> PlanDocument:
         """The document of a JSON object.
 
         Args:
             path: the file.
             text: its text.
-            words: the object.
+            encoded: the object.
             number: the index of its sections among those of the same name in the text.
 
         Raises:
             PlanError: a section is missing, or an operator has two lines.
         """
         operators, parameters = (
-            read_lines(path, text, words.pop(section, None), section, number) for section in ("operators", "parameters")
+            read_lines(path, text, encoded.pop(section, None), section, number)
+            for section in ("operators", "parameters")
         )
-        check_fields(words.keys() - {"captured"}, STAGE_FIELDS, PlanError, "the plan", str(path))
-        for line in operators.values() if "open" in words else ():
-            line.words.setdefault("open", words["open"])
-        captured = words.pop("captured", None)
+        check_fields(encoded.keys() - {"captured"}, STAGE_FIELDS, PlanError, "the plan", str(path))
+        for line in operators.values() if "open" in encoded else ():
+            line.encoded.setdefault("open", encoded["open"])
+        captured = encoded.pop("captured", None)
         if not isinstance(captured, str):
             raise PlanError("the plan has no captured graph", source=str(path), legal="a file that Plan.save wrote")
-        lines = {} if words.get("memory") is None else {"memory": field_line(text, "memory", words["memory"])}
-        return cls(path, words, operators, parameters, captured, lines=lines)
+        lines = {} if encoded.get("memory") is None else {"memory": field_line(text, "memory", encoded["memory"])}
+        return cls(path, encoded, operators, parameters, captured, lines=lines)
 
     # -- as a plan of its own --
 
@@ -379,14 +380,14 @@ class PlanDocument(DocumentHead):
         with self.captured_content():
             digests, found = held["said"], held["found"]
             if found is not None:
-                told = {key: value for key, value in found.items() if key != "seconds"}
-                SearchResult(**told)
+                fields = {key: value for key, value in found.items() if key != "seconds"}
+                SearchResult(**fields)
                 numbers = [
                     found["cost"],
                     found["seconds"],
-                    *(x for x in (told["bound"], told["limit"]) if x is not None),
+                    *(x for x in (fields["bound"], fields["limit"]) if x is not None),
                 ]
-                if not all(type(x) in (int, float) for x in numbers) or not isinstance(told["notes"], list):
+                if not all(type(x) in (int, float) for x in numbers) or not isinstance(fields["notes"], list):
                     raise TypeError(f"found: {shown(found)}")
             return {
                 "graph": dict(held["graph"]),
@@ -421,7 +422,7 @@ class PlanDocument(DocumentHead):
         Raises:
             PlanError: the graph is damaged, is not the head's, or has an operator that is not registered here.
         """
-        graph = read_graph(self.held["graph"], self.where, str(self.words.get("graph")))
+        graph = read_graph(self.held["graph"], self.where, str(self.encoded.get("graph")))
         with self.captured_content():
             self.matched(graph, complete=True)
             return graph.with_ops(tuple(self.operators[op.name].recomputed(op) for op in graph.ops))
@@ -461,39 +462,39 @@ class PlanDocument(DocumentHead):
                 legal="a line for each operator",
             )
 
-    def plan(self, graph: Graph | None = None, fed: InputPlacement | None = None) -> Plan:
+    def plan(self, graph: Graph | None = None, input_placement: InputPlacement | None = None) -> Plan:
         """The plan: every line checked, edited strategies as marks, everything else computed again.
 
         Args:
             graph: the result of `graph`, where the caller has read it.
-            fed: the placement of the inputs of a pipeline stage; None: by the head.
+            input_placement: the placement of the inputs of a pipeline stage; None: by the head.
 
         Raises:
             ShardwrightError: an impossible line, with its place and the legal values.
         """
         graph = graph or self.graph()
         with self.captured_content():
-            return self._planned(graph, fed)
+            return self._planned(graph, input_placement)
 
-    def _planned(self, graph: Graph, fed: InputPlacement | None) -> Plan:
+    def _planned(self, graph: Graph, input_placement: InputPlacement | None) -> Plan:
         devices, mode, hsdp, own = self.devices, self.mode, self.hsdp, self.own
-        fed = fed or self.fed(graph, devices, mode)
+        input_placement = input_placement or self.input_placement(graph, devices, mode)
         decisions = {}
         for op in graph.ops:
             self.operators[op.name].check(op)
             decision = self.decided(op, devices, "replicate", self.uneven, own is not None)
             decisions[op.name] = self.marked(decision) if decision.cause == "mark" else decision
         graph = graph.with_ops(tuple(decision.op for decision in decisions.values()))
-        carries = {} if own is not None else batch_dims(graph, {n: d.bound for n, d in decisions.items()})
+        batch_dims = {} if own is not None else find_batch_dims(graph, {n: d.bound for n, d in decisions.items()})
         settled = self.settled(graph, devices)
-        memory, found = self.memory, self.found(fed)
+        memory, found = self.memory, self.found(input_placement)
         made = Plan(
             graph,
             devices,
             mode,
-            fed,
+            input_placement,
             decisions,
-            carries,
+            batch_dims,
             settled,
             hsdp,
             own,
@@ -513,17 +514,17 @@ class PlanDocument(DocumentHead):
             found = SearchResult(made.cost, None, len(decisions), 0, (), limit)
         return replace(made, found=found)
 
-    def found(self, fed: InputPlacement) -> SearchResult | None:
+    def found(self, input_placement: InputPlacement) -> SearchResult | None:
         """The search's report, where the head still equals the one that was searched for; otherwise None.
 
         Documents without "memory" have the memory limit only here.
         """
         held = self.held["found"]
-        head = self.words if self.stage is None else self.words | {"dataset_strategy": [*map(spell_layout, fed.inputs)]}
-        if held is None or self.held["said"]["head"] != head_digest(head):
+        own = {} if self.stage is None else {"dataset_strategy": [*map(spell_layout, input_placement.inputs)]}
+        if held is None or self.held["said"]["head"] != head_digest(self.encoded | own):
             return None
-        told = {key: value for key, value in held.items() if key != "seconds"}
-        return SearchResult(**told | {"notes": tuple(held["notes"])})
+        fields = {key: value for key, value in held.items() if key != "seconds"}
+        return SearchResult(**fields | {"notes": tuple(held["notes"])})
 
     def decided(self, op: Op, devices: int, on_missing_rule: str, uneven: bool, own: bool = False) -> Decision:
         """The decision of an operator's line, with its original cause, or "mark" where the line was edited since."""
@@ -531,7 +532,7 @@ class PlanDocument(DocumentHead):
         decision = line.decision(op, devices, on_missing_rule, uneven, own)
         if digest(op, decision) != self.held["said"]["operators"].get(line.name):
             return replace(decision, cause="mark")
-        texts = {key: line.words[key] for key in ("note", "origin", "via") if isinstance(line.words.get(key), str)}
+        texts = {key: line.encoded[key] for key in ("note", "origin", "via") if isinstance(line.encoded.get(key), str)}
         return replace(decision, **texts)
 
     def marked(self, decision: Decision) -> Decision:
@@ -540,15 +541,15 @@ class PlanDocument(DocumentHead):
         mark = MarkUse(decision.assignment, decision.out, self.operators[op.name].where, tuple(range(len(op.inputs))))
         return replace(decision, op=replace(op, mark=mark), cause="mark", origin="", via="")
 
-    def fed(self, graph: Graph, devices: int, mode: str) -> InputPlacement:
+    def input_placement(self, graph: Graph, devices: int, mode: str) -> InputPlacement:
         """The placement of the inputs."""
-        strategy = self.words.get("dataset_strategy")
+        strategy = self.encoded.get("dataset_strategy")
         try:
             if isinstance(strategy, list) and len(strategy) == len(graph.inputs):
                 strategy = tuple(
                     read_layout(entry, devices, [0] * len(v.shape)) for entry, v in zip(strategy, graph.inputs)
                 )
-            return fed_by(graph, devices, mode, strategy)
+            return placement_under(graph, devices, mode, strategy)
         except ShardwrightError as error:
             raise error.located(operator="dataset_strategy", source=str(self.path), strategy=strategy) from None
 
@@ -562,7 +563,7 @@ class PlanDocument(DocumentHead):
         out = {}
         values = graph.parameters | graph.buffers
         for name, line in self.parameters.items():
-            storage, fixed = line.words.get("storage"), line.words.get("settled", False)
+            storage, fixed = line.encoded.get("storage"), line.encoded.get("settled", False)
             if not isinstance(fixed, bool):
                 raise PlanError(
                     f"settled: {shown(fixed)}",
@@ -597,7 +598,7 @@ class PlanDocument(DocumentHead):
                     legal='the line without "open"',
                 )
             for i, value in enumerate(v for v in decision.op.outputs if v is not None):
-                left[value.name] = set() if decision.out else set(decision.left(i).partial) | opened
+                left[value.name] = set() if decision.out else set(decision.output_layout(i).partial) | opened
         return type(error)(
             error.message,
             operator=error.operator,
@@ -670,10 +671,10 @@ class PlanDocument(DocumentHead):
         ops, decisions = [], {}
         for op in graph.ops:
             line = lines.operators.get(op.name)
-            if line is not None and (first or line.words.get("op") == op.kind):
+            if line is not None and (first or line.encoded.get("op") == op.kind):
                 if first:
                     line.check(op)
-                if line.words.get("recompute") is not None:
+                if line.encoded.get("recompute") is not None:
                     op = line.recomputed(op)
                 decisions[op.name] = lines.marked(lines.decided(op, devices, on_missing_rule, uneven))
                 op = decisions[op.name].op
@@ -682,8 +683,8 @@ class PlanDocument(DocumentHead):
         if first:
             stored = {**(self.settled(graph, devices) or {}), **(stored or {})}
         if first and len(decisions) == len(ops):
-            carries = batch_dims(graph, {name: decision.bound for name, decision in decisions.items()})
-            mode = replace(mode, decide=lambda _: Decisions(decisions, carries))
+            batch_dims = find_batch_dims(graph, {name: decision.bound for name, decision in decisions.items()})
+            mode = replace(mode, decide=lambda _: Decisions(decisions, batch_dims))
         elif mode.name == "data_parallel":
             mode = PLANNERS["semi_auto"]  # `data_parallel` ignores marks
         return graph, mode, dict(stored) if stored else None

@@ -6,7 +6,7 @@ sharding_propagation   unmarked operators follow the marks
 recursive_programming  all strategies, device count by device count
 dynamic_programming    all strategies of all operators at once
 memory_fit             the cheapest plan that fits into a device's memory
-demands                the cuts of operators that follow the marks
+layout_demands         the cuts of operators that follow the marks
 search_space           the strategies that a search considers for an operator
 graph_problem          a graph as a problem of nodes, states and costs, and back
 plan_search            the part that all searching planners share

@@ -60,13 +60,13 @@ class StorageState(NamedTuple):
     Attributes:
         layout: the layout of its use.
         stored: the layout of its storage.
-        again: True where the gathered copy is gathered again in the backward.
+        reshards: True where the gathered copy is gathered again in the backward.
         use: with several consumers, the use that is served once; None: each consumer is served by itself.
     """
 
     layout: Layout
     stored: Layout
-    again: bool = False
+    reshard_after_forward: bool = False
     use: Use | None = None
 
 
@@ -81,7 +81,7 @@ class CostGraph:
         operators, parameters, shared: name -> node.
         storages: by parameter, its node's states.
         shares: by shared value, its node's states.
-        footprints: by operator, one per strategy.
+        op_costs: by operator, one per strategy.
     """
 
     problem: Problem
@@ -92,7 +92,7 @@ class CostGraph:
     shared: dict[str, int]
     storages: dict[str, tuple[StorageState, ...]]
     shares: dict[str, tuple[SharedState, ...]]
-    footprints: dict[str, tuple[OpCost, ...]]
+    op_costs: dict[str, tuple[OpCost, ...]]
 
     def decisions(self, states: Sequence[int], causes: Mapping[str, Decision], cause: str) -> dict[str, Decision]:
         """The decisions that states of the nodes stand for.
@@ -139,8 +139,8 @@ class CostGraph:
 def cost_graph(
     described: OperatorTable,
     options: Mapping[str, tuple[Strategy, ...]],
-    fed: InputPlacement,
-    carries: Mapping[str, int],
+    input_placement: InputPlacement,
+    batch_dims: Mapping[str, int],
     costs: Any,
     *,
     stored: Mapping[str, Layout] | None = None,
@@ -154,8 +154,8 @@ def cost_graph(
     Args:
         described: the operators.
         options: by operator; operators that are alike should have the same tuple: it is priced once.
-        fed: the layouts of the inputs, and the handling of the results.
-        carries: value name -> the dim that carries the batch.
+        input_placement: the layouts of the inputs, and the handling of the results.
+        batch_dims: value name -> the dim that carries the batch.
         costs: a `Costs`.
         stored: layouts of parameters and buffers that are settled already.
         hsdp: ZeRO/FSDP sharding (optimizer parallel) of the other parameters; None: stored as their operators use them.
@@ -167,7 +167,9 @@ def cost_graph(
     Raises:
         PlanError: an operator none of whose strategies can be worked out.
     """
-    return _Builder(described, options, fed, carries, costs, dict(stored or {}), hsdp, cut, known, deliveries).build()
+    return _Builder(
+        described, options, input_placement, batch_dims, costs, dict(stored or {}), hsdp, cut, known, deliveries
+    ).build()
 
 
 class _Builder:
@@ -175,8 +177,8 @@ class _Builder:
         self,
         described: OperatorTable,
         options: Mapping[str, tuple[Strategy, ...]],
-        fed: InputPlacement,
-        carries: Mapping[str, int],
+        input_placement: InputPlacement,
+        batch_dims: Mapping[str, int],
         costs: Any,
         stored: dict[str, Layout],
         hsdp: OptimizerParallel | None,
@@ -185,11 +187,11 @@ class _Builder:
         deliveries: EdgeCosts | None,
     ) -> None:
         self.described, self.graph, self.costs = described, described.graph, costs
-        self.given, self.stored, self.hsdp, self.cut, self.known = options, stored, hsdp, cut, known
+        self.all_options, self.stored, self.hsdp, self.cut, self.known = options, stored, hsdp, cut, known
         self.deliveries = EdgeCosts(costs) if deliveries is None else deliveries
         self.consumers, self.makers = self.graph.consumers(), self.graph.producers()
-        self.ends = self._ends(fed, carries)
-        self.sources = self._sources(fed)
+        self.ends = self._ends(input_placement, batch_dims)
+        self.sources = self._sources(input_placement)
         self.node_costs: list[np.ndarray] = []
         self.names: list[str] = []
         self.edges: dict[tuple[int, int], np.ndarray] = {}
@@ -199,7 +201,7 @@ class _Builder:
         self.shared: dict[str, int] = {}
         self.storages: dict[str, tuple[StorageState, ...]] = {}
         self.shares: dict[str, tuple[SharedState, ...]] = {}
-        self.footprints: dict[str, tuple[OpCost, ...]] = {}
+        self.op_costs: dict[str, tuple[OpCost, ...]] = {}
         self.looked_by_name: dict[str, tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]] = {}
         self.looked_at: dict[tuple[Any, ...], tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]] = {}
         self.tables: dict[Hashable, np.ndarray] = {}
@@ -210,21 +212,21 @@ class _Builder:
 
     # -- the inputs and outputs of the program --
 
-    def _ends(self, fed: InputPlacement, carries: Mapping[str, int]) -> dict[str, Uses]:
+    def _ends(self, input_placement: InputPlacement, batch_dims: Mapping[str, int]) -> dict[str, Uses]:
         """By value, the uses at the end of the program: results that are handed out, buffers that are updated."""
         graph, devices = self.graph, self.described.devices
         out: dict[str, set[Use]] = {}
         values = [v for v in graph.outputs if isinstance(v, Value)]
-        for value, layout in zip(values, output_layouts(values, devices, fed, dict(carries))):
+        for value, layout in zip(values, output_layouts(values, devices, input_placement, dict(batch_dims))):
             if layout is not None:
                 out.setdefault(value.name, set()).add(Use(layout, (), "output"))
         for name, value in graph.updates.items():
             out.setdefault(value.name, set()).add(Use(self._whole(graph.buffers[name]), (), "output"))
         return {name: frozenset(uses) for name, uses in out.items()}
 
-    def _sources(self, fed: InputPlacement) -> dict[str, Layout]:
+    def _sources(self, input_placement: InputPlacement) -> dict[str, Layout]:
         graph, devices = self.graph, self.described.devices
-        out = {v.name: layout for v, layout in zip(graph.inputs, fed.inputs)}
+        out = {v.name: layout for v, layout in zip(graph.inputs, input_placement.inputs)}
         out |= {v.name: self._whole(v) for v in graph.buffers.values()}
         out |= {n: Layout.replicated(devices, t.dim()) for n, t in graph.constants.items()}
         return out | {SEED.name: Layout.replicated(devices, 1)}
@@ -241,12 +243,12 @@ class _Builder:
         self._used_in_known()
         for op in each(self.graph.ops, "costs of strategies", "operators"):
             budget.tell("costs of strategies")
-            options, footprints, costs = self._look_at(op)
+            options, op_costs, costs = self._look_at(op)
             for i in self._read(op):
                 if op.inputs[i].name in values and op.inputs[i].name not in self.parameters:
                     self._parameter(op.inputs[i])
             node = self.operators[op.name] = self._node(op.name, costs)
-            self.options[op.name], self.footprints[op.name] = options, footprints
+            self.options[op.name], self.op_costs[op.name] = options, op_costs
             for before, table in self.waiting.pop(op.name, ()):
                 self._edge(before, node, table)
             for i in self._read(op):
@@ -263,7 +265,7 @@ class _Builder:
             self.shared,
             self.storages,
             self.shares,
-            self.footprints,
+            self.op_costs,
         )
 
     def _node(self, name: str, costs: np.ndarray) -> int:
@@ -281,20 +283,20 @@ class _Builder:
         return self.looked_by_name[op.name]
 
     def _look(self, op: Op) -> tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]:
-        given = self.given[op.name]
-        key = (self.described.kinds[op.name], id(given))
+        options = self.all_options[op.name]
+        key = (self.described.kinds[op.name], id(options))
         if key not in self.looked_at:
             kept, prints, reason = [], [], None
-            priced = self.deliveries.footprints.setdefault(self.described.kinds[op.name], {})
-            for strategy in given:
-                footprint = priced.get(strategy)
-                if footprint is None:
+            priced = self.deliveries.op_costs.setdefault(self.described.kinds[op.name], {})
+            for strategy in options:
+                cost = priced.get(strategy)
+                if cost is None:
                     try:
-                        footprint = priced[strategy] = op_cost(self.described.decided(op, strategy, ""), self.costs)
+                        cost = priced[strategy] = op_cost(self.described.decided(op, strategy, ""), self.costs)
                     except ShardwrightError as error:
                         reason = error
                         continue
-                prints.append(footprint)
+                prints.append(cost)
                 kept.append(strategy)
             if not kept:
                 if reason is not None:
@@ -305,16 +307,16 @@ class _Builder:
 
     def _parameter(self, value: Value) -> None:
         """Add a parameter's node: its states are the layouts that its consumers can ask for."""
-        wants: dict[Layout, None] = {}
+        layouts: dict[Layout, None] = {}
         readers: dict[Use, set[str]] = {}
         for op, i in self.consumers[value.name]:
-            for uses in self._asks(op, i)[0]:
-                wants.update((use.want, None) for use in sorted(uses, key=str))
+            for uses in self._input_uses(op, i)[0]:
+                layouts.update((use.want, None) for use in sorted(uses, key=str))
                 if len(uses) == 1:
                     readers.setdefault(next(iter(uses)), set()).add(op.name)
-        states = [storage for layout in wants for storage in self._storages(value, layout)]
+        states = [storage for layout in layouts for storage in self._storages(value, layout)]
         if not states:
-            states = [StorageState(layout, layout) for layout in wants] or [
+            states = [StorageState(layout, layout) for layout in layouts] or [
                 StorageState(self._whole(value), self._whole(value))
             ]
         several = sorted((use for use, names in readers.items() if len(names) > 1), key=str)
@@ -330,7 +332,11 @@ class _Builder:
         """The states of a parameter that is used in `layout`."""
         if value.name in self.stored:
             return [
-                StorageState(layout, self.stored[value.name], self.hsdp is not None and self.hsdp.lets_go(value.name))
+                StorageState(
+                    layout,
+                    self.stored[value.name],
+                    self.hsdp is not None and self.hsdp.reshards_after_forward(value.name),
+                )
             ]
         whole = [] if self.hsdp is not None else [StorageState(layout, layout)]
         setting = self.hsdp or self.cut
@@ -342,19 +348,19 @@ class _Builder:
             return whole
         if stored == layout:
             return [StorageState(layout, layout)]
-        again = (False, True) if self.hsdp is None else (self.hsdp.lets_go(value.name),)
-        return whole + [StorageState(layout, stored, each) for each in again]
+        reshards = (False, True) if self.hsdp is None else (self.hsdp.reshards_after_forward(value.name),)
+        return whole + [StorageState(layout, stored, each) for each in reshards]
 
     # -- edges --
 
-    def _asks(self, op: Op, index: int) -> tuple[tuple[Uses, ...], np.ndarray]:
+    def _input_uses(self, op: Op, index: int) -> tuple[tuple[Uses, ...], np.ndarray]:
         """The distinct uses that the strategies make of an input, and by strategy the number of its uses among them."""
         prints = self._look_at(op)[1]
-        return self._distinct(self.asked, prints, index, lambda p: p.asks[index])
+        return self._distinct(self.asked, prints, index, lambda p: p.input_uses[index])
 
     def _leaves(self, op: Op, index: int) -> tuple[tuple[Layout, ...], np.ndarray]:
         prints = self._look_at(op)[1]
-        return self._distinct(self.left, prints, index, lambda p: p.leaves[index])
+        return self._distinct(self.left, prints, index, lambda p: p.output_layouts[index])
 
     @staticmethod
     def _distinct(
@@ -373,10 +379,10 @@ class _Builder:
     def _reads(self, op: Op, node: int, index: int, parameters: set[str]) -> None:
         """Add the edge from a parameter, or the cost of an input, a buffer or a constant."""
         value = op.inputs[index]
-        uses, which = self._asks(op, index)
+        uses, which = self._input_uses(op, index)
         if value.name in parameters:
             states, settled = self.storages[value.name], value.name in self.stored
-            saved = any(state.again for state in states) and index in saved_inputs(self._look_at(op)[1])
+            saved = any(state.reshard_after_forward for state in states) and index in saved_inputs(self._look_at(op)[1])
             table = self._table(
                 ("parameter", states, uses, *_kind(value), saved, settled),
                 lambda: np.array([[self._used(value, state, use, saved) for use in uses] for state in states]),
@@ -397,7 +403,7 @@ class _Builder:
             return float("inf")
         served = storage.use is not None and uses == {storage.use}
         total = 0.0 if served else self.deliveries.price(storage.stored, uses, value, parameter=True)
-        if storage.again and saved:
+        if storage.reshard_after_forward and saved:
             total += self.deliveries.price(storage.stored, uses, replace(value, requires_grad=False), parameter=True)
         return total
 
@@ -410,7 +416,7 @@ class _Builder:
             self.node_costs[node] = self.node_costs[node] + self.deliveries.table(left, (ends,), value)[which, 0]
         elif len(readers) == 1 and not ends:
             ((reader, i),) = readers
-            uses, asked = self._asks(reader, i)
+            uses, asked = self._input_uses(reader, i)
             table = self.deliveries.table(left, uses, value)
             self._later(reader, node, self._spread(table, which, asked))
         else:
@@ -426,7 +432,7 @@ class _Builder:
         ends: Uses,
     ) -> None:
         """Add the node of a value with several consumers."""
-        asked = [self._asks(reader, i) for reader, i in readers]
+        asked = [self._input_uses(reader, i) for reader, i in readers]
         several = self._several(asked)
         kind = ("states", left, several, ends, *_kind(value))
         used = sorted(self.used.get(kind, ()), key=str)
@@ -454,7 +460,7 @@ class _Builder:
             for index, value in enumerate(v for v in op.outputs if v is not None):
                 readers, ends = self._readers(value), self.ends.get(value.name, frozenset())
                 if len(readers) > 1 or (readers and ends):
-                    several = self._several([self._asks(reader, i) for reader, i in readers])
+                    several = self._several([self._input_uses(reader, i) for reader, i in readers])
                     kind = ("states", self._leaves(op, index)[0], several, ends, *_kind(value))
                     for plan in self.known:
                         self.used.setdefault(kind, set()).update(self._shared_in(plan, value, readers))
@@ -472,13 +478,15 @@ class _Builder:
         maker = self.makers[value.name]
         if any(plan.get(op.name) not in self._look_at(op)[0] for op in (maker, *(reader for reader, _ in readers))):
             return  # the plan has a strategy here that cannot be worked out
-        left = self._footprint(maker, plan).leaves[[v.name for v in maker.outputs if v is not None].index(value.name)]
-        asked = [self._footprint(reader, plan).asks[i] for reader, i in readers]
+        left = self._op_cost(maker, plan).output_layouts[
+            [v.name for v in maker.outputs if v is not None].index(value.name)
+        ]
+        asked = [self._op_cost(reader, plan).input_uses[i] for reader, i in readers]
         for k, uses in enumerate(asked):
             if len(uses) == 1 and uses in asked[:k]:
                 yield SharedState(left, True, next(iter(uses)))
 
-    def _footprint(self, op: Op, plan: Mapping[str, Strategy]) -> OpCost:
+    def _op_cost(self, op: Op, plan: Mapping[str, Strategy]) -> OpCost:
         """The footprint of an operator in a known plan."""
         options, prints, _ = self._look_at(op)
         return prints[options.index(plan[op.name])]

@@ -99,7 +99,7 @@ def fit(
         TooLittleMemoryError: no plan fits. It names the moments above the limit, and the least memory with which a
             plan fits.
     """
-    held = holding(made, search.fed, search.carries, limit, optimizer_bytes(optimizer))
+    held = holding(made, search.input_placement, search.batch_dims, limit, optimizer_bytes(optimizer))
     fitting = _Fitting(search, held, limit, optimizer, cause, solver or partial(solve, gap=ENOUGH))
     with stopping(lambda found: None if found is None else fitting.decided(found)[0]):
         return fitting.run()
@@ -118,9 +118,9 @@ def fits(search: Search, decided: Decisions, limit: float, optimizer: Any = "ada
         search.described.graph,
         search.described.devices,
         "",
-        search.fed,
+        search.input_placement,
         decided.decisions,
-        decided.carries,
+        decided.batch_dims,
         dict(search.stored) if search.stored else None,
         search.hsdp,
         optimizer=optimizer,
@@ -173,8 +173,8 @@ class _Fitting:
 
     def least(self, error: PlanError | None) -> Decisions:
         """The plan of the least memory, if its peak is within the limit."""
-        states, said = getattr(error, "states", None), self.bound is None
-        if said:
+        states, unproved = getattr(error, "states", None), self.bound is None
+        if unproved:
             self.bound = getattr(error, "bound", None)
         solution = (
             self.bisected(getattr(error, "least", None) or 0.0)
@@ -184,7 +184,9 @@ class _Fitting:
         decided, walked = self.decided(solution)
         if walked.peak <= self.limit:
             return decided
-        none = said and getattr(error, "least", 0.0) > self.limit  # else the search counts less than the program holds
+        none = (
+            unproved and getattr(error, "least", 0.0) > self.limit
+        )  # else the search counts less than the program holds
         raise self.refused(walked, "fits" if none else "was found that fits")
 
     def bisected(self, low: float) -> Solution:
@@ -223,9 +225,9 @@ class _Fitting:
             graph,
             search.described.devices,
             "",
-            search.fed,
+            search.input_placement,
             decisions,
-            made.carries,
+            made.batch_dims,
             dict(search.stored) if search.stored else None,
             hsdp,
             optimizer=self.optimizer,
@@ -236,11 +238,11 @@ class _Fitting:
     def refused(self, walked: MemoryTimeline, fits: str) -> TooLittleMemoryError:
         totals = walked.totals()
         over = sorted((t for t, total in enumerate(totals) if total > self.limit), key=lambda t: -totals[t])
-        said: dict[str, float] = {}
+        largest: dict[str, float] = {}
         for t in over:
             name = f"the {'forward' if t < walked.forward else 'backward'} of {walked.moments[t]}"
-            said.setdefault(name, totals[t])
-        rows = [f"{name}: {format_bytes(total)}" for name, total in said.items()]
+            largest.setdefault(name, totals[t])
+        rows = [f"{name}: {format_bytes(total)}" for name, total in largest.items()]
         rows = rows[:3] + ([f"and {len(rows) - 3} more"] if len(rows) > 3 else [])
         kinds = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in walked.kinds.items())
         error = TooLittleMemoryError(

@@ -61,7 +61,7 @@ class MemoryProblem:
         kept: by value, the node that decides between saving and recomputing it.
         states: by value, that node's states.
         segments: by operator, its segment of the program.
-        remade: by value that may be dropped, the operators that then run again. An operator for which
+        recompute_sets: by value that may be dropped, the operators that then run again. An operator for which
             `rematerialization.hands_on` is true comes with the value that it views, and is not listed.
     """
 
@@ -69,13 +69,13 @@ class MemoryProblem:
     kept: dict[str, int]
     states: dict[str, tuple[SaveOrRecompute, ...]]
     segments: dict[str, int]
-    remade: dict[str, tuple[str, ...]]
+    recompute_sets: dict[str, tuple[str, ...]]
 
     def recomputed(self, states: tuple[int, ...]) -> frozenset[str]:
         """The operators that run again under these states."""
         return frozenset(
             name
-            for v, names in self.remade.items()
+            for v, names in self.recompute_sets.items()
             for name in names
             if self.states[v][states[self.kept[v]]].how == DROPPED
         )
@@ -91,7 +91,7 @@ class MemoryProblem:
                 whole.add(names[value])
             else:
                 cut = True
-                if not state.again:
+                if not state.reshard_after_forward:
                     kept.add(names[value])
         if not cut:
             return None
@@ -109,28 +109,33 @@ class MemoryProblem:
 
 
 def holding(
-    cost_graph: CostGraph, fed: InputPlacement, carries: Mapping[str, int], limit: float, state: float
+    cost_graph: CostGraph, input_placement: InputPlacement, batch_dims: Mapping[str, int], limit: float, state: float
 ) -> MemoryProblem:
     """The cost graph with memory.
 
     Args:
         cost_graph: the cost graph without memory.
-        fed: the layouts of the inputs, and the handling of the results.
-        carries: value name -> the dim that carries the batch.
+        input_placement: the layouts of the inputs, and the handling of the results.
+        batch_dims: value name -> the dim that carries the batch.
         limit: bytes a device.
         state: bytes of the optimizer's state for each element of a parameter.
     """
-    return _MemoryProblemBuilder(cost_graph, fed, carries, limit, state).run()
+    return _MemoryProblemBuilder(cost_graph, input_placement, batch_dims, limit, state).run()
 
 
 class _MemoryProblemBuilder:
     def __init__(
-        self, cost_graph: CostGraph, fed: InputPlacement, carries: Mapping[str, int], limit: float, state: float
+        self,
+        cost_graph: CostGraph,
+        input_placement: InputPlacement,
+        batch_dims: Mapping[str, int],
+        limit: float,
+        state: float,
     ) -> None:
-        self.cost_graph, self.graph, self.fed, self.limit, self.state = (
+        self.cost_graph, self.graph, self.input_placement, self.limit, self.state = (
             cost_graph,
             cost_graph.described.graph,
-            fed,
+            input_placement,
             limit,
             state,
         )
@@ -147,12 +152,14 @@ class _MemoryProblemBuilder:
         devices = cost_graph.described.devices
         self.ends = {v.name: Layout.replicated(devices, len(v.shape)) for v in self.graph.updates.values()}
         self.ends |= {
-            v.name: to for v, to in zip(outputs, output_layouts(outputs, devices, fed, dict(carries))) if to is not None
+            v.name: to
+            for v, to in zip(outputs, output_layouts(outputs, devices, input_placement, dict(batch_dims)))
+            if to is not None
         }
         self.usages: list[tuple[tuple[Any, ...], int, int, np.ndarray, str]] = []
-        self.keeping = RematStates(self.memory, self.segments)
+        self.remat = RematStates(self.memory, self.segments)
         #: By operator that may run again, a value whose dropping makes it run again.
-        self.run_with = {op.name: value for value, ops in self.keeping.remade.items() for op in ops}
+        self.run_with = {op.name: value for value, ops in self.remat.recompute_sets.items() for op in ops}
 
     # -- usages --
 
@@ -188,7 +195,9 @@ class _MemoryProblemBuilder:
 
     def standing(self) -> None:
         """Add the memory of every plan as a usage of the first node."""
-        fixed = sum(self.memory.bytes_of(v, layout) for v, layout in zip(self.graph.inputs, self.fed.inputs))
+        fixed = sum(
+            self.memory.bytes_of(v, layout) for v, layout in zip(self.graph.inputs, self.input_placement.inputs)
+        )
         fixed += sum(t.numel() * t.element_size() for t in self.graph.constants.values())
         fixed += sum(v.nbytes for v in self.graph.buffers.values())
         used = self.cost_graph.parameters
@@ -211,15 +220,15 @@ class _MemoryProblemBuilder:
             return
         readers = self.consumers[value.name]
         whole = np.array([self.memory.bytes_of(value, s.layout) for s in states], dtype=np.float64)
-        again = np.array([s.again for s in states])
+        reshards = np.array([s.reshard_after_forward for s in states])
         places = [self.place[op.name] for op, _ in readers]
         saves = [self.place[op.name] for op, i in readers if self.memory.saves_input(op, i)]
         first, last = min(places), max(places)
         if saves:
-            self.use(node, first, self.back(min(saves)) + 1, whole * (cut & ~again), "gathered")
-            self.use(node, first, last + 1, whole * (cut & again), "gathered")
-            self.use(node, self.back(max(saves)), self.back(min(saves)) + 1, whole * (cut & again), "gathered")
-            self.gathered_earlier(node, readers, self.back(max(saves)), whole * (cut & again))
+            self.use(node, first, self.back(min(saves)) + 1, whole * (cut & ~reshards), "gathered")
+            self.use(node, first, last + 1, whole * (cut & reshards), "gathered")
+            self.use(node, self.back(max(saves)), self.back(min(saves)) + 1, whole * (cut & reshards), "gathered")
+            self.gathered_earlier(node, readers, self.back(max(saves)), whole * (cut & reshards))
         else:
             self.use(node, first, last + 1, whole * cut, "gathered")
         if value.requires_grad and self.grads:
@@ -231,68 +240,70 @@ class _MemoryProblemBuilder:
         values = [self.run_with[reader.name] for reader, _ in readers if reader.name in self.run_with]
         if values:
             value = max(values, key=lambda name: -self.begun(name))
-            gone = np.array([float(s.how == DROPPED) for s in self.keeping.states[value]])
-            self.use((node, ("kept", value)), self.begun(value), stop, np.outer(whole, gone), "gathered")
+            recomputed = np.array([float(s.how == DROPPED) for s in self.remat.states[value]])
+            self.use((node, ("kept", value)), self.begun(value), stop, np.outer(whole, recomputed), "gathered")
 
     def begun(self, name: str) -> int:
         """The moment at which the recomputation of a dropped value begins."""
         op, k = self.memory.made_by[name]
         value = [v for v in op.outputs if v is not None][k]
-        savers = [self.place[reader.name] for reader in self.keeping.savers(value)]
+        savers = [self.place[reader.name] for reader in self.remat.savers(value)]
         readers = [self.place[reader.name] for reader, _ in self.consumers.get(name, ())]
         return self.back(max([self.segment_end[op.name], *(savers or readers)]))
 
     def operator(self, op: Op) -> None:
         """Add an operator's own memory, and that of its inputs while it runs."""
-        node, here = self.cost_graph.operators[op.name], self.place[op.name]
+        node, place = self.cost_graph.operators[op.name], self.place[op.name]
         grads = self.grads
         if grads:
-            self.use(node, here, self.back(here) + 1, self.memory.own(op), "activations")
+            self.use(node, place, self.back(place) + 1, self.memory.own(op), "activations")
         forward, backward = self.memory.inside(op)
-        self.use(node, here, here + 1, forward, "activations")
+        self.use(node, place, place + 1, forward, "activations")
         if grads:
-            self.use(node, self.back(here), self.back(here) + 1, backward, "backward")
+            self.use(node, self.back(place), self.back(place) + 1, backward, "backward")
         if self.memory.is_view(op):
             for index, value in enumerate(op.inputs):
                 if value.name not in self.memory.made_by and value.name not in self.cost_graph.parameters:
-                    self.given(op, index, value)
+                    self.count_operand(op, index, value)
                 if grads and value.requires_grad and value.name in self.cost_graph.shared:
                     self.use(
-                        node, self.back(here), self.back(here) + 1, self.memory.wanted(op, index, value), "backward"
+                        node, self.back(place), self.back(place) + 1, self.memory.wanted(op, index, value), "backward"
                     )
             return
         for value, index in {v.name: (v, i) for i, v in reversed(list(enumerate(op.inputs)))}.values():
             if value.name not in self.memory.made_by:
                 if value.name not in self.cost_graph.parameters:
-                    self.given(op, index, value)
+                    self.count_operand(op, index, value)
                 continue
-            if value.name in self.memory.of_given:
+            if value.name in self.memory.of_outside_inputs:
                 continue
             (maker, k), wanted = self.memory.made_by[value.name], self.memory.wanted(op, index, value)
             further = self.memory.wants_input(op, index) if grads else np.zeros(len(wanted), dtype=bool)
-            self.use(node, here, self.back(here) + 1, wanted * further, "activations")
+            self.use(node, place, self.back(place) + 1, wanted * further, "activations")
             if value.name not in self.cost_graph.shared and not self.memory.saves_output(maker, k):
-                self.use(node, here, here + 1, wanted * ~further, "delivered")
+                self.use(node, place, place + 1, wanted * ~further, "delivered")
             if grads and value.requires_grad:
-                self.use(node, self.back(here), self.back(here) + 1, wanted, "backward")
+                self.use(node, self.back(place), self.back(place) + 1, wanted, "backward")
 
-    def given(self, op: Op, index: int, value: Value) -> None:
+    def count_operand(self, op: Op, index: int, value: Value) -> None:
         """Add the copy of an input of the program, a buffer or a constant, where it is redistributed."""
-        node, here, prints = self.cost_graph.operators[op.name], self.place[op.name], self.memory.prints(op)
-        at = dict(zip((v.name for v in self.graph.inputs), self.fed.inputs)).get(value.name)
+        node, place, prints = self.cost_graph.operators[op.name], self.place[op.name], self.memory.prints(op)
+        at = dict(zip((v.name for v in self.graph.inputs), self.input_placement.inputs)).get(value.name)
         amount = np.array(
             [
-                0 if all(use.want == at or (at is None and use.want.is_replicated) for use in p.asks[index]) else w
+                0
+                if all(use.want == at or (at is None and use.want.is_replicated) for use in p.input_uses[index])
+                else w
                 for p, w in zip(prints, self.memory.wanted(op, index, value))
             ],
             dtype=np.float64,
         )
-        self.use(node, here, self.until(op, index) + 1, amount, "activations")
+        self.use(node, place, self.until(op, index) + 1, amount, "activations")
 
     def until(self, op: Op, index: int) -> int:
         """The last moment at which an operator, or a consumer of its views, needs its input."""
         out = self.place[op.name]
-        if self.grads and (self.memory.saves_input(op, index) or self.keeping.runs_again(op)):
+        if self.grads and (self.memory.saves_input(op, index) or self.remat.is_recomputed(op)):
             out = self.back(out)
         for k, value in enumerate(v for v in op.outputs if v is not None):
             if (k, index) in self.memory.keeps(op).views:
@@ -306,7 +317,7 @@ class _MemoryProblemBuilder:
         if shared is not None:
             self.copies(value, shared, readers)
             states = self.cost_graph.shares[value.name]
-            served = np.array([float(self.keeping.shared_bytes(value, s)[1]) for s in states])
+            served = np.array([float(self.remat.shared_bytes(value, s)[1]) for s in states])
             self.use(
                 shared,
                 min(self.place[reader.name] for reader, _ in readers),
@@ -320,54 +331,56 @@ class _MemoryProblemBuilder:
                 (self.cost_graph.operators[op.name], self.cost_graph.operators[reader.name]),
                 self.place[reader.name],
                 self.until(reader, i) + 1,
-                self.keeping.received(value),
+                self.remat.received(value),
                 "activations",
             )
 
     def made(self, op: Op, k: int, value: Value) -> None:
         """Add an operator's output: up to its last consumer, and beyond where some backward needs it."""
-        node, here = self.cost_graph.operators[op.name], self.place[op.name]
+        node, place = self.cost_graph.operators[op.name], self.place[op.name]
         left, readers = self.memory.left(op, k, value), self.consumers.get(value.name, [])
         places = [self.place[reader.name] for reader, _ in readers]
-        ends, last = value.name in self.ends, max(places, default=here)
+        ends, last = value.name in self.ends, max(places, default=place)
         shared = self.cost_graph.shared.get(value.name)
-        handed = np.zeros(1)
+        passed_on = np.zeros(1)
         if ends:  # a result stays to the end; with a redistribution, its source stays for a while
             to = self.ends[value.name]
-            handed = np.array(
-                [float(self.memory.bytes_of(value, to) * (p.leaves[k] != to)) for p in self.memory.prints(op)]
+            passed_on = np.array(
+                [float(self.memory.bytes_of(value, to) * (p.output_layouts[k] != to)) for p in self.memory.prints(op)]
             )
-            self.use(node, self.count, self.end, handed, "activations")
+            self.use(node, self.count, self.end, passed_on, "activations")
             if self.grads and value.requires_grad:
-                self.use(node, self.count + 1, self.count + 2, handed, "backward")
-        if value.name in self.memory.of_given:
+                self.use(node, self.count + 1, self.count + 2, passed_on, "backward")
+        if value.name in self.memory.of_outside_inputs:
             return self.viewing(op, k, value)
         if self.grads and value.requires_grad and (readers or ends):
             start = self.count + 1 if ends else self.back(last) + 1
-            self.use(node, start, self.back(here) + 1, left, "backward")
+            self.use(node, start, self.back(place) + 1, left, "backward")
         if shared is None and not ends and readers:
             reader = readers[0][0]
             (self.viewed if self.memory.is_view(reader) else self.sent)(op, k, value, reader)
         if shared is not None:
             self.copies(value, shared, readers)
-            self.held_for_several(value, shared, here, min(places), self.end if ends else last + 1)
+            self.held_for_several(value, shared, place, min(places), self.end if ends else last + 1)
         elif ends:
-            self.use(node, here, self.count + 1, left, "activations")
-            self.use(node, self.count + 1, self.end, left * (handed == 0), "activations")
+            self.use(node, place, self.count + 1, left, "activations")
+            self.use(node, self.count + 1, self.end, left * (passed_on == 0), "activations")
         elif not readers:
-            self.use(node, here, here + 1, left, "activations")
+            self.use(node, place, place + 1, left, "activations")
         elif not self.memory.saves_output(op, k):
-            self.use(node, here, last, left, "activations")
-        if value.name in self.keeping.states:
+            self.use(node, place, last, left, "activations")
+        if value.name in self.remat.states:
             self.keep(op, k, value, readers)
-        resent = self.keeping.resent(value)
-        if resent is not None:  # the recomputation begins with the sent value, and ends before its consumer's backward
+        kept_collective_output = self.remat.kept_collective_output(value)
+        if (
+            kept_collective_output is not None
+        ):  # the recomputation begins with the sent value, and ends before its consumer's backward
             ((reader, _),) = readers
             self.use(
                 (node, self.cost_graph.operators[reader.name]),
                 last + (not self.memory.is_view(reader)),
                 self.back(last),
-                resent,
+                kept_collective_output,
                 "activations",
             )
 
@@ -393,36 +406,36 @@ class _MemoryProblemBuilder:
             )
 
         if not self.memory.saves_output(op, k):
-            self.use(nodes, at, at + 1, beyond(self.keeping.sent(value), False), "activations")
+            self.use(nodes, at, at + 1, beyond(self.remat.sent(value), False), "activations")
         if self.grads and value.requires_grad:
-            self.use(nodes, self.back(at), self.back(at) + 1, beyond(self.keeping.sent_back(value), True), "backward")
+            self.use(nodes, self.back(at), self.back(at) + 1, beyond(self.remat.sent_back(value), True), "backward")
 
     def viewed(self, op: Op, k: int, value: Value, view: Op) -> None:
         """Add the redistribution to a view: both ends while it is sent, and the gradient of the view's input together
         with that of its output, or with that of the sent value."""
         nodes, at = (self.cost_graph.operators[op.name], self.cost_graph.operators[view.name]), self.place[view.name]
         if not self.memory.saves_output(op, k):
-            self.use(nodes, at, at + 1, self.keeping.sent(value), "activations")
+            self.use(nodes, at, at + 1, self.remat.sent(value), "activations")
         if self.grads and value.requires_grad:
-            self.use(nodes, self.back(at), self.back(at) + 1, self.keeping.viewed_back(value), "backward")
+            self.use(nodes, self.back(at), self.back(at) + 1, self.remat.viewed_back(value), "backward")
 
-    def held_for_several(self, value: Value, node: int, here: int, first: int, stop: int) -> None:
+    def held_for_several(self, value: Value, node: int, place: int, first: int, stop: int) -> None:
         states = self.cost_graph.shares[value.name]
         left = np.array([self.memory.bytes_of(value, s.left) for s in states], dtype=np.float64)
-        self.use(node, here, first, left, "activations")
-        both = np.array([float(sum(self.keeping.shared_bytes(value, s))) for s in states])
+        self.use(node, place, first, left, "activations")
+        both = np.array([float(sum(self.remat.shared_bytes(value, s))) for s in states])
         self.use(node, first, stop, both, "activations")
 
     # -- saved and recomputed values --
 
     def keep(self, op: Op, k: int, value: Value, readers: list[tuple[Op, int]]) -> None:
         """Add the saved or recomputed memory of a value."""
-        here, name = self.place[op.name], ("kept", value.name)
+        moment, name = self.place[op.name], ("kept", value.name)
         mine = self.memory.saves_output(op, k)
-        savers = [self.place[reader.name] for reader in self.keeping.savers(value)]
+        savers = [self.place[reader.name] for reader in self.remat.savers(value)]
         places = [self.place[reader.name] for reader, _ in readers]
-        shared, states = self.cost_graph.shared.get(value.name), self.keeping.states[value.name]
-        until = self.back(min([here] if mine else savers or places)) + 1
+        shared, states = self.cost_graph.shared.get(value.name), self.remat.states[value.name]
+        until = self.back(min([moment] if mine else savers or places)) + 1
         after = max(places) + 1
 
         def by_state(how: str, one: Any) -> np.ndarray:
@@ -446,46 +459,46 @@ class _MemoryProblemBuilder:
             carrier = self.cost_graph.shares[value.name]
             amount = self.memory.once(
                 ("both", id(carrier), value.shape, value.dtype),
-                lambda: np.array([float(sum(self.keeping.shared_bytes(value, s))) for s in carrier]),
+                lambda: np.array([float(sum(self.remat.shared_bytes(value, s))) for s in carrier]),
             )
             self.use((shared, name), after, until, together(amount), "activations")
         else:
             ((reader, i),) = readers
-            self.use(name, here if mine else after, until, by_state(KEPT, None), "activations")
+            self.use(name, moment if mine else after, until, by_state(KEPT, None), "activations")
             if mine:
                 left = self.memory.left(op, k, value)
-                if value.name in self.keeping.as_left:  # saved for its producer alone, where that needs it
+                if value.name in self.remat.as_left:  # saved for its producer alone, where that needs it
                     left = self.memory.once(
                         ("left where wanted", id(left), id(self.memory.prints(op)), k),
                         lambda: left * self.memory.wants_output(op, k),
                     )
-                self.use((maker, name), here, until, together(left), "activations")
+                self.use((maker, name), moment, until, together(left), "activations")
             if savers or not mine:
                 wanted, at = self.memory.wanted(reader, i, value), self.cost_graph.operators[reader.name]
                 self.use((at, name), after, self.back(places[0]) + 1, together(wanted), "activations")
-        gone, begun = by_state(DROPPED, None), self.begun(value.name)
+        recomputed, begun = by_state(DROPPED, None), self.begun(value.name)
         if shared is not None and any(s == SaveOrRecompute(DROPPED) for s in states):
             self.use((shared, name), begun, until, together(amount, DROPPED), "recomputed")
-        elif gone.any():
+        elif recomputed.any():
             if shared is None and mine:  # present until consumed, even where it is dropped
-                self.use(name, here, after, gone, "activations")
-            self.use(name, begun, until, gone, "recomputed")
+                self.use(name, moment, after, recomputed, "activations")
+            self.use(name, begun, until, recomputed, "recomputed")
 
     def copies(self, value: Value, node: int, readers: list[tuple[Op, int]]) -> None:
         """Add the copies of a shared value that single consumers have: in a layout that is neither the one it is left
         in nor the one that is served once."""
         states = self.cost_graph.shares[value.name]
         for reader, i in readers:
-            prints, here = self.memory.prints(reader), self.place[reader.name]
+            prints, moment = self.memory.prints(reader), self.place[reader.name]
 
             def count() -> np.ndarray:
                 place: dict[Any, int] = {}
-                which = [place.setdefault(frozenset(use.want for use in p.asks[i]), len(place)) for p in prints]
+                which = [place.setdefault(frozenset(use.want for use in p.input_uses[i]), len(place)) for p in prints]
                 layouts = {want: n for n, want in enumerate(dict.fromkeys(want for wants in place for want in wants))}
                 absent = np.ones((len(states), len(layouts)))  # by state of the value and layout
                 for row, s in zip(absent, states):
-                    there = (s.left, s.left.without_partial(), *((s.use.want,) if s.use is not None else ()))
-                    row[[layouts[one] for one in there if one in layouts]] = 0.0
+                    stored = (s.left, s.left.without_partial(), *((s.use.want,) if s.use is not None else ()))
+                    row[[layouts[one] for one in stored if one in layouts]] = 0.0
                 sizes = np.zeros((len(layouts), len(place)))
                 for wants, column in place.items():
                     for want in wants:
@@ -493,16 +506,16 @@ class _MemoryProblemBuilder:
                 return np.ascontiguousarray((absent @ sizes)[:, which])
 
             amount = self.memory.once(("copies", id(states), id(prints), i, value.shape, value.dtype), count)
-            stays = self.grads and (self.memory.saves_input(reader, i) or self.keeping.runs_again(reader))
-            until = self.back(here) if stays else here
-            self.use((node, self.cost_graph.operators[reader.name]), here, until + 1, amount, "activations")
+            stays = self.grads and (self.memory.saves_input(reader, i) or self.remat.is_recomputed(reader))
+            until = self.back(moment) if stays else moment
+            self.use((node, self.cost_graph.operators[reader.name]), moment, until + 1, amount, "activations")
 
     # -- the whole --
 
     def finish(self) -> MemoryProblem:
         """The whole problem. The save-or-recompute node of a value comes right after the node of its producer, or of
         the shared value."""
-        cost_graph, problem, kept = self.cost_graph, self.cost_graph.problem, self.keeping.states
+        cost_graph, problem, kept = self.cost_graph, self.cost_graph.problem, self.remat.states
         order: list[tuple[float, Any]] = [(node, node) for node in range(len(problem.costs))]
         for value in kept:
             op, _ = self.memory.made_by[value]
@@ -517,7 +530,7 @@ class _MemoryProblemBuilder:
         ]
         names = [problem.names[node] if isinstance(node, int) else f"kept %{node[1]}" for _, node in order]
         edges: dict[tuple[int, int], np.ndarray] = {}
-        for (a, b), table in (*problem.edges.items(), *self.keeping.edges.items()):
+        for (a, b), table in (*problem.edges.items(), *self.remat.edges.items()):
             i, j = number[a], number[b]
             if i > j:
                 i, j, table = j, i, self.turned(table)
@@ -537,9 +550,11 @@ class _MemoryProblemBuilder:
         made = Problem(tuple(costs), edges, tuple(names), tuple(usages), self.limit)
         # a dropout with p = 0 returns its input too, but no region takes it along: it has to be listed
         views = {op.name for op in self.graph.ops if self.memory.is_view(op) and hands_on(op.target)}
-        remade = {v: tuple(op.name for op in ops if op.name not in views) for v, ops in self.keeping.remade.items()}
+        recompute_sets = {
+            v: tuple(op.name for op in ops if op.name not in views) for v, ops in self.remat.recompute_sets.items()
+        }
         moved = replace(cost_graph, problem=made, operators=operators, parameters=parameters, shared=shared)
-        return MemoryProblem(moved, {v: number["kept", v] for v in kept}, kept, self.segments, remade)
+        return MemoryProblem(moved, {v: number["kept", v] for v in kept}, kept, self.segments, recompute_sets)
 
     def turned(self, table: np.ndarray) -> np.ndarray:
         return self.memory.once(("turned", id(table)), lambda: (np.ascontiguousarray(table.T), table))[0]

@@ -11,7 +11,7 @@ from ..cost.cost_model import CostModel
 from ..errors import PlanError
 from ..graph import Op
 from ..layout import Digits, Layout
-from ..partition.local_program import Decision, Decisions, InputPlacement, SearchResult, batch_dims
+from ..partition.local_program import Decision, Decisions, InputPlacement, SearchResult, find_batch_dims
 from ..partition.parameter_sharding import OptimizerParallel
 from ..partition.partitioner import wanted_in_two
 from ..solver.problem import Solution
@@ -46,9 +46,9 @@ class Search:
         return cls(problem, table)
 
     @property
-    def fed(self) -> InputPlacement:
+    def input_placement(self) -> InputPlacement:
         """The layouts of the inputs, and the handling of the results."""
-        return self.problem.fed
+        return self.problem.input_placement
 
     @property
     def costs(self) -> CostModel:
@@ -73,12 +73,12 @@ class Search:
                 different layouts.
         """
         own = {v.name for n, v in self.described.graph.parameters.items() if n not in (self.stored or {})}
-        wants: dict[str, tuple[Layout, Op]] = {}
+        layouts: dict[str, tuple[Layout, Op]] = {}
         for op in self.described.graph.ops:
             for i, value in enumerate(op.inputs if op.name in self.fixed else ()):
-                mine = self.fixed[op.name].wanted(i), op
-                if value.name in own and wants.setdefault(value.name, mine)[0] != mine[0]:
-                    raise wanted_in_two(value, wants[value.name], mine)
+                mine = self.fixed[op.name].input_layout(i), op
+                if value.name in own and layouts.setdefault(value.name, mine)[0] != mine[0]:
+                    raise wanted_in_two(value, layouts[value.name], mine)
         devices = self.described.devices
         factors = [f for _, bound, _ in self.described.rules.values() for f in bound.factors if f.splittable]
         sizes = {f.size for f in factors}
@@ -98,9 +98,9 @@ class Search:
         return self
 
     @cached_property
-    def carries(self) -> dict[str, int]:
+    def batch_dims(self) -> dict[str, int]:
         """Value name -> the dim that carries the batch."""
-        return batch_dims(self.described.graph, {n: bound for n, (_, bound, _) in self.described.rules.items()})
+        return find_batch_dims(self.described.graph, {n: bound for n, (_, bound, _) in self.described.rules.items()})
 
     @cached_property
     def fixed(self) -> dict[str, Decision]:
@@ -187,8 +187,8 @@ class Search:
         return cost_graph(
             self.described,
             options,
-            self.fed,
-            self.carries,
+            self.input_placement,
+            self.batch_dims,
             self.costs,
             stored=self.stored,
             hsdp=self.hsdp,
@@ -209,4 +209,4 @@ class Search:
         decisions = made.decisions(solution.states, self.fixed, cause)
         count = sum(map(len, made.options.values()))
         found = SearchResult(solution.cost, solution.bound if proved else None, len(decisions), count, solution.notes)
-        return Decisions(decisions, self.carries, found)
+        return Decisions(decisions, self.batch_dims, found)

@@ -70,7 +70,7 @@ class PlanningProblem:
     Attributes:
         graph: the captured program, with marks on its operators.
         devices: the number of devices.
-        fed: the layouts of the inputs, and the handling of the results.
+        input_placement: the layouts of the inputs, and the handling of the results.
         on_missing_rule: "error", or "replicate" to run an operator without a rule whole.
         stored: layouts of parameters and buffers that are settled already.
         uneven: pad dims that their cuts do not divide, where the operator allows it.
@@ -86,7 +86,7 @@ class PlanningProblem:
 
     graph: Graph
     devices: int
-    fed: InputPlacement
+    input_placement: InputPlacement
     on_missing_rule: str = "error"
     stored: Mapping[str, Layout] | None = None
     uneven: bool = False

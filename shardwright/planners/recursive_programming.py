@@ -139,7 +139,9 @@ class _Recursion:
             else:
                 if memory is not None:
                     state = optimizer_bytes(self.optimizer)
-                    made = holding(made, self.search.fed, self.search.carries, memory * rest**hope, state).cost_graph
+                    made = holding(
+                        made, self.search.input_placement, self.search.batch_dims, memory * rest**hope, state
+                    ).cost_graph
                 solution, kept = _nearest(made.problem)
                 self.hoped |= kept
                 decided = self.search.decided(made, solution, "search")

@@ -51,7 +51,7 @@ def at_other_sizes(
         sizes = ", ".join(str(list(v.shape)) for v in plan.graph.inputs)
         note = f"strategies are those of the plan for inputs of {sizes}: nothing was searched"
         found = replace(found, bound=None, notes=(*found.notes, note) if note not in found.notes else found.notes)
-    earlier = Decisions(plan.decisions, plan.carries, found, plan.hsdp)
+    earlier = Decisions(plan.decisions, plan.batch_dims, found, plan.hsdp)
     made = PortableDecisions.of(earlier).onto(graph, devices, on_missing_rule=on_missing_rule, uneven=uneven)
     bound = {  # equal layers share their bound rules
         (id(mine), id(d.bound), id(d.assignment)): (mine, d)

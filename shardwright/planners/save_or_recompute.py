@@ -55,63 +55,67 @@ __all__ = ["ABSENT", "DROPPED", "KEPT", "OperatorMemory", "RematStates", "SaveOr
 # -- memory inside an operator --
 
 
-def inside(footprint: OpCost, given: Set[int]) -> tuple[float, float]:
+def inside(cost: OpCost, from_outside: Set[int]) -> tuple[float, float]:
     """Bytes inside an operator at the fullest moment, in the forward and in the backward.
 
     Args:
-        footprint: the operator under one strategy.
-        given: the numbers of inputs that no operator produces; they and their gradients are counted elsewhere.
+        cost: the operator under one strategy.
+        from_outside: the numbers of inputs that no operator produces; they and their gradients are counted elsewhere.
     """
-    if len(footprint.program) < 2:
+    if len(cost.program) < 2:
         return 0.0, 0.0
-    part = _Part(footprint, given)
+    part = _Part(cost, from_outside)
     return part.forward(), part.backward()
 
 
 class _Part:
-    def __init__(self, footprint: OpCost, given: Set[int]) -> None:
-        self.program, self.saved = footprint.program, saved_inside(footprint)
+    def __init__(self, cost: OpCost, from_outside: Set[int]) -> None:
+        self.program, self.saved = cost.program, saved_inside(cost)
         self.own = float(sum(saved.own_bytes for saved in self.saved))
-        self.lives = lives = LiveRanges(footprint.fed, self.program, self.saved)
-        self.asked = {i.name for k, i in enumerate(footprint.fed) if k not in given}
-        self.left = {i.name for i in footprint.left}
-        elsewhere = lives.given - self.asked
-        self.apart = {name for name, root in lives.root.items() if root in elsewhere}
-        self.born = {**dict.fromkeys(self.asked, 0), **lives.born}
+        self.live_ranges = live_ranges = LiveRanges(cost.inputs, self.program, self.saved)
+        self.asked = {i.name for k, i in enumerate(cost.inputs) if k not in from_outside}
+        self.left = {i.name for i in cost.outputs}
+        elsewhere = live_ranges.inputs - self.asked
+        self.apart = {name for name, root in live_ranges.root.items() if root in elsewhere}
+        self.born = {**dict.fromkeys(self.asked, 0), **live_ranges.born}
         self.kept: dict[str, int] = {}  # saved value -> the first instruction that saves it
         for place, saved in reversed(list(enumerate(self.saved))):
-            self.kept.update((lives.root[name], place) for name in saved.values if lives.root.get(name) in self.born)
+            self.kept.update(
+                (live_ranges.root[name], place) for name in saved.values if live_ranges.root.get(name) in self.born
+            )
 
     def bytes_of(self, names: Iterable[str]) -> float:
-        return float(sum(self.lives.instances[name].local_bytes for name in names))
+        return float(sum(self.live_ranges.instances[name].local_bytes for name in names))
 
     def grows(self, name: str) -> bool:
         """True where a value has a gradient that is counted here."""
-        return name not in self.apart and self.lives.instances[name].value.requires_grad
+        return name not in self.apart and self.live_ranges.instances[name].value.requires_grad
 
     def forward(self) -> float:
-        lives, end = self.lives, len(self.program)
-        stays = self.kept.keys() | {lives.root[name] for name in self.left}
+        live_ranges, end = self.live_ranges, len(self.program)
+        stays = self.kept.keys() | {live_ranges.root[name] for name in self.left}
         spans = [
-            (born, end if name in stays else lives.read.get(name, 0) + 1, self.bytes_of([name]))
+            (born, end if name in stays else live_ranges.read.get(name, 0) + 1, self.bytes_of([name]))
             for name, born in self.born.items()
         ]
         spans += [(place, end, float(saved.own_bytes)) for place, saved in enumerate(self.saved)]
         return _beyond(spans, self.bytes_of((self.asked | stays) & self.born.keys()) + self.own)
 
     def backward(self) -> float:
-        lives, reached = self.lives, {name for name in self.left if self.grows(name)}
+        live_ranges, reached = self.live_ranges, {name for name in self.left if self.grows(name)}
         begin = dict.fromkeys(reached, 0)
         backward: list[tuple[int, Instruction]] = []
         until = [0] * len(self.program)  # by instruction, the moment after its backward
         for place, instruction in reversed(list(enumerate(self.program))):
             if any(made.name in reached for made in made_by(instruction)):
                 backward.append((len(backward), instruction))
-                reached.update(name for name in reads(instruction) if name in lives.instances and self.grows(name))
+                reached.update(
+                    name for name in reads(instruction) if name in live_ranges.instances and self.grows(name)
+                )
             until[place] = len(backward)
         spans = [
             (start, stop, self.bytes_of([name]))
-            for name, start, stop in waiting(backward, lives.instances, begin, self.grows)
+            for name, start, stop in waiting(backward, live_ranges.instances, begin, self.grows)
         ]
         spans += [(0, until[place], self.bytes_of([name])) for name, place in self.kept.items()]
         spans += [(0, until[place], float(saved.own_bytes)) for place, saved in enumerate(self.saved)]
@@ -141,7 +145,7 @@ class OperatorMemory:
         consumers: by value, the operators that consume it, each once, with the first input place.
         made_by: by value, its producer and the number of the output.
         ends: names of values that are handed out or update a buffer.
-        of_given: names of values that are views of inputs, buffers or constants, or views of such views.
+        of_outside_inputs: names of values that are views of inputs, buffers or constants, or views of such views.
     """
 
     def __init__(self, cost_graph: CostGraph) -> None:
@@ -158,15 +162,17 @@ class OperatorMemory:
         self.ends = {v.name for v in self.graph.outputs if isinstance(v, Value)}
         self.ends |= {v.name for v in self.graph.updates.values()}
         self._known: dict[Hashable, Any] = {}
-        self.of_given: set[str] = set()
+        self.of_outside_inputs: set[str] = set()
         for op in self.graph.ops:
             outputs = [v.name for v in op.outputs if v is not None]
             if len(op.inputs) and not any(v.name in self.cost_graph.parameters for v in op.inputs):
-                self.of_given.update(outputs[k] for k, i in self.keeps(op).views if self.is_given(op.inputs[i].name))
+                self.of_outside_inputs.update(
+                    outputs[k] for k, i in self.keeps(op).views if self.is_outside_input(op.inputs[i].name)
+                )
 
-    def is_given(self, name: str) -> bool:
+    def is_outside_input(self, name: str) -> bool:
         """True where a value lies in the memory of an input, a buffer or a constant."""
-        return name in self.of_given or (name not in self.made_by and name not in self.cost_graph.parameters)
+        return name in self.of_outside_inputs or (name not in self.made_by and name not in self.cost_graph.parameters)
 
     def once(self, key: Hashable, make: Any) -> Any:
         """The result of `make`, computed once a key; equal arrays are then one object. A key may hold the id of an
@@ -176,7 +182,7 @@ class OperatorMemory:
         return self._known[key]
 
     def prints(self, op: Op) -> tuple[OpCost, ...]:
-        return self.cost_graph.footprints[op.name]
+        return self.cost_graph.op_costs[op.name]
 
     def keeps(self, op: Op) -> KeptTensors:
         """The tensors that an operator's backward needs under its first strategy."""
@@ -198,13 +204,13 @@ class OperatorMemory:
         """Bytes inside an operator of several instructions, beyond its inputs, outputs and saved tensors: forward and
         backward, each by strategy."""
         prints = self.prints(op)
-        given = frozenset(i for i, v in enumerate(op.inputs) if v.name not in self.made_by)
+        from_outside = frozenset(i for i, v in enumerate(op.inputs) if v.name not in self.made_by)
 
         def count() -> tuple[np.ndarray, np.ndarray]:
-            found = np.array([inside(p, given) for p in prints], dtype=np.float64)
+            found = np.array([inside(p, from_outside) for p in prints], dtype=np.float64)
             return np.ascontiguousarray(found[:, 0]), np.ascontiguousarray(found[:, 1])
 
-        return self.once(("inside", id(prints), given), count)
+        return self.once(("inside", id(prints), from_outside), count)
 
     def saves_input(self, op: Op, index: int) -> bool:
         same = {i for i, v in enumerate(op.inputs) if v.name == op.inputs[index].name}
@@ -249,7 +255,7 @@ class OperatorMemory:
         prints = self.prints(op)
         return self.once(
             ("left", id(prints), index),
-            lambda: np.array([self.bytes_of(value, p.leaves[index]) for p in prints], dtype=np.float64),
+            lambda: np.array([self.bytes_of(value, p.output_layouts[index]) for p in prints], dtype=np.float64),
         )
 
     def wanted(self, op: Op, index: int, value: Value) -> np.ndarray:
@@ -258,7 +264,7 @@ class OperatorMemory:
         return self.once(
             ("wanted", id(prints), index),
             lambda: np.array(
-                [sum(self.bytes_of(value, want) for want in {use.want for use in p.asks[index]}) for p in prints],
+                [sum(self.bytes_of(value, want) for want in {use.want for use in p.input_uses[index]}) for p in prints],
                 dtype=np.float64,
             ),
         )
@@ -288,7 +294,7 @@ class OperatorMemory:
     def reads_alone(self, name: str) -> bool:
         """True where a value is produced by an operator, has one consumer, and is no view of an input, a buffer or a
         constant."""
-        return name in self.made_by and name not in self.cost_graph.shared and name not in self.of_given
+        return name in self.made_by and name not in self.cost_graph.shared and name not in self.of_outside_inputs
 
 
 ABSENT, KEPT, DROPPED = "absent", "kept", "dropped"
@@ -337,7 +343,7 @@ class RematStates:
 
     Attributes:
         states: by value that has a node, its states.
-        remade: by value that may be dropped, the operators that run again.
+        recompute_sets: by value that may be dropped, the operators that run again.
         edges: by (node, node), tables; a node is a node number of the cost graph, or ("kept", value).
         as_left: values that are saved for their producer alone; a sent copy of them is not saved.
     """
@@ -345,7 +351,7 @@ class RematStates:
     def __init__(self, memory: OperatorMemory, segments: dict[str, int]) -> None:
         self.memory, self.cost_graph, self.segments = memory, memory.cost_graph, segments
         self.states: dict[str, tuple[SaveOrRecompute, ...]] = {}
-        self.remade: dict[str, tuple[Op, ...]] = {}
+        self.recompute_sets: dict[str, tuple[Op, ...]] = {}
         self.edges: dict[tuple[Any, Any], np.ndarray] = {}
         self._inner = {name for name in memory.made_by if self._is_inner(name)}
         self.as_left: set[str] = set()
@@ -356,14 +362,14 @@ class RematStates:
                     and value.name not in memory.ends
                     and memory.consumers.get(value.name)
                     and value.name not in self._inner
-                    and value.name not in memory.of_given
+                    and value.name not in memory.of_outside_inputs
                 ):
                     self._node(op, k, value)
-        self._again = {op.name for ops in self.remade.values() for op in ops}
-        for name in self.remade:
+        self._again = {op.name for ops in self.recompute_sets.values() for op in ops}
+        for name in self.recompute_sets:
             self._chain(name)
 
-    def runs_again(self, op: Op) -> bool:
+    def is_recomputed(self, op: Op) -> bool:
         """True where an operator may run again."""
         return op.name in self._again
 
@@ -383,7 +389,7 @@ class RematStates:
             and len(readers) == 1
             and name not in memory.ends
             and name not in self.cost_graph.shared
-            and name not in memory.of_given
+            and name not in memory.of_outside_inputs
             and not memory.saves_output(op, k)
             and not self.savers(value)
             and self.droppable(op)
@@ -402,7 +408,7 @@ class RematStates:
         )
         return weights and sum(v is not None for v in op.outputs) == 1
 
-    def _remade(self, op: Op) -> tuple[Op, ...]:
+    def _recompute_sets(self, op: Op) -> tuple[Op, ...]:
         out = {op.name: op}
         todo = [op]
         while todo:
@@ -425,7 +431,7 @@ class RematStates:
         prints, node = memory.prints(op), self.cost_graph.operators[op.name]
         shared = self.cost_graph.shared.get(value.name)
         if shared is not None:
-            inner = any(v.name in self._inner for other in self._remade(op) for v in other.inputs)
+            inner = any(v.name in self._inner for other in self._recompute_sets(op) for v in other.inputs)
             states = self._states_of_shared(value, bool(mine or savers), droppable, inner)
             carrier = self.cost_graph.shares[value.name]
             self._edge(
@@ -447,7 +453,9 @@ class RematStates:
                 name,
                 memory.once(
                     ("kept-made", states, id(prints), k, value.shape),
-                    lambda: np.array([[self._fits_made(value, s, p.leaves[k]) for s in states] for p in prints]),
+                    lambda: np.array(
+                        [[self._fits_made(value, s, p.output_layouts[k]) for s in states] for p in prints]
+                    ),
                 ),
             )
             self._edge(
@@ -455,13 +463,13 @@ class RematStates:
                 self.cost_graph.operators[reader.name],
                 memory.once(
                     ("kept-read", states, id(asks), i, value.shape),
-                    lambda: np.array([[self._fits_read(value, s, p.asks[i]) for p in asks] for s in states]),
+                    lambda: np.array([[self._fits_read(value, s, p.input_uses[i]) for p in asks] for s in states]),
                 ),
             )
         self.states[value.name] = states
         if any(s.how == DROPPED for s in states):
-            self.remade[value.name] = self._remade(op)
-            for other in self.remade[value.name]:
+            self.recompute_sets[value.name] = self._recompute_sets(op)
+            for other in self.recompute_sets[value.name]:
                 self._again_edge(value, other)
 
     def _again_edge(self, value: Value, op: Op) -> None:
@@ -480,33 +488,33 @@ class RematStates:
         )
 
         def make() -> np.ndarray:
-            gone = [n for n, s in enumerate(states) if s.how == DROPPED]
-            sizes = np.array([states[n].size for n in gone])
-            fits = np.ones((len(prints), len(gone)), bool)
+            recomputed = [n for n, s in enumerate(states) if s.how == DROPPED]
+            sizes = np.array([states[n].size for n in recomputed])
+            fits = np.ones((len(prints), len(recomputed)), bool)
 
-            def as_large(v: Value, there: list[int]) -> np.ndarray:
+            def as_large(v: Value, same_size: list[int]) -> np.ndarray:
                 """True where an inner value has as many bytes as the dropped value, in proportion."""
                 unit = math.gcd(value.nbytes, v.nbytes) or 1
-                return np.array(there)[:, None] * (value.nbytes // unit) == sizes * (v.nbytes // unit)
+                return np.array(same_size)[:, None] * (value.nbytes // unit) == sizes * (v.nbytes // unit)
 
             for k, v in outs:
-                fits &= np.array([not p.leaves[k].partial for p in prints])[:, None]
-                fits &= as_large(v, [memory.bytes_of(v, p.leaves[k]) for p in prints])
+                fits &= np.array([not p.output_layouts[k].partial for p in prints])[:, None]
+                fits &= as_large(v, [memory.bytes_of(v, p.output_layouts[k]) for p in prints])
             for i, v in inner:
-                wants = [_want(p.asks[i]) for p in prints]
-                there = as_large(v, [-1 if want is None else memory.bytes_of(v, want) for want in wants])
-                fits &= there | np.array([not p.asks[i] for p in prints])[:, None]
+                wants = [_want(p.input_uses[i]) for p in prints]
+                same_size = as_large(v, [-1 if want is None else memory.bytes_of(v, want) for want in wants])
+                fits &= same_size | np.array([not p.input_uses[i] for p in prints])[:, None]
             table = np.zeros((len(prints), len(states)))
-            table[:, gone] = np.where(fits, np.array([p.forward for p in prints])[:, None], math.inf)
+            table[:, recomputed] = np.where(fits, np.array([p.forward for p in prints])[:, None], math.inf)
             return table
 
         self._edge(self.cost_graph.operators[op.name], ("kept", value.name), memory.once(key, make))
 
-    def resent(self, value: Value) -> np.ndarray | None:
+    def kept_collective_output(self, value: Value) -> np.ndarray | None:
         """Bytes of an inner value that are saved because they were sent, by state of producer and consumer; None
         where the value is not inner to a value that may be dropped."""
         memory = self.memory
-        if value.name not in self._inner or not self.runs_again(memory.made_by[value.name][0]):
+        if value.name not in self._inner or not self.is_recomputed(memory.made_by[value.name][0]):
             return None
 
         return self._of_both(
@@ -545,8 +553,8 @@ class RematStates:
         prints, asks = memory.prints(op), memory.prints(reader)
 
         def ends() -> tuple[_Ends, np.ndarray, np.ndarray]:
-            lefts, rows = _numbered(p.leaves[k] for p in prints)
-            wants, columns = _numbered(_want(p.asks[i]) for p in asks)
+            lefts, rows = _numbered(p.output_layouts[k] for p in prints)
+            wants, columns = _numbered(_want(p.input_uses[i]) for p in asks)
             same, closed = (
                 np.array([[one == want for want in wants] for one in some])
                 for some in (lefts, [left.without_partial() for left in lefts])
@@ -576,7 +584,7 @@ class RematStates:
 
     def _chain(self, name: str) -> None:
         """Add edges that forbid a dropped value where an input of a recomputed operator is not there."""
-        for op in self.remade[name]:
+        for op in self.recompute_sets[name]:
             for value in {v.name: v for v in op.inputs}.values():
                 if value.name not in self.states:
                     continue
@@ -584,7 +592,7 @@ class RematStates:
                 near = self.segments[maker.name] == self.segments[op.name]
                 before, after, sent = self.states[value.name], self.states[name], value.name in self.as_left
 
-                def there(b: SaveOrRecompute) -> bool:
+                def available(b: SaveOrRecompute) -> bool:
                     if b.how == DROPPED:
                         return near
                     return b.how == KEPT and not (sent and b.layout is None)
@@ -592,7 +600,7 @@ class RematStates:
                 table = self.memory.once(
                     ("chain", before, after, near, sent),
                     lambda: np.array(
-                        [[0.0 if a.how != DROPPED or there(b) else math.inf for a in after] for b in before]
+                        [[0.0 if a.how != DROPPED or available(b) else math.inf for a in after] for b in before]
                     ),
                 )
                 if table.any():
@@ -648,8 +656,8 @@ class RematStates:
         prints, asks = memory.prints(op), memory.prints(reader)
 
         def make() -> tuple[SaveOrRecompute, ...]:
-            left = dict.fromkeys(p.leaves[k] for p in prints)
-            wants = dict.fromkeys(_want(p.asks[i]) for p in asks)
+            left = dict.fromkeys(p.output_layouts[k] for p in prints)
+            wants = dict.fromkeys(_want(p.input_uses[i]) for p in asks)
             both = [layout for layout in left if layout in wants and not layout.partial]
             out = [SaveOrRecompute(KEPT)] if mine or theirs else [SaveOrRecompute(ABSENT), SaveOrRecompute(KEPT)]
             if mine:  # one tensor serves producer and consumer, or the recomputation
@@ -678,8 +686,8 @@ class RematStates:
 
 def _want(asked: Uses) -> Layout | None:
     """The one layout of the uses; None where there are several."""
-    wants = {use.want for use in asked}
-    return wants.pop() if len(wants) == 1 else None
+    layouts = {use.want for use in asked}
+    return layouts.pop() if len(layouts) == 1 else None
 
 
 def _numbered(things: Iterable[Any]) -> tuple[list[Any], np.ndarray]:

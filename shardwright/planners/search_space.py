@@ -61,13 +61,13 @@ __all__ = [
     "Strategy",
     "assignments",
     "atoms_of",
-    "conversions_of",
     "keeps",
     "kind_of_call",
     "op_cost",
     "options_among",
     "options_of",
     "prime_factors",
+    "redistributions_of",
     "saved_inputs",
     "saved_inside",
     "strategy_of",
@@ -87,7 +87,7 @@ def casts_of(source: Layout, uses: frozenset[Use]) -> int:
 
 
 @lru_cache(maxsize=1 << 20)
-def conversions_of(
+def redistributions_of(
     source: Layout, uses: frozenset[Use], gradient: bool
 ) -> tuple[tuple[Redistribution, bool], ...] | None:
     """The redistributions that serve all uses of a value, each with True for a redistribution of the gradient.
@@ -160,7 +160,7 @@ def _number(pair: tuple[Digits, Digits]) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=1 << 18)
 def _alone(source: Layout, use: Use, gradient: bool) -> tuple[tuple[Redistribution, bool], ...] | None:
-    """The same as `conversions_of` for one use, without a partitioner."""
+    """The same as `redistributions_of` for one use, without a partitioner."""
     try:
         forward = brought(source, use.want)
     except LayoutError:
@@ -179,7 +179,7 @@ class EdgeCosts:
     def __init__(self, costs: Any) -> None:
         self.costs = costs
         self.known: dict[tuple[Any, ...], np.ndarray] = {}
-        self.footprints: dict[Hashable, dict[Strategy, OpCost]] = {}  # by kind of operator
+        self.op_costs: dict[Hashable, dict[Strategy, OpCost]] = {}  # by kind of operator
         self.terms: dict[
             tuple[Any, ...], tuple[list[tuple[Redistribution, bool]], np.ndarray, np.ndarray, np.ndarray]
         ] = {}
@@ -205,13 +205,13 @@ class EdgeCosts:
         """
         key = (sources, uses, value.nbytes, value.requires_grad, parameter, value.master)
         if key not in self.known:
-            found, conversions, cells, forbidden = self._terms(sources, uses, value.requires_grad)
-            price = self.costs.stored if parameter else self.costs.conversion
+            found, redistributions, cells, forbidden = self._terms(sources, uses, value.requires_grad)
+            price = self.costs.stored if parameter else self.costs.redistribution
             prices = np.array(
                 [price(c, value.numel * (value.sums if back else value.dtype).itemsize) for c, back in found]
             )
             out = (
-                np.bincount(cells, weights=prices[conversions], minlength=len(sources) * len(uses))
+                np.bincount(cells, weights=prices[redistributions], minlength=len(sources) * len(uses))
                 if len(cells)
                 else np.zeros(len(sources) * len(uses))
             )
@@ -233,18 +233,23 @@ class EdgeCosts:
         key = (sources, uses, gradient)
         if key not in self.terms:
             place: dict[tuple[Redistribution, bool], int] = {}
-            conversions, cells, forbidden = [], [], []
+            redistributions, cells, forbidden = [], [], []
             for i, source in enumerate(sources):
                 for j, some in enumerate(uses):
                     cell = i * len(uses) + j
-                    found = conversions_of(source, some, gradient) if some else ()
+                    found = redistributions_of(source, some, gradient) if some else ()
                     if found is None:
                         forbidden.append(cell)
                         continue
-                    for conversion in found:
-                        conversions.append(place.setdefault(conversion, len(place)))
+                    for redistribution in found:
+                        redistributions.append(place.setdefault(redistribution, len(place)))
                         cells.append(cell)
-            self.terms[key] = list(place), np.array(conversions, int), np.array(cells, int), np.array(forbidden, int)
+            self.terms[key] = (
+                list(place),
+                np.array(redistributions, int),
+                np.array(cells, int),
+                np.array(forbidden, int),
+            )
         return self.terms[key]
 
 
@@ -256,24 +261,24 @@ class OpCost:
     """An operator's part of a program.
 
     Attributes:
-        asks: by tensor input, the uses that are made of it; an input that is passed twice has its uses at its first
-            place alone.
-        leaves: by tensor output, the layout in which it is left, partial sums included.
+        input_uses: by tensor input, the uses that are made of it; an input that is passed twice has its uses at its
+            first place alone.
+        output_layouts: by tensor output, the layout in which it is left, partial sums included.
         forward, backward: seconds of the operator and of the redistributions inside it.
         made: bytes that a rank produces in the forward.
         program: the instructions of the operator alone.
-        fed: by tensor input, the instance that the instructions consume.
-        left: by tensor output, the instance that they produce.
+        by_name: by tensor input, the instance that the instructions consume.
+        outputs: by tensor output, the instance that they produce.
     """
 
-    asks: tuple[frozenset[Use], ...]
-    leaves: tuple[Layout, ...]
+    input_uses: tuple[frozenset[Use], ...]
+    output_layouts: tuple[Layout, ...]
     forward: float
     backward: float
     made: int
     program: tuple[Any, ...] = ()
-    fed: tuple[PlacedValue, ...] = ()
-    left: tuple[PlacedValue, ...] = ()
+    inputs: tuple[PlacedValue, ...] = ()
+    outputs: tuple[PlacedValue, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -306,7 +311,7 @@ def op_cost(decision: Decision, costs: Any) -> OpCost:
     router = Partitioner(graph, {op.name: decision}, InputPlacement((), False), devices, {}, {}, None)
     work = [(decision, *piece) for piece in router.pieces(decision)]
     router.collect(work, [])
-    asks = {
+    input_uses = {
         name: frozenset(
             Use(u.want.with_partial(decision.open) if decision.open else u.want, u.partial, "")
             for u in router.uses.get(name, ())
@@ -316,11 +321,11 @@ def op_cost(decision: Decision, costs: Any) -> OpCost:
     if SEED.name in router.uses:
         router.make(SEED, Layout.replicated(devices, 1))
     for name, value in inputs.items():
-        wants = sorted((u.want for u in asks[name]), key=str)
-        router.make(value, wants[0] if wants else Layout.replicated(devices, len(value.shape)))
-    given = {name: _padded(instance) for name, instance in router.made.items()}
-    fed = {instance.name for instance in given.values()}
-    known: dict[str, PlacedValue] = {i.name: i for i in given.values()}
+        targets = sorted((u.want for u in input_uses[name]), key=str)
+        router.make(value, targets[0] if targets else Layout.replicated(devices, len(value.shape)))
+    placed = {name: _padded(instance) for name, instance in router.made.items()}
+    placed_names = {instance.name for instance in placed.values()}
+    known: dict[str, PlacedValue] = {i.name: i for i in placed.values()}
     for piece in work:
         router.compute(*piece)
     forward = backward = 0.0
@@ -329,13 +334,13 @@ def op_cost(decision: Decision, costs: Any) -> OpCost:
     for i in instructions:
         results = [o for o in i.outputs if o is not None] if isinstance(i, LocalOp) else [i.target]
         known.update((o.name, o) for o in results)
-        if isinstance(i, LocalOp) or i.source.name not in fed or i.forward.exchanges_halos:
+        if isinstance(i, LocalOp) or i.source.name not in placed_names or i.forward.exchanges_halos:
             forward += costs.forward(i, known)
             if any(o.value.requires_grad for o in results):
                 backward += costs.backward(i, known)
             made += sum(o.local_bytes for o in results)
     left = tuple(_padded(router.made[router.now(v).name]) for v in op.outputs if v is not None)
-    once: dict[str, frozenset[Use]] = dict(asks)
+    once: dict[str, frozenset[Use]] = dict(input_uses)
     return OpCost(
         tuple(once.pop(v.name, frozenset()) for v in op.inputs),
         tuple(i.layout for i in left),
@@ -343,7 +348,7 @@ def op_cost(decision: Decision, costs: Any) -> OpCost:
         backward,
         made,
         instructions,
-        tuple(given[v.name] for v in op.inputs),
+        tuple(placed[v.name] for v in op.inputs),
         left,
     )
 
@@ -528,7 +533,7 @@ def options_among(
     for op in described.graph.ops:
         rule, bound, _ = described.rules[op.name]
         passing = frozenset() if op.name in fixed else _passing(op, rule, opened)
-        given = (
+        additional = (
             (strategy_of(fixed[op.name]),)
             if op.name in fixed
             else tuple(dict.fromkeys(strategy_of(plan[op.name]) for plan in known if op.name in plan))
@@ -536,9 +541,9 @@ def options_among(
         brought = outs.get(op.name)
         mine_of = () if op.name in fixed else among(op, bound)
         kept.append(mine_of)
-        key = (described.kinds[op.name], passing, given, op.name in fixed, brought, id(mine_of))
+        key = (described.kinds[op.name], passing, additional, op.name in fixed, brought, id(mine_of))
         if key not in alike:
-            mine = tuple(dict.fromkeys((*(Strategy(a, (), brought) for a in mine_of), *given)))
+            mine = tuple(dict.fromkeys((*(Strategy(a, (), brought) for a in mine_of), *additional)))
             if op.name not in fixed:
                 mine = _with_passing(described, op, mine, passing)
             left = tuple(frozenset(_left(bound, s, k) for s in mine) - {()} for k in range(len(bound.outputs)))
@@ -616,7 +621,7 @@ class KeptTensors:
 class _Program:
     """A footprint's program; two are equal where they do the same to the same local shapes."""
 
-    footprint: OpCost
+    cost: OpCost
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -626,56 +631,56 @@ class _Program:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        said = []
-        for i in self.footprint.program:
+        forms = []
+        for i in self.cost.program:
             made = i.outputs if isinstance(i, LocalOp) else (i.target,)
             what = (i.target, repr(i.args), repr(i.kwargs)) if isinstance(i, LocalOp) else (i.source.name,)
-            said.append((*what, tuple(o and (o.name, o.local_shape) for o in made)))
-        given = tuple((i.name, i.local_shape, i.value.dtype, i.value.requires_grad) for i in self.footprint.fed)
-        return given, tuple(said), tuple(i.name for i in self.footprint.left)
+            forms.append((*what, tuple(o and (o.name, o.local_shape) for o in made)))
+        inputs = tuple((i.name, i.local_shape, i.value.dtype, i.value.requires_grad) for i in self.cost.inputs)
+        return inputs, tuple(forms), tuple(i.name for i in self.cost.outputs)
 
 
-def keeps(footprint: OpCost) -> KeptTensors:
+def keeps(cost: OpCost) -> KeptTensors:
     """The tensors that an operator's backward needs under one strategy."""
-    return _keeps(_Program(footprint))
+    return _keeps(_Program(cost))
 
 
-def saved_inputs(footprints: Sequence[OpCost]) -> frozenset[int]:
+def saved_inputs(op_costs: Sequence[OpCost]) -> frozenset[int]:
     """The numbers of the inputs that an operator's backward needs under its first strategy."""
-    return keeps(footprints[0]).inputs
+    return keeps(op_costs[0]).inputs
 
 
-def saved_inside(footprint: OpCost) -> tuple[SavedTensors, ...]:
+def saved_inside(cost: OpCost) -> tuple[SavedTensors, ...]:
     """The tensors that each of an operator's instructions saves."""
-    return _saved(_Program(footprint))
+    return _saved(_Program(cost))
 
 
 @lru_cache(maxsize=1 << 16)
 def _saved(program: _Program) -> tuple[SavedTensors, ...]:
-    footprint = program.footprint
-    fed = {i.name: i for i in footprint.fed}
-    made = {o.name for i in footprint.program for o in made_by(i)}
+    cost = program.cost
+    by_name = {i.name: i for i in cost.inputs}
+    made = {o.name for i in cost.program for o in made_by(i)}
     local_program = SimpleNamespace(
-        inputs=tuple(fed.values()),
+        inputs=tuple(by_name.values()),
         parameters={},
         buffers={},
         constants={},
-        seed=_seed(footprint, {*fed, *made}),
-        instructions=footprint.program,
+        seed=_seed(cost, {*by_name, *made}),
+        instructions=cost.program,
     )
     return tuple(saved_by(local_program))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1 << 16)
 def _keeps(program: _Program) -> KeptTensors:
-    footprint = program.footprint
+    cost = program.cost
     saved = _saved(program)
-    lives = LiveRanges(footprint.fed, footprint.program, saved)
-    out = {lives.root[name] for one in saved for name in one.values if name in lives.root}
-    left = [lives.root[i.name] for i in footprint.left]
-    places = [i.name for i in footprint.fed]
+    live_ranges = LiveRanges(cost.inputs, cost.program, saved)
+    out = {live_ranges.root[name] for one in saved for name in one.values if name in live_ranges.root}
+    left = [live_ranges.root[i.name] for i in cost.outputs]
+    places = [i.name for i in cost.inputs]
     own = sum(one.own_bytes for one in saved)
-    own += sum(lives.instances[name].local_bytes for name in out - lives.given if name not in left)
+    own += sum(live_ranges.instances[name].local_bytes for name in out - live_ranges.inputs if name not in left)
     return KeptTensors(
         frozenset(places.index(n) for n in out if n in places),
         frozenset(left.index(n) for n in out if n in left and n not in places),
@@ -684,9 +689,9 @@ def _keeps(program: _Program) -> KeptTensors:
     )
 
 
-def _seed(footprint: OpCost, known: set[str]) -> PlacedValue | None:
+def _seed(cost: OpCost, known: set[str]) -> PlacedValue | None:
     """The instance of the seed, where the program consumes one; else None."""
-    names = {name for i in footprint.program for name in reads(i)}
+    names = {name for i in cost.program for name in reads(i)}
     if SEED.name not in names - known:
         return None
-    return PlacedValue(SEED.name, SEED, Layout.replicated(footprint.left[0].layout.devices, 1))
+    return PlacedValue(SEED.name, SEED, Layout.replicated(cost.outputs[0].layout.devices, 1))

@@ -22,7 +22,7 @@ from ..errors import ShardwrightError, StrategyError
 from ..graph import Graph, Op, Value
 from ..layout import Digits, Layout, allocate, beside
 from ..mixed_precision import is_float_cast
-from ..partition.local_program import Decision, Decisions, InputPlacement, batch_dims, batch_factor, description
+from ..partition.local_program import Decision, Decisions, InputPlacement, batch_factor, description, find_batch_dims
 from ..partition.parameter_sharding import stored_layouts
 from ..partition.partitioner import wanted_in_two
 from ..redistribution import redistribution
@@ -61,7 +61,7 @@ def semi_auto(problem: PlanningProblem) -> Decisions:
     graph, devices = problem.graph, problem.devices
     described = {op.name: description(op, problem.on_missing_rule, devices, problem.uneven) for op in graph.ops}
     bounds = {name: bound for name, (_, bound, _) in described.items()}
-    carries = batch_dims(graph, bounds, pieces=True)
+    batch_dims = find_batch_dims(graph, bounds, pieces=True)
     decisions: dict[str, Decision] = {}
     for op in graph.ops:
         rule, bound, note = described[op.name]
@@ -69,13 +69,13 @@ def semi_auto(problem: PlanningProblem) -> Decisions:
         if mark is not None and mark.in_strategy is not None:
             decisions[op.name] = marked_decision(op, rule, bound, devices, note)
         elif not rule.view and not is_float_cast(op):
-            decisions[op.name] = _along_batch(op, rule, bound, devices, carries, note)
+            decisions[op.name] = _along_batch(op, rule, bound, devices, batch_dims, note)
         if mark is not None and mark.out_strategy is not None:
-            decision = decisions.get(op.name) or _along_batch(op, rule, bound, devices, carries, note)
+            decision = decisions.get(op.name) or _along_batch(op, rule, bound, devices, batch_dims, note)
             assignment = None if mark.in_strategy is None else decision.assignment
             decisions[op.name] = replace(decision, out=marked_output(op, bound, devices, assignment))
-    _Views(graph, devices, problem.fed, described, decisions, carries, problem.stored or {}).decide()
-    return Decisions({op.name: decisions[op.name] for op in graph.ops}, batch_dims(graph, bounds))
+    _Views(graph, devices, problem.input_placement, described, decisions, batch_dims, problem.stored or {}).decide()
+    return Decisions({op.name: decisions[op.name] for op in graph.ops}, find_batch_dims(graph, bounds))
 
 
 def marked_decision(op: Op, rule: Rule, bound: Bound, devices: int, note: str | None = None) -> Decision:
@@ -148,16 +148,18 @@ def marked_output(op: Op, bound: Bound, devices: int, assignment: Assignment | N
         ) from None
 
 
-def _along_batch(op: Op, rule: Rule, bound: Bound, devices: int, carries: dict[str, int], note: str | None) -> Decision:
-    assignment, said = batch_assignment(op, bound, devices, carries)
+def _along_batch(
+    op: Op, rule: Rule, bound: Bound, devices: int, batch_dims: dict[str, int], note: str | None
+) -> Decision:
+    assignment, reason = batch_assignment(op, bound, devices, batch_dims)
     cause = "batch" if any(assignment.digits) else "whole"
-    return Decision(op, rule, bound, assignment, cause=cause, note=note or said)
+    return Decision(op, rule, bound, assignment, cause=cause, note=note or reason)
 
 
-def batch_assignment(op: Op, bound: Bound, devices: int, carries: dict[str, int]) -> tuple[Assignment, str | None]:
+def batch_assignment(op: Op, bound: Bound, devices: int, batch_dims: dict[str, int]) -> tuple[Assignment, str | None]:
     """The batch factor cut by gcd(its size, devices), with replicas over the remaining devices; and a note for the
     report, or None."""
-    factor = batch_factor(op, bound, carries, pieces=True)
+    factor = batch_factor(op, bound, batch_dims, pieces=True)
     if factor is None:
         return bound.whole(devices), None
     size = bound.factors[factor].size
@@ -182,23 +184,23 @@ class _Views:
         self,
         graph: Graph,
         devices: int,
-        fed: InputPlacement,
+        input_placement: InputPlacement,
         described: Mapping[str, tuple[Rule, Bound, str | None]],
         decisions: dict[str, Decision],
-        carries: dict[str, int],
+        batch_dims: dict[str, int],
         stored: Mapping[str, Layout],
     ) -> None:
         self.graph, self.devices, self.described, self.decisions = graph, devices, described, decisions
-        self.carries = carries
+        self.batch_dims = batch_dims
         self.consumers = graph.consumers()
         self.demanded: dict[str, tuple[Layout, ...]] = {}
-        self.layouts = {v.name: layout for v, layout in zip(graph.inputs, fed.inputs)}
+        self.layouts = {v.name: layout for v, layout in zip(graph.inputs, input_placement.inputs)}
         self.layouts.update({n: Layout.replicated(devices, len(v.shape)) for n, v in graph.buffers.items()})
         self.layouts.update({n: Layout.replicated(devices, t.dim()) for n, t in graph.constants.items()})
         for name in graph.parameters:
             fixed = stored.get(name) or next(
                 (
-                    self.decisions[op.name].wanted(i)
+                    self.decisions[op.name].input_layout(i)
                     for op, i in self.consumers.get(name, ())
                     if op.name in self.decisions
                 ),
@@ -213,7 +215,7 @@ class _Views:
                 self.decisions[op.name] = self.best(op)
             decision = self.decisions[op.name]
             for i, value in enumerate(v for v in op.outputs if v is not None):
-                layout = decision.left(i)
+                layout = decision.output_layout(i)
                 if layout.reduction != "sum":
                     layout = layout.without_partial()
                 if decision.cause == "follow" and op.inputs:
@@ -225,7 +227,7 @@ class _Views:
         came = self.layouts.get(op.inputs[0].name)
         if came is None or not came.partial or not decision.rule.is_linear(op) or len(op.inputs) > 1:
             return ()
-        if decision.wanted(0) != came.without_partial() or not beside(
+        if decision.input_layout(0) != came.without_partial() or not beside(
             self.devices, came.partial + decision.assignment.used
         ):
             return ()
@@ -245,23 +247,23 @@ class _Views:
             followed = bound.follow({0: demand}, of_outputs=True)
             if followed is not None:
                 candidates.append((followed, "follow"))
-        along, said = batch_assignment(op, bound, self.devices, self.carries)
+        along, reason = batch_assignment(op, bound, self.devices, self.batch_dims)
         candidates.append((along, "batch" if any(along.digits) else "whole"))
         candidates.append((bound.whole(self.devices), "whole"))
 
         def cost(candidate: tuple[Assignment, str]) -> float:
             decision = Decision(op, rule, bound, *candidate[:1], cause=candidate[1])
             total = 0.0
-            left = decision.left(0)
+            left = decision.output_layout(0)
             if came is not None:
                 passed = self.passed(op, decision) if candidate[1] == "follow" else ()
                 left = left.with_partial(passed)
                 if not passed:
-                    total += self.traffic(op.inputs[0], came, decision.wanted(0))
+                    total += self.traffic(op.inputs[0], came, decision.input_layout(0))
             return total + (0.0 if made is None else sum(self.traffic(made, left, demand) for demand in demands))
 
         best = min(candidates, key=cost)
-        return Decision(op, rule, bound, best[0], cause=best[1], note=note or (said if best[0] == along else None))
+        return Decision(op, rule, bound, best[0], cause=best[1], note=note or (reason if best[0] == along else None))
 
     def traffic(self, value: Value, source: Layout, target: Layout) -> float:
         """Bytes that a rank sends in the forward and, where a gradient flows, in the backward."""
@@ -279,7 +281,7 @@ class _Views:
             found: dict[Layout, None] = {}
             for op, i in self.consumers.get(value.name, ()):
                 if op.name in self.decisions:
-                    found.setdefault(self.decisions[op.name].wanted(i))
+                    found.setdefault(self.decisions[op.name].input_layout(i))
                 elif i == 0:
                     bound = self.described[op.name][1]
                     pulled = (bound.follow({0: d}, of_outputs=True) for d in self.demands(op.outputs[0]))

@@ -1,6 +1,6 @@
 """The planner sharding_propagation: operators follow a few marks, and cost decides between conflicting demands.
 
-    options(operator) = what the marks ask of it (`demands`), and what `semi_auto` would do
+    options(operator) = what the marks ask of it (`layout_demands`), and what `semi_auto` would do
     choice            = argmin of the cost graph over all options together (`graph_problem`, `solve`)
 
 1. A marked operator has one option.
@@ -37,8 +37,8 @@ from ..partition.local_program import Decision, Decisions, SearchResult
 from ..rules import Assignment, Bound
 from ..sharded_plan import Plan
 from ..solver.solve import solve
-from .demands import Demand, demands_of, ranking, within
 from .graph_problem import CostGraph
+from .layout_demands import Demand, demands_of, ranking, within
 from .plan_search import Search
 from .planning_problem import PlanningProblem, planner
 from .search_space import OperatorTable, Strategy, options_of, strategy_of
@@ -66,8 +66,8 @@ def sharding_propagation(problem: PlanningProblem) -> Decisions:
         StrategyError, LayoutError, MissingRuleError: as in `semi_auto`.
     """
     graph, devices = problem.graph, problem.devices
-    along, carries, *_ = semi_auto(problem)
-    asked = demands_of(graph, along, devices, problem.fed.inputs)
+    along, batch_dims, *_ = semi_auto(problem)
+    asked = demands_of(graph, along, devices, problem.input_placement.inputs)
     heard = {name: tuple(d for d in demands if not d.outranked) for name, demands in asked.items()}
     lowest = max((op.mark.priority for op in graph.ops if _marked(op)), default=0)
     bound_to = {
@@ -82,35 +82,35 @@ def sharding_propagation(problem: PlanningProblem) -> Decisions:
             made = search.cost_graph(_options(search.described, along, heard, {}))
             solution = solve(made.problem)
         except PlanError:  # marks that contradict one another: the partitioner reports which
-            return Decisions(along, carries)
+            return Decisions(along, batch_dims)
     marks = {name: decision for name, decision in along.items() if _settled(decision.op)}
     decisions = _labelled(graph, made.decisions(solution.states, marks, "search"), along, heard)
     decisions = _with_losers(made, solution.states, decisions, asked, bound_to)
     count = sum(map(len, made.options.values()))
     found = SearchResult(solution.cost, None, len(decisions), count, solution.notes)
     if bound_to or solution.cost < NEAR * made.cost({name: strategy_of(decision) for name, decision in along.items()}):
-        return Decisions(decisions, carries, found)
+        return Decisions(decisions, batch_dims, found)
 
     stored = None if problem.stored is None else dict(problem.stored)
 
     def price(chosen: dict[str, Decision]) -> float:
         try:
-            made = Plan(graph, devices, "semi_auto", problem.fed, chosen, carries, stored, problem.hsdp)
+            made = Plan(graph, devices, "semi_auto", problem.input_placement, chosen, batch_dims, stored, problem.hsdp)
             return problem.costs.plan(made).total
         except PlanError:  # a parameter in two layouts
             return math.inf
 
     ours, theirs = price(decisions), price(along)
     if theirs < ours:
-        said = (
+        reason = (
             f"no operator follows a mark: that would take {ours * 1e6:.4g} µs a step, along the batch it takes "
             f"{theirs * 1e6:.4g} µs"
         )
         marked = next((decision for decision in along.values() if _marked(decision.op)), None)
         if marked is not None:
-            along[marked.op.name] = replace(marked, note="; ".join(filter(None, (marked.note, said))))
-        return Decisions(along, carries, replace(found, cost=theirs))
-    return Decisions(decisions, carries, found)
+            along[marked.op.name] = replace(marked, note="; ".join(filter(None, (marked.note, reason))))
+        return Decisions(along, batch_dims, replace(found, cost=theirs))
+    return Decisions(decisions, batch_dims, found)
 
 
 def _options(
@@ -253,8 +253,8 @@ def _ports(op: Op) -> Iterator[tuple[Value, int, bool]]:
 
 def _layout(decision: Decision, index: int, output: bool) -> Layout:
     if not output:
-        return decision.wanted(index)
-    return decision.out[index] if decision.out is not None else decision.left(index)
+        return decision.input_layout(index)
+    return decision.out[index] if decision.out is not None else decision.output_layout(index)
 
 
 def _alike(one: Layout, other: Layout) -> bool:
@@ -291,16 +291,16 @@ def _with_losers(
             if (not mine or (not kept and demand in first)) and not within(demand.assignment, won):
                 lost.setdefault(demand.mark, demand)
         if lost:
-            who = f"{decision.origin} asks for" if decision.origin else f"{decision.cause}:"
-            said = [f"{name}: {who} {_cuts(bound, won)}, {prices.text(name, won)}: taken"]
+            winner = f"{decision.origin} asks for" if decision.origin else f"{decision.cause}:"
+            texts = [f"{name}: {winner} {_cuts(bound, won)}, {prices.text(name, won)}: taken"]
             for mark, demand in lost.items():
                 why = prices.text(name, demand.assignment)
                 if demand.outranked:
                     why = f"after {first[0].mark}: priority {demand.priority} against {first[0].priority}"
                 elif not kept and demand in first:
                     why = f"which other users of a parameter do not allow, in spite of its priority {demand.priority}"
-                said.append(f"{mark} asks for {_cuts(bound, demand.assignment)}, {why}")
-            out[name] = replace(decision, note="; ".join(([decision.note] if decision.note else []) + said))
+                texts.append(f"{mark} asks for {_cuts(bound, demand.assignment)}, {why}")
+            out[name] = replace(decision, note="; ".join(([decision.note] if decision.note else []) + texts))
     return out
 
 

@@ -54,7 +54,7 @@ def storages(
 
 def fastest_storage(
     of: Callable[[OptimizerParallel | None], Plan],
-    given: Iterable[OptimizerParallel | None],
+    storages: Iterable[OptimizerParallel | None],
     searched: OptimizerParallel | None,
     memory: float | None,
 ) -> Plan:
@@ -62,7 +62,7 @@ def fastest_storage(
 
     Args:
         of: storage -> the plan.
-        given: the storages.
+        storages: the storages.
         searched: the storage under which the strategies were searched, if they were: a bound was proved for it alone.
         memory: bytes a device; None: no limit.
 
@@ -71,7 +71,7 @@ def fastest_storage(
     """
     tried: list[tuple[float, Plan, OptimizerParallel | None]] = []
     refused: list[tuple[float, str]] = []
-    for storage in given:
+    for storage in storages:
         try:
             plan = of(storage)
         except SettingError:  # a number of replicas that does not divide those of a parameter

@@ -257,12 +257,12 @@ def _moves(
     scatter: list[int] = []
     gather, exchange = [], []
     for i in moving:
-        here, there = state[i], goal[i]
-        if here == there:
+        current, target = state[i], goal[i]
+        if current == target:
             continue
-        if here == PARTIAL:
-            (reduce if there == REPLICA or there in taken else scatter).append(i)
-        elif there == REPLICA:
+        if current == PARTIAL:
+            (reduce if target == REPLICA or target in taken else scatter).append(i)
+        elif target == REPLICA:
             gather.append(i)
         else:
             exchange.append(i)

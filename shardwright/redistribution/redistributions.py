@@ -285,7 +285,7 @@ def _stays(atom: Atom) -> bool:
 @lru_cache(maxsize=1 << 14)
 def _geometry(step: RedistributionStep, shape: tuple[int, ...]) -> Geometry:
     if len(shape) != len(step.dims):
-        raise LayoutError(f"the conversion is of {len(step.dims)} dims, the local tensor {shape} has {len(shape)}")
+        raise LayoutError(f"the redistribution is of {len(step.dims)} dims, the local tensor {shape} has {len(shape)}")
     if step.halo is not None:
         return Geometry((), None, None, step.size, (), None, None, _with_halo(step, shape))
     before: list[_Axis] = []
@@ -457,7 +457,9 @@ def redistribution(source: Layout, target: Layout) -> Redistribution:
             source does not have.
     """
     if source.dims is None or target.dims is None:
-        raise LayoutError("a conversion is between layouts of a tensor", legal="Layouts called with one entry per dim")
+        raise LayoutError(
+            "a redistribution is between layouts of a tensor", legal="Layouts called with one entry per dim"
+        )
     if source.devices != target.devices:
         raise LayoutError(f"the layouts are of {source.devices} and of {target.devices} devices")
     if len(source.dims) != len(target.dims):

@@ -123,12 +123,12 @@ class Slept(TorchDispatchMode):
 
 def _names(arguments: tuple[Any, ...]) -> Iterator[str]:
     """Yield the texts among a collective's arguments, and the names of its process groups."""
-    for given in arguments:
-        if isinstance(given, str):
-            yield given
-        elif isinstance(given, torch.ScriptObject):
+    for argument in arguments:
+        if isinstance(argument, str):
+            yield argument
+        elif isinstance(argument, torch.ScriptObject):
             with contextlib.suppress(RuntimeError, TypeError):  # another object, such as the reduction
-                yield dist.ProcessGroup.unbox(given).group_name
+                yield dist.ProcessGroup.unbox(argument).group_name
 
 
 class AbsentStages:
@@ -171,7 +171,7 @@ class AbsentStages:
         key = transfer.name, transfer.source, transfer.target, back
         if key not in self._drawn:
             layout = transfer.layout if back else transfer.arriving
-            self._drawn[key] = self.values.given(transfer.value, layout.local_shape(transfer.value.shape))
+            self._drawn[key] = self.values.draw(transfer.value, layout.local_shape(transfer.value.shape))
         if self.slept is not None:
             (peer,) = self.plan.peers(transfer, self.rank, back)
             costs = self.slept.costs

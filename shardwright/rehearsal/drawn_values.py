@@ -68,10 +68,10 @@ class DrawnValues:
     def buffer(self, value: Value, shape: Sequence[int]) -> Tensor:
         """A buffer or constant, or the slice of one."""
         if not value.dtype.is_floating_point:
-            return self.given(value, shape)
+            return self.draw(value, shape)
         return torch.empty(tuple(shape), device=self.device).uniform_(0.5, 1.5).to(value.dtype)
 
-    def given(self, value: Value, shape: Sequence[int]) -> Tensor:
+    def draw(self, value: Value, shape: Sequence[int]) -> Tensor:
         """An input, a value that another stage sends, or the slice of one."""
         if value.dtype.is_floating_point or value.dtype.is_complex:
             return self._normal(shape, value.dtype, 1.0)

@@ -146,12 +146,12 @@ def _all(spans: list[_Span]) -> Iterator[_Span]:
         yield from _all(span.inside)
 
 
-def _functions_between(made: Any, given: Any) -> list[Any]:
+def _functions_between(made: Any, inputs: Any) -> list[Any]:
     """The functions of autograd that lie between results and what they were computed from."""
     starts = [x.grad_fn for x in _tensors(made) if x.grad_fn is not None]
     if not starts:
         return []
-    seen = {x.grad_fn for x in _tensors(given)}
+    seen = {x.grad_fn for x in _tensors(inputs)}
     out: list[Any] = []
     while starts and len(out) < FUNCTIONS:
         function = starts.pop()

@@ -236,16 +236,16 @@ class _Rehearsed:
     def _inputs(self) -> Iterator[Tensor]:
         if isinstance(self.plan, Plan):
             for placed in self.plan.program.inputs:
-                yield self.values.given(placed.value, placed.local_shape)
+                yield self.values.draw(placed.value, placed.local_shape)
             return
         plan, count = self.plan, self.plan.micro_batches
         names = [v.name for v in plan.graph.inputs]
         layouts: dict[int, Any] = {}
         for stage in plan.of_rank(self.rank):
-            fed = list(zip(stage.sources, stage.plan.fed.inputs))
-            layouts |= {source.index: layout for source, layout in fed if source.kind == "input"}
+            entries = list(zip(stage.sources, stage.plan.input_placement.inputs))
+            layouts |= {source.index: layout for source, layout in entries if source.kind == "input"}
             if stage.counts is not None:
-                counted = zip(stage.counts.graph.inputs, stage.counts.fed.inputs)
+                counted = zip(stage.counts.graph.inputs, stage.counts.input_placement.inputs)
                 layouts |= {names.index(value.name): layout for value, layout in counted}
         for i, (value, split) in enumerate(zip(plan.graph.inputs, plan.split)):
             shape = list(value.shape if i not in layouts else layouts[i].local_shape(value.shape))
@@ -253,7 +253,7 @@ class _Rehearsed:
                 shape[0] *= count
             # An input that only other stages read takes no memory.
             zeros = torch.zeros((), dtype=value.dtype, device=self.device).expand(shape)
-            yield self.values.given(value, shape) if i in layouts else zeros
+            yield self.values.draw(value, shape) if i in layouts else zeros
 
     # -- the program --
 

@@ -41,7 +41,7 @@ __all__ = [
     "PlanPart",
     "cluster_line",
     "describe",
-    "fed_line",
+    "inputs_line",
     "layer_of",
     "nothing_split",
     "numbered",
@@ -283,20 +283,20 @@ def cluster_line(plan: Plan | PipelinePlan) -> str:
     return f"cluster: {cluster.name}, {levels}, {size_text(cluster.memory)} a device{assumed * (cluster == known)}"
 
 
-def fed_line(plan: Plan | PipelinePlan) -> str:
+def inputs_line(plan: Plan | PipelinePlan) -> str:
     """The feeding of inputs, as a sentence."""
-    given = pipeline_dataset_strategy(plan) if isinstance(plan, PipelinePlan) else dataset_strategy(plan)
-    if given == "data_parallel":
+    strategy = pipeline_dataset_strategy(plan) if isinstance(plan, PipelinePlan) else dataset_strategy(plan)
+    if strategy == "data_parallel":
         return (
             'inputs: each rank is fed its own part of the batch (dataset_strategy="data_parallel", the default of '
             'AutoParallel; that of shardwright.plan is "full_batch")'
         )
-    if given == "full_batch":
+    if strategy == "full_batch":
         return (
             'inputs: every rank is fed the whole batch (dataset_strategy="full_batch", the default of '
             'shardwright.plan; that of AutoParallel is "data_parallel")'
         )
-    return f"inputs: each rank is fed the slices of dataset_strategy={given}"
+    return f"inputs: each rank is fed the slices of dataset_strategy={strategy}"
 
 
 # -- blocks
@@ -344,7 +344,7 @@ def _blocks(plan: Plan, cuts: Sequence[OperatorCuts]) -> Iterator[Block]:
             groups.setdefault(("", top), []).append(c)
         elif not layers:
             groups.setdefault(("", ""), []).append(c)
-    again = {c.op.name for c in cuts if c.op.recompute is not None and not c.op.recompute.keep}
+    recomputed = {c.op.name for c in cuts if c.op.recompute is not None and not c.op.recompute.keep}
     for key, operators in groups.items():
         container, which = key
         path = f"{container}.{which}".lstrip(".") if isinstance(which, int) else which
@@ -355,7 +355,7 @@ def _blocks(plan: Plan, cuts: Sequence[OperatorCuts]) -> Iterator[Block]:
             () if isinstance(which, int) or not which else (which,),
             parts,
             _storage(plan, _parameters(plan, path, groups), parts),
-            _recomputed(path, operators, again),
+            _recomputed(path, operators, recomputed),
             (tuple(c.op.name for c in operators),),
         )
 
@@ -526,7 +526,7 @@ def _storage(plan: Plan, parameters: Sequence[ParameterPlan], parts: Sequence[Pl
     ]
     part = elements(cut) / elements({p.name for p in parameters})
     notes += [f"{1 - part:.1%} of the parameters whole"] if part < 1 else []
-    kept = set() if plan.hsdp is None or not plan.hsdp.gathers_again else plan.hsdp.kept & set(cut)
+    kept = set() if plan.hsdp is None or not plan.hsdp.reshard_after_forward else plan.hsdp.kept & set(cut)
     notes += [f"{elements(kept) / elements(cut):.0%} kept gathered for the backward"] if kept else []
     return f"{level} over {where} {digits_size(most)}" + (f" ({', '.join(notes)})" if notes else "")
 
@@ -546,16 +546,16 @@ def _meet(one: Digit, digits: Digits) -> bool:
     return any(one.stride < other.span and other.stride < one.span for other in digits)
 
 
-def _recomputed(path: str, operators: Sequence[OperatorCuts], again: set[str]) -> str:
+def _recomputed(path: str, operators: Sequence[OperatorCuts], recomputed: set[str]) -> str:
     """The recomputed operators of a block, as words."""
-    mine = [c for c in operators if c.op.name in again]
+    mine = [c for c in operators if c.op.name in recomputed]
     if not mine:
         return ""
     if len(mine) == len(operators):
         return "all"
     names = []
     for name, inner in _split_all(path, operators).items():
-        count = sum(c.op.name in again for c in inner)
+        count = sum(c.op.name in recomputed for c in inner)
         if count == len(inner):
             names.append(name)
         elif count:

@@ -91,8 +91,8 @@ def tell(
     names = OperatorNames(plan)
     found = names.find(name)
     if len(found.operators) == 1:
-        said = explained(plan, found.operators[0], alternatives, memory)
-        explanation(said, file, width, names, found)
+        explanation_of_one = explained(plan, found.operators[0], alternatives, memory)
+        explanation(explanation_of_one, file, width, names, found)
     else:
         module(plan, found, names, file, width)
 
@@ -117,8 +117,8 @@ def costs(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int | N
         if limit is not None:
             over = row_above(each.timeline, limit)
             which = f"stage {number}" if staged else "it"
-            said = "" if over is None else f", which it does not keep: {_row(over, names)}"
-            saying(console, width)(f"{which} was searched within {size_text(limit)} a device{said}")
+            excess = "" if over is None else f", which it does not keep: {_row(over, names)}"
+            saying(console, width)(f"{which} was searched within {size_text(limit)} a device{excess}")
     show(console, _layers(plan, spent, part))
     at = ("stages",) if staged else ()
     made = table("operator", *at, "strategy", "decided by", *NUMBERS, right=NUMBERS, wraps=WRAPS)
@@ -194,7 +194,7 @@ def module(
 
 
 def explanation(
-    said: Explanation,
+    answer: Explanation,
     file: IO[str] | None = None,
     width: int | None = None,
     names: OperatorNames | None = None,
@@ -203,14 +203,14 @@ def explanation(
     """Print the cost of an operator, its best alternatives and the reasons that hold its strategy.
 
     Args:
-        said: the explanation, of `shardwright.operator_explanation.explained`.
+        answer: the explanation, of `shardwright.operator_explanation.explained`.
         file: the file to print to; None: standard output.
         width: of tables, in characters; None: the terminal's, or 100 where there is none.
         names: the paths of operators; None: those of the explanation's plan.
         found: the name by which the operator was found; None: its own path.
     """
-    console, decision, cost = console_of(file, width), said.decision, said.plan.cost
-    names = names or OperatorNames(said.plan)
+    console, decision, cost = console_of(file, width), answer.decision, answer.plan.cost
+    names = names or OperatorNames(answer.plan)
     say = saying(console, width)
     op = decision.op
     inside = op.module if op.module and not names.paths.get(op.name, "").startswith(op.module) else ""
@@ -218,44 +218,44 @@ def explanation(
     say(f"{names.text(op.name)}{place}: {strategy_text(decision)}")
     if found is not None and found.alike > 1:
         say(f"{found.path}: the first of {found.alike} operators that are split alike")
-    say(decided(said, names))
-    step = "a step" if said.stage is None else f"that stage {said.stage} takes with one micro-batch"
-    say(f"it costs {time_text(said.seconds)} of {time_text(cost)} {step}")
-    if (following := next_best(said, names)) is not None:
+    say(decided(answer, names))
+    step = "a step" if answer.stage is None else f"that stage {answer.stage} takes with one micro-batch"
+    say(f"it costs {time_text(answer.seconds)} of {time_text(cost)} {step}")
+    if (following := next_best(answer, names)) is not None:
         say(following)
-    show(console, shares_table(said.shares, names))
-    if said.over is not None:
-        say(f"this plan itself does not fit: {_row(said.over, names)}")
-    if said.missing is not None:
-        say(f"no alternatives: {said.missing}")
+    show(console, shares_table(answer.shares, names))
+    if answer.over is not None:
+        say(f"this plan itself does not fit: {_row(answer.over, names)}")
+    if answer.missing is not None:
+        say(f"no alternatives: {answer.missing}")
         return
-    if abs(said.cost - cost) > UNEQUAL * cost:
-        say(f"the search prices this plan at {time_text(said.cost)}: what is sent once for several is paid by each")
-    if math.isinf(said.least):
+    if abs(answer.cost - cost) > UNEQUAL * cost:
+        say(f"the search prices this plan at {time_text(answer.cost)}: what is sent once for several is paid by each")
+    if math.isinf(answer.least):
         say("no plan in which it keeps this strategy fits")
-    elif said.least < said.cost * (1 - UNEQUAL):
-        say(f"the best plan in which it keeps this strategy takes {time_text(said.least)}")
-    if not said.alternatives:
+    elif answer.least < answer.cost * (1 - UNEQUAL):
+        say(f"the best plan in which it keeps this strategy takes {time_text(answer.least)}")
+    if not answer.alternatives:
         say("there is no other way to cut it")
         return
-    show(console, alternatives_table(said, names))
-    for other in said.alternatives:
+    show(console, alternatives_table(answer, names))
+    for other in answer.alternatives:
         if other.refused:
             say(f"{strategy_text(other.decision)} does not fit: {other.refused}")
-    whole = "step" if said.stage is None else "stage with one micro-batch"
+    whole = "step" if answer.stage is None else "stage with one micro-batch"
     anew = "chosen anew"
-    if said.limit is not None:
-        anew += f" within {size_text(said.limit)} a device, with what is recomputed and how parameters are stored"
+    if answer.limit is not None:
+        anew += f" within {size_text(answer.limit)} a device, with what is recomputed and how parameters are stored"
     console.print(
         Text(
             f"in all: the whole {whole}, when everything else is {anew}; alone: when nothing else changes. "
-            f"Among {said.strategies} strategies, one line for each way to cut. {SHARES}"
+            f"Among {answer.strategies} strategies, one line for each way to cut. {SHARES}"
         )
     )
-    tried, others = said.tried
+    tried, others = answer.tried
     if tried < others:
         say(f"Of {others} other ways to cut, the {tried} that cost least without the limit were searched within it.")
-    if not all(other.proved for other in said.alternatives):
+    if not all(other.proved for other in answer.alternatives):
         say("from ... to: no plan within the limit takes less than the one, and one was found that takes the other.")
 
 
@@ -272,24 +272,24 @@ def shares_table(shares: Iterable[Share], names: OperatorNames) -> Table:
     return made
 
 
-def alternatives_table(said: Explanation, names: OperatorNames) -> Table:
+def alternatives_table(answer: Explanation, names: OperatorNames) -> Table:
     """The best alternatives of an operator, a row each."""
-    total = "in all" if said.exact else "at least in all"
+    total = "in all" if answer.exact else "at least in all"
     made = table("alternative", total, "more", "alone", "held by", right=(total, "more", "alone"))
-    for other in said.alternatives:
-        cells = (strategy_text(other.decision), _total(other), _more(other, said.cost), _alone(other))
+    for other in answer.alternatives:
+        cells = (strategy_text(other.decision), _total(other), _more(other, answer.cost), _alone(other))
         made.add_row(*map(Text, (*cells, _held(other, names))))
     return made
 
 
-def next_best(said: Explanation, names: OperatorNames) -> str | None:
+def next_best(answer: Explanation, names: OperatorNames) -> str | None:
     """The sentence about the best alternative: its difference in microseconds, and the reason against it."""
-    fitting = [other for other in said.alternatives if not math.isinf(other.total)]
-    if said.missing is not None or not fitting:
+    fitting = [other for other in answer.alternatives if not math.isinf(other.total)]
+    if answer.missing is not None or not fitting:
         return None
     best = min(fitting, key=lambda other: other.total)
-    least = "" if said.exact and best.proved else "at least " if not said.exact else "at most "
-    more = f"{least}{_micro(best.more)} a step" if said.stage is None else f"{least}{_micro(best.more)} a micro-batch"
+    least = "" if answer.exact and best.proved else "at least " if not answer.exact else "at most "
+    more = f"{least}{_micro(best.more)} a step" if answer.stage is None else f"{least}{_micro(best.more)} a micro-batch"
     alone = "impossible" if math.isinf(best.alone) else _micro(best.alone)
     label = "next best" if best.more >= 0 else "better by the search"
     text = f"{label}: {strategy_text(best.decision)}, {more} if all else is chosen anew, "
@@ -321,8 +321,8 @@ def _theirs(holder: Holder, names: OperatorNames) -> str:
 
 def _who(holder: Holder, names: OperatorNames) -> str:
     """The operators at the other end of a value; marked ones say so."""
-    who = [names.path(o) + " (marked)" * (o in holder.marked) for o in holder.operators]
-    return ", ".join(who[:3]) + (f" and {len(who) - 3} more" if len(who) > 3 else "")
+    holders = [names.path(o) + " (marked)" * (o in holder.marked) for o in holder.operators]
+    return ", ".join(holders[:3]) + (f" and {len(holders) - 3} more" if len(holders) > 3 else "")
 
 
 def _value(value: str, names: OperatorNames) -> str:
@@ -344,13 +344,13 @@ def _more(other: Alternative, cost: float) -> str:
     return f"{other.more / cost:+.2%}" if cost and not math.isinf(other.more) else ""
 
 
-def decided(said: Explanation, names: OperatorNames) -> str:
+def decided(answer: Explanation, names: OperatorNames) -> str:
     """The cause of an operator's strategy, and the reasons that hold it."""
-    text = cause(said.decision, names)
-    if said.decision.cause == "mark":
+    text = cause(answer.decision, names)
+    if answer.decision.cause == "mark":
         return text
-    by = [] if said.held is None else [_memory(said.held, names)]
-    by += [] if said.holder is None else [_holder(said.holder, names)]
+    by = [] if answer.held is None else [_memory(answer.held, names)]
+    by += [] if answer.holder is None else [_holder(answer.holder, names)]
     return f"{text}; held there by {', and by '.join(by)}" if by else text
 
 

@@ -129,8 +129,8 @@ def message_line(action: str, number: int, message: ScheduledMessage, ranks: tup
     if len(blocks) == 1 and (block := blocks.pop()) and message.role in ("gather", "scatter"):
         names = [name[len(block) + 1 :] for name in names]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    said = "" if [message.whose] == names else f": {', '.join(names[:3])}{more}"
-    return f"issue {number}: {message.kind}  {{ranks: {ranks}, bytes: {message.bytes}}}   # {message.whose}{said}"
+    moved = "" if [message.whose] == names else f": {', '.join(names[:3])}{more}"
+    return f"issue {number}: {message.kind}  {{ranks: {ranks}, bytes: {message.bytes}}}   # {message.whose}{moved}"
 
 
 def where(name: str, module: str, source: str) -> str:

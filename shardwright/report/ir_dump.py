@@ -201,7 +201,7 @@ class Execute:
             self.known.update((o.name, o) for o in made_by(i))
         self.lines: list[str] = []
         self.gradients: dict[str, list[str]] = {}  # instance name -> the gradients of its uses so far
-        self.again: dict[str, str] = {}  # instance name -> the number of the recomputed value
+        self.recomputed: dict[str, str] = {}  # instance name -> the number of the recomputed value
         self.schedule, count = self.scheduled(), len(plan.program.instructions)
         self.moments = {id(i): moment for moment, i in enumerate(plan.program.instructions)}
         self.back_moments = {id(i): moment for moment, i in enumerate(plan.backward, count)}
@@ -268,18 +268,20 @@ class Execute:
 
     def convert(self, instruction: Redistribute | GlobalExtreme) -> None:
         source, written = instruction.source, self.names[instruction.source.name]
-        given = {"output": "for the output"}.get(instruction.operator, f"for {instruction.operator}")
+        purpose = {"output": "for the output"}.get(instruction.operator, f"for {instruction.operator}")
         if isinstance(instruction, Redistribute) and instruction.cause == "parameter":
-            given = f"{source.value.name} {given}"
+            purpose = f"{source.value.name} {purpose}"
 
         def comment(step: RedistributionStep) -> str:
             if not step.reduces:
-                return given
+                return purpose
             # An all-reduce completes the operator's own result; a reduce-scatter also serves the consumer.
-            return f"completes {written}" if step.kind is CollectiveKind.ALL_REDUCE else f"completes {written} {given}"
+            return (
+                f"completes {written}" if step.kind is CollectiveKind.ALL_REDUCE else f"completes {written} {purpose}"
+            )
 
         target = instruction.target.value
-        written = self.cast(source.value, target, source.local_shape, written, given)
+        written = self.cast(source.value, target, source.local_shape, written, purpose)
         self.names[instruction.target.name] = self.steps(
             instruction.forward, target, source.local_shape, written, forward_collectives(instruction), comment
         )
@@ -339,10 +341,10 @@ class Execute:
     # -- backward --
 
     def backward(self) -> None:
-        self.given(self.plan.program.outputs)
+        self.seed_gradients(self.plan.program.outputs)
         self.back(self.plan.backward)
 
-    def given(self, outputs: Iterable[Any], comment: str = "given by the caller; 1 for a loss") -> None:
+    def seed_gradients(self, outputs: Iterable[Any], comment: str = "given by the caller; 1 for a loss") -> None:
         """Write a line for each gradient that the caller passes to the backward."""
         seen: set[str] = set()
         for output in outputs:
@@ -443,10 +445,10 @@ class Execute:
             self.region = instruction.region
             self.lines.append(f"# {self.region.path} is computed again, for the backward of {instruction.operator}")
         first = {name: self.names[name] for name in self.names}
-        self.names.update(self.again)
-        again = instruction.instruction
-        self.compute(again) if isinstance(again, LocalOp) else self.convert(again)
-        self.again.update((o.name, self.names[o.name]) for o in made_by(again))
+        self.names.update(self.recomputed)
+        recomputed = instruction.instruction
+        self.compute(recomputed) if isinstance(recomputed, LocalOp) else self.convert(recomputed)
+        self.recomputed.update((o.name, self.names[o.name]) for o in made_by(recomputed))
         self.names.update(first)
 
     def gather_again(self, instruction: Regather) -> None:
@@ -585,7 +587,7 @@ class _Staged(Execute):
         self.lines.append("# backward, in the order in which it runs")
         count = self.whole.micro_batches
         how = {self.whole.micro.join(index).how for index in self.stage.results}
-        self.given(
+        self.seed_gradients(
             self.results_of_model,
             f"of a loss 1/{count}: its mean over micro-batches"
             if "mean" in how
@@ -671,8 +673,8 @@ class _Staged(Execute):
             self.lines.append(f"hand_on({written})  {types}   # {comment}, which this rank runs too")
             return
         for peer in self.whole.peers(t, self.world, back):
-            given = f"{{ranks: {(self.world, peer)}, bytes: {t.nbytes}}}"
-            self.lines.append(f"{CollectiveKind.SEND}({written})  {given}  {types}   # {comment}")
+            attributes = f"{{ranks: {(self.world, peer)}, bytes: {t.nbytes}}}"
+            self.lines.append(f"{CollectiveKind.SEND}({written})  {attributes}  {types}   # {comment}")
 
     def here(self, t: Transfer) -> bool:
         """True where both stages of a transfer run on this rank."""

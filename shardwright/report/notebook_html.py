@@ -74,13 +74,13 @@ def layout_html(layout: Layout) -> str:
     for dim, digits in enumerate(layout.dims):
         parts = f"{digits_size(digits)} parts" if digits else "whole"
         rows.append((str(dim), parts, layout.named(dim) if digits else "", "·".join(map(repr, digits))))
-    said = repr(layout) if layout.alias_name is not None else str(layout)
+    caption = repr(layout) if layout.alias_name is not None else str(layout)
     copies = digits_size(layout.replicas)
     below = [f"each slice is on {copies} devices"] if copies > 1 else []
     below += [f"partial {layout.reduction} over {digits_size(layout.partial)} devices"] if layout.partial else []
     below.append("left: the tensor in its slices; right: the devices, each in the colour of its slice")
     drawn = slice_svg(layout, Cluster.of(None, layout.devices))
-    return html_table(said, ("dim", "cut", "axes", "digits"), rows, below, drawn)
+    return html_table(caption, ("dim", "cut", "axes", "digits"), rows, below, drawn)
 
 
 def operator_html(operator: OperatorPlan) -> str:
@@ -104,8 +104,8 @@ def operator_html(operator: OperatorPlan) -> str:
 
 def mark_html(mark: Any, name: str) -> str:
     """A mark (`Operator`): the strategy of each input and output."""
-    given = (("in", mark.in_strategy), ("out", mark.out_strategy))
-    rows = [(f"{side} {i}", repr(entry)) for side, entries in given for i, entry in enumerate(entries or ())]
+    strategies = (("in", mark.in_strategy), ("out", mark.out_strategy))
+    rows = [(f"{side} {i}", repr(entry)) for side, entries in strategies for i, entry in enumerate(entries or ())]
     below = [] if rows else ["not marked: the planner decides"]
     if mark.priority:
         below.append(f"priority {mark.priority}")
@@ -131,5 +131,7 @@ def plan_html(plan: Plan | PipelinePlan) -> str:
         legend = ", ".join(f'<span style="color:{KIND_COLOURS[kind]}">&#9632;</span> {kind}' for kind in bands)
         drawn = [(f"memory of a device over the step: {legend}", memory(seconds, bands, line.forward, limit))]
     html: str = plan.describe().html((figures, more))
-    pictures = "".join(f'{_BOX}{said}<div style="max-width:900px">{svg}</div></div>' for said, svg in drawn if svg)
+    pictures = "".join(
+        f'{_BOX}{caption}<div style="max-width:900px">{svg}</div></div>' for caption, svg in drawn if svg
+    )
     return html.removesuffix("</div>") + pictures + "</div>"

@@ -110,7 +110,7 @@ class _Roles:
         images = any(d.bound.windowed or d.op.kind.startswith("conv") for d in plan.decisions.values())
         self.known: dict[str, Dims] = {}
         for value in (v for v in graph.inputs if v.name not in shared):
-            self.known[value.name] = _of_input(value, plan.carries.get(value.name), images)
+            self.known[value.name] = _of_input(value, plan.batch_dims.get(value.name), images)
         for value in (*graph.inputs, *graph.sources()):
             if value.name not in self.known:
                 self.known[value.name] = tuple((("weight", size),) for size in value.shape)

@@ -22,7 +22,7 @@ from ..layout import Digits, digits_size
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
 from ..pipeline.simulate import Once, Simulation
 from ..rules.dims import send
-from .description import cluster_line, describe, fed_line, numbers_text
+from .description import cluster_line, describe, inputs_line, numbers_text
 from .format import size_text, time_text
 from .operator_names import OperatorNames
 from .table_parts import (
@@ -170,7 +170,7 @@ def summary_of_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: 
         f"{plan.mode} on {plan.devices} devices of {cluster.name}: {len(plan.operators)} operators, plan "
         f"{plan.fingerprint}"
     )
-    for line in (*describe(plan).body(), cluster_line(plan), fed_line(plan)):
+    for line in (*describe(plan).body(), cluster_line(plan), inputs_line(plan)):
         say(line)
     say(headline(simulation))
     say("no lower bound was proved: stages are planned one by one")
@@ -195,8 +195,11 @@ def stages(plan: PipelinePlan, simulation: Simulation, console: Console) -> Iter
     """The table of the stages, a row each: seconds of one micro-batch, bytes on a device. Two tables where one is too
     wide for the console."""
     kinds = list(dict.fromkeys(kind for stage in plan.stages for kind in stage.plan.memory(0)))
-    said = {"optimizer": f"optimizer ({optimizer_text(plan.stages[0].plan.counted_optimizer)})"}
-    times, sizes = ("operators", "forward", "backward", "once a step", "kept", "waits"), [said.get(k, k) for k in kinds]
+    headings = {"optimizer": f"optimizer ({optimizer_text(plan.stages[0].plan.counted_optimizer)})"}
+    times, sizes = (
+        ("operators", "forward", "backward", "once a step", "kept", "waits"),
+        [headings.get(k, k) for k in kinds],
+    )
 
     def drawn(*parts: str) -> Table:
         numbers = [*(times if "times" in parts else ()), *((*sizes, "peak") if "sizes" in parts else ())]

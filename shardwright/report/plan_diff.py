@@ -87,7 +87,7 @@ def _settings(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterat
     for what, one, other in (
         ("devices", before.devices, after.devices),
         ("mode", before.mode, after.mode),
-        ("dataset_strategy", *map(_fed, (before, after))),
+        ("dataset_strategy", *map(_strategy_of_inputs, (before, after))),
         ("hsdp", *map(_hsdp, (before, after))),
         ("optimizer", before.optimizer, after.optimizer),
         ("memory", *map(_memory, (before, after))),
@@ -108,7 +108,7 @@ def _parts(plan: Plan | PipelinePlan) -> dict[int | None, Plan]:
     return {stage.number: stage.plan for stage in plan.stages} if isinstance(plan, PipelinePlan) else {None: plan}
 
 
-def _fed(plan: Plan | PipelinePlan) -> Any:
+def _strategy_of_inputs(plan: Plan | PipelinePlan) -> Any:
     return pipeline_dataset_strategy(plan) if isinstance(plan, PipelinePlan) else dataset_strategy(plan)
 
 
@@ -121,21 +121,21 @@ def _hsdp(plan: Plan | PipelinePlan) -> Any:
 def _memory(plan: Plan | PipelinePlan) -> str:
     """The memory limit of the search; where the stages have several, all of them."""
     limits = [None if part.found is None else part.found.limit for part in _parts(plan).values()]
-    said = ["no limit" if limit is None else f"{limit:.15g} bytes a device" for limit in dict.fromkeys(limits)]
-    return ", ".join(said)
+    texts = ["no limit" if limit is None else f"{limit:.15g} bytes a device" for limit in dict.fromkeys(limits)]
+    return ", ".join(texts)
 
 
 def _pipeline(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[tuple[str, Any, Any]]:
     """The settings of two plans that concern pipelines alone: (name, first, second)."""
     one, other = ({} if isinstance(plan, Plan) else pipeline_words(plan) for plan in (before, after))
-    words = {
+    encoded = {
         "stages": "groups of devices",
         "scheduler": "schedule",
         "micro_batches": "micro-batches",
         "placement": "groups of the stages",
         "split": "inputs that are split",
     }
-    for key, what in words.items():
+    for key, what in encoded.items():
         yield what, one.get(key, "no pipeline"), other.get(key, "no pipeline")
     if one.get("actions") != other.get("actions") and one.get("scheduler") == other.get("scheduler"):
         yield f"actions of {one['scheduler']}", "as they were", "others"
@@ -220,11 +220,11 @@ def _place(parameter: ParameterPlan) -> tuple[Any, ...]:
     return parameter.storage, parameter.shape, *staged
 
 
-def _layout(words: Any) -> str:
+def _layout(encoded: Any) -> str:
     return (
-        str(tuple(words))
-        if isinstance(words, list)
-        else f"Layout({tuple(words['device_matrix'])}, {tuple(words['alias_name'])}){_entries(words['layout'])}"
+        str(tuple(encoded))
+        if isinstance(encoded, list)
+        else f"Layout({tuple(encoded['device_matrix'])}, {tuple(encoded['alias_name'])}){_entries(encoded['layout'])}"
     )
 
 
@@ -234,15 +234,15 @@ def _entries(entry: list[Any]) -> str:
 
 def strategy_text(decision: Decision) -> str:
     """A strategy on one line: its in_strategy as a user writes it, then its other settings."""
-    words = spell_assignment(decision.bound, decision.assignment)
-    if "device_matrix" in words:
-        text = f"Layout({tuple(words['device_matrix'])}, {tuple(words['alias_name'])}): " + ", ".join(
-            map(_entries, words["in_strategy"])
+    encoded = spell_assignment(decision.bound, decision.assignment)
+    if "device_matrix" in encoded:
+        text = f"Layout({tuple(encoded['device_matrix'])}, {tuple(encoded['alias_name'])}): " + ", ".join(
+            map(_entries, encoded["in_strategy"])
         )
-        if "leaves" in words:
-            text += " -> " + ", ".join(map(_entries, words["leaves"]))
+        if "leaves" in encoded:
+            text += " -> " + ", ".join(map(_entries, encoded["leaves"]))
     else:
-        text = str(tuple(map(tuple, words["in_strategy"])))
+        text = str(tuple(map(tuple, encoded["in_strategy"])))
     if decision.out is not None:
         text += " out_strategy " + ", ".join(_layout(spell_layout(layout)) for layout in decision.out)
     if decision.open:

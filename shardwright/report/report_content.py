@@ -24,7 +24,7 @@ from ..operator_explanation import Explanation, explained, seconds_of, shares_of
 from ..pipeline.pipeline_plan import PipelinePlan, moments, timeline_of
 from ..sharded_plan import Collective, OperatorPlan, ParameterPlan, Plan
 from . import pipeline_tables, tables
-from .description import cluster_line, describe, fed_line
+from .description import cluster_line, describe, inputs_line
 from .explanations import alternatives_table, cause, decided, next_best, shares_table
 from .format import layout_text, size_text, time_text
 from .operator_cuts import OperatorCuts, operator_cuts, vocabularies
@@ -68,7 +68,7 @@ class PlanContent:
         self.stage_of = {name: stage for stage, each in self.plans.items() for name in each.decisions}
         self.clusters = {stage: Cluster.of(each.cluster, each.devices) for stage, each in self.plans.items()}
         self.explain = explain if explain is not None else EXPLAINED * self.is_cheap
-        self.given = explain is not None
+        self.explains = explain is not None
 
     @property
     def is_cheap(self) -> bool:
@@ -101,15 +101,15 @@ class PlanContent:
         found = plan.found.notes if isinstance(plan, Plan) and plan.found is not None else ()
         notes = notes_of(dict.fromkeys((*plan.notes, *found)))
         more = [f"and {len(notes) - MOST_NOTES} more notes"] if len(notes) > MOST_NOTES else []
-        said = [
+        lines = [
             *describe(plan).body(),
             cluster_line(plan),
-            fed_line(plan),
+            inputs_line(plan),
             *(line for each in self.plans.values() for line in regions(each, self.names)),
             *(f"note: {note}" for note in notes[:MOST_NOTES]),
             *more,
         ]
-        return Section(tuple(dict.fromkeys(said)))
+        return Section(tuple(dict.fromkeys(lines)))
 
     def stats(self) -> tuple[Stat, ...]:
         """Key figures."""
@@ -269,9 +269,9 @@ class PlanContent:
     def _leaf(self, group: tuple[str, ...], explain: bool, costs: Mapping[int, CostModel]) -> Leaf:
         # The first layer may receive its input otherwise than the others: figures below are those of most of them.
         figures = {n: (self.spent[n], self._sent(n)) for n in group}
-        said = {n: (time_text(seconds), sent) for n, (seconds, sent) in figures.items()}
-        usual, times = Counter(said.values()).most_common(1)[0]
-        name = next(n for n in group if said[n] == usual)
+        texts = {n: (time_text(seconds), sent) for n, (seconds, sent) in figures.items()}
+        usual, times = Counter(texts.values()).most_common(1)[0]
+        name = next(n for n in group if texts[n] == usual)
         stage, operator, decision = self.stage_of[name], self.operators[name], self.names.decisions[name]
         plan = self.plans[stage]
         mine = self.messages.get(name, [])
@@ -319,12 +319,16 @@ class PlanContent:
             kind = "prices them"
             return f"Its alternatives are not priced here: shardwright explain {self.file} {name} {kind}.", False, None
         try:
-            said = explained(self.plan, name)
+            explanation = explained(self.plan, name)
         except ShardwrightError as error:
             return f"Its alternatives cannot be priced: {error.message}", False, None
-        if said.missing is not None:
-            return f"No alternatives: {said.missing}.", False, None
-        return said, True, Grid.of(alternatives_table(said, self.names)) if said.alternatives else None
+        if explanation.missing is not None:
+            return f"No alternatives: {explanation.missing}.", False, None
+        return (
+            explanation,
+            True,
+            Grid.of(alternatives_table(explanation, self.names)) if explanation.alternatives else None,
+        )
 
     def _sentences(self, why: Explanation | str, name: str) -> tuple[str, ...]:
         if isinstance(why, str):
@@ -422,8 +426,10 @@ class PlanContent:
             seconds = [m.seconds for m in moments(each)]
             at = totals.index(max(totals))
             half = "forward" if at < line.forward else "backward"
-            said = f"{which}the peak of {size_text(totals[at])} is in the {half} of {self.names.path(line.moments[at])}"
-            drawn.append((said, memory(seconds, bands, line.forward, self.clusters[stage].memory)))
+            caption = (
+                f"{which}the peak of {size_text(totals[at])} is in the {half} of {self.names.path(line.moments[at])}"
+            )
+            drawn.append((caption, memory(seconds, bands, line.forward, self.clusters[stage].memory)))
             if not self.staged:
                 assert isinstance(plan, Plan)
                 grids.append(Grid.of(tables.memory(line.kinds, plan.peak, self.cluster, plan.optimizer), "by kind"))
@@ -444,14 +450,14 @@ class PlanContent:
             whose = {name: self._whose(name, what, schedule) for name in held}
             operators: dict[str, list[str]] = {}
             others: dict[str, list[str]] = {}
-            for name, who in whose.items():
-                (operators if who in self.names.decisions else others).setdefault(who, []).append(name)
+            for name, operator in whose.items():
+                (operators if operator in self.names.decisions else others).setdefault(operator, []).append(name)
             together = [
-                (f"result of {text}", [n for who in group for n in operators[who]])
+                (f"result of {text}", [n for operator in group for n in operators[operator]])
                 for text, group in self.names.folded(operators, lambda _: "")
             ]
             together += [
-                (text, [n for who in group for n in others[who]])
+                (text, [n for operator in group for n in others[operator]])
                 for text, group in folded_parameters(dict.fromkeys(others, ""))
             ]
             for text, members in together:

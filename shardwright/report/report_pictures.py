@@ -304,8 +304,8 @@ def memory(seconds: Sequence[float], kinds: Mapping[str, Sequence[float]], forwa
         path = f"M{LEFT} {y(below[at[0][1]]):.1f}"
         path += "".join(f"V{y(above[i]):.1f}H{edges[n + 1]:.1f}" for n, (_, i) in enumerate(at))
         path += "".join(f"V{y(below[i]):.1f}H{edges[n]:.1f}" for n, (_, i) in reversed(list(enumerate(at)))) + "z"
-        said = escape(f"{kind}: {size_text(max(band))} at most")
-        out.append(f'<path fill="{KIND_COLOURS.get(kind, "#8c8c8c")}" d="{path}"><title>{said}</title></path>')
+        caption = escape(f"{kind}: {size_text(max(band))} at most")
+        out.append(f'<path fill="{KIND_COLOURS.get(kind, "#8c8c8c")}" d="{path}"><title>{caption}</title></path>')
         below = above
     peak = totals.index(most)
     out.append(f'<path class="mark" d="M{x(starts[peak]):.1f} {TOP}V{TOP + HEIGHT}"/>')

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from ..cost.memory_timeline import optimizer_text
 from ..layout import digits_size
-from ..pipeline.stage_choice import PipelineSearchResult, PricedPipeline
+from ..pipeline.pipeline_search_result import PipelineSearchResult, PricedPipeline
 from ..sharded_plan import Collective, OperatorPlan, ParameterPlan, Plan
 from .description import layer_of, numbered, numbers_text
 from .format import layout_text, size_text, time_text
@@ -79,8 +79,8 @@ class _Row:
 
 def memory_line(kinds: Mapping[str, int], optimizer: Any) -> str:
     """The memory of a device, by kind; beside the optimizer's state, the optimizer."""
-    said = {"optimizer": f" ({optimizer_text(optimizer)})"}
-    return ", ".join(f"{kind} {size_text(count)}{said.get(kind, '')}" for kind, count in kinds.items())
+    remarks = {"optimizer": f" ({optimizer_text(optimizer)})"}
+    return ", ".join(f"{kind} {size_text(count)}{remarks.get(kind, '')}" for kind, count in kinds.items())
 
 
 def console_of(file: IO[str] | None, width: int | None = None) -> Console:
@@ -242,8 +242,8 @@ def notes_of(notes: Iterable[str]) -> list[str]:
         folded.setdefault((where, text), []).append(operator)
     out = []
     for (where, text), operators in folded.items():
-        who = ", ".join(operators[:3]) + (f" and {len(operators) - 3} more" if len(operators) > 3 else "")
-        out.append(f"{where}{who}: {text}" if who else text)
+        named = ", ".join(operators[:3]) + (f" and {len(operators) - 3} more" if len(operators) > 3 else "")
+        out.append(f"{where}{named}: {text}" if named else text)
     return out
 
 

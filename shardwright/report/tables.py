@@ -20,7 +20,7 @@ from ..cost.memory_timeline import optimizer_text
 from ..layout import digits_size
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..sharded_plan import Plan
-from .description import cluster_line, describe, fed_line
+from .description import cluster_line, describe, inputs_line
 from .format import size_text, time_text
 from .operator_names import OperatorNames
 from .pipeline_tables import explain_pipeline, summary_of_pipeline
@@ -100,7 +100,7 @@ def summary(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
         f"{plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)} of {cluster.name}: {len(plan.decisions)} "
         f"operators, plan {plan.fingerprint}"
     )
-    for line in (*describe(plan).body(), cluster_line(plan), fed_line(plan)):
+    for line in (*describe(plan).body(), cluster_line(plan), inputs_line(plan)):
         say(line)
     forward, backward, computing, sending = map(
         time_text, (price.forward, price.backward, price.compute, price.communication)

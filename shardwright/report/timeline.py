@@ -84,7 +84,7 @@ def trace(
     events: list[dict[str, Any]] = []
     for group in range(simulation.schedule.groups):
         named = {"process_name": {"name": _name(simulation, group, names)}, "process_sort_index": {"sort_index": group}}
-        events += [{"ph": "M", "name": what, "pid": group, "args": given} for what, given in named.items()]
+        events += [{"ph": "M", "name": what, "pid": group, "args": values} for what, values in named.items()]
         rows = [(0, "actions")] if ranks is None else [(rank, f"rank {rank}") for rank in ranks[group]]
         parts = [part for span in simulation.by_group[group] for part in _parts(span, operators or {})]
         below = max(row for row, _ in rows) + 1
@@ -155,7 +155,7 @@ def _counts(simulation: Simulation, group: int) -> Iterator[tuple[float, float]]
 
 
 def _event(
-    name: str, kind: str, start: float, stop: float, group: int, row: int, given: dict[str, Any]
+    name: str, kind: str, start: float, stop: float, group: int, row: int, values: dict[str, Any]
 ) -> dict[str, Any]:
     begin = _stamp(start)
     return {
@@ -166,7 +166,7 @@ def _event(
         "tid": row,
         "ts": begin,
         "dur": round(_stamp(stop) - begin, 3),
-        "args": given,
+        "args": values,
     }
 
 
@@ -275,10 +275,10 @@ class _Picture:
         for span in self.streams[name]:
             x, width = self.x(span.start), self.x(span.stop) - self.x(span.start)
             colour = KINDS["F" if span.half == "forward" else "B"][1]
-            said = f"{span.what}: {time_text(span.stop - span.start)} from {time_text(span.start)}"
+            caption = f"{span.what}: {time_text(span.stop - span.start)} from {time_text(span.start)}"
             yield (
                 f'<rect class="stream" x="{x:.2f}" y="{top}" width="{width:.2f}" height="{height}" fill="{colour}">'
-                f"<title>{escape(said)}</title></rect>"
+                f"<title>{escape(caption)}</title></rect>"
             )
 
     def legend(self) -> Iterator[str]:
@@ -332,10 +332,10 @@ class _Picture:
         odd = isinstance(span.action, Action) and span.action.micro % 2
         colour = _paler(colour, 1 - (1 - 0.12 * odd) * 0.62 ** min(later, 3))
         edge = ' stroke="#ffffff" stroke-width="0.8"' if width >= 5 else ""
-        said = f"{label}, {KINDS[_kind(span)][0]}: {time_text(span.stop - span.start)} from {time_text(span.start)}"
+        caption = f"{label}, {KINDS[_kind(span)][0]}: {time_text(span.stop - span.start)} from {time_text(span.start)}"
         yield (
             f'<rect class="span" x="{x:.2f}" y="{top}" width="{width:.2f}" height="{ROW}" fill="{colour}"{edge}>'
-            f"<title>{escape(said)}</title></rect>"
+            f"<title>{escape(caption)}</title></rect>"
         )
         size = next((size for size in (FONT, SMALL) if width - 2 >= WIDE * size * len(label)), None)
         if size is not None:
@@ -352,12 +352,12 @@ class _Picture:
             before = point
         always = self.memory[group][0][1]
         end = f"H{self.left + self.span:.1f}V{floor:.1f}Z"
-        said = (
+        caption = (
             f"memory of {self.names[group]}: peak {size_text(self.simulation.peak(group))}, of which "
             f"{size_text(always)} always"
         )
         return (
-            f'<g><title>{escape(said)}</title><path class="memory" d="{"".join(points)}{end}" fill="{MEMORY}"/>'
+            f'<g><title>{escape(caption)}</title><path class="memory" d="{"".join(points)}{end}" fill="{MEMORY}"/>'
             f'<path d="M{self.left:.1f} {floor - always * scale:.1f}H{self.left + self.span:.1f}V{floor:.1f}'
             f'H{self.left:.1f}Z" fill="{ALWAYS}"/></g>'
         )
@@ -382,11 +382,11 @@ def _round_step(total: float, count: int) -> float:
 def _text(
     x: float, y: float, text: str, *, size: float = FONT, anchor: str = "start", weight: str = "", fill: str = "#111111"
 ) -> str:
-    given = {"x": f"{x:.1f}", "y": f"{y:.1f}", "fill": fill}
-    given |= {"font-size": f"{size:.3g}"} if size != FONT else {}
-    given |= {"text-anchor": anchor} if anchor != "start" else {}
-    given |= {"font-weight": weight} if weight else {}
-    return f"<text {' '.join(f'{name}={quoteattr(value)}' for name, value in given.items())}>{escape(text)}</text>"
+    attributes = {"x": f"{x:.1f}", "y": f"{y:.1f}", "fill": fill}
+    attributes |= {"font-size": f"{size:.3g}"} if size != FONT else {}
+    attributes |= {"text-anchor": anchor} if anchor != "start" else {}
+    attributes |= {"font-weight": weight} if weight else {}
+    return f"<text {' '.join(f'{name}={quoteattr(value)}' for name, value in attributes.items())}>{escape(text)}</text>"
 
 
 # -- text in a terminal ----------------------------------------------------------------------------------------------

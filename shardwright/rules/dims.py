@@ -77,8 +77,8 @@ def operand(names: Sequence[str]) -> str:
 
 def operands(op: Op, **texts: str) -> str:
     """The texts of an operator's tensor arguments, given by their schema names, in the order of its inputs."""
-    given = [*zip(op.argument_names, op.args), *op.kwargs.items()]
-    return ", ".join(texts[name] for name, argument in given if isinstance(argument, Value))
+    arguments = [*zip(op.argument_names, op.args), *op.kwargs.items()]
+    return ", ".join(texts[name] for name, argument in arguments if isinstance(argument, Value))
 
 
 def normal(dim: int, rank: int) -> int:

@@ -208,8 +208,8 @@ def part_places(
     for d, index in enumerate(indices):
         if index is not None:
             begin, size = next(parts)
-            here, places[d] = within(torch.where(index < 0, index + size, index), begin, x.shape[d], size)
-            inside = here if inside is None else inside & here
+            inside_dim, places[d] = within(torch.where(index < 0, index + size, index), begin, x.shape[d], size)
+            inside = inside_dim if inside is None else inside & inside_dim
     assert inside is not None
     return inside, places
 
@@ -419,19 +419,19 @@ def _write_names(op: Op, part: bool = False) -> tuple[list[str], list[str], list
     """
     x, index, source = op.argument("x" if part else "self"), op.argument("index"), _source(op)
     at = normal(op.argument("dim"), len(x.shape))
-    held, read, given = named(len(x.shape)), named(len(x.shape)), named(len(x.shape))
+    held, read, written = named(len(x.shape)), named(len(x.shape)), named(len(x.shape))
     k = "k" if _adds(op) or part else "k!"
     if _is_scatter(op):
         for d, size in enumerate(index.shape):
             if (source is not None and source.shape[d] != size) or (d != at and x.shape[d] != size):
                 held[d] = held[d] if d == at else f"x{d}!"
-                read[d], given[d] = f"k{d}!", f"s{d}!"
+                read[d], written[d] = f"k{d}!", f"s{d}!"
         if source is None or source.shape[at] == index.shape[at]:
-            read[at] = given[at] = k
+            read[at] = written[at] = k
     else:
-        read, given[at] = [k], k
+        read, written[at] = [k], k
     held[at] = "v"
-    return held, read, given, at
+    return held, read, written, at
 
 
 def _is_scatter(op: Op) -> bool:
@@ -443,10 +443,15 @@ def _write(op: Op) -> str:
     fits = source is None or len(source.shape) == len(x.shape) or (not source.shape and op.kind == "index_fill")
     if not x.shape or not index.shape or not fits:
         return all_whole(op)
-    held, read, given, _ = _write_names(op)
-    given = given if source is not None and source.shape else []
+    held, read, written, _ = _write_names(op)
+    written = written if source is not None and source.shape else []
     texts = operands(
-        op, self=operand(held), index=operand(read), src=operand(given), source=operand(given), value=operand(given)
+        op,
+        self=operand(held),
+        index=operand(read),
+        src=operand(written),
+        source=operand(written),
+        value=operand(written),
     )
     return f"{texts} -> {operand(held)}"
 
@@ -486,10 +491,10 @@ def _expand_write(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
 
 def _write_part(op: Op) -> tuple[str, dict[str, int]]:
     x, source, begin = op.argument("x"), _source(op), op.argument("starts")
-    held, read, given, at = _write_names(op, part=True)
+    held, read, written, at = _write_names(op, part=True)
     held[at] = "(p v!)"
-    given = given if source is not None and source.shape else []
-    texts = operands(op, x=operand(held), index=operand(read), source=operand(given), starts="p")
+    written = written if source is not None and source.shape else []
+    texts = operands(op, x=operand(held), index=operand(read), source=operand(written), starts="p")
     return f"{texts} -> {operand(held)}", {"p": begin.shape[0], "v": part_length(x.shape[at], begin.shape[0])}
 
 
@@ -526,8 +531,8 @@ def _put(op: Op, part: bool = False) -> str:
     if not (_adds(op) or part):
         shared = [f"{n}!" for n in shared]
         out = [f"{n}!" if n.startswith("i") else n for n in out]
-    given = operand(out[len(out) - len(values.shape) :])
-    return f"{', '.join([operand(names), *index_texts(indices, shared), given])} -> {operand(names)}"
+    values_text = operand(out[len(out) - len(values.shape) :])
+    return f"{', '.join([operand(names), *index_texts(indices, shared), values_text])} -> {operand(names)}"
 
 
 def _put_by_mask(op: Op, masks: list[Value]) -> str:
@@ -566,8 +571,8 @@ def _put_part(op: Op) -> tuple[str, dict[str, int]]:
     x, indices, values = op.inputs[0], op.argument("indices"), op.argument("values")
     names, shared, out, at = indexed_dims(op, indices)
     counts, sizes = part_names(x, names, at, op.argument("starts"))
-    given = operand(out[len(out) - len(values.shape) :])
-    texts = [operand(names), *index_texts(indices, shared), given, *counts]
+    values_text = operand(out[len(out) - len(values.shape) :])
+    texts = [operand(names), *index_texts(indices, shared), values_text, *counts]
     return f"{', '.join(texts)} -> {operand(names)}", sizes
 
 
@@ -614,13 +619,13 @@ def _put_beside(op: Op) -> str:
     names = named(len(op.inputs[0].shape))
     if op.kind == "diagonal_scatter":
         at = [normal(op.argument(d), len(names)) for d in ("dim1", "dim2")]
-        given = [n for d, n in enumerate(names) if d not in at] + ["diagonal!"]
+        written = [n for d, n in enumerate(names) if d not in at] + ["diagonal!"]
     else:
         at = [normal(op.argument("dim", 0), len(names))]
-        there = ["part!"] if op.kind == "slice_scatter" else []
-        given = names[: at[0]] + there + names[at[0] + 1 :]
+        part_flag = ["part!"] if op.kind == "slice_scatter" else []
+        written = names[: at[0]] + part_flag + names[at[0] + 1 :]
     held = [f"{n}!" if d in at else n for d, n in enumerate(names)]
-    return f"{operand(held)}, {operand(given)} -> {operand(held)}"
+    return f"{operand(held)}, {operand(written)} -> {operand(held)}"
 
 
 register(

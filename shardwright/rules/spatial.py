@@ -252,9 +252,9 @@ def _local_part(op: Op, bound: Bound, assignment: Assignment) -> Local:
         out = local_output_shape(bound, assignment)[-count:]
         halos = {halo.dim: halo for halo in bound.halos(0, assignment)}
         first = len(op.argument("input").shape) - count
-        for i, (stride, given, extent) in enumerate(windows):
+        for i, (stride, pad, extent) in enumerate(windows):
             halo = halos.get(first + i)
-            skipped.append(0 if halo is None else given + halo.padding * stride)
+            skipped.append(0 if halo is None else pad + halo.padding * stride)
             kept.append(out[i])
             if halo is not None:
                 output_padding[i] = max(0, skipped[i] + out[i] - ((halo.length - 1) * stride + extent))

@@ -154,10 +154,12 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
                 if cut > 0 and size % cut:
                     raise wrong(f"input {i}, dim {d} has size {size}, which does not divide by {cut}")
         entries = ((gathers[0], 1), (1, gathers[1]), *strategy[2:])
-    given, needed = len(entries), len(bound.inputs)
-    missing = {i for i in range(needed) if i >= given or (entries[i] is None and i in bound.notation.optional)}
-    if given > needed or not missing <= bound.notation.optional:
-        raise wrong(f"{given} entries for an operator with {needed} tensor inputs of shapes {list(bound.in_shapes)}")
+    entry_count, needed = len(entries), len(bound.inputs)
+    missing = {i for i in range(needed) if i >= entry_count or (entries[i] is None and i in bound.notation.optional)}
+    if entry_count > needed or not missing <= bound.notation.optional:
+        raise wrong(
+            f"{entry_count} entries for an operator with {needed} tensor inputs of shapes {list(bound.in_shapes)}"
+        )
 
     cuts: dict[int, tuple[int, int]] = {}  # factor -> (cut, the input that gave it)
     known: dict[int, tuple[Digits, int]] = {}  # factor -> (digits, the input that gave them), from Layouts
@@ -209,11 +211,11 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
                 f = bound.factors[factor]
                 if share > 1 and not f.splittable:
                     raise wrong(f"input {i}, dim {d} (size {size}) may not be split by this operator, asked for {cut}")
-                before, who = cuts.setdefault(factor, (share, i))
+                before, first_input = cuts.setdefault(factor, (share, i))
                 if before != share:
-                    axes = [over(k, factor) for k in (who, i) if isinstance(entries[k], Layout)]
+                    axes = [over(k, factor) for k in (first_input, i) if isinstance(entries[k], Layout)]
                     raise wrong(
-                        f"input {who} splits the shared factor {f.name!r} (size {f.size}) {before} ways, "
+                        f"input {first_input} splits the shared factor {f.name!r} (size {f.size}) {before} ways, "
                         f"input {i} splits it {share} ways" + (f": {', '.join(axes)}" if axes else "")
                     )
             if isinstance(entry, Layout):
@@ -223,11 +225,11 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
                     raise wrong(f"input {i}, dim {d} of size {size} cannot be split by {entry.dims[d]}")
                 for factor in dim:
                     digits = spread.get(factor, ())
-                    before_digits, who = known.setdefault(factor, (digits, i))
+                    before_digits, first_input = known.setdefault(factor, (digits, i))
                     if before_digits != digits:
                         raise wrong(
-                            f"inputs {who} and {i} split the shared factor {bound.factors[factor].name!r} over "
-                            f"different devices: {over(who, factor)}, {over(i, factor)}",
+                            f"inputs {first_input} and {i} split the shared factor {bound.factors[factor].name!r} over "
+                            f"different devices: {over(first_input, factor)}, {over(i, factor)}",
                             legal="the same axes in the same order on both",
                         )
     try:

@@ -88,7 +88,7 @@ def handings(plan: Plan, processes: bool, mean: bool) -> list[Callable[[Tensor],
             out.append(None)
         elif processes:
             out.append(_own(plan.devices if mean else 1))
-        elif plan.fed.own_part:
+        elif plan.input_placement.per_rank_batch:
             out.append(_joined if output.shape else _mean)
         else:
             out.append(_same)
@@ -96,11 +96,11 @@ def handings(plan: Plan, processes: bool, mean: bool) -> list[Callable[[Tensor],
 
 
 def _own(parts: int) -> Callable[[Tensor], Tensor]:
-    def handed(x: Tensor) -> Tensor:
+    def pass_gradient(x: Tensor) -> Tensor:
         x = x.squeeze(0)
         return _divided(x, parts) if parts > 1 and x.requires_grad else x
 
-    return handed
+    return pass_gradient
 
 
 def _joined(x: Tensor) -> Tensor:
@@ -138,9 +138,9 @@ def tensors_of(
         changed: the numbers of the tensors that the call changes in place.
         device: where the program takes them; None: where they are.
     """
-    given = [x for x in leaves if isinstance(x, Tensor)]
-    taken = [x.clone() if i in changed else x for i, x in enumerate(given)] if changed else given
-    return given, taken if device is None else [moved(x, device) for x in taken]
+    originals = [x for x in leaves if isinstance(x, Tensor)]
+    taken = [x.clone() if i in changed else x for i, x in enumerate(originals)] if changed else originals
+    return originals, taken if device is None else [moved(x, device) for x in taken]
 
 
 def put_back(tensors: list[Tensor], outputs: list[Any], changed: Sequence[int]) -> None:

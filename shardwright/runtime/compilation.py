@@ -82,33 +82,35 @@ class Compilation:
             ) from None
 
     @classmethod
-    def of(cls, given: Any) -> Compilation | None:
+    def of(cls, setting: Any) -> Compilation | None:
         """The compilation that a user asks for; None: the program runs operator by operator.
 
         Args:
-            given: as `AutoParallel` takes it.
+            setting: as `AutoParallel` takes it.
 
         Raises:
             SettingError: anything else.
         """
-        if given is None or given is False:
+        if setting is None or setting is False:
             return None
-        if isinstance(given, Compilation):
-            return given
-        if given is True:
+        if isinstance(setting, Compilation):
+            return setting
+        if setting is True:
             return cls()
-        if isinstance(given, Mapping):
-            if unknown := [key for key in given if key not in ("backend", "mode", "options")]:
+        if isinstance(setting, Mapping):
+            if unknown := [key for key in setting if key not in ("backend", "mode", "options")]:
                 raise SettingError(f"compile: unknown {', '.join(map(repr, unknown))}", legal=_LEGAL)
-            return cls(**{key: value for key, value in given.items() if value is not None})
-        if not isinstance(given, str) and not callable(given):
-            raise SettingError(f"compile={given!r}", legal=_LEGAL)
-        return cls(given)
+            return cls(**{key: value for key, value in setting.items() if value is not None})
+        if not isinstance(setting, str) and not callable(setting):
+            raise SettingError(f"compile={setting!r}", legal=_LEGAL)
+        return cls(setting)
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of torch.compile."""
-        said = {"mode": self.mode} if self.mode is not None else {"options": dict(self.options)} if self.options else {}
-        return {"backend": self.backend, "dynamic": False, **said}
+        chosen = (
+            {"mode": self.mode} if self.mode is not None else {"options": dict(self.options)} if self.options else {}
+        )
+        return {"backend": self.backend, "dynamic": False, **chosen}
 
     def compiled(self, program: nn.Module) -> Callable[..., Any]:
         """A program, compiled at its first call."""

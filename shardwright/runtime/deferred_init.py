@@ -160,9 +160,9 @@ class _Construction(TorchFunctionMode):
             frame = sys._getframe(1)
             if frame.f_code.co_filename == nn.init.__file__:
                 names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-                given = {name: frame.f_locals[name] for name in names}
+                arguments = {name: frame.f_locals[name] for name in names}
                 self.tape.note_seed()
-                self.tape.note(getattr(nn.init, frame.f_code.co_name), (), given, args[0])
+                self.tape.note(getattr(nn.init, frame.f_code.co_name), (), arguments, args[0])
         return result
 
 

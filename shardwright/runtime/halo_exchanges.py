@@ -82,20 +82,20 @@ def exchange_halos(
 
 
 def exchanging(
-    numbers: Callable[[Digits], tuple[int, ...] | None], axes: int, conversion: Redistribution
+    numbers: Callable[[Digits], tuple[int, ...] | None], axes: int, redistribution: Redistribution
 ) -> Callable[[Tensor], Tensor] | None:
     """The exchanges of a redistribution on a value with all ranks' shards.
 
     Args:
         numbers: digits -> the leading axes that they are made of; None where they are not made of axes.
         axes: the number of leading axes.
-        conversion: an exchange of halos, or its transpose.
+        redistribution: an exchange of halos, or its transpose.
 
     Returns:
         The function; None where a dim's digits are not made of axes.
     """
     moves = []
-    for step in conversion.steps:
+    for step in redistribution.steps:
         assert step.halo is not None
         along = numbers(step.halo.digits)
         if along is None:
@@ -156,8 +156,8 @@ def _places(step: RedistributionStep, rank: int) -> tuple[dict[int, _Place], dic
     def place(shared: range, first: int) -> _Place:
         return ((halo.dim, shared.start - first, len(shared)), *beside)
 
-    given = {q: place(shared, mine * halo.own) for q in range(halo.parts) if (shared := halo.shared(mine, q))}
-    return given, {q: place(shared, halo.begins(mine)) for q, shared in halo.sources(mine)}
+    sent = {q: place(shared, mine * halo.own) for q in range(halo.parts) if (shared := halo.shared(mine, q))}
+    return sent, {q: place(shared, halo.begins(mine)) for q, shared in halo.sources(mine)}
 
 
 def part_of_rank(step: RedistributionStep, geometry: Geometry, rank: int, send: Send) -> Callable[[Tensor], Tensor]:
@@ -172,7 +172,7 @@ def part_of_rank(step: RedistributionStep, geometry: Geometry, rank: int, send: 
     halo, after, adds = step.halo, geometry.after, step.kind is CollectiveKind.HALO_REDUCE
     assert halo is not None
     fill, mine = 0 if adds else halo.fill, digits_value(halo.digits, rank)
-    given, taken = reversed(_places(step, rank)) if adds else _places(step, rank)
+    sent, taken = reversed(_places(step, rank)) if adds else _places(step, rank)
 
     def shape(place: _Place) -> list[int]:
         lengths = {dim: length for dim, _, length in place}
@@ -180,9 +180,9 @@ def part_of_rank(step: RedistributionStep, geometry: Geometry, rank: int, send: 
 
     parts = [digits_value(halo.digits, r) for r in group_of(rank, step.digits)]  # of the group's ranks
     sends, receives = (
-        [math.prod(shape(places[q])) if q != mine and q in places else 0 for q in parts] for places in (given, taken)
+        [math.prod(shape(places[q])) if q != mine and q in places else 0 for q in parts] for places in (sent, taken)
     )
-    to = [given[q] for q in parts if q != mine and q in given]
+    to = [sent[q] for q in parts if q != mine and q in sent]
     communicates = step.communicates
     come = [(taken[q], shape(taken[q]), parts.index(q)) for q in sorted(taken)]  # added in the order of the parts
 
@@ -192,7 +192,7 @@ def part_of_rank(step: RedistributionStep, geometry: Geometry, rank: int, send: 
             flat = torch.cat([_part(x, place).reshape(-1) for place in to]) if to else x.new_empty(0)
             pieces = send(flat, sends, receives).split(receives)
         for place, sizes, k in come:
-            piece = _part(x, given[mine]) if parts[k] == mine else pieces[k].view(sizes)
+            piece = _part(x, sent[mine]) if parts[k] == mine else pieces[k].view(sizes)
             _part(out, place).add_(piece) if adds else _part(out, place).copy_(piece)
         return out
 

@@ -93,9 +93,9 @@ def lower(plan: Plan) -> Lowered:
 
 def operand(node: torch.fx.Node, index: int = 0) -> torch.fx.Node:
     """The node whose value is this positional argument of a call."""
-    given = node.args[index]
-    assert isinstance(given, torch.fx.Node), f"argument {index} of {node} is {given!r}"
-    return given
+    node_argument = node.args[index]
+    assert isinstance(node_argument, torch.fx.Node), f"argument {index} of {node} is {node_argument!r}"
+    return node_argument
 
 
 def sum_of_gradient(placeholder: torch.fx.Node) -> torch.fx.Node | None:

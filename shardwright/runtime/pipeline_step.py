@@ -59,17 +59,17 @@ __all__ = [
 # -- micro-batches
 
 
-def parts_of(plan: PipelinePlan, fed: int) -> tuple[list[int], list[int]]:
+def parts_of(plan: PipelinePlan, served_ranks: int) -> tuple[list[int], list[int]]:
     """The number of parts of the batch that this process has rows of: in each input, and in each output.
 
     Args:
         plan: the plan.
-        fed: for how many ranks of a stage this process feeds the batch (`parts` of `PipelineProgram`).
+        served_ranks: for how many ranks of a stage this process feeds the batch (`parts` of `PipelineProgram`).
     """
-    alone = fed == 1  # one rank: its parts follow from the layouts
+    alone = served_ranks == 1  # one rank: its parts follow from the layouts
     inputs, outputs = [plan.parts] * len(plan.split), [plan.parts] * len(plan.graph.outputs)
     for stage in plan.stages if alone else ():
-        for source, layout in zip(stage.sources, stage.plan.fed.inputs):
+        for source, layout in zip(stage.sources, stage.plan.input_placement.inputs):
             if source.kind == "input" and source.index < len(inputs) and layout.dims:
                 inputs[source.index] = max(1, plan.parts // layout.cuts[0])
         for index, made in zip(stage.results, stage.plan.program.outputs):
@@ -99,9 +99,9 @@ class PipelineStep:
     def __init__(self, program: PipelineProgram, tensors: Sequence[Tensor], trains: bool) -> None:
         self.program, self.plan, self.trains = program, program.plan, trains
         self.count = self.plan.micro_batches
-        self.fed = [
+        self.input_parts = [
             pieces(x.detach(), self.count, parts) if split else (x.detach(),) * self.count
-            for x, split, parts in zip(tensors, self.plan.split, program.fed_parts)
+            for x, split, parts in zip(tensors, self.plan.split, program.batch_parts)
         ]
         self.wanted = [x.requires_grad and trains for x in tensors]
         self.gathered: dict[tuple[int, str], Tensor] = {}  # by stage and name: leaves as stored, of gathered parameters
@@ -116,8 +116,8 @@ class PipelineStep:
         self.results: dict[int, list[Tensor]] = {}  # outputs of the model, by index
         self.updated: dict[tuple[int, str], Tensor] = {}  # new values of buffers that change once a step, so far
         self.weights: dict[tuple[int, int], Any] = {}  # second half of a backward that runs in two
-        self.fed_gradients: dict[tuple[int, int], Tensor] = {}
-        self.given = False
+        self.input_gradients: dict[tuple[int, int], Tensor] = {}
+        self.returned = False
         self.inputs_wanted: list[Tensor] = []  # the inputs of the call that take gradients
 
     def _leaf(self, s: int, name: str, parameter: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ class PipelineStep:
         names = [v.name for v in self.plan.graph.inputs]
         places = [names.index(v.name) for v in body.stage.counts.graph.inputs]
         with torch.no_grad():
-            each = [body.counts(*(self.fed[i][k] for i in places)) for k in range(self.count)]
+            each = [body.counts(*(self.input_parts[i][k] for i in places)) for k in range(self.count)]
         return [sum(counted[1:], counted[0]) for counted in zip(*each)]
 
     def _forward(self, s: int, k: int) -> None:
@@ -234,11 +234,11 @@ class PipelineStep:
         for _i, (value, source, transfer) in enumerate(zip(graph.inputs, body.stage.sources, program.incoming[s])):
             if transfer is None:
                 x = (
-                    self.fed[source.index][k]
-                    if source.index < len(self.fed)
-                    else self.totals[s][source.index - len(self.fed)]
+                    self.input_parts[source.index][k]
+                    if source.index < len(self.input_parts)
+                    else self.totals[s][source.index - len(self.input_parts)]
                 )
-                wants = source.index < len(self.fed) and self.wanted[source.index]
+                wants = source.index < len(self.input_parts) and self.wanted[source.index]
             elif transfer.kind == "parameter":
                 inputs.append(self.shared[s, transfer.name])
                 continue
@@ -363,8 +363,8 @@ class PipelineStep:
         for x, source, transfer in zip(self.inputs.pop((s, k)), body.stage.sources, self.program.incoming[s]):
             if transfer is None:
                 if x.grad is not None:
-                    before = self.fed_gradients.get((source.index, k))
-                    self.fed_gradients[source.index, k] = x.grad if before is None else before + x.grad
+                    before = self.input_gradients.get((source.index, k))
+                    self.input_gradients[source.index, k] = x.grad if before is None else before + x.grad
             elif transfer.kind == "value" and transfer.gradient:
                 self.program.link.send(transfer, k, True, torch.zeros_like(x) if x.grad is None else x.grad)
 
@@ -404,19 +404,19 @@ class PipelineStep:
         Raises:
             SettingError: a second call.
         """
-        if self.given:
+        if self.returned:
             raise SettingError(
                 "the backward of a pipeline's loss for a second time: its gradients have been handed over",
                 legal="one backward for each call of the model",
             )
-        self.given = True
+        self.returned = True
         out: list[Tensor | None] = [p.grad for s in self.leaves for p in self.leaves[s].values() if p.requires_grad]
         for i, wanted in enumerate(self.wanted):
             if wanted:
-                came = [self.fed_gradients.get((i, k)) for k in range(self.count)]
-                parts = [torch.zeros_like(self.fed[i][k]) if g is None else g for k, g in enumerate(came)]
+                came = [self.input_gradients.get((i, k)) for k in range(self.count)]
+                parts = [torch.zeros_like(self.input_parts[i][k]) if g is None else g for k, g in enumerate(came)]
                 out.append(
-                    together(parts, 0, self.program.fed_parts[i]) if self.plan.split[i] else sum(parts[1:], parts[0])
+                    together(parts, 0, self.program.batch_parts[i]) if self.plan.split[i] else sum(parts[1:], parts[0])
                 )
         out = out or [None]  # see `PipelineProgram`: a process that trains nothing of its own
         self.leaves.clear()
@@ -518,7 +518,7 @@ class LocalStageLink:
         return list(results)
 
 
-class _Given(torch.autograd.Function):
+class _ReturnedResult(torch.autograd.Function):
     """The loss of a step whose gradients exist already; its backward hands them over."""
 
     @staticmethod
@@ -565,7 +565,7 @@ class PipelineProgram:
         self.exact, self.absent = True, absent
         self.begin: Callable[[], None] | None = None
         self.guards, self.effects = Guards((), ()), Effects()
-        self.fed_parts, self.made_parts = parts_of(plan, parts)
+        self.batch_parts, self.made_parts = parts_of(plan, parts)
         self.forwards = forward_only(plan.schedule.placement, plan.micro_batches)
         outputs = plan.graph.outputs
         self.loss, self.why = _loss(plan)
@@ -591,7 +591,7 @@ class PipelineProgram:
     def __call__(self, *leaves: Any) -> Any:
         if self.begin is not None:
             self.begin()
-        given, tensors = tensors_of(leaves, self.plan.graph.changed, self.device)
+        originals, tensors = tensors_of(leaves, self.plan.graph.changed, self.device)
         trains = torch.is_grad_enabled() and (self.loss is not None or self.why is not None)
         if trains:
             self.check()
@@ -604,9 +604,9 @@ class PipelineProgram:
             trained += step.inputs_wanted
             if not trained:  # all that this process trains belongs to another stage
                 trained = [torch.zeros((), requires_grad=True)]
-            results[self.loss] = _Given.apply(results[self.loss], step, *trained)
+            results[self.loss] = _ReturnedResult.apply(results[self.loss], step, *trained)
         outputs = [r if c is None else c for r, c in zip(results, self._constants)]
-        put_back(given, outputs, self.plan.graph.changed)
+        put_back(originals, outputs, self.plan.graph.changed)
         result = self.plan.graph.result(outputs)
         return closed(result) if self._objects else result
 

@@ -90,7 +90,7 @@ class Dropped:
 
 
 @dataclass(frozen=True)
-class _Again:
+class _Recompute:
     """The recomputation of a region: its nodes in order, and the nodes whose own saved tensors are collected."""
 
     steps: tuple[tuple[Hashable, Step], ...]
@@ -124,8 +124,8 @@ class RegionRun:
         waiting: all `Dropped` of the region that some backward still holds.
     """
 
-    def __init__(self, again: _Again) -> None:
-        self.again = again
+    def __init__(self, recompute: _Recompute) -> None:
+        self.recompute = recompute
         self.waiting: weakref.WeakSet[Dropped] = weakref.WeakSet()
         self.kept: dict[Hashable, Any] = {}
         self.versions: dict[Hashable, list[int]] = {}
@@ -150,7 +150,7 @@ class RegionRun:
                     f"{key}, of which a part of the model is to be computed again, has been changed in place "
                     "after the forward"
                 )
-        values, own = self.again(env)
+        values, own = self.recompute(env)
         with torch.no_grad():
             for dropped in list(self.waiting):
                 if dropped.tensor is None:
@@ -252,8 +252,12 @@ def _drop(
         view = x.shape, x.stride(), x.storage_offset() - base.storage_offset()
 
     def take(values: Values, _: Values) -> Tensor:
-        again = (values[key] if rank is None else values[key][rank]).detach()
-        return again if view is None else again.as_strided(view[0], view[1], again.storage_offset() + view[2])
+        recomputed = (values[key] if rank is None else values[key][rank]).detach()
+        return (
+            recomputed
+            if view is None
+            else recomputed.as_strided(view[0], view[1], recomputed.storage_offset() + view[2])
+        )
 
     dropped.drop(runs[region], take)
     return True
@@ -335,7 +339,7 @@ class LoweredRegions(Generic[Key]):
     def _keep(self, k: int, region: Any, plan: Any) -> None:
         changed = {plan.program.buffers[name].name for name in plan.program.updates}
         wanted = set(region.inputs)
-        for i in region.again:
+        for i in region.recompute_set:
             first = self.nodes[i][0]
             for value in first.all_input_nodes:
                 name = value.meta["instance"].name
@@ -353,7 +357,7 @@ class LoweredRegions(Generic[Key]):
         """The region that drops an input of region `k`; None where no other region does."""
         return self.owner.get(name) if name not in self.regions[k].dropped else None
 
-    def again(self, step: Callable[[torch.fx.Node], Step]) -> Callable[[], list[RegionRun]]:
+    def recomputation(self, step: Callable[[torch.fx.Node], Step]) -> Callable[[], list[RegionRun]]:
         """A function that begins a call and returns a `RegionRun` for each region.
 
         Args:
@@ -361,9 +365,9 @@ class LoweredRegions(Generic[Key]):
         """
         made = []
         for region in self.regions:
-            nodes = [n for i in region.again for n in self.nodes[i]]
+            nodes = [n for i in region.recompute_set for n in self.nodes[i]]
             made.append(
-                _Again(
+                _Recompute(
                     tuple((self.key(n), step(n)) for n in nodes),
                     frozenset(self.key(self.nodes[i][0]) for i in region.own),
                 )
@@ -377,7 +381,7 @@ class LoweredRegions(Generic[Key]):
         ]
 
         def begin() -> list[RegionRun]:
-            runs = [RegionRun(again) for again in made]
+            runs = [RegionRun(recomputed) for recomputed in made]
             for k, key, other in lent:
                 runs[k].kept[key] = Dropped(None).drop(runs[other], partial(_lent, key))
             return runs
@@ -407,7 +411,7 @@ class _Weight:
         """Count one more saved tensor."""
         self._saved, self._due = self._saved + 1, self._due + 1
 
-    def again(self, index: int) -> Tensor:
+    def gathered(self, index: int) -> Tensor:
         """The gathered weight on the rank number `index`, for one of the saved tensors."""
         if any(version_of(x) != version for x, version in self._stored):
             raise SettingError(
@@ -471,5 +475,5 @@ def _unpack_weight(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     weight, index, dtype, offset, shape, stride = packed
-    gathered = weight.again(index)
+    gathered = weight.gathered(index)
     return torch.empty(0, dtype=dtype, device=gathered.device).set_(gathered.untyped_storage(), offset, shape, stride)

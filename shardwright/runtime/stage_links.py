@@ -97,7 +97,7 @@ class ProcessStageLink:
     def connect(self, before: ProcessStageLink | None) -> None:
         """Make the groups that the link needs, together with all other ranks."""
 
-    def _told(self, home: Stage) -> tuple[int, ...]:
+    def _receivers(self, home: Stage) -> tuple[int, ...]:
         """The ranks to which this rank, of stage `home`, sends an output of the stage."""
         others = [r for r in range(self.plan.devices) if r not in home.ranks]
         return tuple(r for r in others if self._teller(home, r) == self.rank)
@@ -187,7 +187,7 @@ class ProcessStageLink:
         """An output of one stage, on the ranks of all stages."""
         if result is None:
             return self._taken(Message(None, index), self._teller(home, self.rank))
-        self._post_sends(result.resolve_conj().contiguous(), self._told(home))
+        self._post_sends(result.resolve_conj().contiguous(), self._receivers(home))
         return result
 
     def _ahead(self, peer: int) -> None:
@@ -219,8 +219,8 @@ class ProcessStageLink:
             for message in sent_by(self.plan, schedule, group):
                 t = message.transfer
                 assert t is not None
-                there, here = (t.target, t.source) if message.back else (t.source, t.target)
-                if here in self.mine and there not in self.mine:
+                sender, receiver = (t.target, t.source) if message.back else (t.source, t.target)
+                if receiver in self.mine and sender not in self.mine:
                     (peer,) = self.plan.peers(t, self.rank, message.back)
                     out.setdefault(peer, []).append(message)
         for i, home in enumerate(self._homes):

@@ -20,7 +20,7 @@ from ..capture.export import ModelAndLoss
 from ..capture.guards import Guards
 from ..capture.side_effects import Effects
 from ..capture.source_lines import stack_level
-from ..garbage import gc_paused
+from ..garbage_collection import gc_paused
 from ..graph import Value
 from ..layout import Layout
 from ..partition.gradient_fusion import Fusion
@@ -83,7 +83,9 @@ class StepProgram:
         self._input_parts: list[int] = []
         if mean:
             own = plan.devices if plan.own is not None else 1
-            self._input_parts = [layout.cuts[0] if own == 1 and layout.dims else own for layout in plan.fed.inputs]
+            self._input_parts = [
+                layout.cuts[0] if own == 1 and layout.dims else own for layout in plan.input_placement.inputs
+            ]
         if plan.own is not None:
             self._handings = handings(plan, held is not None, mean)
         else:
@@ -96,7 +98,7 @@ class StepProgram:
     def __call__(self, *leaves: Any) -> Any:
         if self.begin is not None:
             self.begin()
-        given, tensors = tensors_of(leaves, self.plan.graph.changed, self._device)
+        originals, tensors = tensors_of(leaves, self.plan.graph.changed, self._device)
         if self._input_parts:
             tensors = [leading_on(x, parts) for x, parts in zip(tensors, self._input_parts)]
         if self._draws:
@@ -104,22 +106,22 @@ class StepProgram:
             tensors.insert(0, seed if self._seed_device is None else seed.to(self._seed_device, non_blocking=True))
         made = self.body(*self._state, *tensors)
         if self._sole and not self._updated:
-            return _handed(made[0], self._handings[0])  # most often the loss: no tree to build
+            return _wrapper(made[0], self._handings[0])  # most often the loss: no tree to build
         results = iter(made)
         outputs = [
-            _handed(next(results), handing) if isinstance(o, Value) else o
+            _wrapper(next(results), handing) if isinstance(o, Value) else o
             for o, handing in zip(self._outputs, self._handings)
         ]
         if self._updated:
             with torch.no_grad():
                 for buffer, value in zip(self._updated, results, strict=True):
                     buffer.copy_(value)
-        put_back(given, outputs, self.plan.graph.changed)
+        put_back(originals, outputs, self.plan.graph.changed)
         result = self.plan.graph.result(outputs)
         return closed(result) if self._objects else result
 
 
-def _handed(output: Tensor, handing: Callable[[Tensor], Tensor] | None) -> Tensor:
+def _wrapper(output: Tensor, handing: Callable[[Tensor], Tensor] | None) -> Tensor:
     return output if handing is None else handing(output)
 
 
@@ -249,7 +251,7 @@ def _on_processes(
         [held.buffers[n] for n in lowered.updates],
         held,
         runtime.device,
-        gradients_mean and (plan.fed.own_part or plan.own is not None),
+        gradients_mean and (plan.input_placement.per_rank_batch or plan.own is not None),
         seed_device,
     )
     program.begin = counted(plan)

@@ -124,10 +124,10 @@ def descend(
                 costs[i] = costs[i] + table[:, best[j]]
             else:
                 edges[i, j] = table
-        gone = eliminate(costs, edges, order, until=None if until is None else until + GRACE)
-        if gone is None:
+        eliminated_core = eliminate(costs, edges, order, until=None if until is None else until + GRACE)
+        if eliminated_core is None:
             break
-        found = gone.complete(list(best))
+        found = eliminated_core.complete(list(best))
         now, tried = problem.cost(found), tried + 1
         failed = 0 if now < cost else failed + 1
         if now < cost:
@@ -262,10 +262,10 @@ class _Search:
         assert self.states is not None
         return Solution(tuple(self.states), self.cost, self.bound, (note,))
 
-    def finish(self, gone: Eliminated) -> None:
+    def finish(self, result: Eliminated) -> None:
         """Record the elimination of the core. States removed before cost more than the best ones known then."""
-        if np.isfinite(gone.constant):
-            self.offer(gone.complete([0] * len(self.core.costs)))
+        if np.isfinite(result.constant):
+            self.offer(result.complete([0] * len(self.core.costs)))
         self.bound = self.cost
 
 
@@ -353,8 +353,8 @@ def wide(problem: Problem, states: Sequence[int], *, most: int = 2**12, seed: in
         else:
             edges[i, j] = table
     out = [int(state) for state in states]
-    gone = eliminate(costs, edges, order, made=Tables())
-    return gone.complete(out) if np.isfinite(gone.constant) else out
+    result = eliminate(costs, edges, order, made=Tables())
+    return result.complete(out) if np.isfinite(result.constant) else out
 
 
 def within(

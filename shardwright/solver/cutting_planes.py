@@ -217,9 +217,10 @@ class LeastMemory:
 
 def costless(problem: Problem) -> Problem:
     """The problem with the same states allowed, all at no cost."""
-    given = (*problem.costs, *problem.edges.values())
+    tables = (*problem.costs, *problem.edges.values())
     free = {
-        id(table): np.where(np.isfinite(table), 0.0, np.inf) for table in {id(table): table for table in given}.values()
+        id(table): np.where(np.isfinite(table), 0.0, np.inf)
+        for table in {id(table): table for table in tables}.values()
     }
     return replace(
         problem,

@@ -137,9 +137,9 @@ class Pricing:
         """
         inner, rows = self._merged.problem, self._inside
         costs, edges = rows.priced(inner.costs, multipliers), rows.priced_edges(inner.edges, multipliers)
-        gone = self._script.run(costs, edges, made=Tables(self.facts, RESULTS))
-        cut = self.cut(self._merged.lift(gone.complete([0] * len(inner.costs))))
-        return gone.constant - float(multipliers.sum()) * self.rows.limit, cut
+        result = self._script.run(costs, edges, made=Tables(self.facts, RESULTS))
+        cut = self.cut(self._merged.lift(result.complete([0] * len(inner.costs))))
+        return result.constant - float(multipliers.sum()) * self.rows.limit, cut
 
     def cut(self, states: Sequence[int]) -> Cut:
         states = tuple(map(int, states))
@@ -363,13 +363,13 @@ class Batched:
             else:
                 self._step(found, level_of, slot, v, around)
         self._steps = [self._packed(key, mine) for key, mine in sorted(found.items(), key=lambda item: item[0][0])]
-        self._given = {}
+        self._stacked = {}
         for shape, some in tables.items():
-            self._given[shape] = given = np.zeros((len(some), *shape))
+            self._stacked[shape] = stacked = np.zeros((len(some), *shape))
             for n, table in enumerate(some):
                 if table is not None:
-                    given[n] = table
-        self._tables = {shape: given.copy() for shape, given in self._given.items()}
+                    stacked[n] = table
+        self._tables = {shape: stacked.copy() for shape, stacked in self._stacked.items()}
         left = set(order.left)
         number = {v: n for n, v in enumerate(order.left)}
         self._pairs = [
@@ -420,8 +420,8 @@ class Batched:
     def eliminate(self, costs: Sequence[np.ndarray]) -> Problem:
         """The problem that is left with these costs of the nodes; its tables are the same memory each time."""
         own = {size: np.stack([costs[v] for v in mine]) for size, mine in self._members.items()}
-        for shape, given in self._given.items():
-            np.copyto(self._tables[shape], given)
+        for shape, stacked in self._stacked.items():
+            np.copyto(self._tables[shape], stacked)
         self._own, tables, constant = own, self._tables, 0.0
         for step in self._steps:
             mine = own[step.size][step.at]

@@ -338,16 +338,16 @@ def shorter(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], size:
             cuts.append((a + AHEAD * size, a + (AHEAD + layers - KEPT) * size))
     if not cuts:
         return None
-    stands, gone, left = np.empty(count, np.int64), np.zeros(count, bool), 0
+    stands, removed, left = np.empty(count, np.int64), np.zeros(count, bool), 0
     begin = 0
     for start, stop in cuts:
         stands[begin:start] = np.arange(left, left + start - begin)
         left += start - begin
         stands[start:stop] = left + np.arange(stop - start) % size  # the layer behind the cut stands for these
-        gone[start:stop] = True
+        removed[start:stop] = True
         begin = stop
     stands[begin:] = np.arange(left, left + count - begin)
-    nodes = np.flatnonzero(~gone)
+    nodes = np.flatnonzero(~removed)
     out: dict[Pair, np.ndarray] = {}
     pairs: dict[Pair, Pair] = {}
     for (i, j), table in edges.items():

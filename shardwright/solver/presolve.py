@@ -347,17 +347,17 @@ def core(problem: Problem, *, made: Tables | None = None) -> Core:
     sizes = [len(own) for own in problem.costs]
     keep = () if problem.limit is None else {v for use in problem.usages for v in use.nodes}
     order = elimination_order(sizes, problem.edges, degree=2, keep=keep)
-    gone = eliminate(problem.costs, problem.edges, order, made=made)
+    result = eliminate(problem.costs, problem.edges, order, made=made)
     number = {v: n for n, v in enumerate(order.left)}
-    edges = {(number[scope[0]], number[scope[1]]): table for scope, table in gone.tables.items() if len(scope) == 2}
+    edges = {(number[scope[0]], number[scope[1]]): table for scope, table in result.tables.items() if len(scope) == 2}
     names = tuple(problem.names[v] for v in order.left) if problem.names else tuple(str(v) for v in order.left)
     usages = tuple(
         replace(use, node=number[use.node], other=None if use.other is None else number[use.other])
         for use in problem.usages
         if use.node in number
     )
-    inner = Problem(tuple(gone.tables[v,] for v in order.left), edges, names, usages, problem.limit)
-    return Core(inner, order.left, gone.constant, gone, len(sizes))
+    inner = Problem(tuple(result.tables[v,] for v in order.left), edges, names, usages, problem.limit)
+    return Core(inner, order.left, result.constant, result, len(sizes))
 
 
 @dataclass(frozen=True)
@@ -423,15 +423,15 @@ def _allowed(problem: Problem, nodes: Sequence[int]) -> bool:
     return bool(order.left) or bool(np.isfinite(eliminate(own.costs, own.edges, order).constant))
 
 
-def _needed(problem: Problem, given: list[int], changed: bool, nodes: list[int]) -> list[int]:
+def _needed(problem: Problem, required: list[int], changed: bool, nodes: list[int]) -> list[int]:
     """The nodes that, with the given ones, are a smallest contradiction."""
-    if changed and not _allowed(problem, sorted(given)):
+    if changed and not _allowed(problem, sorted(required)):
         return []
     if len(nodes) == 1:
         return nodes
     first, second = nodes[: len(nodes) // 2], nodes[len(nodes) // 2 :]
-    of_second = _needed(problem, given + first, True, second)
-    of_first = _needed(problem, given + of_second, bool(of_second), first)
+    of_second = _needed(problem, required + first, True, second)
+    of_first = _needed(problem, required + of_second, bool(of_second), first)
     return of_first + of_second
 
 

@@ -75,7 +75,7 @@ class SearchBudget:
     def __init__(self, allowed: float | None = None, progress: Callable[[SearchProgress], Any] | bool | None = None):
         self.allowed = min(SHARE * free_memory(), MOST) if allowed is None else float(allowed)
         self.progress = progress
-        self._began = self._said = time.monotonic()
+        self._began = self._announced = time.monotonic()
         self._resident = resident_memory()
         self.phase = ""
         self.best: float | None = None
@@ -130,8 +130,8 @@ class SearchBudget:
         if not callable(self.progress):
             return
         now = time.monotonic()
-        if now - self._began >= SILENT and (now - self._said >= EVERY or self._said == self._began):
-            self._said = now
+        if now - self._began >= SILENT and (now - self._announced >= EVERY or self._announced == self._began):
+            self._announced = now
             self.progress(self.now())
 
     def now(self) -> SearchProgress:

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..errors import PlanError
-from ..garbage import gc_paused
+from ..garbage_collection import gc_paused
 from .anytime import GRACE, bounded, descend, eliminated, wide, within
 from .cutting_planes import Searched, priced_search
 from .elimination import Tables, eliminate, elimination_order
@@ -432,18 +432,18 @@ def _solve(problem: Problem, seconds: float | None, merge: bool, gap: float) -> 
 
     with stopping(lambda best: None if best is None else lifted(best)):
         try:
-            gone = eliminated(inner.problem, made, None if seconds is None else until)
-            found = None if gone is not None else bounded(inner.problem, made, until)
+            result = eliminated(inner.problem, made, None if seconds is None else until)
+            found = None if result is not None else bounded(inner.problem, made, until)
         except OutOfBudgetError:
-            gone, made = None, Tables()  # release the tables
+            result, made = None, Tables()  # release the tables
             found = swept(inner.problem, gap)
-    if gone is None:
+    if result is None:
         if found is None:
             raise contradiction(problem)
         return lifted(found)
-    if not np.isfinite(gone.constant):
+    if not np.isfinite(result.constant):
         raise contradiction(problem)
-    states = tuple(inner.lift(gone.complete([0] * len(problem.costs))))
+    states = tuple(inner.lift(result.complete([0] * len(problem.costs))))
     cost = problem.cost(states)
     return Solution(states, cost, cost, (*notes, "exact: every node was eliminated"))
 
@@ -478,8 +478,8 @@ def marginals(problem: Problem, node: int, *, sweeps: int = 30) -> Marginals:
     costs = np.full(len(problem.costs[node]), np.inf)
     order = elimination_order([len(own) for own in inner.problem.costs], inner.problem.edges, keep=(node,))
     if order.left == (node,):
-        gone = eliminate(inner.problem.costs, inner.problem.edges, order)
-        costs[inner.kept[node]] = gone.tables[node,] + gone.constant
+        result = eliminate(inner.problem.costs, inner.problem.edges, order)
+        costs[inner.kept[node]] = result.tables[node,] + result.constant
         if not np.isfinite(costs).any():
             raise contradiction(problem)
         return Marginals(costs, problem.limit is None)

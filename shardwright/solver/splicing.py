@@ -150,11 +150,11 @@ class Splicer:
                 order = elimination_order([len(own) for own in costs], edges, most=JOINT)
                 if order.left:
                     return None
-            gone = eliminate(costs, edges, order, made=Tables())
-            if not np.isfinite(gone.constant):
+            result = eliminate(costs, edges, order, made=Tables())
+            if not np.isfinite(result.constant):
                 return None
             found = list(states)
-            for v, some, state in zip(inside, numbers, gone.complete([0] * len(costs))):
+            for v, some, state in zip(inside, numbers, result.complete([0] * len(costs))):
                 found[v] = int(some[state])
             cost = problem.cost(found)
             if cost < below and self.fits(found):

@@ -71,7 +71,7 @@ class _Side:
     counts: np.ndarray
     tables: np.ndarray
     incoming: np.ndarray
-    given: np.ndarray
+    outgoing: np.ndarray
 
 
 class Messages:
@@ -196,15 +196,15 @@ class Messages:
             many = len(there.nodes)
             share = 1.0 / max(len(here.nodes), many, 1)
             if many:
-                there.given = (share * theta - there.incoming).astype(self.dtype, copy=False)
-                sent = np.repeat(there.given.T, there.counts, axis=1)
+                there.outgoing = (share * theta - there.incoming).astype(self.dtype, copy=False)
+                sent = np.repeat(there.outgoing.T, there.counts, axis=1)
                 sent += there.tables
                 message = sent.min(axis=0)
                 start = 0
                 for u, row, end in zip(there.nodes.tolist(), there.rows, there.ends):
                     side, part = sides[u][1 - to], message[start:end]
                     side.incoming[row] = part
-                    brought = float((part + side.given[row]).min())
+                    brought = float((part + side.outgoing[row]).min())
                     retained[u] += brought
                     ahead += brought
                     start = end
@@ -235,7 +235,7 @@ class Messages:
         out = {}
         for v, (before, _) in enumerate(self._sides):
             for n, u in enumerate(before.nodes.tolist()):
-                out[u, v] = -before.given[n]
+                out[u, v] = -before.outgoing[n]
                 out[v, u] = self._sides[u][1].incoming[before.rows[n]]
         return out
 
@@ -267,7 +267,7 @@ class Messages:
         out = Messages(problem, self.order, self.best, self.dtype)
         for new, old, states in zip(out._sides, self._sides, kept):
             for a, b in zip(new, old):
-                a.incoming, a.given = b.incoming[:, states], b.given[:, states]
+                a.incoming, a.outgoing = b.incoming[:, states], b.outgoing[:, states]
         out.bound, out._retained, out._swept = self.bound, list(self._retained), self._swept
         return out
 
@@ -442,7 +442,7 @@ class Sweeps:
             self._sources.append(sources)
         self._kept = [[1.0 - count[side][mine] / most[mine] for side in (0, 1)] for mine in self._nodes]
         self._messages = [np.zeros(end) for end in ends]  # from below, from above
-        self._given = [np.zeros(end) for end in ends]  # to below, to above: less what had come from there
+        self._outgoing = [np.zeros(end) for end in ends]  # to below, to above: less what had come from there
 
     def load(self, problem: Problem) -> None:
         """Take other costs of the same nodes and edges; the messages stay."""
@@ -494,16 +494,16 @@ class Sweeps:
         """Send the messages of a colour to the colours above (`to` 1) or below; the least that they bring in all is
         returned."""
         side = self._sides[c][to]
-        given = self._given[to][side.begin : side.end]
+        outgoing = self._outgoing[to][side.begin : side.end]
         with np.errstate(invalid="ignore"):
-            np.subtract((side.share * theta)[side.at], self._messages[to][side.begin : side.end], out=given)
-        given[np.isnan(given)] = np.inf  # a state that all neighbours forbid: inf - inf
+            np.subtract((side.share * theta)[side.at], self._messages[to][side.begin : side.end], out=outgoing)
+        outgoing[np.isnan(outgoing)] = np.inf  # a state that all neighbours forbid: inf - inf
         total = 0.0
         for group in self._sources[c][to]:
-            mine = self._part(self._given[to], group, 1 - to)
+            mine = self._part(self._outgoing[to], group, 1 - to)
             message = self._part(self._messages[1 - to], group, to)
             _least(group.tables if to else group.tables.swapaxes(0, 1), mine, message)
-            brought = (message + self._part(self._given[1 - to], group, to)).min(axis=0)
+            brought = (message + self._part(self._outgoing[1 - to], group, to)).min(axis=0)
             np.add.at(self._retained, group.ends[to], brought)
             total += float(brought.sum())
         return total
@@ -540,12 +540,12 @@ class Sweeps:
         return out
 
 
-def _least(tables: np.ndarray, given: np.ndarray, out: np.ndarray) -> None:
+def _least(tables: np.ndarray, costs: np.ndarray, out: np.ndarray) -> None:
     """min_s tables(s, t, edge) + given(s, edge)."""
     if tables.size <= AT_ONCE:
-        np.min(tables + given[:, None], axis=0, out=out)
+        np.min(tables + costs[:, None], axis=0, out=out)
         return
-    np.add(tables[0], given[0], out=out)
+    np.add(tables[0], costs[0], out=out)
     some = np.empty(out.shape)
-    for table, own in zip(tables[1:], given[1:]):
+    for table, own in zip(tables[1:], costs[1:]):
         np.minimum(out, np.add(table, own, out=some), out=out)

@@ -98,10 +98,10 @@ class _Search:
 
     def captured(self, outputs: Sequence[Any], plain: Any) -> FirstDifference | None:
         """The first result of the captured graph that is not the model's; None: all agree."""
-        for output, value, given in zip(self.graph.outputs, outputs, pytree.tree_leaves(opened(plain))):
+        for output, value, result in zip(self.graph.outputs, outputs, pytree.tree_leaves(opened(plain))):
             if not isinstance(output, Value):
                 continue
-            precision, apart = self.allowed.value(output.name), difference(given, value)
+            precision, apart = self.allowed.value(output.name), difference(result, value)
             if apart > self.allowed.tolerance(precision):
                 how = "run in micro-batches" if isinstance(self.program, PipelineProgram) else ""
                 return FirstDifference(
@@ -233,9 +233,9 @@ class _OfStages(_Search):
 class _Stage(Comparison):
     """The program of a stage next to the reference."""
 
-    def arrived(self, stage: Stage, fed: Sequence[Tensor]) -> None:
+    def arrived(self, stage: Stage, tensors: Sequence[Tensor]) -> None:
         """Compare the values from other stages; the first operator that reads a differing value is named."""
-        for value, source, tensor in zip(stage.plan.graph.inputs, stage.sources, fed, strict=True):
+        for value, source, tensor in zip(stage.plan.graph.inputs, stage.sources, tensors, strict=True):
             apart = difference(self.reference.values[value.name], tensor, self.reference.scales.get(value.name, 0.0))
             precision = self.allowed.value(value.name)
             if source.kind != "input" and self.found is None and self.differs(apart, precision):
@@ -293,8 +293,8 @@ def _whole_backwards(schedule: Schedule) -> Schedule:
 
 def _counted(counts: Graph, whole: Graph, state: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """The counts of one micro-batch."""
-    fed = {v.name: x for v, x in zip(whole.inputs, inputs)}
-    return Reference(counts, state, [fed[v.name] for v in counts.inputs], torch.empty(0, device="cpu")).outputs
+    tensors = {v.name: x for v, x in zip(whole.inputs, inputs)}
+    return Reference(counts, state, [tensors[v.name] for v in counts.inputs], torch.empty(0, device="cpu")).outputs
 
 
 def _joined(parts: Sequence[Any], how: str, dim: int) -> Any:

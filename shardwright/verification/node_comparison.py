@@ -438,36 +438,36 @@ class Comparison:
         decision, inputs = plan.decisions[op.name], tuple(dict.fromkeys(op.inputs))
         outputs = tuple(v for v in op.outputs if v is not None)
         graph = Graph(inputs, {}, {}, {}, (op,), outputs)
-        wanted = [decision.wanted(op.inputs.index(v)) for v in inputs]
-        fed = InputPlacement(
+        wanted = [decision.input_layout(op.inputs.index(v)) for v in inputs]
+        input_placement = InputPlacement(
             tuple(
                 w if w.padded(v.shape) == v.shape else Layout.replicated(w.devices, len(v.shape))
                 for w, v in zip(wanted, inputs)
             ),
             False,
         )
-        planned = Plan(graph, plan.devices, plan.mode, fed, {op.name: decision}, {})
+        planned = Plan(graph, plan.devices, plan.mode, input_placement, {op.name: decision}, {})
 
         def gradients(run: Callable[[list[Tensor]], Sequence[Tensor]]) -> list[Tensor | None]:
-            given = [self.reference.values[v.name].detach().clone().requires_grad_(v.requires_grad) for v in inputs]
+            arguments = [self.reference.values[v.name].detach().clone().requires_grad_(v.requires_grad) for v in inputs]
             pairs = [
                 (out, self.reference.gradient(v.name))
-                for v, out in zip(outputs, run(given))
+                for v, out in zip(outputs, run(arguments))
                 if out.requires_grad and self.reference.gradient(v.name) is not None
             ]
             if pairs:
                 torch.autograd.backward([out for out, _ in pairs], [g for _, g in pairs])
-            return [x.grad for x in given]
+            return [x.grad for x in arguments]
 
-        def plain(given: list[Tensor]) -> Sequence[Tensor]:
-            outs = call(op, {v.name: x for v, x in zip(inputs, given)} | {SEED.name: seed})
+        def plain(arguments: list[Tensor]) -> Sequence[Tensor]:
+            outs = call(op, {v.name: x for v, x in zip(inputs, arguments)} | {SEED.name: seed})
             return [out for out, v in zip(outs, op.outputs) if v is not None]
 
         expected = gradients(plain)
         try:
             program = LocalExecutor(lower(planned))
             seeds = [seed] if planned.program.seed is not None else []
-            got = gradients(lambda given: program(*seeds, *given))
+            got = gradients(lambda arguments: program(*seeds, *arguments))
         except Exception:  # an operator with a wrong rule raises anything: it is the guilty one
             return math.inf
         arrived = [self.reference.gradient(v.name) for v in outputs]

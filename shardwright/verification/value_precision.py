@@ -42,9 +42,9 @@ class Precision:
         return f"{name} ({self.operator}{where})" if self.operator else name
 
 
-def coarsest(given: Iterable[Precision | None]) -> Precision | None:
+def coarsest(precisions: Iterable[Precision | None]) -> Precision | None:
     """The precision with the largest rounding error, the first of several equal ones; None where nothing is rounded."""
-    found = [p for p in given if p is not None]
+    found = [p for p in precisions if p is not None]
     return max(found, key=lambda p: torch.finfo(p.dtype).eps, default=None)
 
 

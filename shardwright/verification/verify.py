@@ -146,9 +146,9 @@ def verify(
 
     policy = MixedPrecision.of(mixed_precision)
 
-    def wrap(twin: nn.Module, loss: Any, runtime: Runtime) -> AutoParallel:
+    def wrap(copied: nn.Module, loss: Any, runtime: Runtime) -> AutoParallel:
         wrapped = _OnOneMachine(
-            twin,
+            copied,
             loss,
             parallel_mode,
             on_missing_rule=on_missing_rule,
@@ -190,8 +190,8 @@ def verify_call(
     """
     devices = devices or current().devices or devices_of_call(model.net, model.loss_fn, args, kwargs)
 
-    def wrap(twin: nn.Module, loss: Any, runtime: Runtime) -> AutoParallel:
-        wrapped = _OnOneMachine(twin, loss, runtime=runtime)
+    def wrap(copied: nn.Module, loss: Any, runtime: Runtime) -> AutoParallel:
+        wrapped = _OnOneMachine(copied, loss, runtime=runtime)
         cluster = model.settings.cluster
         # "fast" random numbers differ from plan to plan; the statistics of each device's part do as well
         wrapped._running = replace(model.program_settings, random="exact", save_graphs=None)
@@ -229,7 +229,7 @@ class _OnOneMachine(AutoParallel):
 
 
 @dataclass
-class _Twin:
+class _ModelCopy:
     """A copy of the model, the loss and the inputs in one dtype."""
 
     net: nn.Module
@@ -318,7 +318,7 @@ class _Verification:
         assert plan is not None
         return VerifyReport(tuple(rows), found, plan.devices, plan.mode, self.steps, tuple(notes), plan)
 
-    def twin(self, dtype: torch.dtype) -> _Twin:
+    def copied(self, dtype: torch.dtype) -> _ModelCopy:
         """Fresh copies of model, loss and inputs. Tensors that the model shares are shared in its copy."""
 
         def cast(x: Any) -> Any:
@@ -340,11 +340,11 @@ class _Verification:
                 f"the model cannot be copied: {error}", legal="a model that copy.deepcopy copies"
             ) from error
         args, kwargs = closed(pytree.tree_map(cast, opened((self.args, self.kwargs))))
-        return _Twin(net, loss_fn, args, kwargs, self.policy)
+        return _ModelCopy(net, loss_fn, args, kwargs, self.policy)
 
     def compare(self, dtype: torch.dtype, notes: dict[str, None]) -> tuple[Differences, Plan | PipelinePlan]:
-        one, twin = self.twin(dtype), self.twin(dtype)
-        program = self.program(twin)
+        one, copied = self.copied(dtype), self.copied(dtype)
+        program = self.program(copied)
         self.loss_of = _loss_of
         if isinstance(program, PipelineProgram):
             program.check()
@@ -352,8 +352,8 @@ class _Verification:
             if any(op.kind in _OWN_STATISTICS for op in program.plan.graph.ops):
                 notes.setdefault(_OWN_NOTE)
         plain = self.train(one, self.on_one_device(one, program))
-        leaves, plan = pytree.tree_leaves(opened((twin.args, twin.kwargs))), program.plan
-        parallel = self.train(twin, lambda: program(*leaves), catch=True)
+        leaves, plan = pytree.tree_leaves(opened((copied.args, copied.kwargs))), program.plan
+        parallel = self.train(copied, lambda: program(*leaves), catch=True)
         if any(not r.isfinite().all() for step in plain.results for r in step if r.is_floating_point()):
             notes.setdefault("the results on one device are not finite: there is little to compare")
         if not any(g is not None for g in plain.gradients.values()):
@@ -361,11 +361,11 @@ class _Verification:
         allowed = Allowed(plan.graph, dtype, self.tolerances, self.steps)
         losses = Worst(math.inf, self.tolerances[dtype])
         if len(plain.results) == len(parallel.results):
-            here, there = (
+            own, reference = (
                 {f"{step}.{i}": x for step, results in enumerate(run.results) for i, x in enumerate(results)}
                 for run in (plain, parallel)
             )
-            losses = worst(here, there, lambda name: allowed.result(int(name.rpartition(".")[2])), allowed)
+            losses = worst(own, reference, lambda name: allowed.result(int(name.rpartition(".")[2])), allowed)
         gradients = worst(plain.gradients, parallel.gradients, allowed.of_parameter, allowed, FLOOR)
         parameters = max(
             (
@@ -376,11 +376,13 @@ class _Verification:
         )
         return Differences(dtype, losses, gradients, parameters, self.tolerances[dtype], parallel.failure), plan
 
-    def program(self, twin: _Twin) -> StepProgram | PipelineProgram:
+    def program(self, copied: _ModelCopy) -> StepProgram | PipelineProgram:
         """The program of a copy. Errors of planning are raised to the user."""
-        return self.wrap(twin.net, twin.loss_fn, self.runtime)._build(twin.args, twin.kwargs, hooks_around=False)
+        return self.wrap(copied.net, copied.loss_fn, self.runtime)._build(
+            copied.args, copied.kwargs, hooks_around=False
+        )
 
-    def on_one_device(self, one: _Twin, program: StepProgram | PipelineProgram) -> Callable[[], Any]:
+    def on_one_device(self, one: _ModelCopy, program: StepProgram | PipelineProgram) -> Callable[[], Any]:
         """The call on one device: in plain PyTorch, or, where the model draws random numbers, under a plan for one
         device."""
         if not program.plan.draws:
@@ -395,10 +397,10 @@ class _Verification:
         stream.load_state_dict(self.stream)
         torch.set_rng_state(self.random)
 
-    def train(self, twin: _Twin, call: Callable[[], Any], catch: bool = False) -> _Run:
+    def train(self, copied: _ModelCopy, call: Callable[[], Any], catch: bool = False) -> _Run:
         self.rewind()
         run = _Run()
-        parameters, _ = twin.named()
+        parameters, _ = copied.named()
         optimizer = self.optimizer(list(parameters.values())) if parameters else None
         try:
             for step in range(self.steps):
@@ -417,17 +419,17 @@ class _Verification:
             if not catch or isinstance(error, MemoryError):
                 raise
             run.failure = f"{type(error).__name__}: {error}"
-        run.parameters, run.buffers = parameters, twin.named()[1]  # a forward may have assigned buffers
+        run.parameters, run.buffers = parameters, copied.named()[1]  # a forward may have assigned buffers
         return run
 
     def search(self, dtype: torch.dtype) -> FirstDifference | None:
-        one, twin = self.twin(dtype), self.twin(dtype)
-        program = self.program(twin)
+        one, copied = self.copied(dtype), self.copied(dtype)
+        program = self.program(copied)
         call = self.on_one_device(one, program)
         self.rewind()
         plain = call()
-        parameters, buffers = twin.named()
-        inputs = [x for x in pytree.tree_leaves(opened((twin.args, twin.kwargs))) if isinstance(x, Tensor)]
+        parameters, buffers = copied.named()
+        inputs = [x for x in pytree.tree_leaves(opened((copied.args, copied.kwargs))) if isinstance(x, Tensor)]
         self.rewind()
         return find_first_difference(
             program,

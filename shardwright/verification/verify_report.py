@@ -66,7 +66,7 @@ class FirstDifference:
             by += f", more than the {self.tolerance:.0e} of {self.precision}"
         parts = [f"{name}{f', {self.source}' if self.source else ''}: {what} {by}"]
         if self.part == "conversion":
-            parts.append("in the conversion for it, not in the operator")
+            parts.append("in the redistribution for it, not in the operator")
         return "; ".join(parts + [self.message] * bool(self.message))
 
 

@@ -211,7 +211,7 @@ def test_a_script_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert "unwound" in out and "no further" not in out
     plan = sw.Plan.load("plan.json")
     assert (plan.devices, plan.mode, plan.hsdp.threshold) == (8, "semi_auto", 0)
-    assert plan.fed.own_part, "as the wrapper feeds: each its own part"
+    assert plan.input_placement.per_rank_batch, "as the wrapper feeds: each its own part"
     assert {str(v.dtype) for v in plan.graph.parameters.values()} == {"torch.bfloat16"}
     assert plan.operator("up").cause == "mark"
 

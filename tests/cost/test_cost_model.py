@@ -200,8 +200,8 @@ def test_a_conversion_costs_what_its_steps_do(drawn: tuple[Layout, Layout, tuple
             seen.append((kind, local, step.digits))
             if not step.permuted:
                 assert min(a + b * local for a, b in lines) == costs.collective(step.kind, step.digits, local)
-    assert costs.conversion(found, nbytes) == pytest.approx(expected, rel=1e-12, abs=0)
-    assert costs.conversion(found, nbytes) == costs.conversion(found, nbytes)
+    assert costs.redistribution(found, nbytes) == pytest.approx(expected, rel=1e-12, abs=0)
+    assert costs.redistribution(found, nbytes) == costs.redistribution(found, nbytes)
     assert [(s.kind, pytest.approx(s.fraction * nbytes), s.digits) for s in costs.sends(found)] == seen
 
 
@@ -210,7 +210,7 @@ def test_a_permutation_sends_all_and_to_one() -> None:
         Layout.of(8, [(Digit(2, 1),), (Digit(2, 4),)]), Layout.of(8, [(Digit(2, 4),), (Digit(2, 1),)])
     )
     assert [(s.kind, bool(s.permuted)) for s in swap.steps] == [("all_to_all", True)]
-    assert CostModel(TWO).conversion(swap, 4000) * 1e6 == pytest.approx(10 + 10)
+    assert CostModel(TWO).redistribution(swap, 4000) * 1e6 == pytest.approx(10 + 10)
 
 
 def test_an_exchange_of_halos_takes_time_for_its_rows() -> None:
@@ -222,9 +222,9 @@ def test_an_exchange_of_halos_takes_time_for_its_rows() -> None:
     (sent,) = costs.sends(exchange)
     assert (sent.kind, sent.fraction * nbytes) == ("halo_exchange", 8000)
     latency, seconds = costs.lines(CollectiveKind.HALO_EXCHANGE, (Digit(8, 1),))[0]
-    assert costs.conversion(exchange, nbytes) == pytest.approx(2 * latency + 8000 * seconds)
-    assert costs.conversion(back, nbytes) == pytest.approx(costs.conversion(exchange, nbytes))
-    assert costs.conversion(exchange, nbytes) < costs.conversion(
+    assert costs.redistribution(exchange, nbytes) == pytest.approx(2 * latency + 8000 * seconds)
+    assert costs.redistribution(back, nbytes) == pytest.approx(costs.redistribution(exchange, nbytes))
+    assert costs.redistribution(exchange, nbytes) < costs.redistribution(
         redistribution(layout, Layout.replicated(8, 2)), nbytes
     )
 

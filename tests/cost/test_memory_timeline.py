@@ -19,7 +19,7 @@ from shardwright.capture.export import capture
 from shardwright.cluster import Cluster, format_bytes, memory_of
 from shardwright.cost.cost_model import CostModel
 from shardwright.cost.memory_timeline import optimizer_bytes, timeline
-from shardwright.partition.local_program import input_placement
+from shardwright.partition.local_program import place_inputs
 from shardwright.partition.rematerialization import segments_of, with_recompute
 from shardwright.planners.memory_problem import holding
 from shardwright.planners.plan_search import Search
@@ -76,9 +76,9 @@ def marks(count: int, devices: int, bias: bool = False) -> dict:
 
 def searched(net, args, devices: int, loss_fn=None, limit: float = 1e18):
     graph = capture(net, args, None, loss_fn=loss_fn)
-    fed, costs = input_placement(graph, devices, "full_batch"), CostModel(None, devices)
-    search = Search.of(PlanningProblem(graph, devices, fed, cost_model=costs))
-    return search, holding(search.cost_graph(search.options(), cut=CUT), fed, search.carries, limit, 8.0)
+    input_placement, costs = place_inputs(graph, devices, "full_batch"), CostModel(None, devices)
+    search = Search.of(PlanningProblem(graph, devices, input_placement, cost_model=costs))
+    return search, holding(search.cost_graph(search.options(), cut=CUT), input_placement, search.batch_dims, limit, 8.0)
 
 
 def planned(search: Search, held, states) -> Plan:
@@ -86,7 +86,16 @@ def planned(search: Search, held, states) -> Plan:
     graph = with_recompute(search.described.graph, held.recomputed(states), held.segments)
     ops = {op.name: op for op in graph.ops}
     decisions = {n: replace(d, op=ops[n]) for n, d in held.cost_graph.decisions(states, {}, "search").items()}
-    return Plan(graph, search.described.devices, "", search.fed, decisions, search.carries, None, held.storage(states))
+    return Plan(
+        graph,
+        search.described.devices,
+        "",
+        search.input_placement,
+        decisions,
+        search.batch_dims,
+        None,
+        held.storage(states),
+    )
 
 
 # -- amounts --
@@ -283,7 +292,7 @@ def test_weights_that_are_gathered_for_what_runs_again_are_there_from_its_beginn
     for name, node in held.kept.items():
         costs[node] = costs[node] - 1e3 * scale * np.array([s.how == "dropped" for s in held.states[name]])
     for name, node in held.cost_graph.parameters.items():  # whatever may be is stored cut, and gathered twice
-        again = np.array([s.stored != s.layout and s.again for s in held.cost_graph.storages[name]])
+        again = np.array([s.stored != s.layout and s.reshard_after_forward for s in held.cost_graph.storages[name]])
         costs[node] = costs[node] - 1e3 * scale * again
     states = solve(replace(problem, costs=tuple(costs), usages=(), limit=None)).states
     plan = planned(search, held, states)
@@ -335,7 +344,7 @@ def test_the_estimate_of_each_strategy_is_the_program(act, loss, targets) -> Non
     problem, several = held.cost_graph.problem, 0
     for op in search.described.graph.ops:
         node = held.cost_graph.operators[op.name]
-        for state, footprint in enumerate(held.cost_graph.footprints[op.name]):
+        for state, footprint in enumerate(held.cost_graph.op_costs[op.name]):
             costs = list(problem.costs)
             costs[node] = np.where(np.arange(len(costs[node])) == state, costs[node], np.inf)
             for name, kept in held.kept.items():
@@ -397,8 +406,8 @@ def test_the_cheapest_of_all_plans() -> None:
     the other's from another segment of the program."""
     net, args, devices = mlp(32, 32, 32, 32), (torch.randn(64, 32),), 2
     graph = sw.plan(net, args, devices=devices, marks=marks(3, devices)).graph
-    fed, costs = input_placement(graph, devices, "full_batch"), CostModel(None, devices)
-    search = Search.of(PlanningProblem(graph, devices, fed, cost_model=costs))
+    input_placement, costs = place_inputs(graph, devices, "full_batch"), CostModel(None, devices)
+    search = Search.of(PlanningProblem(graph, devices, input_placement, cost_model=costs))
     weights, ops = list(graph.parameters), [op.name for op in graph.ops][1:-1]
     every = []
     for ways in product(("whole", "kept", "again"), repeat=len(weights)):
@@ -409,7 +418,7 @@ def test_the_cheapest_of_all_plans() -> None:
                 continue
             again = with_recompute(graph, frozenset(names), segments_of(graph))
             decisions = {op.name: replace(search.fixed[op.name], op=op) for op in again.ops}
-            plan = Plan(again, devices, "", fed, decisions, search.carries, None, hsdp)
+            plan = Plan(again, devices, "", input_placement, decisions, search.batch_dims, None, hsdp)
             every.append((plan.peak, plan.cost))
     peaks = sorted({peak for peak, _ in every})
     for limit in (peaks[0], peaks[1], peaks[len(peaks) // 2], peaks[-1]):

@@ -464,7 +464,7 @@ def test_policies_of_torch() -> None:
         again = {
             plan.program.instructions[i].op.kind
             for region in plan.regions
-            for i in region.again
+            for i in region.recompute_set
             if hasattr(plan.program.instructions[i], "op")
         }
         assert again == {"tanh"}  # what is made of saved products

@@ -23,7 +23,7 @@ from shardwright.errors import PlanError, RuntimeMismatchError, SettingError
 from shardwright.graph import Graph
 from shardwright.partition.local_program import InputPlacement, graph_digest
 from shardwright.pipeline.build import PlanCache
-from shardwright.pipeline.stage_choice import PipelineSearchResult, StageChoice
+from shardwright.pipeline.pipeline_search_result import PipelineSearchResult, StageChoice
 from shardwright.pipeline.stage_costs import StageOption, balance, least_memory, recomputed
 from shardwright.pipeline.stage_search import StageSearch, _chains, counts_of, first_count, stands, with_rows
 from shardwright.pipeline.stages import units_of
@@ -340,7 +340,7 @@ def test_alike_stages_are_searched_once():
 
     alike = PlanCache(planner)
     for stage in plan.stages:
-        made = alike(stage.plan.graph, stage.devices, stage.plan.fed, stage.number)
+        made = alike(stage.plan.graph, stage.devices, stage.plan.input_placement, stage.number)
         assert made.fingerprint == stage.plan.fingerprint and made.cost == pytest.approx(stage.plan.cost)
     assert calls == [0, 1, 3]
 

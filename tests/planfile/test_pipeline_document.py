@@ -111,7 +111,7 @@ def test_loaded_is_saved(name: str, tmp_path: Path) -> None:
     assert pipeline_written(loaded) == path.read_text()
     assert difference(plan, loaded).equal
     for mine, theirs in zip(loaded.stages, plan.stages):
-        assert mine.plan.bound == theirs.plan.bound and mine.plan.carries == theirs.plan.carries
+        assert mine.plan.bound == theirs.plan.bound and mine.plan.batch_dims == theirs.plan.batch_dims
         assert mine.plan.graph.batch == theirs.plan.graph.batch
 
 
@@ -131,7 +131,11 @@ def test_what_a_reader_sees(tmp_path: Path) -> None:
     assert [[line["name"] for line in stage["operators"]] for stage in words["stages"]] == [
         [op.name for op in stage.plan.graph.ops] for stage in plan.stages
     ]
-    assert [fed["from"] for fed in words["stages"][1]["fed"]] == ["the batch", "stage 0, a parameter", "stage 0"]
+    assert [input_placement["from"] for input_placement in words["stages"][1]["fed"]] == [
+        "the batch",
+        "stage 0, a parameter",
+        "stage 0",
+    ]
     assert [[p["name"] for p in stage["parameters"]] for stage in words["stages"]] == [
         ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"],
         ["layers.2.bias", "layers.3.weight", "layers.3.bias"],
@@ -188,7 +192,7 @@ def test_an_edited_crossing_changes_what_the_next_stage_is_fed(tmp_path: Path) -
         )
     )
     two = Layout.from_cuts(4, (2, 2))
-    assert [t.layout for t in loaded.transfers] == [two] and loaded.stages[1].plan.fed.inputs[1] == two
+    assert [t.layout for t in loaded.transfers] == [two] and loaded.stages[1].plan.input_placement.inputs[1] == two
     assert [stage.plan.bound is None for stage in plan.stages] == [False, False]
     assert [stage.plan.bound for stage in loaded.stages] == [None, None]  # what was proved was proved of other stages
 
@@ -443,8 +447,8 @@ def test_stages_of_other_numbers_of_devices(tmp_path: Path) -> None:
     net, loss = Chain(skip=True), nn.MSELoss()
     graph, wide = capture_micro(net, (x, x), {}, 4, loss_fn=loss)
 
-    def planner(part: Any, size: int, fed: Any, number: int) -> sw.Plan:
-        return make_plan(part, size, Settings("recursive_programming"), fed=fed)
+    def planner(part: Any, size: int, input_placement: Any, number: int) -> sw.Plan:
+        return make_plan(part, size, Settings("recursive_programming"), input_placement=input_placement)
 
     plan = pipeline_plan(
         graph,

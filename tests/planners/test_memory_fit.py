@@ -16,7 +16,7 @@ from shardwright.capture.export import capture
 from shardwright.cost.cost_model import CostModel
 from shardwright.cost.memory_timeline import MemoryTimeline
 from shardwright.errors import PlanError
-from shardwright.partition.local_program import Decisions, input_placement
+from shardwright.partition.local_program import Decisions, place_inputs
 from shardwright.planners import dynamic_programming as searching
 from shardwright.planners.dynamic_programming import dynamic_programming
 from shardwright.planners.memory_fit import MOST_TRIES, TooLittleMemoryError, _Fitting, fit, fits
@@ -50,7 +50,7 @@ class Case:
     def __init__(self, name: str) -> None:
         net, inputs, loss, targets = NETS[name]()
         graph = capture(net, (*inputs, targets), None, loss_fn=loss)
-        self.given = graph, DEVICES, input_placement(graph, DEVICES, "full_batch")
+        self.given = graph, DEVICES, place_inputs(graph, DEVICES, "full_batch")
         self.costs = CostModel(cluster(DEVICES), DEVICES)
         self.problem = PlanningProblem(*self.given, cost_model=self.costs, deliveries=EdgeCosts(self.costs))
         self.search = Search.of(self.problem)
@@ -67,16 +67,16 @@ class Case:
         return self.plan(decided).peak
 
     def plan(self, decided: Decisions) -> sw.Plan:
-        graph, devices, fed = self.given
+        graph, devices, input_placement = self.given
         ops = {name: decision.op for name, decision in decided.decisions.items()}
         graph = graph.with_ops(tuple(ops[op.name] for op in graph.ops))  # with what is computed again
         return sw.Plan(
             graph,
             devices,
             "",
-            fed,
+            input_placement,
             decided.decisions,
-            decided.carries,
+            decided.batch_dims,
             None,
             decided.hsdp,
             cluster=self.costs.cluster,
@@ -266,9 +266,9 @@ def test_what_gives_its_input_back_runs_again_with_what_reads_it() -> None:
     """A dropout of nothing is no view by its schema: left out, what it gives back would be kept."""
     net = nn.Sequential(*(Residual() for _ in range(2)))
     graph = capture(net, (torch.randn(64, 16), torch.randn(64, 16)), None, loss_fn=nn.MSELoss())
-    fed = input_placement(graph, 2, "full_batch")
-    search = Search.of(PlanningProblem(graph, 2, fed, cost_model=CostModel(cluster(2), 2)))
-    held = holding(search.cost_graph(search.options(), cut=CUT), fed, search.carries, 1e12, 8.0)
+    input_placement = place_inputs(graph, 2, "full_batch")
+    search = Search.of(PlanningProblem(graph, 2, input_placement, cost_model=CostModel(cluster(2), 2)))
+    held = holding(search.cost_graph(search.options(), cut=CUT), input_placement, search.batch_dims, 1e12, 8.0)
     dropouts = {op.name for op in graph.ops if "dropout" in op.name}
-    again = [names for names in held.remade.values() if any(name.startswith("add") for name in names)]
+    again = [names for names in held.recompute_sets.values() if any(name.startswith("add") for name in names)]
     assert again and all(dropouts & set(names) for names in again)

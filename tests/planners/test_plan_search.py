@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from shardwright.capture.export import capture
 from shardwright.cost.cost_model import CostModel
-from shardwright.partition.local_program import Decision, input_placement
+from shardwright.partition.local_program import Decision, place_inputs
 from shardwright.planners import graph_problem
 from shardwright.planners.memory_problem import holding
 from shardwright.planners.plan_search import Search
@@ -39,8 +39,8 @@ def search() -> Search:
     graph = capture(
         net, (tokens, tokens), None, loss_fn=lambda logits, t: F.cross_entropy(logits.flatten(0, 1), t.flatten())
     )
-    fed = input_placement(graph, 4, "full_batch")
-    return Search.of(PlanningProblem(graph, 4, fed, cost_model=CostModel("h100x8", 4)))
+    input_placement = place_inputs(graph, 4, "full_batch")
+    return Search.of(PlanningProblem(graph, 4, input_placement, cost_model=CostModel("h100x8", 4)))
 
 
 def uneven_layers(search: Search) -> dict[str, Decision]:
@@ -71,7 +71,7 @@ def test_equal_layers_share_their_tables_and_a_known_plan_keeps_its_cost(search:
     made = search.cost_graph(search.options(plans), plans)
     problem = made.problem
     if share is not None:
-        held = holding(made, search.fed, search.carries, 1.0, 2.0)
+        held = holding(made, search.input_placement, search.batch_dims, 1.0, 2.0)
         problem = held.cost_graph.problem
         problem = replace(problem, limit=share * held.peak([0] * len(problem.costs)))
         problem = binding(consistent(problem).problem)[0]

@@ -24,7 +24,7 @@ from shardwright.capture.export import capture
 from shardwright.cluster import Cluster, Level
 from shardwright.cost.cost_model import CostModel
 from shardwright.layout import Digit
-from shardwright.partition.local_program import input_placement
+from shardwright.partition.local_program import place_inputs
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import PlanningProblem
 from shardwright.planners.recursive_programming import recursive_programming
@@ -140,8 +140,8 @@ def test_in_the_wrapper() -> None:
 def search_of(name: str, devices: int, cluster: Any) -> Search:
     net, batch, loss_fn = MODELS[name]()
     graph = capture(net, batch, None, loss_fn=loss_fn)
-    fed = input_placement(graph, devices, "full_batch")
-    return Search.of(PlanningProblem(graph, devices, fed, cost_model=CostModel(cluster, devices)))
+    input_placement = place_inputs(graph, devices, "full_batch")
+    return Search.of(PlanningProblem(graph, devices, input_placement, cost_model=CostModel(cluster, devices)))
 
 
 def test_each_level_is_the_best_of_its_strategies() -> None:
@@ -181,7 +181,7 @@ def test_no_level_makes_it_dearer(name: str) -> None:
     nothing = made.problem.cost([0] * len(made.problem.costs))
     decided = recursive_programming(search.problem)
     assert decided.found.cost < 0.9 * nothing
-    plan = sw.Plan(search.described.graph, 8, MODE, search.fed, decided.decisions, decided.carries)
+    plan = sw.Plan(search.described.graph, 8, MODE, search.input_placement, decided.decisions, decided.batch_dims)
     assert search.costs.plan(plan).total == pytest.approx(decided.found.cost, rel=1e-9)
 
 

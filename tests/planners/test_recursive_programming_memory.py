@@ -16,7 +16,7 @@ import shardwright as sw
 from shardwright.capture.export import capture
 from shardwright.cost.cost_model import CostModel
 from shardwright.errors import PlanError
-from shardwright.partition.local_program import input_placement
+from shardwright.partition.local_program import place_inputs
 from shardwright.planners import recursive_programming
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import CUT, PlanningProblem
@@ -57,9 +57,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
     out: list[Asked] = []
     holding, nearest, fit = recursive_programming.holding, recursive_programming._nearest, recursive_programming.fit
 
-    def hold(made: Any, fed: Any, carries: Any, limit: float, state: float) -> Any:
+    def hold(made: Any, input_placement: Any, batch_dims: Any, limit: float, state: float) -> Any:
         out.append(Asked(limit))
-        return holding(made, fed, carries, limit, state)
+        return holding(made, input_placement, batch_dims, limit, state)
 
     def choose(problem: Problem) -> tuple[Solution, bool]:
         solution, kept = nearest(problem)
@@ -157,9 +157,7 @@ def test_a_level_that_cannot_keep_its_limit_holds_as_little_as_it_can(asked: lis
     (net, batch, loss_fn), sizes, memory = layers(3), (2, 2, 2), 43_800
     graph = capture(net, batch, None, loss_fn=loss_fn)
     search = Search.of(
-        PlanningProblem(
-            graph, 8, input_placement(graph, 8, "full_batch"), cost_model=CostModel(slow_devices(*sizes), 8)
-        )
+        PlanningProblem(graph, 8, place_inputs(graph, 8, "full_batch"), cost_model=CostModel(slow_devices(*sizes), 8))
     ).check()
     decided = recursive_programming._Recursion(search, "adam", CUT).run(memory, 0.0)
     check(asked, sizes, memory, (0.0,))

@@ -21,7 +21,7 @@ from shardwright.capture.export import capture
 from shardwright.cost.cost_model import CostModel
 from shardwright.errors import PlanError, SettingError
 from shardwright.graph import Graph
-from shardwright.partition.local_program import input_placement
+from shardwright.partition.local_program import place_inputs
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import PlanningProblem, PriceBook
 from shardwright.planners.search_space import Strategy, assignments, atoms_of, prime_factors, strategy_of
@@ -161,10 +161,7 @@ def _searched(model: Callable[[], tuple], devices: int) -> Search:
     graph = graph_of(model)
     return Search.of(
         PlanningProblem(
-            graph,
-            devices,
-            input_placement(graph, devices, "full_batch"),
-            cost_model=CostModel(cluster(devices), devices),
+            graph, devices, place_inputs(graph, devices, "full_batch"), cost_model=CostModel(cluster(devices), devices)
         )
     )
 
@@ -204,9 +201,9 @@ def test_the_energy_of_a_plan_is_the_price_of_its_program(name: str) -> None:
         search.described.graph,
         4,
         "dynamic_programming",
-        search.fed,
+        search.input_placement,
         decided.decisions,
-        decided.carries,
+        decided.batch_dims,
         cluster=search.costs.cluster,
         found=decided.found,
     )
@@ -229,9 +226,9 @@ def test_so_is_that_of_any_other_plan_of_a_chain(seed: int) -> None:
             search.described.graph,
             6,
             "dynamic_programming",
-            search.fed,
+            search.input_placement,
             decided.decisions,
-            decided.carries,
+            decided.batch_dims,
             cluster=search.costs.cluster,
         )
         assert plan.cost == pytest.approx(made.cost(chosen), rel=1e-9)
@@ -244,7 +241,15 @@ def test_and_that_of_a_plan_whose_operators_share_what_they_read(name: str) -> N
     search = searched(name)
     given = semi_auto(search.problem).decisions
     made = search.cost_graph(search.options([given]), [given])
-    plan = Plan(search.described.graph, 4, "semi_auto", search.fed, given, search.carries, cluster=search.costs.cluster)
+    plan = Plan(
+        search.described.graph,
+        4,
+        "semi_auto",
+        search.input_placement,
+        given,
+        search.batch_dims,
+        cluster=search.costs.cluster,
+    )
     assert made.cost({n: strategy_of(d) for n, d in given.items()}) == pytest.approx(plan.cost, rel=1e-9)
 
 
@@ -276,10 +281,10 @@ BATCH_SPLIT = [name for name in MODELS if name != "convolutions"]
 
 @pytest.mark.parametrize("name", BATCH_SPLIT)
 @pytest.mark.parametrize("fed", ("full_batch", "data_parallel"))
-def test_nor_is_splitting_the_batch_alone(name: str, fed: str) -> None:
+def test_nor_is_splitting_the_batch_alone(name: str, input_placement: str) -> None:
     """Parameters whole, the batch split, however it is fed; all by the same costs."""
-    exact = planned(name, "dynamic_programming", dataset_strategy=fed)
-    split = planned(name, "data_parallel", dataset_strategy=fed)
+    exact = planned(name, "dynamic_programming", dataset_strategy=input_placement)
+    split = planned(name, "data_parallel", dataset_strategy=input_placement)
     assert all(p.layout.is_replicated for p in split.parameters.values())
     assert any(max(map(max, o.in_strategy), default=1) == 4 for o in split.operators if o.in_strategy), "it is split"
     assert exact.cost < split.cost and exact.bound <= split.cost

@@ -19,8 +19,8 @@ from shardwright.capture.export import capture
 from shardwright.cluster import Cluster
 from shardwright.cost.cost_model import CostModel
 from shardwright.layout import Digit, Layout
-from shardwright.planners import demands, sharding_propagation
-from shardwright.planners.demands import MOST, demands_of, legal, passes_through, project
+from shardwright.planners import layout_demands as demands, sharding_propagation
+from shardwright.planners.layout_demands import MOST, demands_of, legal, passes_through, project
 from shardwright.planners.planning_problem import planners
 from shardwright.planners.sharding_propagation import path_from_mark
 from shardwright.rules import bound_rule

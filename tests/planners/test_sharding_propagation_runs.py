@@ -22,7 +22,7 @@ from shardwright.capture.export import capture
 from shardwright.cluster import Cluster
 from shardwright.cost.cost_model import CostModel
 from shardwright.layout import Digit
-from shardwright.planners.demands import demands_of
+from shardwright.planners.layout_demands import demands_of
 from shardwright.rules import assignment_of, bound_rule
 
 

@@ -62,7 +62,7 @@ def test_ctrl_c_is_heard() -> None:
 
 
 def test_commands_of_its_own_are_forked_where_that_is_asked_for() -> None:
-    """As the launcher's workers are: torch is there before a worker has imported anything."""
+    """The launcher's workers are such commands: torch is there before a worker has imported anything."""
     worker = "import sys; print('torch' in sys.modules, flush=True)"
     launcher = (
         "import sys\nfrom torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler\n"

@@ -4,10 +4,12 @@ tree."""
 from __future__ import annotations
 
 import ast
+import io
 import os
 import re
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from pathlib import Path
 
@@ -204,6 +206,41 @@ def test_public_classes_have_one_meaning_each():
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert {name for name, count in names.items() if count > 1} == set()
+
+
+#: Names that the field has no use for, and the names that stand for what was meant by them.
+RETIRED = {
+    "carries": "batch_dims",
+    "conversion": "redistribution",
+    "fed": "inputs, input_placement",
+    "footprint": "cost",
+    "given": "the noun of the value: setting, arguments, entries",
+    "handed": "the noun of the value",
+    "lets_go": "reshards_after_forward",
+    "own_part": "per_rank_batch",
+    "remade": "recompute_set",
+    "resent": "kept_collective_output",
+    "said": "text, reason, message",
+    "told": "announced",
+    "twin": "counterpart",
+    "twins": "counterparts",
+    "unkept": "regathered",
+}
+
+
+def retired(text: str) -> list[str]:
+    """The names of a file that are in `RETIRED`, each with its line; leading underscores do not count."""
+    names = (t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.NAME)
+    return [f"{t.start[0]}: {t.string}" for t in names if t.string.lstrip("_").lower() in RETIRED]
+
+
+def test_names_are_those_of_the_field() -> None:
+    found = {str(path.relative_to(PACKAGE)): retired(path.read_text(encoding="utf-8")) for path in FILES}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_a_retired_name_is_found() -> None:
+    assert retired("given = 1\nclass Fed:\n    _told = 'said'  # said\n") == ["1: given", "2: Fed", "3: _told"]
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in FILES} - {PACKAGE}), ids=lambda p: p.name)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import shardwright as sw
 from shardwright.cluster import Cluster
 from shardwright.layout import digits_size
-from shardwright.report.description import Axis, PlanPart, cluster_line, describe, fed_line, layer_of
+from shardwright.report.description import Axis, PlanPart, cluster_line, describe, inputs_line, layer_of
 from shardwright.report.operator_cuts import operator_cuts
 
 sys.path.insert(0, str(EXAMPLES))
@@ -319,10 +319,10 @@ def check(part: PlanPart, c: Any, plan: Any) -> None:
         assert len(set(zip(named.values(), used.values()))) == len(set(used.values())), "the same groups of ranks"
     batch = next((axis for axis in part.axes if axis.family == "data" and axis not in whole), None)
     if batch is not None and c.op.kind == "linear":
-        assert c.decision.left(0).cuts[0] == batch.size
+        assert c.decision.output_layout(0).cuts[0] == batch.size
     column = next((axis for axis in part.axes if axis.words == ("column",) and axis not in whole), None)
     if column is not None and c.op.kind == "linear":
-        assert c.decision.wanted(1).cuts == (column.size, 1)
+        assert c.decision.input_layout(1).cuts == (column.size, 1)
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------
@@ -348,10 +348,10 @@ def test_the_cluster_that_was_assumed() -> None:
 
 
 def test_how_inputs_are_fed() -> None:
-    assert 'dataset_strategy="full_batch", the default of shardwright.plan' in fed_line(tower({}))
-    own = fed_line(tower({}, dataset_strategy="data_parallel"))
+    assert 'dataset_strategy="full_batch", the default of shardwright.plan' in inputs_line(tower({}))
+    own = inputs_line(tower({}, dataset_strategy="data_parallel"))
     assert 'dataset_strategy="data_parallel", the default of AutoParallel' in own
-    tuples = fed_line(tower({}, dataset_strategy=((2, 1, 1), (2, 1, 1))))
+    tuples = inputs_line(tower({}, dataset_strategy=((2, 1, 1), (2, 1, 1))))
     assert tuples.startswith("inputs: each rank is fed the slices of dataset_strategy=") and "2, 1, 1" in tuples
 
 

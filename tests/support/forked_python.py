@@ -167,7 +167,7 @@ def run(arguments: Any, *, timeout: float | None = None, **given: Any) -> subpro
 
 
 def python_command(args: Any) -> dict[str, Any] | None:
-    """What a command asks of an interpreter; None where it is no command of this one, or an option is not known here.
+    """The options of an interpreter's command; None for another command, or where an option is not known here.
 
     ``sh -c 'exec "$@" 2>&1' sh COMMAND`` is one, too: so the launcher starts workers.
     """

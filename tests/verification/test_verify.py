@@ -273,7 +273,7 @@ def test_a_conversion_is_told_from_the_operator(monkeypatch, phase):
     monkeypatch.setattr(local, "convert_shards", wrong)
     first = found(Net(torch.tanh, ((1, 8),))).first_difference
     assert (first.phase, first.part) == (phase, "conversion")
-    assert first.operator == "middle" and "in the conversion for it" in str(first)
+    assert first.operator == "middle" and "in the redistribution for it" in str(first)
 
 
 def test_a_graph_that_is_not_the_model_is_told_apart():
@@ -468,7 +468,7 @@ def test_a_call_is_verified_with_the_wrapper_s_settings():
     batch = torch.randn(16, 16), torch.randn(16, 16)
     report = verify_call(model, batch, devices=4, steps=1)
     assert report.ok and (report.devices, report.parallel_mode) == (4, "data_parallel")
-    assert [layout.cuts for layout in report.plan.fed.inputs] == [(2, 1), (2, 1)]
+    assert [layout.cuts for layout in report.plan.input_placement.inputs] == [(2, 1), (2, 1)]
     model.dataset_strategy("full_batch")  # not yet called: settings may still come
 
 

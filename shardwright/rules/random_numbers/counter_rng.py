@@ -386,18 +386,18 @@ def _filled(
     for r in range(0, rows, many):
         for c in range(0, run, chunk):
             into = flat if rows <= many and run <= chunk else flat[r : r + many, c : c + chunk]
-            here: Any = (at.first if one else offsets[r : r + many]) + c
+            starts: Any = (at.first if one else offsets[r : r + many]) + c
             width = into.shape[1]
             if not halves:
-                made = words(here, width)
+                made = words(starts, width)
             elif at.aligned:
                 begin = (at.first + c) % 2
-                made = words(here // 2, (begin + width + 1) // 2).view(torch.int32)
+                made = words(starts // 2, (begin + width + 1) // 2).view(torch.int32)
                 if begin or made.shape[1] != width:
                     made = made[:, begin : begin + width]
             else:  # rows begin in different halves of a word
                 numbers = torch.arange(width, device=device)
-                position = (torch.from_numpy(here) if on_host else here)[:, None] + numbers
+                position = (torch.from_numpy(starts) if on_host else starts)[:, None] + numbers
                 whole = (position // 2).ravel()
                 made = words(whole.numpy() if on_host else whole, 1).view(torch.int32)
                 made = made.gather(1, (position % 2).view(-1, 1)).view(position.shape)

@@ -54,18 +54,18 @@ from .watch.watchdog import Peers, peers
 __all__ = ["Agreement", "Steps", "begin_planning", "counted"]
 
 #: Shape and dtype of each input of the whole batch.
-Fed = list[tuple[tuple[int, ...], str]]
+InputSignature = list[tuple[tuple[int, ...], str]]
 
 
-class Handed(Protocol):
+class Portable(Protocol):
     """A result that one rank hands to others: it has a form that `json_values` takes."""
 
-    def words(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, Any]:
         """The result's form."""
         ...
 
     @classmethod
-    def read(cls, words: dict[str, Any]) -> Any:
+    def read(cls, encoded: dict[str, Any]) -> Any:
         """The result of the form."""
         ...
 
@@ -76,7 +76,7 @@ class _Statement:
 
     Attributes:
         mode: its parallel mode.
-        fed: shape and dtype of each input of the whole batch.
+        signature: shape and dtype of each input of the whole batch.
         failed: the error of its planning, in words; None where it has not failed.
         program: the fingerprint of its plan, or before a search of its graph.
         settings: other settings that must be equal, as `_spelt`.
@@ -86,7 +86,7 @@ class _Statement:
     """
 
     mode: str
-    fed: Fed
+    signature: InputSignature
     failed: str | None
     program: str | None = None
     settings: str = ""
@@ -100,11 +100,11 @@ class Agreement:
 
     Args:
         mode: the parallel mode.
-        fed: shape and dtype of each input of the whole batch; may be filled in until the first message is sent.
+        signature: shape and dtype of each input of the whole batch; may be filled in until the first message is sent.
     """
 
-    def __init__(self, mode: str, fed: Fed) -> None:
-        self.mode, self.fed = mode, fed
+    def __init__(self, mode: str, signature: InputSignature) -> None:
+        self.mode, self.signature = mode, signature
         self._known = False  # True where all ranks are about to raise the same error
 
     def search(
@@ -124,14 +124,14 @@ class Agreement:
         """
         found: list[Decisions] = []
 
-        def handed() -> PortableDecisions:
+        def portable() -> PortableDecisions:
             found.append(find())
             return PortableDecisions.of(found[0])
 
-        given = self.first(PortableDecisions, graph, settings, handed)
-        return found[0] if found else take(given)
+        from_first = self.first(PortableDecisions, graph, settings, portable)
+        return found[0] if found else take(from_first)
 
-    def first(self, kind: type[Handed], graph: Graph, settings: Any, find: Callable[[], Handed]) -> Any:
+    def first(self, kind: type[Portable], graph: Graph, settings: Any, find: Callable[[], Portable]) -> Any:
         """The result of `find` on rank 0, on every rank.
 
         Args:
@@ -144,7 +144,7 @@ class Agreement:
             RuntimeMismatchError, Exception: as `search`.
         """
         self._known = True
-        everyone = _exchanged(_Statement(self.mode, self.fed, None, graph_digest(graph), _spelt(settings)))
+        everyone = _exchanged(_Statement(self.mode, self.signature, None, graph_digest(graph), _spelt(settings)))
         _alike(everyone, "program", "have captured another model than rank 0", "marks and inputs")
         _alike(everyone, "settings", "search with other settings than rank 0", "marks and settings")
         if dist.get_rank():
@@ -159,7 +159,7 @@ class Agreement:
         except Exception as error:
             from_first({"error": error_words(error)})
             raise
-        from_first({"found": found.words()})
+        from_first({"found": found.encode()})
         self._known = False
         return found
 
@@ -170,7 +170,7 @@ class Agreement:
             RuntimeMismatchError: on every rank alike, where others can plan.
         """
         if not self._known:
-            _exchanged(_Statement(self.mode, self.fed, _words(error)))
+            _exchanged(_Statement(self.mode, self.signature, _words(error)))
 
     def agree(
         self,
@@ -192,7 +192,7 @@ class Agreement:
         Raises:
             RuntimeMismatchError: on every rank alike, with the ranks that differ and the difference.
         """
-        mine = _Statement(self.mode, self.fed, None, plan.fingerprint, _spelt(settings), started, seed, data)
+        mine = _Statement(self.mode, self.signature, None, plan.fingerprint, _spelt(settings), started, seed, data)
         everyone = _exchanged(mine)
         first = everyone[0]
         _alike(everyone, "program", "have planned another program than rank 0", "marks and settings")
@@ -240,10 +240,14 @@ def _exchanged(mine: _Statement) -> list[_Statement]:
             f"ranks {modes} plan in another parallel_mode than rank 0: {everyone[modes[0]].mode} against {first.mode}",
             legal="the same parallel_mode on every rank",
         )
-    inputs = [r for r, other in enumerate(everyone) if other.fed != first.fed and other.fed and first.fed]
+    inputs = [
+        r
+        for r, other in enumerate(everyone)
+        if other.signature != first.signature and other.signature and first.signature
+    ]
     if inputs:
         raise RuntimeMismatchError(
-            f"ranks {inputs} feed other inputs than rank 0: {everyone[inputs[0]].fed} against {first.fed} "
+            f"ranks {inputs} feed other inputs than rank 0: {everyone[inputs[0]].signature} against {first.signature} "
             "(whole batch)",
             legal="the same shapes and types on every rank",
         )
@@ -407,11 +411,11 @@ def _mismatch(seen: Mapping[int, Seen], rank: int) -> RuntimeMismatchError | Non
     groups: dict[tuple[int, str], list[int]] = {}
     for each, at in sorted(seen.items()):
         groups.setdefault((at.call, at.program), []).append(each)
-    told = "; ".join(
+    programs_text = "; ".join(
         f"call {call} of {spelled(rs)} is {program or 'none yet'}" for (call, program), rs in groups.items()
     )
     return RuntimeMismatchError(
-        f"ranks do not call the same programs in the same order: {told}",
+        f"ranks do not call the same programs in the same order: {programs_text}",
         legal="as many calls of each model on every rank, in one order, with the same shapes",
     )
 
@@ -461,5 +465,5 @@ def counted(plan: Any) -> Callable[[], None] | None:
 
 
 def _call_text(plan: Any) -> str:
-    fed = ", ".join(f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in plan.graph.inputs)
-    return f"plan {plan.fingerprint} of inputs {fed}"
+    signature = ", ".join(f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in plan.graph.inputs)
+    return f"plan {plan.fingerprint} of inputs {signature}"

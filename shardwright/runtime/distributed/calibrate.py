@@ -58,12 +58,12 @@ class Timing:
     """The measured time of a redistribution.
 
     Attributes:
-        conversion: the redistribution.
+        redistribution: the redistribution.
         nbytes: of the whole tensor.
         seconds: of the slowest rank.
     """
 
-    conversion: Redistribution
+    redistribution: Redistribution
     nbytes: int
     seconds: float
 
@@ -92,7 +92,7 @@ def calibrate(runtime: Runtime, name: str | None = None, rounds: int = ROUNDS) -
     cluster = Cluster(name or hosts[0], levels, memory, peak, _memory_bandwidth(watch), _overhead(watch))
     groups, stride = ProcessGroups(len(hosts), runtime.rank), 1
     for place, level in enumerate(each(levels, "calibration", "levels of links")):
-        timings = _conversions(watch, groups, level.size, stride)
+        timings = _redistributions(watch, groups, level.size, stride)
         cluster = _with_level(
             cluster,
             place,
@@ -162,7 +162,7 @@ def _linear(
 
     def seconds(latency: float, inverse: float) -> np.ndarray:
         priced = costs(float(latency), float(1 / inverse))
-        return np.array([priced.conversion(t.conversion, t.nbytes) for t in timings])
+        return np.array([priced.redistribution(t.redistribution, t.nbytes) for t in timings])
 
     now, step = seconds(*at), 1e-4
     slopes = [(seconds(*(at * (1 + step * (np.arange(2) == i)))) - now) / (step * at[i]) for i in (0, 1)]
@@ -223,13 +223,13 @@ class _Watch:
             torch.accelerator.synchronize(self.device)
 
 
-def _conversions(watch: _Watch, groups: ProcessGroups, size: int, stride: int) -> list[Timing]:
+def _redistributions(watch: _Watch, groups: ProcessGroups, size: int, stride: int) -> list[Timing]:
     """The timings of all kinds of collectives among the `size` units of a level, each of `stride` ranks."""
     parts = [n for n in range(2, size + 1) if size % n == 0]
     tasks, found = [], []
     for n in dict.fromkeys((parts[0], parts[len(parts) // 2], parts[-1])):
         for kind in KINDS:
-            made = _conversion(kind, groups.devices, Digit(n, stride))
+            made = _redistribution(kind, groups.devices, Digit(n, stride))
             for nbytes in (*MESSAGES, *LARGE) if is_accelerator(watch.device) else MESSAGES:
                 numel = nbytes // 4 // (n * n) * (n * n)
                 shape = (n, numel // n)  # of the whole tensor: n rows
@@ -239,7 +239,7 @@ def _conversions(watch: _Watch, groups: ProcessGroups, size: int, stride: int) -
     return [Timing(*pair, seconds) for pair, seconds in zip(found, watch(tasks, f"links among {size}"), strict=True)]
 
 
-def _conversion(kind: CollectiveKind, devices: int, digit: Digit) -> Redistribution:
+def _redistribution(kind: CollectiveKind, devices: int, digit: Digit) -> Redistribution:
     """The redistribution of a matrix that is one collective of this kind over the digit."""
     whole = Layout.replicated(devices, 2)
     rows, columns = Layout.of(devices, ((digit,), ())), Layout.of(devices, ((), (digit,)))

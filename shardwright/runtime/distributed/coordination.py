@@ -95,21 +95,21 @@ def error_words(error: Exception) -> dict[str, Any]:
     """An error as values that `json_values` takes. An error of a class that users do not know is one of its base."""
     kinds = [kind.__name__ for kind in type(error).__mro__]
     known = next((kind for kind in kinds if kind in errors.__all__), kinds[0])
-    words: dict[str, Any] = {"kind": known, "message": str(error)}
+    encoded: dict[str, Any] = {"kind": known, "message": str(error)}
     if isinstance(error, ShardwrightError):
         strategy = error.strategy if error.strategy is None or isinstance(error.strategy, str) else repr(error.strategy)
-        words |= {"message": error.message, "operator": error.operator, "source": error.source, "strategy": strategy}
-        words["legal"] = error.legal
-    return words
+        encoded |= {"message": error.message, "operator": error.operator, "source": error.source, "strategy": strategy}
+        encoded["legal"] = error.legal
+    return encoded
 
 
-def error_of(words: dict[str, Any]) -> Exception:
+def error_of(encoded: dict[str, Any]) -> Exception:
     """The error of `error_words`: of the same class where it is one of the package, or one of Python's that is made
     from a text; else a RuntimeError with its class's name and text."""
-    name, message = words["kind"], words["message"]
+    name, message = encoded["kind"], encoded["message"]
     kind = getattr(errors, name, None) if name in errors.__all__ else getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, ShardwrightError):
-        more = {key: words.get(key) for key in ("operator", "source", "strategy", "legal")}
+        more = {key: encoded.get(key) for key in ("operator", "source", "strategy", "legal")}
         return kind(message, **more)
     if isinstance(kind, type) and issubclass(kind, Exception):
         with contextlib.suppress(TypeError):  # it is not made from a text

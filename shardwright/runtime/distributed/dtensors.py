@@ -166,7 +166,7 @@ def with_values(parameter: DTensor, whole: Tensor) -> DTensor:
     empty."""
     if whole_shape(parameter) == parameter.shape:
         local, layout = parameter.to_local().detach(), layout_of(parameter)
-        here = dist.get_rank() - int(parameter.device_mesh.mesh.min())
-        local.copy_(whole if layout is None else whole[true_slice(layout, tuple(parameter.shape), here)])
+        own_rank = dist.get_rank() - int(parameter.device_mesh.mesh.min())
+        local.copy_(whole if layout is None else whole[true_slice(layout, tuple(parameter.shape), own_rank)])
         torch.autograd.graph.increment_version(parameter)
     return parameter

@@ -140,13 +140,13 @@ def _here(gradient: DTensor) -> tuple[slice, ...] | None:
 def part_of(gradient: DTensor, whole: Tensor) -> Tensor | None:
     """This rank's part of a plain tensor that is broadcast against the whole gradient; None where the shapes do
     not fit."""
-    here = _here(gradient)
-    if here is None:
+    own_slices = _here(gradient)
+    if own_slices is None:
         return whole
     shape, missing = gradient.shape, gradient.dim() - whole.dim()
     if missing < 0 or any(size not in (1, shape[d + missing]) for d, size in enumerate(whole.shape)):
         return None
-    return whole[tuple(slice(None) if size == 1 else here[d + missing] for d, size in enumerate(whole.shape))]
+    return whole[tuple(slice(None) if size == 1 else own_slices[d + missing] for d, size in enumerate(whole.shape))]
 
 
 def put(gradient: DTensor, index: Any, value: Any) -> None:
@@ -162,24 +162,24 @@ def put(gradient: DTensor, index: Any, value: Any) -> None:
         local[local_tensor(index)] = value
         return
     index = pytree.tree_map_only(DTensor, _whole, index)
-    here = _here(gradient) if local.numel() else None
+    own_slices = _here(gradient) if local.numel() else None
     if not local.numel():
         return
-    if here is None:
+    if own_slices is None:
         local[index] = value
         return
     changed = torch.zeros(gradient.shape, dtype=torch.bool, device=local.device)
     made = torch.empty(gradient.shape, dtype=local.dtype, device=local.device)
     changed[index], made[index] = True, value
-    local.copy_(torch.where(changed[here], made[here], local))
+    local.copy_(torch.where(changed[own_slices], made[own_slices], local))
 
 
-def drawn_like(function: Callable[..., Tensor], gradient: DTensor, given: Mapping[str, Any]) -> Tensor:
+def drawn_like(function: Callable[..., Tensor], gradient: DTensor, options: Mapping[str, Any]) -> Tensor:
     """This rank's part of the random numbers that one device would draw."""
     local = local_tensor(gradient)
     if not any(isinstance(p, Shard) for p in gradient.placements):
-        return function(local, **given)
-    drawn = function(torch.empty(gradient.shape, dtype=local.dtype, device=local.device), **given)
+        return function(local, **options)
+    drawn = function(torch.empty(gradient.shape, dtype=local.dtype, device=local.device), **options)
     if not local.numel():  # an empty rank draws too: generators stay alike
         return drawn.new_empty(local.shape)
     return drawn[_here(gradient)].contiguous()

@@ -74,9 +74,9 @@ def _placements(x: Tensor) -> Sequence[object]:
 def _counts(gradient: Tensor) -> bool:
     """True on the first of the ranks that hold a slice."""
     mesh = spec_of(gradient).mesh
-    here = mesh.get_coordinate()
-    return here is not None and not any(
-        coordinate for coordinate, p in zip(here, _placements(gradient)) if isinstance(p, Replicate)
+    coordinates = mesh.get_coordinate()
+    return coordinates is not None and not any(
+        coordinate for coordinate, p in zip(coordinates, _placements(gradient)) if isinstance(p, Replicate)
     )
 
 

@@ -209,17 +209,19 @@ def _is_plain(args: Sequence[Any], kwargs: dict[str, object] | None) -> bool:
 def _found_together(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The norms that `gradient_norms` computes; None for norms along dims, of matrices, and of one stage alone."""
     places = ("x", "ord", "dtype") if function is foreach_norm else ("x", "ord")
-    given = dict(zip(places, args)) | kwargs
-    given = {"ord" if name == "p" else "x" if name in ("self", "input", "A") else name: x for name, x in given.items()}
-    given_x, order, dtype = given.pop("x", None), given.pop("ord", None), given.pop("dtype", None)
-    if given_x is None or len(args) > len(places) or any(x is not None and x is not False for x in given.values()):
+    arguments = dict(zip(places, args)) | kwargs
+    arguments = {
+        "ord" if name == "p" else "x" if name in ("self", "input", "A") else name: x for name, x in arguments.items()
+    }
+    measured, order, dtype = arguments.pop("x", None), arguments.pop("ord", None), arguments.pop("dtype", None)
+    if measured is None or len(args) > len(places) or any(x is not None and x is not False for x in arguments.values()):
         return None
     if function is torch.linalg.norm and order is not None:  # a matrix has norms of its own
         return None
     order = 2.0 if order is None or order == "fro" else order
     if not isinstance(order, (int, float)):
         return None
-    gradients = given_x if function is foreach_norm else [given_x]
+    gradients = measured if function is foreach_norm else [measured]
     found = norms(gradients, float(order), dtype, [isinstance(g, StageGradient) for g in gradients])
     return found if found is None or function is foreach_norm else found[0]
 
@@ -264,15 +266,15 @@ class StageGradient(Gradient):
                 return found
         result = super().__torch_function__(function, types, args, kwargs)
         if function in _NORMS:
-            return _said([result], args[:1])[0]
-        return _said(result, args[0]) if function is foreach_norm else result
+            return _norms_as_results([result], args[:1])[0]
+        return _norms_as_results(result, args[0]) if function is foreach_norm else result
 
 
 for _kind in (Gradient, StageGradient):
     use_foreach(_kind)
 
 
-def _said(found: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+def _norms_as_results(found: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
     """The norms that the counting ranks contribute, on every rank."""
     norms = torch.stack([n if getattr(g, "counts", True) else torch.zeros_like(n) for n, g in zip(found, gradients)])
     dist.all_reduce(norms)

@@ -94,7 +94,7 @@ class BoundWeight(BoundRedistribute):
     Attributes:
         taken: the weight in the message with which it is gathered, and its number there; None: it is gathered by
             itself.
-        unkept: None: the gathered weight is kept for the backward. Otherwise the backward gathers it again.
+        regathered: None: the gathered weight is kept for the backward. Otherwise the backward gathers it again.
         again: the steps of the gather in the backward.
         later: the message of that gather, and the weight's number in it; None: by itself.
         parameter: in a list, so that it is not registered as the module's.
@@ -104,8 +104,8 @@ class BoundWeight(BoundRedistribute):
         super().__init__(forward_steps, backward_steps, label)
         self.name = name
         self.taken: tuple[WeightOfBlock, int] | None = None
-        self.unkept: RegatheredWeights | None = None
-        self.again = forward_steps
+        self.regathered: RegatheredWeights | None = None
+        self.regather_steps = forward_steps
         self.later: tuple[GatherAgain, int] | None = None
         self.parameter: list[Tensor] = []
 
@@ -118,10 +118,10 @@ class BoundWeight(BoundRedistribute):
         if self.later is not None:
             gather, index = self.later
             gather.stored[index] = x.detach()
-        if self.unkept is not None:
+        if self.regathered is not None:
             # Some writes raise the version of the parameter, others that of its local tensor.
-            stored, steps = x.detach(), self.again
-            self.unkept.note(self.name, (stored, *self.parameter), (gathered,), lambda: (run_steps(stored, steps),))
+            stored, steps = x.detach(), self.regather_steps
+            self.regathered.note(self.name, (stored, *self.parameter), (gathered,), lambda: (run_steps(stored, steps),))
         return gathered
 
     __call__ = forward
@@ -254,7 +254,7 @@ class RankExecutor:
         self.types: dict[str, torch.dtype] = {}
         self._eager = not compiled
         self._late: dict[int, Bound] = {}  # by id of an instruction: its backward, which does not wait
-        self._unkept: RegatheredWeights | None = None
+        self._regathered: RegatheredWeights | None = None
         self._lines = {op.name: op.source for op in lowered.plan.graph.ops}
         self._instructions = lowered.plan.program.instructions
         self._places = {id(i): k for k, i in enumerate(self._instructions)}
@@ -325,11 +325,11 @@ class RankExecutor:
             elif node.target is move or node.target is extreme:
                 made = self._bound if node.target is move else self._extreme
                 bound = targets[node] = made(node.meta["instruction"])
-                given = tuple(env[operand(node, k)] for k in range(len(node.args)))
+                arguments = tuple(env[operand(node, k)] for k in range(len(node.args)))
                 if isinstance(bound, BoundWeight):
-                    targets[node] = BoundRedistribute(bound.again, bound.backward_steps, bound.label)
-                    given = (*given, self._parts[place]) if place in self._parts else given
-                env[node] = self._call("convert", bound, *given)
+                    targets[node] = BoundRedistribute(bound.regather_steps, bound.backward_steps, bound.label)
+                    arguments = (*arguments, self._parts[place]) if place in self._parts else arguments
+                env[node] = self._call("convert", bound, *arguments)
             else:
                 env[node] = graph.node_copy(node, env.__getitem__)
                 if node.op == "call_function":
@@ -340,7 +340,7 @@ class RankExecutor:
                 env[node] = self._call("saving", saver, runs, watched, *plain.args, **plain.kwargs)
                 graph.erase_node(plain)
         if regions.regions:
-            root.add_module("regions", BoundRegions(regions.again(lambda n: _again(n, targets[n]))))
+            root.add_module("regions", BoundRegions(regions.recomputation(lambda n: _recomputing(n, targets[n]))))
         self.module = torch.fx.GraphModule(root, graph)
         self._run = compiled.compiled(self.module) if compiled else self.module.forward
         buckets = (m.name for _, message in self.schedule.of("sum") for m in message.members)
@@ -354,9 +354,9 @@ class RankExecutor:
                 part.parameter = [parameters[part.name]]
 
     def __call__(self, *local: Tensor) -> list[Tensor]:
-        if self._unkept is None:
+        if self._regathered is None:
             return list(self._run(*local))
-        with self._unkept:
+        with self._regathered:
             return list(self._run(*local))
 
     def _call(self, kind: str, module: nn.Module, *args: Any, **kwargs: Any) -> torch.fx.Node:
@@ -380,7 +380,7 @@ class RankExecutor:
         }
         for number, message in self.schedule.of("gather"):
             members = [m.place for m in message.members]
-            again = not self._eager and any(self._redistribute(place).again for place in members)
+            again = not self._eager and any(self._redistribute(place).reshard_after_forward for place in members)
             if again and not by_blocks:
                 continue
             gather = self._block(members, "forward")
@@ -457,15 +457,15 @@ class RankExecutor:
             made[asked].begins.setdefault(index, []).append(gather)
 
     def _split(self, instruction: Redistribute) -> SplitRedistribute:
-        there, back = instruction.forward, instruction.backward
+        forward, backward = instruction.forward, instruction.backward
         source, target = tuple(instruction.source.local_shape), tuple(instruction.target.local_shape)
         of = lambda steps, way: (
             self._place(steps, instruction, way) if steps is not None and steps.collectives else None
         )
         return SplitRedistribute(
-            SplitSteps(there, source, self.groups, of(there, "forward")),
-            SplitSteps(back, target, self.groups, of(back, "backward")),
-            str(there),
+            SplitSteps(forward, source, self.groups, of(forward, "forward")),
+            SplitSteps(backward, target, self.groups, of(backward, "backward")),
+            str(forward),
         )
 
     # -- redistributions
@@ -482,17 +482,17 @@ class RankExecutor:
             forward = (*_cast(instruction.dtype), *forward)
         backward = self._backward(instruction)
         label, place = str(instruction.forward), self._places[id(instruction)]
-        if instruction.again and not self._eager:
+        if instruction.reshard_after_forward and not self._eager:
             return CompiledGather(forward, backward, label)
-        if not instruction.again and place not in self._taken and place not in self._later:
+        if not instruction.reshard_after_forward and place not in self._taken and place not in self._later:
             return BoundRedistribute(forward, backward, label)
         bound = BoundWeight(forward, backward, label, instruction.source.value.name)
         bound.taken, bound.later = self._taken.get(place), self._later.get(place)
         if bound.later is not None:
             gather, index = bound.later
-            bound.again = (partial(gather.take, index),)
-        if instruction.again:
-            bound.unkept = self._unkept = self._unkept or RegatheredWeights()
+            bound.regather_steps = (partial(gather.take, index),)
+        if instruction.reshard_after_forward:
+            bound.regathered = self._regathered = self._regathered or RegatheredWeights()
         return bound
 
     def _backward(self, instruction: Redistribute) -> Steps:
@@ -592,7 +592,7 @@ def _gathers_next(lowered: Lowered, use: int, digits: Digits) -> bool:
     return False
 
 
-def _again(node: torch.fx.Node, target: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
+def _recomputing(node: torch.fx.Node, target: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
     """A function that computes a node from values by the names of their nodes."""
 
     def run(env: dict[str, Any]) -> Any:

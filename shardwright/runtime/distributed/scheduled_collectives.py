@@ -305,10 +305,10 @@ def _beginning_permute(
 class _Halves:
     """The two halves of one redistribution in one call: what is under way, in the forward and in the backward."""
 
-    __slots__ = ("back", "there")
+    __slots__ = ("back", "under_way")
 
     def __init__(self) -> None:
-        self.there: Any = None
+        self.under_way: Any = None
         self.back: Any = None
 
 
@@ -316,7 +316,7 @@ class _Issue(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, move: SplitRedistribute, halves: _Halves) -> Tensor:
         ctx.move, ctx.halves = move, halves
-        halves.there = move.begin(x)
+        halves.under_way = move.begin(x)
         return x.new_empty(0)  # carries autograd's edge to the other half
 
     @staticmethod
@@ -330,7 +330,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, edge: Tensor, move: SplitRedistribute, halves: _Halves) -> Tensor:
         ctx.move, ctx.halves = move, halves
-        under_way, halves.there = halves.there, None
+        under_way, halves.under_way = halves.under_way, None
         y = move.end(under_way)
         return y if move.sends else y.view_as(y)
 
@@ -345,14 +345,14 @@ class SplitRedistribute:
     """A redistribution in two parts.
 
     Args:
-        there: the steps of the forward.
+        forward: the steps of the forward.
         back: those of the backward.
         label: for the text of the program.
     """
 
-    def __init__(self, there: SplitSteps, back: SplitSteps, label: str) -> None:
-        self.sends, self.label = there.sends, label
-        self.begin, self.end = at(there.place, there.begin), at(there.place, there.end)
+    def __init__(self, forward: SplitSteps, back: SplitSteps, label: str) -> None:
+        self.sends, self.label = forward.sends, label
+        self.begin, self.end = at(forward.place, forward.begin), at(forward.place, forward.end)
         self.begin_back, self.end_back = at(back.place, back.begin), at(back.place, back.end)
 
 
@@ -367,7 +367,7 @@ class IssuedHalf(nn.Module):
         halves = _Halves()
         if x.requires_grad and torch.is_grad_enabled():
             return _Issue.apply(x, self.move, halves), halves
-        halves.there = self.move.begin(x)
+        halves.under_way = self.move.begin(x)
         return None, halves
 
     __call__ = forward
@@ -387,7 +387,7 @@ class WaitedHalf(nn.Module):
         edge, halves = issued
         if edge is not None:
             return _Wait.apply(edge, self.move, halves)
-        under_way, halves.there = halves.there, None
+        under_way, halves.under_way = halves.under_way, None
         return self.move.end(under_way)
 
     __call__ = forward

@@ -124,9 +124,9 @@ class HostMemory:
             with contextlib.suppress(OSError):
                 made = _made(_head(ranks) + 2 * ranks * row_bytes, ranks)
         try:
-            told = _all(group, ranks, b"" if made is None else made[1] + os.path.basename(made[2]).encode())[0]
+            broadcast = _all(group, ranks, b"" if made is None else made[1] + os.path.basename(made[2]).encode())[0]
             if wanted:
-                file = made[0] if made else _opened(told)
+                file = made[0] if made else _opened(broadcast)
             if file is not None and not _reserved(file, ranks, position, row_bytes):
                 os.close(file)
                 file = None
@@ -185,9 +185,11 @@ class HostMemory:
                 raise RuntimeError(
                     f"the {self._ranks} ranks of a collective have not all come for {self._timeout:.0f} s"
                 )
-            gone = next((k for k in range(self._ranks) if not self._lives(k) and not self._came(k)), None)
-            if gone is not None:
-                raise RuntimeError(f"the process of number {gone} of the {self._ranks} ranks of a collective has ended")
+            ended = next((k for k in range(self._ranks) if not self._lives(k) and not self._came(k)), None)
+            if ended is not None:
+                raise RuntimeError(
+                    f"the process of number {ended} of the {self._ranks} ranks of a collective has ended"
+                )
 
     def _came(self, position: int) -> bool:
         """True where a rank has come to this meeting."""
@@ -244,13 +246,13 @@ def _made(nbytes: int, ranks: int) -> tuple[int, bytes, str]:
     return file, nonce, path
 
 
-def _opened(told: bytes) -> int | None:
+def _opened(message: bytes) -> int | None:
     """The file of another rank, where this host has it; else None.
 
     Args:
-        told: the nonce, and the file's name.
+        message: the nonce, and the file's name.
     """
-    nonce, name = told[:16], told[16:].decode("ascii", "replace")
+    nonce, name = message[:16], message[16:].decode("ascii", "replace")
     if not re.fullmatch(_PREFIX + "[a-z0-9_]+", name) or _calls is None:
         return None
     try:

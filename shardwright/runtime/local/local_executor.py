@@ -34,7 +34,7 @@ from .shards import Axes, RankShape, assemble, convert_shards as convert_list, c
 __all__ = ["LocalExecutor", "SingleDeviceExecutor"]
 
 
-def convert_shards(conversion: Redistribution, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+def convert_shards(redistribution: Redistribution, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     """All ranks' shards in the target's layout, computed by `run`.
 
     Every redistribution of a program passes here, so that a test can make one wrong and check that `verify` names it.
@@ -131,13 +131,13 @@ class LocalExecutor:
             if v.name in parameters and parameters[v.name].shape != v.shape
         }
         self._placeholders = [(self._slots[n], self._scattering(n)) for n in nodes if n.op == "placeholder"]
-        self._unkept = RegatheredWeights()
+        self._regathered = RegatheredWeights()
         self._regions = LoweredRegions(lowered, self._slots.__getitem__)
-        self._begin = self._regions.again(self._step)
+        self._begin = self._regions.recomputation(self._step)
         self._steps = [(n, self._slots[n], self._saving(n, self._step(n))) for n in nodes if n.op == "call_function"]
         self._outputs = [(self._slots[n], self._assembling(n)) for n in nodes[-1].args[0]]
         self._frees = _last_uses(nodes, self._slots)
-        self._keeps = not any(n.target is move and n.meta["instruction"].again for n in nodes)
+        self._keeps = not any(n.target is move and n.meta["instruction"].reshard_after_forward for n in nodes)
 
     def __call__(self, *whole: Tensor) -> list[Tensor]:
         """Run on whole tensors: parameters, buffers, constants, then inputs.
@@ -147,7 +147,7 @@ class LocalExecutor:
         """
         if self._keeps:
             return self._run(whole)
-        with self._unkept:
+        with self._regathered:
             return self._run(whole)
 
     def _run(self, whole: tuple[Tensor, ...]) -> list[Tensor]:
@@ -190,7 +190,7 @@ class LocalExecutor:
             assert instance is not None
             self._held[node] = axes.along(instance.layout.carried)
         elif node.target is move or node.target is extreme:
-            self._ways[node], self._held[node] = (self._conversion if node.target is move else self._extremes)(node)
+            self._ways[node], self._held[node] = (self._redistribution if node.target is move else self._extremes)(node)
             if node in self._terms and sum_of_gradient(operand(node)) is node:
                 self._held[node] = self._held[operand(node)]  # the node is skipped
         elif "instruction" not in node.meta:  # one output of an operator with several
@@ -199,7 +199,7 @@ class LocalExecutor:
             terms = [self._terms.get(a, ()) for a in node.all_input_nodes if a.meta["instance"].value.requires_grad]
             self._held[node] = union(*(self._held[a] for a in node.all_input_nodes), *terms)
 
-    def _conversion(self, node: torch.fx.Node) -> tuple[_Ways, RankShape]:
+    def _redistribution(self, node: torch.fx.Node) -> tuple[_Ways, RankShape]:
         instruction: Redistribute = node.meta["instruction"]
         source, target = instruction.source, instruction.target
         forward, backward, axes = instruction.forward, instruction.backward, self.axes
@@ -332,7 +332,7 @@ class LocalExecutor:
                 return RedistributionFunction.apply(x, forward, backward)
             return ways.convert(x)
 
-        return self._gathering(instruction, source, ways, run) if instruction.again else run
+        return self._gathering(instruction, source, ways, run) if instruction.reshard_after_forward else run
 
     def _gathering(
         self, instruction: Redistribute, source: int, ways: _Ways, run: Callable[[list[Any]], Any]
@@ -342,16 +342,16 @@ class LocalExecutor:
 
         def gather(env: list[Any]) -> Any:
             made, stored = run(env), env[source].detach()
-            self._unkept.note(name, [stored], [made], lambda: [ways.convert(stored)])
+            self._regathered.note(name, [stored], [made], lambda: [ways.convert(stored)])
             return made
 
         return gather
 
     def _extreme(self, node: torch.fx.Node) -> Callable[[list[Any]], Any]:
         instruction: GlobalExtreme = node.meta["instruction"]
-        ways, given = self._ways[node], (operand(node, 0), operand(node, 1))
-        held = union(*(self._held[a] for a in (*given, node)))
-        reduced, read = (self._slots[a] for a in given)
+        ways, operands = self._ways[node], (operand(node, 0), operand(node, 1))
+        held = union(*(self._held[a] for a in (*operands, node)))
+        reduced, read = (self._slots[a] for a in operands)
         shapes = [(*held, *instance.local_shape) for instance in (instruction.source, instruction.operand)]
         dims = tuple(len(held) + d for d in instruction.dims)
         forward, count = (ways.convert,), (ways.transpose,)

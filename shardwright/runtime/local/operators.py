@@ -56,7 +56,7 @@ aten = torch.ops.aten
 #: The names in torch's schemas of arguments that number dims, and of arguments that are the shape of the result.
 DIMS, SHAPES = ("dim", "dim0", "dim1", "dim2", "dims", "start_dim", "end_dim"), ("size", "shape")
 #: Overloads that reduce all dims -> the overload that takes the dims.
-TOLD = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}
+INFORMED = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}
 #: The size of the extra dim with which a rule is tried.
 ASKED = 5
 #: Plain call -> longer call: the layers of a model are alike, and so are its programs at one size.
@@ -89,21 +89,21 @@ def leading(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
 def _found(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
     try:
         plain = _run(op)
-        told = replace(plain, target=TOLD[op.target], args=(*op.args, None)) if op.target in TOLD else plain
-        asked, longer = (_run(_longer(told, lead), led, lead) for lead in ((ASKED,), sizes))
+        informed = replace(plain, target=INFORMED[op.target], args=(*op.args, None)) if op.target in INFORMED else plain
+        asked, longer = (_run(_longer(informed, lead), led, lead) for lead in ((ASKED,), sizes))
         if not _keeps_apart(plain, asked, led) or [v.shape for v in longer.outputs if v is not None] != [
             (*sizes, *v.shape) for v in plain.outputs if v is not None
         ]:
             return None
     except Exception:  # shape functions and rules raise anything on calls that they do not support
         return None
-    return _longer(told, sizes)
+    return _longer(informed, sizes)
 
 
 def told_of_dims(target: Any) -> bool:
     """True where dims or a shape are among an operator's arguments."""
     schema = schema_of(target)
-    return target in TOLD or (schema is not None and any(a.name in (*DIMS, *SHAPES) for a in schema.arguments))
+    return target in INFORMED or (schema is not None and any(a.name in (*DIMS, *SHAPES) for a in schema.arguments))
 
 
 def _longer(op: Op, lead: tuple[int, ...]) -> Op:
@@ -115,15 +115,15 @@ def _longer(op: Op, lead: tuple[int, ...]) -> Op:
         return replace(op, args=args, kwargs=kwargs)
     changes: dict[str, Any] = {}
     for argument in schema_of(op.target).arguments:
-        kind, given = str(argument.type), op.argument(argument.name)
+        kind, value = str(argument.type), op.argument(argument.name)
         if argument.name in DIMS and kind in ("int", "List[int]", "Optional[List[int]]"):
-            dims = [given] if isinstance(given, int) else given or range(rank)
+            dims = [value] if isinstance(value, int) else value or range(rank)
             counted = [d % rank - rank for d in dims]
-            changes[argument.name] = counted[0] if isinstance(given, int) else counted
+            changes[argument.name] = counted[0] if isinstance(value, int) else counted
         elif argument.name in SHAPES and kind == "List[int]":
-            changes[argument.name] = [*lead, *given]
+            changes[argument.name] = [*lead, *value]
         elif kind == "List[Optional[Tensor]]":  # one index for each dim
-            changes[argument.name] = [*[None] * len(lead), *given]
+            changes[argument.name] = [*[None] * len(lead), *value]
     args, kwargs = op.with_arguments(**changes)
     return replace(op, args=args, kwargs=kwargs)
 
@@ -415,10 +415,10 @@ class Call:
         each = _call(plain_function(node), node.args, node.kwargs, shard.__getitem__)
         several = "instance" not in node.meta
 
-        def run(given: Sequence[Any]) -> Any:
+        def run(tensors: Sequence[Any]) -> Any:
             shards = []
             for get, shape, places in parts:
-                held = axes.unbind(get(given), shape)
+                held = axes.unbind(get(tensors), shape)
                 shards.append([held[k] for k in places])
             made = [each(x) for x in zip(*shards)] if shards else [each(()) for _ in ranks]
             if not several:
@@ -475,7 +475,7 @@ class Call:
         get: Get = itemgetter(slot)
         if checked := self._checked(a):
             alike, how = SameOnAllRanks.apply, (self.axes, self.held[a], checked, self.gradients[a])
-            get = lambda given: alike(given[slot], *how)
+            get = lambda tensors: alike(tensors[slot], *how)
         return _then(get, Tensor.expand, (*self.out, *self._local(a))) if a is self._expanded else get
 
     def _written(
@@ -514,8 +514,8 @@ class Call:
         if after is None:
             return made
         if "instance" in self.node.meta:
-            return lambda given: after(made(given))
-        return lambda given: tuple(map(after, made(given)))
+            return lambda tensors: after(made(tensors))
+        return lambda tensors: tuple(map(after, made(tensors)))
 
 
 def _call(
@@ -527,22 +527,22 @@ def _call(
     """
     first = list(takewhile(lambda a: isinstance(a, torch.fx.Node), args))
     rest, names = tuple(args[len(first) :]), tuple(kwargs)
-    filled = _filled(tuple(args), operand) or (lambda given: args)
+    filled = _filled(tuple(args), operand) or (lambda tensors: args)
     named = _filled([*kwargs.values()], operand)
     if named is not None:
-        return lambda given: function(*filled(given), **dict(zip(names, named(given))))
+        return lambda tensors: function(*filled(tensors), **dict(zip(names, named(tensors))))
     if kwargs:
         function = partial(function, **kwargs)
     if not 1 <= len(first) <= 3 or _filled(rest, operand) is not None:
-        return lambda given: function(*filled(given))
+        return lambda tensors: function(*filled(tensors))
     x, *others = map(operand, first)
     if not others:
-        return lambda given: function(x(given), *rest)
+        return lambda tensors: function(x(tensors), *rest)
     y, *last = others
     if not last:
-        return lambda given: function(x(given), y(given), *rest)
+        return lambda tensors: function(x(tensors), y(tensors), *rest)
     (z,) = last
-    return lambda given: function(x(given), y(given), z(given), *rest)
+    return lambda tensors: function(x(tensors), y(tensors), z(tensors), *rest)
 
 
 def _filled(a: Any, operand: Callable[[torch.fx.Node], Get]) -> Get | None:
@@ -555,18 +555,18 @@ def _filled(a: Any, operand: Callable[[torch.fx.Node], Get]) -> Get | None:
     if not places:
         return None
 
-    def fill(given: Sequence[Any]) -> list[object]:
+    def fill(tensors: Sequence[Any]) -> list[object]:
         made = [*a]
         for i, get in places:
-            made[i] = get(given)
+            made[i] = get(tensors)
         return made
 
-    return fill if isinstance(a, list) else lambda given: tuple(fill(given))
+    return fill if isinstance(a, list) else lambda tensors: tuple(fill(tensors))
 
 
 def _then(get: Get, method: Callable[[Tensor, tuple[int, ...]], Tensor], shape: tuple[int, ...]) -> Get:
     """The function ``operands -> tensor`` in another shape, by this method."""
-    return lambda given: method(get(given), shape)
+    return lambda tensors: method(get(tensors), shape)
 
 
 class SameOnAllRanks(torch.autograd.Function):

@@ -190,8 +190,8 @@ class Contraction:
                 return multiply(get_left(left), get_right(right)).as_strided(shape, stride) + bias
 
             return added_last
-        given = {k: (sizes[k][0], added[k][1] if k in added else 0) for k in (*batch, *columns)}
-        get_bias = _grouped(given, (batch, (), columns))
+        bias_dims = {k: (sizes[k][0], added[k][1] if k in added else 0) for k in (*batch, *columns)}
+        get_bias = _grouped(bias_dims, (batch, (), columns))
 
         def run(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
             made = (

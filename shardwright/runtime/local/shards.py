@@ -6,8 +6,8 @@
 
 With every rank in one process, an exchange among ranks is one permutation of ``[rank digits..., local dims...]``:
 stack, view, permute, copy, unbind, a handful of calls for all ranks together. Results may be views, and ranks with
-the same slice may share one tensor object: a writer in place must take a copy first. Sums are taken in ascending
-order of the ranks, so all replicas have the same bits.
+the same slice may share one tensor object, which is copied before a write in place. Sums are in ascending order of
+the ranks, so all replicas have the same bits.
 
 2. One tensor, with the digits of the rank as leading axes (`Axes`).
 
@@ -41,7 +41,7 @@ from ...redistribution import (
     Redistribution,
     RedistributionStep,
     digits_value,
-    redistribution as find_conversion,
+    redistribution as find_redistribution,
 )
 from ..halo_exchanges import exchange_halos
 
@@ -71,33 +71,32 @@ class ReplicasDiffer(AssertionError):
     """Ranks that must have the same slice do not: an error of this package, never of the user."""
 
 
-def convert_shards(conversion: Redistribution, shards: Shards, stepwise: bool = False) -> Shards:
+def convert_shards(redistribution: Redistribution, shards: Shards, stepwise: bool = False) -> Shards:
     """Every rank's local tensor in the target's layout; no autograd.
 
     Args:
-        conversion: a redistribution from the layout of `shards`.
+        redistribution: a redistribution from the layout of `shards`.
         shards: one local tensor a rank, all of one shape; never written to.
         stepwise: take every step as processes do, also where the same result costs less in one memory.
 
     Raises:
         LayoutError: a dim that its cut does not divide.
     """
-    for run in _program(conversion, tuple(shards[0].shape), stepwise):
+    for run in _program(redistribution, tuple(shards[0].shape), stepwise):
         shards = run(shards)
     return shards
 
 
 @lru_cache(maxsize=1 << 12)
 def _program(
-    conversion: Redistribution, shape: tuple[int, ...], stepwise: bool
+    redistribution: Redistribution, shape: tuple[int, ...], stepwise: bool
 ) -> tuple[Callable[[Shards], Shards], ...]:
     """The steps on shards of one shape, each as one function.
 
-    Where nothing is reduced, the tensors that a group exchanges are joined once, and every rank takes its slice: the
-    same bits from the same ranks by a handful of calls, provided that the digits in motion are the minor ones of
-    their dims.
+    Where nothing is reduced, a group's tensors are joined once, and every rank takes its slice: the same bits by a
+    handful of calls, provided that the digits in motion are the minor ones of their dims.
     """
-    parts = (not stepwise and _gathered_and_cut(conversion)) or (conversion,)
+    parts = (not stepwise and _gathered_and_cut(redistribution)) or (redistribution,)
     out = []
     for part in parts:
         shapes = part.local_shapes(shape)
@@ -112,14 +111,15 @@ def _program(
 _GATHERED_AND_CUT = CollectiveKind.ALL_GATHER, CollectiveKind.SLICE
 
 
-def _gathered_and_cut(conversion: Redistribution) -> tuple[Redistribution, Redistribution] | None:
+def _gathered_and_cut(redistribution: Redistribution) -> tuple[Redistribution, Redistribution] | None:
     """The redistribution as one all-gather over all digits in motion and one slice; None where that is not the same."""
-    if conversion.source.partial or all(step.kind in _GATHERED_AND_CUT or step.halo for step in conversion.steps):
+    steps = redistribution.steps
+    if redistribution.source.partial or all(s.kind in _GATHERED_AND_CUT or s.halo for s in steps):
         return None
-    moving = tuple(d for step in conversion.collectives for d in step.digits)
-    source = conversion.source
+    moving = tuple(d for step in redistribution.collectives for d in step.digits)
+    source = redistribution.source
     middle = Layout.of(source.devices, [_without(digits, moving) for digits in source.tensor_dims])
-    first, second = find_conversion(source, middle), find_conversion(middle, conversion.target)
+    first, second = find_redistribution(source, middle), find_redistribution(middle, redistribution.target)
     gather, cut = _GATHERED_AND_CUT
     if [step.kind for step in first.steps] != [gather] or {step.kind for step in second.steps} != {cut}:
         return None
@@ -328,14 +328,14 @@ def _permutation(
     carried = {axis[j]: axis[i] for i, j in step.permuted}  # axis of a digit in the result <- axis in `view`
     for size, atoms in zip(shape, step.dims):
         for atom in atoms:
-            here = axis[atom.gathered] if atom.gathered is not None else len(view)
+            position = axis[atom.gathered] if atom.gathered is not None else len(view)
             if atom.gathered is None:
                 view.append(atom.size)
                 size //= atom.size
             if atom.scattered is not None:
-                carried[axis[atom.scattered]] = here
+                carried[axis[atom.scattered]] = position
             else:
-                held.append(here)
+                held.append(position)
         held.append(len(view))
         view.append(size)
     ranks = [carried.get(k, k) for k in range(len(digits)) if k in carried or k not in axis]
@@ -651,21 +651,21 @@ def _moved(
     result, shard = [1] * n, []
     for k in left:
         parts[k], result[k] = [(k, 0)], before[k]
-    for dim, (here, there, size) in enumerate(zip(carried, after, local)):
-        whole = size * math.prod(axes.sizes[k] for k in here)
-        rest = whole // math.prod(axes.sizes[k] for k in there)
-        old = [*(axes.sizes[k] for k in here), size]
-        new = [*(axes.sizes[k] for k in there), rest]
+    for dim, (old_axes, new_axes, size) in enumerate(zip(carried, after, local)):
+        whole = size * math.prod(axes.sizes[k] for k in old_axes)
+        rest = whole // math.prod(axes.sizes[k] for k in new_axes)
+        old = [*(axes.sizes[k] for k in old_axes), size]
+        new = [*(axes.sizes[k] for k in new_axes), rest]
         refined = _refined(old, new)
         if refined is None:
             return None
         sources = []
-        for k, split in zip((*here, n + dim), _taken(refined, old)):
+        for k, split in zip((*old_axes, n + dim), _taken(refined, old)):
             pieces[k] = split
             sources += [(k, i) for i in range(len(split))]
-        for k, split in zip((*there, n + dim), _taken(refined, new)):
+        for k, split in zip((*new_axes, n + dim), _taken(refined, new)):
             parts[k], sources = sources[: len(split)], sources[len(split) :]
-        for k in there:
+        for k in new_axes:
             result[k] = axes.sizes[k]
         shard.append(rest)
     flat = [(k, i) for k in range(n + len(local)) for i in range(len(pieces[k])) if pieces[k][i] > 1]

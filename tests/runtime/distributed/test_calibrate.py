@@ -49,13 +49,13 @@ def made_up(latency: float, bandwidth: float, noise: float = 0.0) -> list[Timing
     """The seconds of the cost model, each off by a factor of about 1 + noise."""
     factors = np.exp(noise * np.random.default_rng(0).standard_normal(1000)).tolist()
     shapes = [
-        (calibrate._conversion(kind, DEVICES, Digit(n, 1)), nbytes)
+        (calibrate._redistribution(kind, DEVICES, Digit(n, 1)), nbytes)
         for n in (2, 4, 8)
         for kind in KINDS
         for nbytes in SIZES
     ]
     costs = costs_of(latency, bandwidth)
-    return [Timing(*shape, factor * costs.conversion(*shape)) for shape, factor in zip(shapes, factors)]
+    return [Timing(*shape, factor * costs.redistribution(*shape)) for shape, factor in zip(shapes, factors)]
 
 
 @settings(max_examples=25)
@@ -67,7 +67,9 @@ def test_latency_and_bandwidth_are_found_again(latency: float, bandwidth: float)
     costs = costs_of(*found)
     # Where all messages together hardly depend on one of the two, it cannot be known: what counts are the seconds.
     for timing in made_up(latency, bandwidth):
-        assert costs.conversion(timing.conversion, timing.nbytes) == pytest.approx(timing.seconds, rel=1.5 * VISIBLE)
+        assert costs.redistribution(timing.redistribution, timing.nbytes) == pytest.approx(
+            timing.seconds, rel=1.5 * VISIBLE
+        )
     if SIZES[0] / 4 < latency * bandwidth < SIZES[-1]:
         assert found == (pytest.approx(latency, rel=1e-2), pytest.approx(bandwidth, rel=1e-2))
 
@@ -79,8 +81,8 @@ def test_noise_does_not_mislead_the_fit() -> None:
 
 def test_what_noise_hides_stays_above_zero() -> None:
     shapes = made_up(1e-5, 1e9)
-    same = [Timing(t.conversion, t.nbytes, 1e-3) for t in shapes]  # no bandwidth explains this
-    shrinking = [Timing(t.conversion, t.nbytes, 1 / t.nbytes) for t in shapes]
+    same = [Timing(t.redistribution, t.nbytes, 1e-3) for t in shapes]  # no bandwidth explains this
+    shrinking = [Timing(t.redistribution, t.nbytes, 1 / t.nbytes) for t in shapes]
     for timings in (same, shrinking):
         latency, bandwidth = fit(timings, costs_of)
         assert 0 < latency < 1 and 0 < bandwidth < float("inf")
@@ -92,7 +94,8 @@ def test_a_bandwidth_that_noise_hides_is_one_that_was_nearly_seen(seed: int, sec
     """All messages take about one time, as on a busy machine: the link is no thousand times faster than the best."""
     draws = np.random.default_rng(seed).standard_normal(1000).tolist()
     timings = [
-        Timing(t.conversion, t.nbytes, seconds * math.exp(noise * draw)) for t, draw in zip(made_up(1e-5, 1e9), draws)
+        Timing(t.redistribution, t.nbytes, seconds * math.exp(noise * draw))
+        for t, draw in zip(made_up(1e-5, 1e9), draws)
     ]
     _, bandwidth = fit(timings, costs_of)
     assert bandwidth < max(t.nbytes / t.seconds for t in timings) * DEVICES / VISIBLE
@@ -123,18 +126,18 @@ def test_gradients_that_are_summed_travel_in_the_runtimes_buckets() -> None:
     costs = costs_of(1e-3, 3e8)
     over = Digit(DEVICES, 1)
     for nbytes in (4, 4096, full):
-        summed = calibrate._conversion(CollectiveKind.ALL_REDUCE, DEVICES, over)
-        assert costs.stored(summed, nbytes) == pytest.approx(nbytes / full * costs.conversion(summed, full))
-    assert costs.stored(summed, 4 * full) == pytest.approx(costs.conversion(summed, 4 * full))
-    few = calibrate._conversion(
+        summed = calibrate._redistribution(CollectiveKind.ALL_REDUCE, DEVICES, over)
+        assert costs.stored(summed, nbytes) == pytest.approx(nbytes / full * costs.redistribution(summed, full))
+    assert costs.stored(summed, 4 * full) == pytest.approx(costs.redistribution(summed, 4 * full))
+    few = calibrate._redistribution(
         CollectiveKind.ALL_REDUCE, DEVICES, Digit(2, 1)
     )  # a large one of few ranks does so by itself
-    assert costs.stored(few, 2 * PIECE) == pytest.approx(costs.conversion(few, 2 * PIECE))
-    assert costs.stored(few, PIECE) == pytest.approx(costs.conversion(few, 2 * PIECE) / 2)
-    scattered = calibrate._conversion(
+    assert costs.stored(few, 2 * PIECE) == pytest.approx(costs.redistribution(few, 2 * PIECE))
+    assert costs.stored(few, PIECE) == pytest.approx(costs.redistribution(few, 2 * PIECE) / 2)
+    scattered = calibrate._redistribution(
         CollectiveKind.REDUCE_SCATTER, DEVICES, over
     )  # as optimizer parallel does: each by itself
-    assert costs.stored(scattered, 4096) == costs.conversion(scattered, 4096) > 1e-3
+    assert costs.stored(scattered, 4096) == costs.redistribution(scattered, 4096) > 1e-3
 
 
 # -- real ranks --------------------------------------------------------------------------------------------------------
@@ -187,14 +190,14 @@ def on_two_hosts(rank: int, world: int) -> tuple[dict, list]:
     torch.set_num_threads(1)
     calibrate.socket.gethostname = lambda: f"host{rank // 2}"
     calibrate.DTYPES, calibrate.MESSAGES, calibrate.LONG_ENOUGH = ("float32",), (4 << 10, 64 << 10), 0.002
-    before, asked = calibrate._conversions, []
+    before, asked = calibrate._redistributions, []
 
     def conversions(watch, groups, size, stride):
         timings = before(watch, groups, size, stride)
-        asked.append({timing.conversion.steps[0].digits for timing in timings})
+        asked.append({timing.redistribution.steps[0].digits for timing in timings})
         return timings
 
-    calibrate._conversions = conversions
+    calibrate._redistributions = conversions
     return calibrate.calibrate(sw.init(), rounds=1).to_dict(), asked
 
 

@@ -53,7 +53,7 @@ class Ending:
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
         self._ends = 0  # the step that ends next, as far as known
         self._lock = threading.Lock()  # guards what both threads use
-        self._told = False  # True once the other ranks know that step
+        self._requested = False  # True once the other ranks know that step
         self._asked: int | None = None  # the signal
         self._last: int | None = None  # the step at whose end the run ends
         self._looked = False
@@ -92,8 +92,8 @@ class Ending:
         if self._ranks is None:
             return self._any_asked()
         with self._lock:
-            told, self._ends = self._told, step + 1
-        if not told:
+            requested, self._ends = self._requested, step + 1
+        if not requested:
             return False
         if self._last is None:
             self._last = self._decided(self._ranks)
@@ -134,17 +134,17 @@ class Ending:
         if not self._looked:  # an alarm may be older than this listener
             self._looked = True
             self._tell(store)
-        if self._asked is not None and not self._told and self._ranks is not None:
+        if self._asked is not None and not self._requested and self._ranks is not None:
             store.set("ending", "1")
             self._ranks.raise_alarm(store)
 
     def _tell(self, store: Any) -> None:
         """Answer an alarm that concerns the end of the run: store this rank's next step."""
-        if self._told or not store.check(["ending"]):
+        if self._requested or not store.check(["ending"]):
             return
         assert self._ranks is not None
         with self._lock:
-            ends, self._told = self._ends, True
+            ends, self._requested = self._ends, True
         store.set(f"ending/{self._ranks.rank}", str(ends))
         if store.add("ending/told", 1) == self._ranks.world:
             all_ends = store.multi_get([f"ending/{rank}" for rank in range(self._ranks.world)])

@@ -212,14 +212,14 @@ class Seen:
     seconds: float
     line: str
 
-    def words(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, Any]:
         """The position as a JSON document."""
         return asdict(self)
 
     @classmethod
-    def of(cls, words: dict[str, Any]) -> Seen:
+    def of(cls, encoded: dict[str, Any]) -> Seen:
         """The position from the document."""
-        return cls(**{**words, "ranks": tuple(words["ranks"])})
+        return cls(**{**encoded, "ranks": tuple(encoded["ranks"])})
 
 
 def not_moving(seen: Mapping[int, Seen], world: int, start: int) -> str:

@@ -278,7 +278,7 @@ class Peers:
             with contextlib.suppress(RuntimeError):
                 lines.look()
             if 0 in lines.ended:
-                self._end(StuckError(f"rank 0 {lines.ended[0]}"), told=False)
+                self._end(StuckError(f"rank 0 {lines.ended[0]}"), notify=False)
                 return
 
     def explain(self, error: Exception) -> Exception | None:
@@ -308,7 +308,7 @@ class Peers:
         place = place or WaitPoint("")
         waited = time.monotonic() - since
         at = Seen(call, position.program, place.what, place.ranks, place.key, place.back, waited, users_line())
-        self._thread_store.set(f"at/{self.rank}", json.dumps({"alarm": alarm} | at.words()))
+        self._thread_store.set(f"at/{self.rank}", json.dumps({"alarm": alarm} | at.encode()))
 
     def _place(self) -> tuple[int, WaitPoint | None, float]:
         """The call and wait point of the host, or of the device where the host is at none; and since when."""
@@ -335,17 +335,17 @@ class Peers:
         else:
             self._thread_store.set("judges", "0")
 
-    def _end(self, verdict: ShardwrightError, told: bool = True) -> None:
+    def _end(self, verdict: ShardwrightError, notify: bool = True) -> None:
         """End this process with a verdict that some rank has found.
 
         Args:
-            told: False where the store is gone, and no rank can tell others that it has heard the verdict.
+            notify: False where the store is gone, and no rank can tell others that it has heard the verdict.
         """
         self.verdict = verdict
         place = position.place
         if place is not None and place.key:
             return  # the main thread raises the error itself
-        if told:
+        if notify:
             self._linger(self._thread_store)
         # Last of all: what torch has to say about closed connections comes before it.
         sys.stdout.flush()

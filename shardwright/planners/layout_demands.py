@@ -96,7 +96,7 @@ class _Offer:
 
 
 def demands_of(
-    graph: Graph, decisions: Mapping[str, Decision], devices: int, fed: Sequence[Layout] = ()
+    graph: Graph, decisions: Mapping[str, Decision], devices: int, input_placement: Sequence[Layout] = ()
 ) -> dict[str, tuple[Demand, ...]]:
     """The demands of the marks on every unmarked operator, without duplicates, in the order of the flow.
 
@@ -104,13 +104,13 @@ def demands_of(
         graph: the captured program.
         decisions: by operator, its rule bound to its shapes; for a marked operator, the decision of the mark.
         devices: the number of devices.
-        fed: the layouts of the inputs, which are followed where no operator is marked. The mark of such a demand is
-            ``input x``.
+        input_placement: the layouts of the inputs, which are followed where no operator is marked. The mark of such a
+            demand is ``input x``.
 
     Returns:
         By operator, its demands; the outranked ones are last.
     """
-    return _Propagation(graph, decisions, devices).run(fed)
+    return _Propagation(graph, decisions, devices).run(input_placement)
 
 
 def ranking(demands: Iterable[Demand]) -> tuple[Demand, ...]:
@@ -235,9 +235,9 @@ class _Propagation:
         self.waves: list[tuple[bool, bool, int, _Port, _Offer]] = []
         self.sent = 0
 
-    def run(self, fed: Sequence[Layout]) -> dict[str, tuple[Demand, ...]]:
+    def run(self, input_placement: Sequence[Layout]) -> dict[str, tuple[Demand, ...]]:
         if all(op.mark is None for op in self.graph.ops):
-            for value, layout in zip(self.graph.inputs, fed):
+            for value, layout in zip(self.graph.inputs, input_placement):
                 for port in self.ports.get(value.name, ()) if not layout.is_replicated else ():
                     self.send(port, _Offer(layout, f"input {value.name}", "", False))
             self.follow()
@@ -332,8 +332,8 @@ class _Propagation:
                 ):
                     for other in self.offers[value.name].values():
                         if other.aggressive <= offer.aggressive:
-                            said = form.project(output, i, other.layout)
-                            yield {f: digits for f, digits in said.items() if f not in leading}
+                            projected = form.project(output, i, other.layout)
+                            yield {f: digits for f, digits in projected.items() if f not in leading}
 
     def ask(self, op: Op, digits: Mapping[int, Digits], offer: _Offer, aggressive: bool, settled: bool = False) -> None:
         """Add a demand, if it is legal and new, and fewer than `MOST` are there."""

@@ -1,17 +1,17 @@
 """The wide capture of a further size, derived from that of an earlier size in place of a run of the forward.
 
-`microbatch.split` compares the graph of a micro-batch with a capture of twice the rows, its wide twin. At a further
+`microbatch.split` compares the graph of a micro-batch with a capture of twice the rows, the wide capture. At a further
 size of a model's inputs the forward has run for the micro-batch. What grows with the rows is known from an earlier
 size:
 
     earlier    view(x, [8, 4, 16]) at 8 rows, [16, 4, 16] at 16 rows     the first number grows with the rows
     now        view(x, [12, 6, 16]) at 12 rows                           [24, 6, 16] at 24 rows
 
-A twin is derived inside of what has run, never outside: the forward has run with the same operators for the
+A wide capture is derived inside of what has run, never outside: the forward has run with the same operators for the
 micro-batch, and for a call that is at least as large in every dim. So no branch on a size lies between the two. The
 guards of that call still hold: nothing that the forward read of the model has changed since.
 Numbers besides sizes of results must be those of the earlier size, or follow a dim that is not the rows. Where one of
-these does not hold, there is no derived twin, and the forward runs.
+these does not hold, nothing is derived, and the forward runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..capture.export import Recording
 from ..graph import Graph, Op, Value, changed, leaves, map_leaves
 from ..torch_private import pytree
 
-__all__ = ["DerivedTwins"]
+__all__ = ["DerivedCaptures"]
 
 #: Row numbers of a wide capture in those of the micro-batch, as `microbatch.micro_calls` has it.
 RATIO = 2
@@ -38,11 +38,11 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Unknown(Exception):
-    """The twin does not follow from an earlier one."""
+    """The wide capture does not follow from an earlier one."""
 
 
-class DerivedTwins:
-    """The captures of one model from which twins are derived."""
+class DerivedCaptures:
+    """The captures of one model from which wide captures are derived."""
 
     def __init__(self) -> None:
         self._pair: tuple[Graph, Graph] | None = None
@@ -50,10 +50,10 @@ class DerivedTwins:
         self._ran: list[list[Shape]] = []
 
     def note(self, graph: Graph, wide: Graph, call: Call, recording: Recording) -> None:
-        """Note a capture and its wide twin, for which the forward has run.
+        """Note a capture and its wide capture, for which the forward has run.
 
         Args:
-            call: the call of the twin.
+            call: the call of the wide capture.
             recording: of both captures; its guards are set with the program of the call.
         """
         if self._pair is None or not self._holds() or not _one_program(self._pair[0], graph):
@@ -74,10 +74,10 @@ class DerivedTwins:
         return guards is not None and guards.hold()
 
     def of(self, graph: Graph, call: Call) -> Graph | None:
-        """The wide twin of a graph; None where it does not follow from an earlier one.
+        """The wide capture of a graph; None where it does not follow from an earlier one.
 
         Args:
-            call: the call of the twin.
+            call: the call of the wide capture.
         """
         assert self._pair is not None
         if not _one_program(self._pair[0], graph):
@@ -109,11 +109,11 @@ def _one_program(one: Graph, other: Graph) -> bool:
     )
 
 
-def _derived(earlier: Graph, twin: Graph, graph: Graph, shapes: Sequence[Shape]) -> Graph:
+def _derived(earlier: Graph, wide: Graph, graph: Graph, shapes: Sequence[Shape]) -> Graph:
     if earlier.constants.keys() != graph.constants.keys():
         raise _Unknown
     for name, tensor in graph.constants.items():
-        if not tensor.shape == earlier.constants[name].shape == twin.constants[name].shape:
+        if not tensor.shape == earlier.constants[name].shape == wide.constants[name].shape:
             raise _Unknown
     grown: dict[str, Value] = {}
 
@@ -129,12 +129,12 @@ def _derived(earlier: Graph, twin: Graph, graph: Graph, shapes: Sequence[Shape])
         made = grown[now.name] = now if shape == now.shape else changed(now, shape=shape)
         return made
 
-    inputs = tuple([v for v in map(widened, earlier.inputs, twin.inputs, graph.inputs) if v is not None])
+    inputs = tuple([v for v in map(widened, earlier.inputs, wide.inputs, graph.inputs) if v is not None])
     if [v.shape for v in inputs] != list(shapes):
         raise _Unknown
-    explained = _Numbers(earlier, twin, graph)
+    explained = _Numbers(earlier, wide, graph)
     ops = []
-    for a, b, op in zip(earlier.ops, twin.ops, graph.ops):
+    for a, b, op in zip(earlier.ops, wide.ops, graph.ops):
         outputs = tuple(map(widened, a.outputs, b.outputs, op.outputs))
         args, kwargs = explained.arguments(a, b, op, grown)
         ops.append(
@@ -161,23 +161,23 @@ def _number(a: int, b: int, now: int) -> int:
 
 
 class _Numbers:
-    """The numbers among the arguments of a twin's operators."""
+    """The numbers among the arguments of the operators of a wide capture."""
 
-    def __init__(self, earlier: Graph, twin: Graph, graph: Graph) -> None:
+    def __init__(self, earlier: Graph, wide: Graph, graph: Graph) -> None:
         sizes = [
             (x, y, z)
-            for a, b, c in zip(earlier.inputs, twin.inputs, graph.inputs)
+            for a, b, c in zip(earlier.inputs, wide.inputs, graph.inputs)
             for x, y, z in zip(a.shape, b.shape, c.shape)
         ]
         self._same_rows = all(x == z for x, y, z in sizes if x != y)
         self._others = {(x, z) for x, y, z in sizes if x == y and x != z}
 
     def arguments(self, a: Op, b: Op, op: Op, grown: dict[str, Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        mine, twins = list(leaves((a.args, a.kwargs))), list(leaves((b.args, b.kwargs)))
+        mine, theirs = list(leaves((a.args, a.kwargs))), list(leaves((b.args, b.kwargs)))
         now = list(leaves((op.args, op.kwargs)))
-        if not len(mine) == len(twins) == len(now):
+        if not len(mine) == len(theirs) == len(now):
             raise _Unknown
-        made = now if mine == twins == now else [self._leaf(*three) for three in zip(mine, twins, now)]
+        made = now if mine == theirs == now else [self._leaf(*three) for three in zip(mine, theirs, now)]
         rest = iter(made)
 
         def leaf(_: Any) -> Any:

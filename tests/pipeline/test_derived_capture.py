@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 import shardwright as sw
 from shardwright.capture.export import captures
 from shardwright.graph import values_in
-from shardwright.pipeline.derived_twin import DerivedTwins
+from shardwright.pipeline.derived_capture import DerivedCaptures
 from tests.support.capture_count import counted_captures
 
 D = torch.float64
@@ -70,19 +70,19 @@ def test_a_size_inside_of_those_that_ran_runs_the_forward_once(monkeypatch):
         torch.testing.assert_close(found.grad, wanted.grad)
 
 
-def test_a_derived_twin_is_that_of_a_run():
+def test_a_derived_capture_is_that_of_a_run():
     net, recording = Net(), type("Recording", (), {})()
     recording.guards = type("Guards", (), {"hold": lambda self: True})()
-    shapes, twins = [(2, 3), (5, 3), (3, 7), (6, 8), (1, 9)], DerivedTwins()
+    shapes, derived = [(2, 3), (5, 3), (3, 7), (6, 8), (1, 9)], DerivedCaptures()
 
     def call(rows, length):
         return (torch.empty(rows, length, 8, dtype=D, device="meta"),), {}
 
-    twins.note(*captures(net, [call(8, 9), call(16, 9)]), call(16, 9), recording)
+    derived.note(*captures(net, [call(8, 9), call(16, 9)]), call(16, 9), recording)
     for rows, length in shapes:
         graph, wide = captures(net, [call(rows, length), call(2 * rows, length)])
-        assert twins.may(call(2 * rows, length))
-        made = twins.of(graph, call(2 * rows, length))
+        assert derived.may(call(2 * rows, length))
+        made = derived.of(graph, call(2 * rows, length))
         if made is None:  # torch leaves out operators of one row
             assert rows == 1
             continue
@@ -92,22 +92,22 @@ def test_a_derived_twin_is_that_of_a_run():
         assert values_in(made.outputs) == values_in(wide.outputs) and made.inputs == wide.inputs
 
 
-def test_a_branch_between_the_micro_batch_and_its_twin_is_seen():
+def test_a_branch_between_the_micro_batch_and_the_wide_capture_is_seen():
     net = Net()
     model = piped(net)
     net.most = model.net.most = 200
     for rows, length in ((8, 8), (24, 4), (8, 16)):
         torch.testing.assert_close(model(drawn(rows, length)), net(drawn(rows, length)))
-    with pytest.raises(sw.ShardwrightError, match="with more rows"):  # 128 elements, 256 in the twin
+    with pytest.raises(sw.ShardwrightError, match="with more rows"):  # 128 elements, 256 in the wide capture
         model(drawn(32, 8))
 
 
-def test_a_model_that_changed_since_runs_for_the_twin_too():
+def test_a_model_that_changed_since_runs_for_the_wide_capture_too():
     net = Net()
     model = piped(net)
     for rows in (8, 32):
         torch.testing.assert_close(model(drawn(rows, 8)), net(drawn(rows, 8)))
-    model.net.most = 100  # the micro-batch has 64 elements, its twin 128
+    model.net.most = 100  # the micro-batch has 64 elements, the wide capture 128
     with pytest.warns(sw.RecaptureWarning), pytest.raises(sw.ShardwrightError, match="with more rows"):
         model(drawn(16, 8))
 
@@ -125,10 +125,10 @@ def test_a_number_that_follows_neither_the_rows_nor_another_dim_is_not_derived(c
 
     unlike = 0
     for (first, other), length in itertools.product([(16, 2), (2, 3), (9, 12)], (4, 5)):
-        twins = DerivedTwins()
-        twins.note(*captures(Capped(), [call(first, 4), call(2 * first, 4)]), call(64, 8), recording)
+        derived = DerivedCaptures()
+        derived.note(*captures(Capped(), [call(first, 4), call(2 * first, 4)]), call(64, 8), recording)
         graph, wide = captures(Capped(), [call(other, length), call(2 * other, length)])
-        made = twins.of(graph, call(2 * other, length))
+        made = derived.of(graph, call(2 * other, length))
         unlike += made is None
         assert made is None or [op.args for op in made.ops] == [op.args for op in wide.ops]
     assert unlike

@@ -68,17 +68,17 @@ class PipelineSearchResult:
     peak: float
     alternatives: tuple[PricedPipeline, ...]
 
-    def words(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, Any]:
         """The same as values that `json_values` takes: one rank sends them to the others, which `read` them."""
         alternatives = [vars(pipeline) for pipeline in self.alternatives]
         return {**vars(self), "stages": [tuple(stage) for stage in self.stages], "alternatives": alternatives}
 
     @classmethod
-    def read(cls, words: dict[str, Any]) -> PipelineSearchResult:
-        """The search result of `words`."""
-        stages = tuple(StageChoice(*stage) for stage in words["stages"])
-        alternatives = tuple(PricedPipeline(**pipeline) for pipeline in words["alternatives"])
-        return cls(**{**words, "stages": stages, "alternatives": alternatives})
+    def read(cls, encoded: dict[str, Any]) -> PipelineSearchResult:
+        """The search result of `encoded`."""
+        stages = tuple(StageChoice(*stage) for stage in encoded["stages"])
+        alternatives = tuple(PricedPipeline(**pipeline) for pipeline in encoded["alternatives"])
+        return cls(**{**encoded, "stages": stages, "alternatives": alternatives})
 
     @property
     def modules(self) -> dict[str, int]:
