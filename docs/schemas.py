@@ -583,7 +583,7 @@ def checkpoint() -> Schema:
         additionalProperties={"type": "array", "items": TEXT},
     )
     versions = [
-        {"properties": {"schema": {"const": number}, "digest": {"const": dict(algorithm.words)}}}
+        {"properties": {"schema": {"const": number}, "digest": {"const": dict(algorithm.encoded)}}}
         for number, algorithm in ALGORITHMS.items()
     ]
     return document(

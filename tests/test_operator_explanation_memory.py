@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 
 import shardwright as sw
 from shardwright.cli import main as cli
-from shardwright.operator_explanation import as_given, explained
+from shardwright.operator_explanation import explained, without_search
 from shardwright.partition.rematerialization import with_recompute
 from shardwright.planfile.document_writer import head_digest, written
 from shardwright.planfile.encoding import packed, unpacked
@@ -175,10 +175,10 @@ def test_what_the_search_chose_beside_strategies_is_chosen_anew() -> None:
     assert plan.hsdp is not None, "parameters are stored cut"
     again = with_recompute(plan.graph, frozenset({"gelu"}), {"gelu": 0})
     assert any(op.recompute is not None for op in again.ops)
-    graph, hsdp = as_given(replace(plan, graph=again))
+    graph, hsdp = without_search(replace(plan, graph=again))
     assert hsdp is None and all(op.recompute is None for op in graph.ops)
     mine = planned(2 * free().peak, hsdp={"threshold": 0}, recompute=["linear"])
-    graph, hsdp = as_given(mine)
+    graph, hsdp = without_search(mine)
     assert hsdp == mine.hsdp is not None
     assert [op.recompute for op in graph.ops] == [op.recompute for op in mine.graph.ops]
     assert any(op.recompute is not None for op in graph.ops)

@@ -429,8 +429,8 @@ def test_operators_of_one_form_are_called_once(monkeypatch):
     """Further layers of a model are of the same forms."""
     recapture = __import__("shardwright.capture.recapture", fromlist=["_"])
     told, counts = [], []
-    plain = recapture._told
-    monkeypatch.setattr(recapture, "_told", lambda *args: told.append(args[0]) or plain(*args))
+    plain = recapture._computed
+    monkeypatch.setattr(recapture, "_computed", lambda *args: told.append(args[0]) or plain(*args))
     for layers in (1, 4):
         net, programs = Language(layers), []
         for rows in (4, 6, 8):

@@ -293,8 +293,8 @@ def test_info(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_the_commands_make_what_they_say(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = plan_of("columns", 8, tmp_path)
     assert command("transform", "--to", path, "--step", 2, run, tmp_path / "eight") == 0
-    told = capsys.readouterr()
-    assert "step 2, parts, 11 files" in told.out and "checking" in told.err and "writing" in told.err
+    shown = capsys.readouterr()
+    assert "step 2, parts, 11 files" in shown.out and shown.err == "", "short work shows no progress"
     ParameterStrategies.read(path).save(tmp_path / "parameters.json")
     assert command("transform", "--to", tmp_path / "parameters.json", tmp_path / "eight", tmp_path / "again") == 0
     assert command("transform", tmp_path / "again", tmp_path / "one", "--to", 1) == 0

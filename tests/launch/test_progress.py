@@ -177,14 +177,14 @@ def test_a_library_writes_to_the_log_where_somebody_reads_it(monkeypatch, caplog
         with Work("capture"):
             display = keeper()
             assert display is not None
-            display._said -= EVERY
+            display._last_line -= EVERY
             display.tick()
         assert [record.getMessage() for record in caplog.records] == ["capture; 0 s"]
     monkeypatch.setenv(TOKEN, "x" * 40)  # a worker of `shardwright run`: its standard error is its log
     with Work("capture"):
         display = keeper()
         assert display is not None
-        display._said -= EVERY
+        display._last_line -= EVERY
         display.tick()
     assert capfd.readouterr().err == f"{PREFIX}capture; 0 s\n"
 

@@ -280,11 +280,11 @@ BATCH_SPLIT = [name for name in MODELS if name != "convolutions"]
 
 
 @pytest.mark.parametrize("name", BATCH_SPLIT)
-@pytest.mark.parametrize("fed", ("full_batch", "data_parallel"))
-def test_nor_is_splitting_the_batch_alone(name: str, input_placement: str) -> None:
+@pytest.mark.parametrize("feed", ("full_batch", "data_parallel"))
+def test_nor_is_splitting_the_batch_alone(name: str, feed: str) -> None:
     """Parameters whole, the batch split, however it is fed; all by the same costs."""
-    exact = planned(name, "dynamic_programming", dataset_strategy=input_placement)
-    split = planned(name, "data_parallel", dataset_strategy=input_placement)
+    exact = planned(name, "dynamic_programming", dataset_strategy=feed)
+    split = planned(name, "data_parallel", dataset_strategy=feed)
     assert all(p.layout.is_replicated for p in split.parameters.values())
     assert any(max(map(max, o.in_strategy), default=1) == 4 for o in split.operators if o.in_strategy), "it is split"
     assert exact.cost < split.cost and exact.bound <= split.cost

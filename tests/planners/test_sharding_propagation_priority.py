@@ -187,14 +187,14 @@ def test_basic_comes_before_aggressive() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.open = sw.shard(torch.matmul, ((1, 8), (8, 1)))
-            self.input_uses = sw.shard(torch.relu, (A("None", "a"),))
+            self.asks = sw.shard(torch.relu, (A("None", "a"),))
             self.lower = sw.shard(torch.tanh, (A("a", "None"),), priority=1)
 
         def forward(self, x: Tensor, w: Tensor) -> tuple:
             y = self.open(x, w)
             for _ in range(3):
                 y = y + y.sum(1, keepdim=True)  # dear where the columns are cut
-            return self.input_uses(y), self.lower(y)
+            return self.asks(y), self.lower(y)
 
     plan = planned(Net(), X, X)
     asked = asked_of(plan, "add")
@@ -205,7 +205,7 @@ def test_basic_comes_before_aggressive() -> None:
     assert cuts(plan) == {COLUMNS} and {d.origin for d in adds(plan)} == {"asks"}
     net = Net()
     sw.shard(net.lower, (A("a", "None"),), priority=0)
-    sw.shard(net.input_uses, (A("None", "a"),), priority=1)
+    sw.shard(net.asks, (A("None", "a"),), priority=1)
     cheaper = planned(net, X, X)
     assert cuts(cheaper) == {ROWS} and cheaper.cost < plan.cost
 
@@ -217,10 +217,10 @@ class Twice(nn.Module):
         super().__init__()
         self.w = nn.Parameter(draw(16, 16, seed=1))
         self.settles = sw.shard(torch.matmul, ((1, 8), (8, 1)), priority=1)
-        self.input_uses = sw.shard(torch.tanh, (A("None", "a"),))
+        self.asks = sw.shard(torch.tanh, (A("None", "a"),))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.input_uses(self.settles(x, self.w) @ self.w)
+        return self.asks(self.settles(x, self.w) @ self.w)
 
 
 def test_a_parameter_that_a_mark_has_laid_out_stays_so() -> None:

@@ -255,6 +255,6 @@ def test_whole_numbers_are_legal_indices() -> None:
     inputs = plan.graph.inputs
     assert [limits.get(v.name) for v in inputs] == [50, 3, 20, None]
     values = DrawnValues([plan.graph], torch.device("cpu"))
-    drawn = [values.given(v, (4000,)) for v in inputs]
+    drawn = [values.draw(v, (4000,)) for v in inputs]
     assert [int(x.max()) for x in drawn[:3]] == [49, 2, 19] and all(int(x.min()) == 0 for x in drawn[:3])
     assert drawn[3].all()

@@ -104,7 +104,7 @@ def prepare() -> None:
     products = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
     products.impl("linear", narrow_linear)
     LIBRARIES.extend((casts, products))
-    counter_rng.PLAIN[torch.ops.shardwright.mask.default] = counter_rng._empty_mask
+    counter_rng.PLAIN[torch.ops.shardwright.mask.default] = counter_rng._empty
     process._current[:] = [process.Runtime(True, WORLD, RANK, DEVICE, 300.0, False)]
 
 

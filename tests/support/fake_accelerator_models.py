@@ -155,7 +155,7 @@ def as_compiled(make: Callable[[], nn.Module], drawn: bool, **given: Any) -> dic
     with (
         mock.patch.object(Compilation, "compiled", compiled),
         mock.patch.object(process.stream, "draw", seed),
-        mock.patch.dict(counter_rng.PLAIN, {torch.ops.shardwright.draw.default: counter_rng._empty_draw}),
+        mock.patch.dict(counter_rng.PLAIN, {torch.ops.shardwright.draw.default: counter_rng._empty}),
     ):
         result = fake.outcome(make, MANY_ROWS, nn.MSELoss, parallel_mode="data_parallel", compile=True, **given)
     assert programs

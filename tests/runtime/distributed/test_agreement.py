@@ -289,7 +289,7 @@ def test_what_comes_back_is_what_was_decided(make_net: Callable, x: torch.Tensor
         found = find()
         other = capture(make_net(), (x,))
         assert other is not graph and graph_digest(other) == graph_digest(graph)
-        handed = PortableDecisions.read(loads(dumps(PortableDecisions.of(found).words())))
+        handed = PortableDecisions.read(loads(dumps(PortableDecisions.of(found).encode())))
         held.append(
             (
                 found,
