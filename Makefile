@@ -13,6 +13,9 @@ DEFAULT := torch==2.13.0
 PYTHON  ?= python3
 TORCH   ?= $(DEFAULT)
 ARGS    ?=
+# Half as many processes again as there are cores: some tests wait for workers, and their cores are free meanwhile.
+CORES   := $(shell getconf _NPROCESSORS_ONLN)
+WORKERS ?= $(shell expr $(CORES) + $(CORES) / 2)
 
 VENV  := .venv$(if $(filter-out $(DEFAULT),$(TORCH)),-$(shell printf %s '$(TORCH)' | tr -cs 'A-Za-z0-9._' '-'))
 STAMP := $(VENV)/.shardwright-installed
@@ -30,7 +33,7 @@ tutorials: venv
 	@$(VENV)/bin/python examples/tutorials.py
 
 test: lint
-	@$(VENV)/bin/python -m pytest tests -n auto --dist loadfile $(ARGS)
+	@$(VENV)/bin/python -m pytest tests -n $(WORKERS) --dist loadfile $(ARGS)
 
 docs: venv
 	@$(VENV)/bin/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --doctree-dir build/doctrees docs build/docs
