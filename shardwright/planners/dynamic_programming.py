@@ -12,7 +12,8 @@ With a memory limit:
 4. Otherwise the choice between saving and recomputing and the storage of parameters are searched too (`memory_fit`).
    The strategies of case 2 are among the options, and the cheaper of the two plans is returned.
 
-No other planner's plan is therefore priced below the plan of this one.
+Up to `RECURSED` operators no other planner's plan is therefore priced below the plan of this one. Above, within a
+memory limit, the recursion's plan may be cheaper: by 1 % for a mixture of experts of 96 layers within 74 GB.
 
 `SearchResult.bound` is a lower bound on the cost of every plan in the same cost graph. A plan whose cost equals the
 bound is optimal under the cost graph's prices.
