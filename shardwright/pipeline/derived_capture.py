@@ -9,8 +9,8 @@ size:
 
 A wide capture is derived inside of what has run, never outside: the forward has run with the same operators for the
 micro-batch, and for a call that is at least as large in every dim. So no branch that compares a size with a bound lies
-between the two. A branch that is taken between the two sizes alone, and at neither, is not seen. The guards of that call
-still hold: nothing that the forward read of the model has changed since.
+between the two. A branch that is taken between the two sizes alone, and at neither, is not seen. The guards of that
+call still hold: nothing that the forward read of the model has changed since.
 Numbers besides sizes of results must be those of the earlier size, or follow a dim that is not the rows. Where one of
 these does not hold, nothing is derived, and the forward runs.
 """
