@@ -33,7 +33,7 @@ tutorials: venv
 	@$(VENV)/bin/python examples/tutorials.py
 
 test: lint
-	@$(VENV)/bin/python -m pytest tests -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(VENV)/bin/python -m pytest tests -n $(WORKERS) --dist loadfile --disable-warnings $(ARGS)
 
 docs: venv
 	@$(VENV)/bin/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --doctree-dir build/doctrees docs build/docs

@@ -65,6 +65,10 @@ FLOOR = 1e-2
 #: Operators that compute statistics of their input, by their plain names, and the note about them in a pipeline.
 _OWN_STATISTICS = ("batch_norm", "instance_norm")
 _OWN_NOTE = "a batch norm that trains normalises each micro-batch by itself, which is not what one device computes"
+_OVERFLOW = (
+    "{}: the results on one device are not finite, those in float64 are: only float64 decides. Inputs of torch.empty "
+    "hold any values"
+)
 
 
 @known_keywords({word: meant for word, meant in KEYWORDS_ELSEWHERE.items() if not meant.startswith("hsdp")})
@@ -291,6 +295,7 @@ class _Verification:
         ]
         self.tolerances = {d: torch.finfo(d).eps ** 0.5 for d in self.dtypes} | TOLERANCES
         self.tolerances = {d: max([t, *rounded]) for d, t in self.tolerances.items()} | dict(tolerances or {})
+        self.finite: dict[torch.dtype, bool] = {}  # by dtype: the results on one device are finite
         leaves = [x for x in pytree.tree_leaves(opened((args, kwargs))) if isinstance(x, Tensor)]
         device = leaves[0].device if leaves else default_device()
         self.runtime = Runtime(False, devices, 0, device)
@@ -305,11 +310,11 @@ class _Verification:
         with observed(None), torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             self.random, self.stream = torch.get_rng_state(), stream.state_dict()
             try:
-                for dtype in self.dtypes:
+                for dtype in sorted(self.dtypes, key=lambda dtype: dtype != torch.float64):
                     with _default_dtype(dtype):
                         row, plan = self.compare(dtype, notes)
                         rows.append(row)
-                        if found is None and (not row.ok or row.coarser):
+                        if found is None and (not row.ok or row.coarser) and not row.overflow:
                             # A coarse tolerance can hide a small error in the results; a comparison operator by
                             # operator finds it.
                             found = self.search(dtype)
@@ -354,7 +359,12 @@ class _Verification:
         plain = self.train(one, self.on_one_device(one, program))
         leaves, plan = pytree.tree_leaves(opened((copied.args, copied.kwargs))), program.plan
         parallel = self.train(copied, lambda: program(*leaves), catch=True)
-        if any(not r.isfinite().all() for step in plain.results for r in step if r.is_floating_point()):
+        finite = all(r.isfinite().all() for step in plain.results for r in step if r.is_floating_point())
+        self.finite[dtype] = finite
+        overflow = not finite and self.finite.get(torch.float64, False)
+        if overflow:
+            notes.setdefault(_OVERFLOW.format(str(dtype).removeprefix("torch.")))
+        elif not finite:
             notes.setdefault("the results on one device are not finite: there is little to compare")
         if not any(g is not None for g in plain.gradients.values()):
             notes.setdefault("no parameter has a gradient: only results were compared")
@@ -374,7 +384,8 @@ class _Verification:
             ),
             key=Worst.excess,
         )
-        return Differences(dtype, losses, gradients, parameters, self.tolerances[dtype], parallel.failure), plan
+        tolerance = self.tolerances[dtype]
+        return Differences(dtype, losses, gradients, parameters, tolerance, parallel.failure, overflow), plan
 
     def program(self, copied: _ModelCopy) -> StepProgram | PipelineProgram:
         """The program of a copy. Errors of planning are raised to the user."""

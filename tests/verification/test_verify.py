@@ -590,6 +590,24 @@ def test_scripts_that_call_no_model_or_fail(monkeypatch, capsys, tmp_path):
     assert "layer" in captured.err and "caught" not in captured.out
 
 
+def test_an_overflow_on_one_device_is_no_difference():
+    """Sums that overflow in float32 are infinite or not by the order of their terms."""
+    net, x, y = nn.Linear(64, 64), torch.zeros(64, 64), torch.zeros(64, 64)
+    rows = torch.tensor([0, 1, 32, 33])  # two of one rank, two of another
+    x[rows, 0], y[rows] = 1500.0, torch.tensor([-3e38, -3e38, 3e38, 3e38])[:, None]
+
+    def verified(*dtypes):
+        loss_fn, mode = nn.MSELoss(), "data_parallel"
+        return sw.verify(net, (x,), y, loss_fn=loss_fn, devices=4, parallel_mode=mode, steps=1, dtypes=dtypes)
+
+    for dtypes in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
+        report = verified(*dtypes)
+        exact, single = report.differences
+        assert report.ok and not exact.overflow and single.overflow
+        assert "float32: the results on one device are not finite, those in float64 are" in report.summary()
+    assert verified(torch.float32).ok == single.gradients.ok  # the order of sums in this machine's product decides
+
+
 def test_shards_are_not_taken_for_earlier_ones_of_the_same_id():
     """Later shards of one name replace the earlier ones, and a shard that dies may hand its id on."""
     comparison, placed = SimpleNamespace(seen={}, made={}), SimpleNamespace(layout=Layout.replicated(1, 1))
