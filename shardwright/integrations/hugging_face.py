@@ -27,14 +27,14 @@ from ..parallel.auto_parallel import AutoParallel
 from .accelerate import Accelerator
 from .monitored_loop import MonitoredLoop
 
-__all__ = ["Accelerator", "MonitorCallback", "Seq2SeqTrainer", "Trainer", "TrainerMixin"]
+__all__ = ["Accelerator", "HuggingFaceMonitor", "Seq2SeqTrainer", "Trainer", "TrainerMixin"]
 
 #: Folder in a Trainer's checkpoint with the state a run resumes from, and the file of the schedule beside it.
 _PARTS, _SCHEDULE = "shardwright", "scheduler.pt"
 
 
-class MonitorCallback(MonitoredLoop, transformers.TrainerCallback):
-    """A callback that drives a `shardwright.Monitor`: ``Trainer(model=…, callbacks=[MonitorCallback(every=10)])``.
+class HuggingFaceMonitor(MonitoredLoop, transformers.TrainerCallback):
+    """A callback that drives a `shardwright.Monitor`: ``Trainer(model=…, callbacks=[HuggingFaceMonitor(every=10)])``.
 
     Lines have the loss of a step, its samples and its tokens (elements of ``input_ids``), beside what a monitor
     measures itself. Evaluations and checkpoints are left out of rates. The monitor is closed at the end, and where
@@ -153,11 +153,11 @@ class TrainerMixin(_Trainer):
 
     # -- monitors --
 
-    def _monitors(self) -> list[MonitorCallback]:
-        return [found for found in self.callback_handler.callbacks if isinstance(found, MonitorCallback)]
+    def _monitors(self) -> list[HuggingFaceMonitor]:
+        return [found for found in self.callback_handler.callbacks if isinstance(found, HuggingFaceMonitor)]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `transformers.Trainer`; monitors are closed where it raises."""
+        """Train as `transformers.Trainer` does; monitors are closed where it raises."""
         try:
             return super().train(*args, **kwargs)
         except BaseException:
@@ -166,7 +166,7 @@ class TrainerMixin(_Trainer):
             raise
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As in `transformers.Trainer`; monitors note the batch and its loss."""
+        """Do a step of `transformers.Trainer`; monitors note the batch and its loss."""
         loss = super().training_step(model, inputs, *args, **kwargs)
         for monitor in self._monitors():
             monitor.note(inputs, loss)

@@ -35,7 +35,7 @@ from ..torch_private import pytree
 from .feeding import check_feeding
 from .monitored_loop import MonitoredLoop
 
-__all__ = ["MonitorCallback", "ShardwrightStrategy"]
+__all__ = ["LightningMonitor", "ShardwrightStrategy"]
 
 
 def _parallel_models(module: nn.Module) -> list[AutoParallel]:
@@ -45,8 +45,8 @@ def _parallel_models(module: nn.Module) -> list[AutoParallel]:
     return [m for m in found if id(m) not in inside]
 
 
-class MonitorCallback(MonitoredLoop, Callback):
-    """A callback that drives a `shardwright.Monitor`: ``Trainer(…, callbacks=[MonitorCallback(every=10)])``.
+class LightningMonitor(MonitoredLoop, Callback):
+    """A callback that drives a `shardwright.Monitor`: ``Trainer(…, callbacks=[LightningMonitor(every=10)])``.
 
     Lines have the loss that ``training_step`` returns, the samples of a batch (rows of ``input_ids``, or of its first
     tensor) and its tokens (elements of ``input_ids``), beside what a monitor measures itself, of the first parallel

@@ -37,7 +37,7 @@ class MonitoredLoop:
         wandb: bool | Mapping[str, Any] | Any | None = None,
         out: TextIO | None = None,
     ) -> None:
-        self._given: dict[str, Any] = {"every": every, "tensorboard": tensorboard, "wandb": wandb, "out": out}
+        self._arguments: dict[str, Any] = {"every": every, "tensorboard": tensorboard, "wandb": wandb, "out": out}
         self._monitor: Monitor | None = None
         self._loss: Tensor | None = None
         self._counts: Counter[str] = Counter()
@@ -55,7 +55,7 @@ class MonitoredLoop:
         whole = isinstance(model, AutoParallel) and model.settings.dataset_strategy == "full_batch"
         self._parts, self._steps = 1 if whole else processes, steps
         self._loss, self._counts = None, Counter()
-        self._monitor = Monitor(model, **self._given)
+        self._monitor = Monitor(model, **self._arguments)
 
     def note(self, batch: Any, loss: Any) -> None:
         """Note a micro-batch: what was fed, and its part of the step's loss."""

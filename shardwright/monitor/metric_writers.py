@@ -1,4 +1,4 @@
-"""What becomes of figures besides lines: TensorBoard and W&B, each by its own writer.
+"""Writers of figures besides lines: TensorBoard and W&B, each by its own.
 
     TensorBoard    add_scalar(tag, value, step)
     W&B            run.log({tag: value, …, "step": step}), with "step" as the x-axis of each tag. W&B's own count of
@@ -64,61 +64,61 @@ class _WandB(MetricWriter):
             self._run.finish(exit_code=int(failed))
 
 
-def check_tensorboard(given: Any) -> None:
+def check_tensorboard(setting: Any) -> None:
     """Check the argument ``tensorboard=`` of a monitor.
 
     Raises:
         SettingError: neither a folder nor a writer.
     """
-    if given is not None and not isinstance(given, (str, os.PathLike)) and not hasattr(given, "add_scalar"):
+    if setting is not None and not isinstance(setting, (str, os.PathLike)) and not hasattr(setting, "add_scalar"):
         raise SettingError(
-            f"Monitor(tensorboard={given!r})", legal="a folder, or a SummaryWriter of torch.utils.tensorboard"
+            f"Monitor(tensorboard={setting!r})", legal="a folder, or a SummaryWriter of torch.utils.tensorboard"
         )
 
 
-def check_wandb(given: Any) -> None:
+def check_wandb(setting: Any) -> None:
     """Check the argument ``wandb=`` of a monitor.
 
     Raises:
         SettingError: neither a run, nor arguments for one, nor True.
     """
-    plain = given is None or isinstance(given, (bool, Mapping))
-    if not plain and not (hasattr(given, "log") and hasattr(given, "define_metric")):
+    plain = setting is None or isinstance(setting, (bool, Mapping))
+    if not plain and not (hasattr(setting, "log") and hasattr(setting, "define_metric")):
         raise SettingError(
-            f"Monitor(wandb={given!r})",
+            f"Monitor(wandb={setting!r})",
             legal='True, a dict of arguments of wandb.init such as {"project": "gpt"}, or a run of W&B',
         )
 
 
-def tensorboard_writer(given: str | Path | Any, say: Callable[[str], None]) -> MetricWriter | None:
+def tensorboard_writer(setting: str | Path | Any, say: Callable[[str], None]) -> MetricWriter | None:
     """The writer of a folder, or of a SummaryWriter.
 
     Args:
-        given: one of them.
+        setting: one of them.
         say: takes a line where TensorBoard is not installed; the result is None then.
     """
-    if not isinstance(given, (str, os.PathLike)):
-        return _TensorBoard(given, False)
+    if not isinstance(setting, (str, os.PathLike)):
+        return _TensorBoard(setting, False)
     try:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  TensorBoard may not be installed
     except ImportError:
         say("TensorBoard is not installed (pip install tensorboard): nothing is written for it")
         return None
-    return _TensorBoard(SummaryWriter(str(given)), True)
+    return _TensorBoard(SummaryWriter(str(setting)), True)
 
 
-def wandb_writer(given: bool | Mapping[str, Any] | Any, say: Callable[[str], None]) -> MetricWriter | None:
+def wandb_writer(setting: bool | Mapping[str, Any] | Any, say: Callable[[str], None]) -> MetricWriter | None:
     """The writer of a run of W&B.
 
     Args:
-        given: the run; True: a new one; a dict: a new one with these arguments of ``wandb.init``.
+        setting: the run; True: a new one; a dict: a new one with these arguments of ``wandb.init``.
         say: takes a line where W&B is not installed; the result is None then.
     """
-    if not isinstance(given, (bool, Mapping)):
-        return _WandB(given, False)
+    if not isinstance(setting, (bool, Mapping)):
+        return _WandB(setting, False)
     try:
         import wandb  # noqa: PLC0415  W&B may not be installed
     except ImportError:
         say("W&B is not installed (pip install wandb): nothing is written for it")
         return None
-    return _WandB(wandb.init(**(given if isinstance(given, Mapping) else {})), True)
+    return _WandB(wandb.init(**(setting if isinstance(setting, Mapping) else {})), True)

@@ -154,8 +154,8 @@ class Monitor:
             self._since = now  # the first step included planning, which counts in no rate
         else:
             self._steps += 1
-            for noun, given in (("samples", samples), ("tokens", tokens)):
-                count = self._always[noun] if given is None else given
+            for noun, own in (("samples", samples), ("tokens", tokens)):
+                count = self._always[noun] if own is None else own
                 if count is not None:
                     self._done[noun] = self._done.get(noun, 0.0) + count
             if measured is not None:

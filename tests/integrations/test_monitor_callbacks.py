@@ -106,7 +106,7 @@ def test_the_trainers_callback_writes_lines_of_steps(tmp_path, monkeypatch) -> N
     leave_out = sw.Monitor.leave_out
     monkeypatch.setattr(sw.Monitor, "leave_out", lambda *given: left_out.append(leave_out(*given)))
     writer = OfTensorBoard()
-    monitor = hugging_face.MonitorCallback(every=2, tensorboard=writer, wandb=run, out=out)
+    monitor = hugging_face.HuggingFaceMonitor(every=2, tensorboard=writer, wandb=run, out=out)
     trainer = trained(f"{tmp_path}", hugging_face.Trainer, monitor, eval_strategy="steps", eval_steps=3)
     losses = logged(trainer)
     assert run.of("step") == [1, 3]
@@ -120,7 +120,7 @@ def test_the_trainers_callback_writes_lines_of_steps(tmp_path, monkeypatch) -> N
 
 def test_the_trainers_monitor_is_closed_where_training_raises(tmp_path) -> None:
     writer, out = OfTensorBoard(), io.StringIO()
-    monitor = hugging_face.MonitorCallback(every=1, tensorboard=writer, out=out)
+    monitor = hugging_face.HuggingFaceMonitor(every=1, tensorboard=writer, out=out)
     with pytest.raises(KeyError, match="disk"):
         trained(f"{tmp_path}", hugging_face.Trainer, monitor, Failing(2))
     assert writer.flushed == 1 and len(out.getvalue().splitlines()) == 2
@@ -128,7 +128,7 @@ def test_the_trainers_monitor_is_closed_where_training_raises(tmp_path) -> None:
 
 def test_the_trainer_of_transformers_itself_has_lines_of_rates(tmp_path) -> None:
     out = io.StringIO()
-    trained(f"{tmp_path}", transformers.Trainer, hugging_face.MonitorCallback(every=2, out=out))
+    trained(f"{tmp_path}", transformers.Trainer, hugging_face.HuggingFaceMonitor(every=2, out=out))
     assert len(out.getvalue().splitlines()) == 2 and "steps/s" in out.getvalue() and "loss" not in out.getvalue()
 
 
@@ -168,7 +168,7 @@ def test_lightnings_callback_writes_lines_of_steps(tmp_path, monkeypatch) -> Non
     leave_out = sw.Monitor.leave_out
     monkeypatch.setattr(sw.Monitor, "leave_out", lambda *given: left_out.append(leave_out(*given)))
     writer, task = OfTensorBoard(), Task()
-    monitor = our_lightning.MonitorCallback(every=2, tensorboard=writer, wandb=run, out=out)
+    monitor = our_lightning.LightningMonitor(every=2, tensorboard=writer, wandb=run, out=out)
     fitted(f"{tmp_path}", task, monitor)
     assert len(task.losses) == 8 and run.of("step") == [1, 3]
     assert run.of("loss") == pytest.approx([sum(task.losses[:4]) / 4, sum(task.losses[4:]) / 4])
@@ -180,7 +180,7 @@ def test_lightnings_callback_writes_lines_of_steps(tmp_path, monkeypatch) -> Non
 
 def test_lightnings_monitor_is_closed_where_training_raises(tmp_path) -> None:
     writer, out = OfTensorBoard(), io.StringIO()
-    monitor = our_lightning.MonitorCallback(every=1, tensorboard=writer, out=out)
+    monitor = our_lightning.LightningMonitor(every=1, tensorboard=writer, out=out)
     with pytest.raises(KeyError, match="disk"):
         fitted(f"{tmp_path}", Task(fails_at=5), monitor)
     assert writer.flushed == 1 and len(out.getvalue().splitlines()) == 2

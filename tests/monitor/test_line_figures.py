@@ -36,7 +36,7 @@ def planned(devices: int = 4, **given: Any) -> Any:
 
 
 def ranks_of(device: str = "cpu") -> Any:
-    """As rank 0 of four, without a process group."""
+    """A block in which this process is rank 0 of four, without a process group."""
     return playing(Runtime(True, 4, 0, torch.device(device), watch=False))
 
 

@@ -95,6 +95,16 @@ class RankPosition:
         """A value that changes whenever the rank moves."""
         return self.moves, self.call, self.place
 
+    def come(self) -> None:
+        """Tell `times` that the rank has come to a wait point."""
+        for each in self.times:
+            each.come()
+
+    def leave(self) -> None:
+        """Tell `times` that the rank has left it."""
+        for each in self.times:
+            each.leave()
+
 
 #: The position of this process.
 position = RankPosition()
@@ -112,9 +122,8 @@ class waiting:
         position.place = self.place
         position.moves += 1
         position.back |= self.place.back
-        if not self.place.key:  # else a meeting, of which a step of a run has none
-            for times in position.times:
-                times.come()
+        if position.times and not self.place.key:  # a meeting is not part of a step
+            position.come()
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         try:
@@ -122,9 +131,8 @@ class waiting:
                 explained(error)
         finally:
             position.place = None
-            if not self.place.key:
-                for times in position.times:
-                    times.leave()
+            if position.times and not self.place.key:
+                position.leave()
         if position.passed is not None and not self.place.key:
             position.passed.note(self.place, position.call)
 
@@ -157,8 +165,8 @@ def noted(steps: Sequence[Callable[[Any], Any]], place: WaitPoint) -> tuple[Call
         position.moves += 1
         if back:
             position.back = True
-        for times in position.times:
-            times.come()
+        if position.times:
+            position.come()
         try:
             for step in steps:
                 x = step(x)
@@ -168,8 +176,8 @@ def noted(steps: Sequence[Callable[[Any], Any]], place: WaitPoint) -> tuple[Call
             raise
         finally:
             position.place = None
-            for times in position.times:
-                times.leave()
+            if position.times:
+                position.leave()
             if position.passed is not None:
                 position.passed.note(place, position.call)
 

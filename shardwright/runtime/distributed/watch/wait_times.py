@@ -57,7 +57,7 @@ class MeasuredStep(NamedTuple):
 
 
 class WaitTimes(ABC):
-    """What a rank measures of its steps, one after the other.
+    """Measures the steps of a rank, one after the other.
 
     Attributes:
         every_step: True where a step is measured at so little cost that every one may be.
