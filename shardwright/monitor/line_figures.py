@@ -54,7 +54,8 @@ def plan_of(model: nn.Module | None) -> Any:
 def device_of(model: nn.Module | None) -> torch.device:
     """The device on which this process computes."""
     runtime = current()
-    first = None if runtime.processes or runtime.chosen or model is None else next(model.parameters(), None)
+    decided = runtime.processes or runtime.chosen or not isinstance(model, nn.Module)
+    first = None if decided else next(model.parameters(), None)
     return runtime.device if first is None else first.device
 
 
