@@ -107,14 +107,15 @@ def test_the_trainers_callback_writes_lines_of_steps(tmp_path, monkeypatch) -> N
     monkeypatch.setattr(sw.Monitor, "leave_out", lambda *given: left_out.append(leave_out(*given)))
     writer = OfTensorBoard()
     monitor = hugging_face.HuggingFaceMonitor(every=2, tensorboard=writer, wandb=run, out=out)
-    trainer = trained(f"{tmp_path}", hugging_face.Trainer, monitor, eval_strategy="steps", eval_steps=3)
+    more = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 4}
+    trainer = trained(f"{tmp_path}", hugging_face.Trainer, monitor, **more)
     losses = logged(trainer)
     assert run.of("step") == [1, 3]
     assert run.of("loss") == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2], rel=1e-3)
     assert_figures(run, 8)
     lines = out.getvalue().splitlines()
     assert len(lines) == 2 and all(" tokens/s  " in line and "resident" in line for line in lines)
-    assert len(left_out) == len(logged(trainer, "eval_loss")) > 0, "evaluations are no training"
+    assert len(left_out) == len(logged(trainer, "eval_loss")) + 1 > 1, "evaluations and the checkpoint are no training"
     assert writer.flushed == 1
 
 

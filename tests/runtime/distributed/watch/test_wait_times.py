@@ -51,7 +51,9 @@ def test_meetings_count_as_no_communication(clock) -> None:
     times.begin()
     with waiting(WaitPoint("the start of a program", key="start")):
         took(clock, 5.0)
-    assert times.end().read() == StepTimes(5.0, 0.0, 0)
+    with waiting(PLACE):
+        took(clock, 2.0)
+    assert times.end().read() == StepTimes(5.0, 2.0, 1)
 
 
 def test_a_wait_point_inside_of_another_counts_once(clock) -> None:
