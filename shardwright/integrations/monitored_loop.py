@@ -1,8 +1,11 @@
 """A `Monitor` that another library's training loop drives; what the callbacks for these loops have in common.
 
-loss        of a step: the sum of its micro-batches' losses, which the libraries divide by their number
-samples     rows of ``input_ids``, or else of the first tensor of a batch; tokens: elements of ``input_ids``, padding
-            too. Where each process is fed its own part of a batch, those of rank 0 times the number of processes
+    loss        of a step: the sum of its micro-batches' losses, which the libraries divide by their number
+    samples     rows of ``input_ids``, or else of the first tensor of a batch
+    tokens      elements of ``input_ids``, padding too
+
+Where each process is fed its own part of a batch, samples and tokens are those of rank 0 times the number of processes.
+A step ends when the library's count of steps grows.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ __all__ = ["MonitoredLoop"]
 
 
 class MonitoredLoop:
-    """Drives a `Monitor` from the calls of a library.
+    """A `Monitor`, driven by the calls of a library.
 
     Args:
         every, tensorboard, wandb, out: see `Monitor`.

@@ -54,9 +54,9 @@ def plan_of(model: nn.Module | None) -> Any:
 def device_of(model: nn.Module | None) -> torch.device:
     """The device on which this process computes."""
     runtime = current()
-    decided = runtime.processes or runtime.chosen or not isinstance(model, nn.Module)
-    first = None if decided else next(model.parameters(), None)
-    return runtime.device if first is None else first.device
+    if runtime.processes or runtime.chosen or not isinstance(model, nn.Module):
+        return runtime.device
+    return next((parameter.device for parameter in model.parameters()), runtime.device)
 
 
 class PlanWork:
