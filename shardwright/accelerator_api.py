@@ -25,6 +25,7 @@ __all__ = [
     "module_of",
     "moved",
     "on_host_soon",
+    "peak_allocated",
     "random_state",
     "random_states",
     "set_random_states",
@@ -66,9 +67,10 @@ def _made(device: torch.device, name: str, /, *args: Any, **kwargs: Any) -> Any:
     return None if found is None else found(*args, **kwargs)
 
 
-def event(device: torch.device) -> Any:
-    """A new event of an accelerator: ``record``, ``query``, ``synchronize``. None where there is none."""
-    return _made(device, "Event")
+def event(device: torch.device, timed: bool = False) -> Any:
+    """A new event of an accelerator: ``record``, ``query``, ``synchronize``, and ``elapsed_time`` of one that is
+    timed. None where there is none."""
+    return _made(device, "Event", enable_timing=True) if timed else _made(device, "Event")
 
 
 def side_stream(device: torch.device) -> Any:
@@ -151,6 +153,17 @@ def set_random_states(states: dict[str, Any]) -> None:
 def sum_type(device: torch.device) -> torch.dtype:
     """The widest floating type in which the device itself adds."""
     return torch.float64 if device.type in _FLOAT64 else torch.float32
+
+
+def peak_allocated(device: torch.device) -> int | None:
+    """The most bytes of an accelerator's memory that torch has given out since the last call of this function, or
+    since torch's own count began; None where torch does not count.
+
+    The count of torch (``torch.cuda.max_memory_allocated``) begins again.
+    """
+    found = _made(device, "max_memory_allocated", device)
+    _made(device, "reset_peak_memory_stats", device)
+    return None if found is None else int(found)
 
 
 def total_memory(device: torch.device) -> int:

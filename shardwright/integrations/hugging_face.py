@@ -25,11 +25,43 @@ from ..checkpoint.save import save_checkpoint
 from ..errors import CheckpointError, SettingError
 from ..parallel.auto_parallel import AutoParallel
 from .accelerate import Accelerator
+from .monitored_loop import MonitoredLoop
 
-__all__ = ["Accelerator", "Seq2SeqTrainer", "Trainer", "TrainerMixin"]
+__all__ = ["Accelerator", "HuggingFaceMonitor", "Seq2SeqTrainer", "Trainer", "TrainerMixin"]
 
 #: Folder in a Trainer's checkpoint with the state a run resumes from, and the file of the schedule beside it.
 _PARTS, _SCHEDULE = "shardwright", "scheduler.pt"
+
+
+class HuggingFaceMonitor(MonitoredLoop, transformers.TrainerCallback):
+    """A callback that drives a `shardwright.Monitor`: ``Trainer(model=…, callbacks=[HuggingFaceMonitor(every=10)])``.
+
+    Lines have the loss of a step, its samples and its tokens (elements of ``input_ids``), beside what a monitor
+    measures itself. Evaluations and checkpoints are left out of rates. The monitor is closed at the end, and where
+    training raises. The Trainer of transformers itself tells its callbacks no loss and no batch: its lines lack them.
+
+    Args:
+        every, tensorboard, wandb, out: see `shardwright.Monitor`.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._begin(model, args.world_size, state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._done(state.global_step)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._leave_out()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._leave_out()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._close()
+
+    def training_failed(self) -> None:
+        """Close the monitor: training has raised."""
+        self._close(failed=True)
 
 
 if TYPE_CHECKING:
@@ -118,6 +150,27 @@ class TrainerMixin(_Trainer):
         ):
             inputs, num_items_in_batch = {**inputs, "num_items_in_batch": num_items_in_batch}, None
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+
+    # -- monitors --
+
+    def _monitors(self) -> list[HuggingFaceMonitor]:
+        return [found for found in self.callback_handler.callbacks if isinstance(found, HuggingFaceMonitor)]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as `transformers.Trainer` does; monitors are closed where it raises."""
+        try:
+            return super().train(*args, **kwargs)
+        except BaseException:
+            for monitor in self._monitors():
+                monitor.training_failed()
+            raise
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Do a step of `transformers.Trainer`; monitors note the batch and its loss."""
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        for monitor in self._monitors():
+            monitor.note(inputs, loss)
+        return loss
 
     # -- checkpoints --
 

@@ -17,10 +17,12 @@ tensors of the model and the optimizer, and load on any number of devices.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -31,8 +33,49 @@ from ..parallel.auto_parallel import AutoParallel
 from ..process import init
 from ..torch_private import pytree
 from .feeding import check_feeding
+from .monitored_loop import MonitoredLoop
 
-__all__ = ["ShardwrightStrategy"]
+__all__ = ["LightningMonitor", "ShardwrightStrategy"]
+
+
+def _parallel_models(module: nn.Module) -> list[AutoParallel]:
+    """The parallel models of a module, without those inside of others."""
+    found = [m for m in module.modules() if isinstance(m, AutoParallel)]
+    inside = {id(sub) for m in found for sub in m.net.modules()}
+    return [m for m in found if id(m) not in inside]
+
+
+class LightningMonitor(MonitoredLoop, Callback):
+    """A callback that drives a `shardwright.Monitor`: ``Trainer(…, callbacks=[LightningMonitor(every=10)])``.
+
+    Lines have the loss that ``training_step`` returns, the samples of a batch (rows of ``input_ids``, or of its first
+    tensor) and its tokens (elements of ``input_ids``), beside what a monitor measures itself, of the first parallel
+    model of the module. Validations are left out of rates. The monitor is closed at the end, and where training raises.
+
+    Args:
+        every, tensorboard, wandb, out: see `shardwright.Monitor`.
+    """
+
+    _validation = 0.0  # the time at which it began
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._begin(next(iter(_parallel_models(pl_module)), None), trainer.world_size, trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note(batch, outputs.get("loss") if isinstance(outputs, Mapping) else outputs)
+        self._done(trainer.global_step)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._validation = time.perf_counter()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._leave_out(self._validation)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._close(failed=True)
 
 
 class ShardwrightStrategy(DDPStrategy):
@@ -53,9 +96,7 @@ class ShardwrightStrategy(DDPStrategy):
 
     @property
     def _models(self) -> list[AutoParallel]:
-        found = [m for m in self.lightning_module.modules() if isinstance(m, AutoParallel)]
-        inside = {id(sub) for m in found for sub in m.net.modules()}
-        return [m for m in found if id(m) not in inside]
+        return _parallel_models(self.lightning_module)
 
     def setup(self, trainer: Any) -> None:
         self._check(trainer)

@@ -137,6 +137,19 @@ def test_the_trainers_checkpoints_load_again(ours: list[dict[str, Any]], folder:
             assert "integration_runs.py:" in result[what]
 
 
+@pytest.mark.parametrize(("library", "rows"), [("trainer", 3.6), ("lightning", 16.0)])
+def test_monitors_write_lines_of_rank_0(ours: list[dict[str, Any]], library: str, rows: float) -> None:
+    """Trainer feeds whole batches of 4 rows, the last of each epoch of 2; Lightning halves of 8 rows, twice a step."""
+    lines, silent = (rank[library]["lines"] for rank in ours)
+    assert silent == [] and [line.split("  ")[0] for line in lines] == ["step 9", "step 19"]
+    for line in lines:
+        rates = {noun: float(number.replace(",", "")) for number, noun in re.findall(r"([\d,.]+) (\w+)/s", line)}
+        assert rates["samples"] / rates["steps"] == pytest.approx(rows, rel=0.05)
+        assert ("tokens" in rates) == (library == "trainer")
+        assert " loss " in line and " computation  " in line and " exposed communication  " in line
+        assert " of the peak of h100x8, which is assumed" in line and " resident" in line
+
+
 def test_a_schedule_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     net = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -171,6 +172,13 @@ def run(title: str, **given: Any) -> dict[str, Any]:
     return names
 
 
+def monitored() -> list[str]:
+    """The lines that monitors have printed so far; those of the last run of a page's code alone."""
+    told = sys.stdout.getvalue()
+    sys.stdout.seek(0), sys.stdout.truncate()
+    return [line for line in told.splitlines() if line.startswith("step ")]
+
+
 def error_of(body: Callable[[], Any]) -> str:
     try:
         body()
@@ -191,7 +199,7 @@ def the_trainer(rank: int, folder: str, accumulation: int = 1, **more: Any) -> d
         folder=f"{folder}/saved",
         settings=settings(f"{folder}/run", 4, ddp_backend="gloo", gradient_accumulation_steps=accumulation, **more),
     )
-    model, trainer = made["model"], made["trainer"]
+    model, trainer, lines = made["model"], made["trainer"], monitored()
     again = hugging_face.Trainer(
         model=sw.AutoParallel(gpt2()).dataset_strategy("full_batch"),
         train_dataset=Rows(18),
@@ -204,6 +212,7 @@ def the_trainer(rank: int, folder: str, accumulation: int = 1, **more: Any) -> d
     net = made["net"]
     return {
         "losses": logged(trainer),
+        "lines": lines,
         "evaluated": logged(trainer, "eval_loss"),
         "weights": weights(model),
         "resumed": logged(again),
@@ -263,7 +272,7 @@ def with_lightning(rank: int, folder: str) -> dict[str, Any]:
     made = run(
         "Lightning", net=cut_perceptron(), loader=by_halves(8, STEPS, rank), folder=folder, settings=lightnings(folder)
     )
-    task = type(made["task"])
+    task, lines = type(made["task"]), monitored()
     made |= {"net": perceptron()}
     later = made["Task"].__init__.__globals__
     first, later["net"], later["losses"] = made["losses"], perceptron(), []
@@ -294,6 +303,7 @@ def with_lightning(rank: int, folder: str) -> dict[str, Any]:
 
     return {
         "losses": first,
+        "lines": lines,
         "weights": weights(made["task"].model),
         "again": later["losses"],
         "again weights": weights(again.model),

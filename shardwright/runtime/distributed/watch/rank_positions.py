@@ -76,9 +76,10 @@ class RankPosition:
         passed: the wait points that the host has left and the device may not have; None without an accelerator.
         explain: the error of a failed collective -> the reason, or None where there is no better one; None: nobody
             knows more.
+        times: what measures the time at wait points (`wait_times.WaitTimes`); most often empty.
     """
 
-    __slots__ = ("back", "call", "explain", "moves", "passed", "place", "program")
+    __slots__ = ("back", "call", "explain", "moves", "passed", "place", "program", "times")
 
     def __init__(self) -> None:
         self.place: WaitPoint | None = None
@@ -87,11 +88,22 @@ class RankPosition:
         self.program = ""
         self.passed: PassedPlaces | None = None
         self.explain: Callable[[Exception], Exception | None] | None = None
+        self.times: tuple[Any, ...] = ()
 
     @property
     def now(self) -> tuple[int, int, WaitPoint | None]:
         """A value that changes whenever the rank moves."""
         return self.moves, self.call, self.place
+
+    def come(self) -> None:
+        """Tell `times` that the rank has come to a wait point."""
+        for each in self.times:
+            each.come()
+
+    def leave(self) -> None:
+        """Tell `times` that the rank has left it."""
+        for each in self.times:
+            each.leave()
 
 
 #: The position of this process.
@@ -110,6 +122,8 @@ class waiting:
         position.place = self.place
         position.moves += 1
         position.back |= self.place.back
+        if position.times and not self.place.key:  # a meeting is not part of a step
+            position.come()
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         try:
@@ -117,6 +131,8 @@ class waiting:
                 explained(error)
         finally:
             position.place = None
+            if position.times and not self.place.key:
+                position.leave()
         if position.passed is not None and not self.place.key:
             position.passed.note(self.place, position.call)
 
@@ -149,6 +165,8 @@ def noted(steps: Sequence[Callable[[Any], Any]], place: WaitPoint) -> tuple[Call
         position.moves += 1
         if back:
             position.back = True
+        if position.times:
+            position.come()
         try:
             for step in steps:
                 x = step(x)
@@ -158,6 +176,8 @@ def noted(steps: Sequence[Callable[[Any], Any]], place: WaitPoint) -> tuple[Call
             raise
         finally:
             position.place = None
+            if position.times:
+                position.leave()
             if position.passed is not None:
                 position.passed.note(place, position.call)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-import sys
-import types
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,8 @@ from small_networks import D, draw, labels
 from torch import nn
 
 import shardwright as sw
-from shardwright import monitor as room, process as runtime_init
+from shardwright import process as runtime_init
+from shardwright.monitor import line_figures, step_monitor as room
 
 
 class Clock:
@@ -27,6 +26,12 @@ class Clock:
     def __call__(self) -> float:
         self.now += self.seconds
         return self.now
+
+
+@pytest.fixture(autouse=True)
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines without the memory of this process, which differs from run to run."""
+    monkeypatch.setattr(room, "memory_figures", lambda device, plan: [])
 
 
 def written(out: io.StringIO) -> list[str]:
@@ -128,51 +133,44 @@ def test_a_loss_is_not_waited_for(monkeypatch) -> None:
     assert [text.split("  ")[0] for text in written(out)] == ["step 1", "step 3", "step 5"]
 
 
-class Writer:
-    """The part of TensorBoard's writer that is used."""
-
-    made: ClassVar[list[Writer]] = []
-
-    def __init__(self, folder: str) -> None:
-        self.folder, self.scalars, self.closed = folder, [], False
-        Writer.made.append(self)
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.scalars.append((name, value, step))
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_tensorboard_gets_what_the_lines_say(monkeypatch, tmp_path) -> None:
+def test_a_step_may_have_numbers_of_its_own(monkeypatch) -> None:
+    """Samples and tokens are those of the steps since the last line; the first step counts in no rate."""
     Clock(monkeypatch, 0.5)
-    module = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = Writer
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    with sw.Monitor(every=2, tensorboard=tmp_path, out=io.StringIO()) as monitor:
-        monitor.step(1.0), monitor.step(3.0, lr=0.1)
-    writer = Writer.made[-1]
-    assert writer.folder == str(tmp_path) and writer.closed
-    assert writer.scalars == [("loss", 2.0, 1), ("lr", 0.1, 1), ("throughput/steps_per_s", 2.0, 1)]
-
-
-def test_tensorboard_reads_it(tmp_path) -> None:
-    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with sw.Monitor(every=2, tensorboard=tmp_path, out=io.StringIO()) as monitor:
-        for loss in (1.0, 3.0, 5.0, 7.0):
-            monitor.step(torch.tensor(loss), lr=0.1)
-    found = reading.EventAccumulator(str(tmp_path))
-    found.Reload()
-    assert sorted(found.Tags()["scalars"]) == ["loss", "lr", "throughput/steps_per_s"]
-    assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 2.0), (3, 6.0)]
-
-
-def test_without_tensorboard_a_line_says_so(monkeypatch, tmp_path) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     out = io.StringIO()
-    with sw.Monitor(every=1, tensorboard=tmp_path, out=out) as monitor:
+    with sw.Monitor(every=3, samples=4, out=out) as monitor:
+        for tokens in (1000, 10, 20, 30, 40, 50):
+            monitor.step(tokens=tokens)
+    assert written(out) == [
+        "step 2  2 steps/s  8 samples/s  30 tokens/s",
+        "step 5  2 steps/s  8 samples/s  80 tokens/s",
+    ]
+
+
+def test_what_is_no_training_is_left_out_of_rates(monkeypatch) -> None:
+    clock = Clock(monkeypatch, 1.0)
+    out = io.StringIO()
+    monitor = sw.Monitor(every=4, out=out)
+    monitor.leave_out()  # nothing has begun
+    monitor.step(), monitor.step()
+    clock.now += 500.0
+    monitor.leave_out()
+    clock.now += 500.0
+    monitor.leave_out()
+    monitor.step()
+    began = clock()
+    clock.now += 500.0
+    monitor.leave_out(began)
+    monitor.step()
+    assert clock.now < 2100.0
+    assert written(out) == ["step 3  0.75 steps/s"]  # 3 steps in 4 s, one of them for this test's own question
+
+
+def test_the_most_memory_is_on_the_line() -> None:
+    room.memory_figures = line_figures.memory_figures  # undone by the fixture
+    out = io.StringIO()
+    with sw.Monitor(every=1, out=out) as monitor:
         monitor.step(1.0)
-    assert written(out)[0].startswith("TensorBoard is not installed") and re.match("step 0  loss 1", written(out)[1])
+    assert re.fullmatch(r"step 0  loss 1  peak [\d.]+ [MG]iB resident", written(out)[0])
 
 
 @pytest.mark.parametrize("every", [0, 1.5, True])

@@ -1,0 +1,187 @@
+"""Callbacks that drive a monitor, in one process: what each line is made of, and the end where training raises. On two
+processes `test_integrations` runs them, by the code of the page."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+lightning = pytest.importorskip("lightning")
+pytest.importorskip("peft")
+
+from integration_runs import Rows, gpt2, lightnings, logged, settings
+
+import shardwright as sw
+from shardwright.integrations import hugging_face, lightning as our_lightning
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.long]
+
+
+class Run:
+    """A run of W&B, to which exact figures go."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, Any]] = []
+
+    def define_metric(self, name: str, step_metric: str) -> None: ...
+
+    def log(self, data: dict[str, Any]) -> None:
+        self.logged.append(data)
+
+    def of(self, tag: str) -> list[Any]:
+        return [line[tag] for line in self.logged]
+
+
+class OfTensorBoard:
+    """A user's writer, which a monitor brings to disk when it is closed."""
+
+    flushed = 0
+
+    def add_scalar(self, *given: Any) -> None: ...
+
+    def flush(self) -> None:
+        self.flushed += 1
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    from accelerate.state import AcceleratorState, GradientState
+
+    def fresh() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    fresh()
+    sw.init(devices=2)
+    yield
+    fresh()
+
+
+def assert_figures(run: Run, rows: int) -> None:
+    """Rows of 8 tokens."""
+    for line in run.logged:
+        steps = line["throughput/steps_per_s"]
+        assert line["throughput/samples_per_s"] == pytest.approx(rows * steps)
+        assert line["throughput/tokens_per_s"] == pytest.approx(8 * rows * steps)
+        assert line["throughput/TFLOP_per_s"] > 0
+
+
+# -- Trainer of transformers -------------------------------------------------------------------------------------------
+
+
+class Failing(transformers.TrainerCallback):
+    """Raises at the end of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyError("the disk is full")
+
+
+def trained(folder: str, kind: type, *callbacks: Any, **more: Any) -> Any:
+    given = settings(folder, 4, max_steps=4, save_strategy="no", gradient_accumulation_steps=2) | more
+    trainer = kind(
+        model=sw.AutoParallel(gpt2()).dataset_strategy("full_batch") if kind is hugging_face.Trainer else gpt2(),
+        train_dataset=Rows(32),
+        eval_dataset=Rows(4),
+        args=transformers.TrainingArguments(**given),
+        callbacks=list(callbacks),
+    )
+    trainer.train()
+    return trainer
+
+
+def test_the_trainers_callback_writes_lines_of_steps(tmp_path, monkeypatch) -> None:
+    out, run, left_out = io.StringIO(), Run(), []
+    leave_out = sw.Monitor.leave_out
+    monkeypatch.setattr(sw.Monitor, "leave_out", lambda *given: left_out.append(leave_out(*given)))
+    writer = OfTensorBoard()
+    monitor = hugging_face.HuggingFaceMonitor(every=2, tensorboard=writer, wandb=run, out=out)
+    more = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 4}
+    trainer = trained(f"{tmp_path}", hugging_face.Trainer, monitor, **more)
+    losses = logged(trainer)
+    assert run.of("step") == [1, 3]
+    assert run.of("loss") == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2], rel=1e-3)
+    assert_figures(run, 8)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2 and all(" tokens/s  " in line and "resident" in line for line in lines)
+    assert len(left_out) == len(logged(trainer, "eval_loss")) + 1 > 1, "evaluations and the checkpoint are no training"
+    assert writer.flushed == 1
+
+
+def test_the_trainers_monitor_is_closed_where_training_raises(tmp_path) -> None:
+    writer, out = OfTensorBoard(), io.StringIO()
+    monitor = hugging_face.HuggingFaceMonitor(every=1, tensorboard=writer, out=out)
+    with pytest.raises(KeyError, match="disk"):
+        trained(f"{tmp_path}", hugging_face.Trainer, monitor, Failing(2))
+    assert writer.flushed == 1 and len(out.getvalue().splitlines()) == 2
+
+
+def test_the_trainer_of_transformers_itself_has_lines_of_rates(tmp_path) -> None:
+    out = io.StringIO()
+    trained(f"{tmp_path}", transformers.Trainer, hugging_face.HuggingFaceMonitor(every=2, out=out))
+    assert len(out.getvalue().splitlines()) == 2 and "steps/s" in out.getvalue() and "loss" not in out.getvalue()
+
+
+# -- Lightning ---------------------------------------------------------------------------------------------------------
+
+
+class Task(lightning.LightningModule):
+    """Trains on rows of tokens."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        super().__init__()
+        self.model = sw.AutoParallel(gpt2()).dataset_strategy("full_batch")
+        self.losses: list[float] = []
+        self.fails_at = fails_at
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        if index == self.fails_at:
+            raise KeyError("the disk is full")
+        loss = self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.model.parameters(), 1e-2)
+
+
+def fitted(folder: str, task: Task, *callbacks: Any) -> None:
+    loader = torch.utils.data.DataLoader(Rows(32), 4)
+    given = lightnings(folder) | {"max_steps": 4, "val_check_interval": 3, "check_val_every_n_epoch": None}
+    lightning.Trainer(devices=1, callbacks=list(callbacks), **given).fit(task, loader, loader)
+
+
+def test_lightnings_callback_writes_lines_of_steps(tmp_path, monkeypatch) -> None:
+    out, run, left_out = io.StringIO(), Run(), []
+    leave_out = sw.Monitor.leave_out
+    monkeypatch.setattr(sw.Monitor, "leave_out", lambda *given: left_out.append(leave_out(*given)))
+    writer, task = OfTensorBoard(), Task()
+    monitor = our_lightning.LightningMonitor(every=2, tensorboard=writer, wandb=run, out=out)
+    fitted(f"{tmp_path}", task, monitor)
+    assert len(task.losses) == 8 and run.of("step") == [1, 3]
+    assert run.of("loss") == pytest.approx([sum(task.losses[:4]) / 4, sum(task.losses[4:]) / 4])
+    assert_figures(run, 8)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2 and all(" tokens/s  " in line and "resident" in line for line in lines)
+    assert left_out and writer.flushed == 1
+
+
+def test_lightnings_monitor_is_closed_where_training_raises(tmp_path) -> None:
+    writer, out = OfTensorBoard(), io.StringIO()
+    monitor = our_lightning.LightningMonitor(every=1, tensorboard=writer, out=out)
+    with pytest.raises(KeyError, match="disk"):
+        fitted(f"{tmp_path}", Task(fails_at=5), monitor)
+    assert writer.flushed == 1 and len(out.getvalue().splitlines()) == 2
