@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +84,23 @@ def test_an_optimizer_steps_once_its_state_is_copied(tmp_path: Path, gate: threa
 
 
 def test_a_step_waits_for_a_copy_that_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opens, versions = threading.Event(), copies._versions
+    begun, opens, versions = threading.Event(), threading.Event(), copies._versions
 
     def slow(tensors: Any) -> Any:
         if threading.current_thread().name == "checkpoint of step 1":
-            opens.wait(30)
+            begun.set()
+            opens.wait(600)
         return versions(tensors)
 
     monkeypatch.setattr(copies, "_versions", slow)
     model, optimizer = trained()
     before = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in model.named_parameters()}
     held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, asynchronous=True)
+    assert begun.wait(60)
     stepping = threading.Thread(target=train, args=(model, optimizer, 1, 2))
     stepping.start()
+    while stepping.is_alive() and not any(p.grad is not None for p in model.parameters()):
+        time.sleep(0.01)
     stepping.join(0.5)
     assert stepping.is_alive() and any(p.grad is not None for p in model.parameters()), (
         "the step waits, its backward does not"

@@ -34,8 +34,12 @@ def test_a_process_without_an_answer_is_killed(tmp_path: Path) -> None:
         (tmp_path / "pid").write_text(str(os.getpid()))
         time.sleep(60)
 
-    answers = in_children([os.getpid, sleep], 0.5)
-    assert answers[1] == ForkedAnswer(error="no answer within 0.5 s") and isinstance(answers[0].value, int)
+    for seconds in (0.5, 5.0, 50.0):  # a busy machine may need more of them to begin
+        answers = in_children([os.getpid, sleep], seconds)
+        assert answers[1] == ForkedAnswer(error=f"no answer within {seconds:g} s")
+        if (tmp_path / "pid").exists():
+            break
+    assert isinstance(answers[0].value, int)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 

@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,14 @@ dynamic_programming.solve = lambda problem: time.sleep(120)
 def ctrl_c(*_: Any, **__: Any) -> Any:
     """A real SIGINT, at the place of a function."""
     signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """SIGINT raises, in a process too that a shell has started in the background, where SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
