@@ -220,8 +220,8 @@ class RangeNames:
         return f"redistribute: {self.value(instruction)} {source} -> {target} by {steps}"
 
     def value(self, instruction: Redistribute | GlobalExtreme) -> str:
-        """The value that a redistribution moves: ``the result of layers.3.mlp.relu``, or the name of a parameter, a buffer or an
-        input."""
+        """The value that a redistribution moves: ``the result of layers.3.mlp.relu``, or the name of a parameter, a
+        buffer or an input."""
         name = instruction.source.value.name
         producer = instruction.producer if isinstance(instruction, Redistribute) else instruction.operator
         return f"the result of {self.operator(producer)}" if producer in self.paths else name
