@@ -95,8 +95,8 @@ def measured_table(title: str, operators: Sequence[OperatorSeconds]) -> Table:
         title: of the first column.
         operators: or other things that take time.
     """
-    columns = ("forward", "backward", "promised forward", "promised backward", "ratio")
-    made = table(title, *columns, right=columns, wraps=(title, *columns[2:4]))
+    columns = ("forward", "backward", "promised\nforward", "promised\nbackward", "ratio")
+    made = table(title, *columns, right=columns, wraps=(title,))
     ordered = sorted(operators, key=lambda o: -o.seconds)
     for o in ordered[:SHOWN]:
         seconds = (o.forward, o.backward, o.promised_forward, o.promised_backward)

@@ -339,7 +339,7 @@ class _Promises:
         labels = _rows(sending, promised)
         communication = _folded(o for o in labels if o.seconds)
         if absent := [o for o in labels if not o.seconds and o.promised]:
-            communication += (together(f"{len(absent)} that the trace has not", absent),)
+            communication += (together(f"{len(absent)} that the trace does not have", absent),)
         exposed = [
             math.fsum(one[1].values()) if step.exposed is None else step.exposed
             for step, one in zip(steps, each, strict=True)
