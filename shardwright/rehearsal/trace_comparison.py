@@ -167,6 +167,11 @@ def compare_trace(
     elif others:
         left = len(read.steps) - len(steps)
         notes.append(f"{left} step{'s' * (left > 1)} of other plans ({', '.join(others)}) left out")
+    trained = [step for step in steps if any(text.endswith(BACKWARD) for text in step.seconds)]
+    if trained and len(trained) < len(steps):
+        left = len(steps) - len(trained)
+        notes.append(f"{left} step{'s' * (left > 1)} without a backward left out")
+        steps = trained
     first = steps[0]
     if first.devices != plan.devices:
         raise PlanError(

@@ -209,7 +209,7 @@ def _count_device(
             continue
         if "correlation" in arguments:
             launches[arguments["correlation"]] = e
-        elif e.get("cat") == "cpu_op" and "External id" in arguments:
+        elif "External id" in arguments:  # an operator, or a range
             operators[arguments["External id"]] = e
     starts = [step.start for step in steps]
     work: dict[int, tuple[list[tuple[float, float]], list[tuple[float, float]]]] = {}

@@ -177,6 +177,10 @@ def test_a_plan_with_the_same_names_is_noted(local: Path, tmp_path: Path) -> Non
     mixed = [*events(local / "trace.json"), dict(other[0], name="sw::step 2 ranks in one process, plan 0123", ts=9e15)]
     made = compare_trace(plan, written(tmp_path / "mixed.json", mixed))
     assert made.steps == 3 and made.notes[0] == "1 step of other plans (0123) left out"
+    last = max(e["ts"] for e in mixed if e["name"].startswith("sw::step") and plan.fingerprint in e["name"])
+    ended = [e for e in events(local / "trace.json") if e["ts"] <= last or not e["name"].endswith("backward")]
+    made = compare_trace(plan, written(tmp_path / "ended.json", ended))
+    assert made.steps == 2 and made.notes[0] == "1 step without a backward left out"
 
 
 # -- a GPU -------------------------------------------------------------------------------------------------------------

@@ -153,6 +153,18 @@ def test_without_a_profiler_nothing_is_named(local: None, monkeypatch: pytest.Mo
         model(*batch()).backward()
 
 
+@pytest.mark.skipif(not torch.profiler.itt.is_available(), reason="a build of torch without ITT")
+def test_other_profilers_have_the_names(local: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VTune by ``emit_itt``, which torch does as ``emit_nvtx`` for nsys: ranges of record_function are handed on."""
+    model, texts = wrapped(""), list[str]()
+    model(*batch()).backward()
+    made = profile_ranges.record_function
+    monkeypatch.setattr(profile_ranges, "record_function", lambda text: texts.append(text) or made(text))
+    with torch.autograd.profiler.emit_itt():
+        model(*batch()).backward()
+    assert {"sw::head linear", "sw::head linear backward"} < set(texts)
+
+
 def test_a_profile_changes_no_number(local: None) -> None:
     net = Blocks().double()
     model = wrapped("searched recompute", net)
