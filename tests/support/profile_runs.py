@@ -12,6 +12,13 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.runtime.distributed.process_groups import ProcessGroups
 
+#: The names of the operators of `Blocks`.
+OPERATORS = [
+    *(f"layers.{i}.{name}" for i in (0, 1) for name in ("up linear", "relu", "down linear", "add")),
+    "head linear",
+    "cross_entropy_loss",
+]
+
 PIPELINE = {"stages": 2, "micro_batches": 2, "stage_config": {"layers.0": 0, "layers.1": 1, "head": 1}}
 
 
@@ -100,6 +107,11 @@ def on_ranks(rank: int, world: int, folder: Path, kinds: tuple[str, ...]) -> Non
             model.plan.save(folder / f"{kind}.plan.json")
 
 
+def written(path: Path, each: list[dict[str, Any]], **more: Any) -> Path:
+    path.write_text(json.dumps({"schemaVersion": 1, "deviceProperties": [], **more, "traceEvents": each}))
+    return path
+
+
 def events(path: Path) -> list[dict[str, Any]]:
     return [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
 
@@ -134,3 +146,10 @@ def linked_by_autograd(path: Path) -> list[tuple[str, str, str]]:
         for e in each
         if e["args"]["Fwd thread id"] and "AccumulateGrad" not in e["name"] and e["args"]["Sequence number"] in made
     ]
+
+
+def check_backward(path: Path) -> None:
+    """Each function of autograd runs in the range that belongs to the range of its operator."""
+    links = linked_by_autograd(path)
+    assert len([link for link in links if link[1]]) > 10
+    assert [link for link in links if link[2] != (f"{link[1]} backward" if link[1] else "")] == []
