@@ -1,4 +1,4 @@
-"""Profiles of two ranks: names of operators, redistributions, buckets and stages, and their seconds beside the plans'."""
+"""Profiles of two ranks: names of operators, redistributions, buckets and stages, and seconds beside the plans'."""
 
 from __future__ import annotations
 
@@ -103,7 +103,6 @@ def test_traces_of_ranks(kind: str, folder: Path) -> None:
     if kind != "pipeline":  # where the counts of targets are no operators of the plan
         assert 2 * counted == pytest.approx(ours(path), rel=1e-6)
         assert totals["computing"].promised == pytest.approx(plan.price.compute, rel=1e-6)
-        # The casts and copies of redistributions count as computing in the one, and not in the other.
         assert totals["communication"].promised == pytest.approx(plan.price.communication, rel=1e-6)
         assert made.promised_step == plan.cost
     else:
