@@ -597,8 +597,8 @@ class PipelineProgram:
         trains = torch.is_grad_enabled() and (self.loss is not None or self.why is not None)
         if trains:
             self.check()
-        step = PipelineStep(self, tensors, trains)
         with step_range(self.plan, self.held):
+            step = PipelineStep(self, tensors, trains)
             results = self.link.finish(step.run())
         if trains:
             assert self.loss is not None  # `check` has refused all others

@@ -6,7 +6,8 @@ import math
 from pathlib import Path
 
 import pytest
-from profile_runs import OPERATORS, check_backward, events, on_ranks, ranges, written
+from collective_log import rank_of_eight
+from profile_runs import OPERATORS, check_backward, events, on_ranks, profiled, ranges, wrapped, written
 from ranks import run_ranks
 
 import shardwright as sw
@@ -122,6 +123,19 @@ def test_a_bucket_has_what_its_members_are_promised(folder: Path) -> None:
     gather = rows["bucket 1: all_gather of the weights of layers.1.up.weight to layers.1.down.bias (4)"]
     assert gather.forward > 0 == gather.backward and gather.promised_forward > 0 == gather.promised_backward
     assert rows["bucket 4: all_gather of the weights of head.weight, again"].promised_backward > 0
+
+
+def test_weights_that_a_pipeline_gathers(tmp_path: Path) -> None:
+    """Once a step, before the first micro-batch; their gradients are scattered after the last."""
+    with rank_of_eight(rank=3, world=4):
+        model = wrapped("pipeline level1")
+        path = profiled(model, tmp_path / "trace.json", steps=1)
+        found = ranges(path)
+        assert found.count("gather: head.weight") == found.count("scatter: the gradient of head.weight") == 1
+        made = compare_trace(model.plan, path)
+    rows = {o.operator: o for o in made.communication}
+    row = rows["head.weight [2@1, -] -> [-, -] by all_gather(2@1)"]
+    assert made.rank == 3 and min(row.forward, row.backward, row.promised_forward, row.promised_backward) > 0
 
 
 def test_another_rank_is_an_error(folder: Path, tmp_path: Path) -> None:
