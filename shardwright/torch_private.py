@@ -4,8 +4,7 @@ A private name may be missing from a version of torch. An import from this modul
 name is then a stand-in, whose use (a call, an attribute, an object of a class that inherits from it) raises
 `TorchVersionError` with the version and the feature. Functions raise the same error when they are called.
 
-Example: ``from .torch_private import FakeTensorMode`` never fails; ``FakeTensorMode()`` is a `TorchVersionError` where
-torch has no fake tensors.
+Example: the import of ``FakeTensorMode`` never fails; ``FakeTensorMode()`` does where torch has no fake tensors.
 """
 
 from __future__ import annotations
@@ -69,6 +68,7 @@ _NAMES = {
     "transforms": ("torch._C._functorch.get_interpreter_stack", "torch.func around a parallel model"),
     "unscale_": ("torch._amp_foreach_non_finite_check_and_unscale_", "torch.amp.GradScaler"),
     "mark_static_address": ("torch._dynamo.mark_static_address", "CUDA graphs of compiled programs"),
+    "profiler_enabled": ("torch.autograd._profiler_enabled", "names in a profile"),
     "make_fx": ("torch.fx.experimental.proxy_tensor.make_fx", "torch.vmap in a model"),
     "pytree": ("torch.utils._pytree", "inputs and outputs in tuples, lists and dicts"),
     "stage_backward_input": ("torch.distributed.pipelining._backward.stage_backward_input", "split backwards"),

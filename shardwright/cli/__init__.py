@@ -3,6 +3,7 @@
     plan_command         plan, plan diff, explain, simulate, verify
     report_command       report
     rehearse_command     rehearse
+    compare_trace_command  compare-trace
     calibrate_command    calibrate
     checkpoint_command   checkpoint info, verify, merge, transform
     doctor_command       doctor

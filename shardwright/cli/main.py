@@ -20,6 +20,7 @@ from ..launch.run import add_run_parser
 from .calibrate_command import add_calibrate_parser
 from .checkpoint_command import add_checkpoint_parser
 from .command_line import INTERRUPTED, Parser
+from .compare_trace_command import add_compare_trace_parser
 from .completion_command import add_completion_parser
 from .doctor_command import add_doctor_parser
 from .plan_command import add_explain_parser, add_plan_parser, add_simulate_parser, add_verify_parser
@@ -36,6 +37,7 @@ COMMANDS = (
     add_simulate_parser,
     add_verify_parser,
     add_rehearse_parser,
+    add_compare_trace_parser,
     add_checkpoint_parser,
     add_calibrate_parser,
     add_doctor_parser,

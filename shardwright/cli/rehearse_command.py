@@ -6,7 +6,7 @@ import argparse
 
 from ..errors import ShardwrightError
 from .command_line import add_import_option, add_json_option, add_quiet_option, failed, print_json, refused
-from .script import Nothing, import_modules, positive
+from .script import Nothing, import_modules, positive, rank_number
 
 __all__ = ["add_rehearse_parser", "rehearse"]
 
@@ -26,7 +26,7 @@ def add_rehearse_parser(subparsers: argparse._SubParsersAction[argparse.Argument
             ("shardwright rehearse plan.json --with-links --json", "rank 0, with the time of its messages, as JSON"),
         ),
     )
-    parser.add_argument("--rank", type=_rank, default=0, metavar="R", help="the rank (default: 0)")
+    parser.add_argument("--rank", type=rank_number, default=0, metavar="R", help="the rank (default: 0)")
     parser.add_argument("--device", metavar="DEVICE", help="such as cuda:1 or cpu (default: the accelerator, if any)")
     parser.add_argument(
         "--steps", type=positive, default=3, metavar="K", help="steps that are measured, after one (default: 3)"
@@ -67,9 +67,3 @@ def rehearse(arguments: argparse.Namespace) -> int:
     else:
         print(made.summary(), flush=True)
     return 0
-
-
-def _rank(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rank from 0")
-    return int(text)

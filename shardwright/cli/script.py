@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ..parallel.auto_parallel import AutoParallel
 
-__all__ = ["Nothing", "arguments_of", "first_call", "import_modules", "positive", "without_weights"]
+__all__ = ["Nothing", "arguments_of", "first_call", "import_modules", "positive", "rank_number", "without_weights"]
 
 
 class Nothing(Exception):
@@ -187,6 +187,13 @@ def positive(text: str) -> int:
     """A whole number of at least 1, for a parser."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
+
+
+def rank_number(text: str) -> int:
+    """A rank, for a parser."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rank from 0")
     return int(text)
 
 

@@ -6,6 +6,7 @@ parameter_sharding   the storage layout of each parameter: ZeRO/FSDP sharding (o
 padded_dims          padding of dims that their cuts do not divide
 gradient_fusion      which gradients are summed together
 planned_collectives  the collectives of each instruction, as records
+operator_paths       the operators by their place in the model
 rematerialization    the values that autograd saves, the recomputed operators, the weights gathered again
 hybrid_parallel      graphs of one rank's own shapes: ``hybrid_parallel``, batch norm under data parallel
 """

@@ -17,16 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..partition.local_program import LocalOp
 from ..rules.random_numbers.counter_rng import PLAIN
-from ..torch_private import backward_number, pytree
+from ..runtime.profile_ranges import around_backward
+from ..torch_private import backward_number
 
 __all__ = ["OperatorClock"]
-
-#: Functions of autograd that one call makes, at most; those beyond are in no span.
-FUNCTIONS = 1 << 10
 
 
 @dataclass
@@ -66,27 +63,15 @@ class OperatorClock:
                 made = target(*args, **kwargs)
             finally:
                 self._end(span)
-            for function in _functions_between(made, (args, kwargs)):
-                self._watch(function, operator)
+            around_backward(made, (args, kwargs), lambda: self._begin_back(operator), self._end)
             return made
 
         call.__name__ = f"timed_{instruction.op.kind}"
         # With the attributes of the overload: the lowering asks its schema how many results there are.
         return functools.update_wrapper(call, instruction.target, assigned=())
 
-    def _watch(self, function: Any, operator: str) -> None:
-        begun: list[_Span] = []
-
-        def before(*_: object) -> None:
-            if self.runs:
-                begun.append(self._begin(operator, "backward"))
-
-        def after(*_: object) -> None:
-            if begun:
-                self._end(begun.pop())
-
-        function.register_prehook(before)
-        function.register_hook(after)
+    def _begin_back(self, operator: str) -> _Span | None:
+        return self._begin(operator, "backward") if self.runs else None
 
     def _begin(self, operator: str, half: str) -> _Span:
         span = _Span(operator, half, self._now())
@@ -144,24 +129,3 @@ def _all(spans: list[_Span]) -> Iterator[_Span]:
     for span in spans:
         yield span
         yield from _all(span.inside)
-
-
-def _functions_between(made: Any, inputs: Any) -> list[Any]:
-    """The functions of autograd that lie between results and what they were computed from."""
-    starts = [x.grad_fn for x in _tensors(made) if x.grad_fn is not None]
-    if not starts:
-        return []
-    seen = {x.grad_fn for x in _tensors(inputs)}
-    out: list[Any] = []
-    while starts and len(out) < FUNCTIONS:
-        function = starts.pop()
-        if function in seen or "AccumulateGrad" in function.name():
-            continue
-        seen.add(function)
-        out.append(function)
-        starts += [f for f, _ in function.next_functions if f is not None]
-    return out
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]

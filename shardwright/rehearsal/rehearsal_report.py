@@ -1,9 +1,6 @@
 """The numbers of a rehearsal, each beside that of the plan, and their text.
 
-    ratio = measured / promised
-
-1. `OperatorSeconds`: one operator of the user's program, forward and backward.
-2. `Rehearsal`: all of them, the step, what the links would take, and memory.
+The operators (`measured_table.OperatorSeconds`), the step, what the links would take, and memory.
 """
 
 from __future__ import annotations
@@ -14,43 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..report.format import size_text, time_text
+from .measured_table import OperatorSeconds, figure_line, measured_table, ratio_of, table_text
 
-__all__ = ["OperatorSeconds", "Rehearsal"]
-
-#: Operators in the text; the others are in the JSON.
-SHOWN = 40
-
-
-@dataclass(frozen=True)
-class OperatorSeconds:
-    """Seconds of one operator in a step of one rank, all its micro-batches and recomputations included.
-
-    Attributes:
-        operator: its name in the plan.
-        forward, backward: measured.
-        promised_forward, promised_backward: by the plan's cost model, without communication.
-    """
-
-    operator: str
-    forward: float
-    backward: float
-    promised_forward: float
-    promised_backward: float
-
-    @property
-    def seconds(self) -> float:
-        """Measured, forward and backward."""
-        return self.forward + self.backward
-
-    @property
-    def promised(self) -> float:
-        """By the plan, forward and backward."""
-        return self.promised_forward + self.promised_backward
-
-    @property
-    def ratio(self) -> float | None:
-        """Measured by promised; None where the plan promises nothing, as for a view."""
-        return _ratio(self.seconds, self.promised)
+__all__ = ["Rehearsal"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +36,7 @@ class Rehearsal:
         peak: the most bytes held in a step that begins without gradients, as after ``zero_grad()``.
         peak_accumulating: the same in a step that begins with the gradients of another one.
         promised_peak: by the plan, which holds gradients during the whole step.
+        layers: the operators by their paths, those of equal layers together.
 
     Example:
         >>> played = sw.rehearse(plan, rank=1, steps=1)
@@ -96,6 +60,7 @@ class Rehearsal:
     peak: int
     peak_accumulating: int
     promised_peak: float
+    layers: tuple[OperatorSeconds, ...] = ()
 
     @property
     def computing(self) -> float:
@@ -110,9 +75,9 @@ class Rehearsal:
     def ratios(self) -> dict[str, float | None]:
         """Measured by promised: "computing", "peak", "peak_accumulating"."""
         return {
-            "computing": _ratio(self.computing, self.promised_computing),
-            "peak": _ratio(self.peak, self.promised_peak),
-            "peak_accumulating": _ratio(self.peak_accumulating, self.promised_peak),
+            "computing": ratio_of(self.computing, self.promised_computing),
+            "peak": ratio_of(self.peak, self.promised_peak),
+            "peak_accumulating": ratio_of(self.peak_accumulating, self.promised_peak),
         }
 
     def correlation(self) -> float | None:
@@ -126,6 +91,7 @@ class Rehearsal:
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON."""
         out = asdict(self)
+        del out["layers"]
         out["operators"] = [asdict(o) | {"ratio": o.ratio} for o in self.operators]
         return out | {
             "computing": self.computing,
@@ -134,19 +100,23 @@ class Rehearsal:
             "correlation": self.correlation(),
         }
 
-    def summary(self) -> str:
-        """The report as text."""
+    def summary(self, width: int | None = None) -> str:
+        """The report as text; operators of equal layers to which the plan promises the same share a row.
+
+        Args:
+            width: of the table, in characters; None: the terminal's, or 100 where there is none.
+        """
         where = f", stage {', '.join(map(str, self.stages))}" if self.stages else ""
         lines = [
             f"rank {self.rank} of {self.devices}{where}, played on {self.device}; the plan is priced for "
             f"{self.cluster}; medians of {self.steps} steps",
             "",
             f"{'':<20} {'measured':>10} {'promised':>10} {'ratio':>7}",
-            _line(
+            figure_line(
                 "computing", time_text(self.computing), time_text(self.promised_computing), self.ratios()["computing"]
             ),
-            _line("  the rest", time_text(self.rest), "", None),
-            _line(
+            figure_line("  the rest", time_text(self.rest), "", None),
+            figure_line(
                 "communication",
                 "" if self.slept is None else f"{time_text(self.slept)} slept",
                 time_text(self.communication),
@@ -154,12 +124,12 @@ class Rehearsal:
             ),
         ]
         if self.stages:
-            lines.append(_line("waiting for stages", "", time_text(self.waiting), None))
+            lines.append(figure_line("waiting for stages", "", time_text(self.waiting), None))
         ratios = self.ratios()
         lines += [
-            _line("a step", time_text(self.step), time_text(self.promised_step), None),
-            _line("peak memory", size_text(self.peak), size_text(self.promised_peak), ratios["peak"]),
-            _line(
+            figure_line("a step", time_text(self.step), time_text(self.promised_step), None),
+            figure_line("peak memory", size_text(self.peak), size_text(self.promised_peak), ratios["peak"]),
+            figure_line(
                 "  accumulating",
                 size_text(self.peak_accumulating),
                 size_text(self.promised_peak),
@@ -168,27 +138,8 @@ class Rehearsal:
         ]
         if (correlation := self.correlation()) is not None:
             lines.append(f"rank correlation of the operators' seconds: {correlation:.2f}")
-        ordered = sorted(self.operators, key=lambda o: -o.seconds)
-        width = max([len("operator"), *(len(o.operator) for o in ordered[:SHOWN])])
-        lines += ["", f"{'operator':<{width}} {'forward':>9} {'backward':>9} {'promised':>19} {'ratio':>7}"]
-        for o in ordered[:SHOWN]:
-            promised = f"{time_text(o.promised_forward)} {time_text(o.promised_backward):>9}"
-            ratio = "" if o.ratio is None else f"{o.ratio:.3g}"
-            lines.append(
-                f"{o.operator:<{width}} {time_text(o.forward):>9} {time_text(o.backward):>9} {promised:>19} {ratio:>7}"
-            )
-        if len(ordered) > SHOWN:
-            left = ordered[SHOWN:]
-            lines.append(f"{len(left)} more take {time_text(math.fsum(o.seconds for o in left))}")
-        return "\n".join(lines)
-
-
-def _line(name: str, measured: str, promised: str, ratio: float | None) -> str:
-    return f"{name:<20} {measured:>10} {promised:>10} {'' if ratio is None else f'{ratio:.3g}':>7}".rstrip()
-
-
-def _ratio(measured: float, promised: float) -> float | None:
-    return measured / promised if promised else None
+        made = measured_table("operator", self.layers or self.operators)
+        return "\n".join((*lines, "", table_text(made, width)))
 
 
 def _ranks(numbers: Sequence[float]) -> list[float]:

@@ -36,6 +36,7 @@ from ..planfile.load_save import load_plan
 from ..process import Runtime, playing, stream
 from ..pytree_objects import opened
 from ..report.format import size_text
+from ..report.operator_names import OperatorNames
 from ..runtime.distributed.dtensors import beginning, to_dtensor
 from ..runtime.distributed.parameters import ShardedState
 from ..runtime.optimizer_guard import Accumulation
@@ -46,8 +47,9 @@ from ..torch_private import pytree
 from .absent_ranks import AbsentStages, NamedGroups, Slept, alone
 from .drawn_values import DrawnValues
 from .held_memory import memory_of, most_held
+from .measured_table import OperatorSeconds, folded
 from .operator_clock import OperatorClock
-from .rehearsal_report import OperatorSeconds, Rehearsal
+from .rehearsal_report import Rehearsal
 
 __all__ = ["rehearse"]
 
@@ -383,6 +385,7 @@ class _Rehearsed:
             peak,
             accumulating,
             _promised_peak(plan, self.rank),
+            folded(operators, OperatorNames(plan)),
         )
 
 

@@ -1,23 +1,20 @@
 """Operators by their place in the model: the paths that tables show, and operators found by a path or its end.
 
-    linear_14 of module layers.2.self_attn.q_proj, its only operator   layers.2.self_attn.q_proj
-    mul_9 of module layers.0.self_attn, the second of three            layers.0.self_attn.mul#2
-    an operator with a mark                                            the mark's path
-    equal operators of equal layers                                    layers.{0-11}.self_attn.q_proj
+    an operator                        its path (`partition.operator_paths`)
+    equal operators of equal layers    layers.{0-11}.self_attn.q_proj
 
 A name that a user gives is an operator's name, its path, a module's path, or the end of one: ``q_proj``.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import PlanError
 from ..partition.local_program import Decision
+from ..partition.operator_paths import operator_paths
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..rules.dims import send
 from ..sharded_plan import Plan, near
@@ -60,24 +57,7 @@ class OperatorNames:
         self.producers = {v: op.name for each in plans for v, op in each.graph.producers().items()}
         self.buffers = {name for each in plans for name in each.graph.buffers}
         self.kinds = {name: d.op.kind for name, d in self.decisions.items()}
-        counts = Counter(
-            ".".join(d.op.module.split(".")[:depth])
-            for d in self.decisions.values()
-            for depth in range(1, d.op.module.count(".") + 2)
-        )
-        kinds = Counter((d.op.module, d.op.kind) for d in self.decisions.values())
-        met: Counter[tuple[str, str]] = Counter()
-        self.paths: dict[str, str] = {}
-        for name, d in self.decisions.items():
-            module, kind = d.op.module, d.op.kind
-            met[module, kind] += 1
-            if not module or not re.fullmatch(re.escape(kind) + r"_*\d*", name):
-                self.paths[name] = name
-            elif counts[module] == 1:
-                self.paths[name] = module
-            else:
-                number = f"#{met[module, kind]}" if kinds[module, kind] > 1 else ""
-                self.paths[name] = f"{module}.{kind}{number}"
+        self.paths = operator_paths(self.decisions)
 
     def path(self, name: str) -> str:
         """The path of an operator as it is shown: inside of a layer from the layers' container on, ``layers.0.up``;

@@ -2,6 +2,7 @@
 
 lowering             a plan as a `torch.fx` program
 step_program         one call of a planned model
+profile_ranges       names of operators, redistributions and buckets in a profile
 saved_tensors        recomputed regions, and weights gathered again in the backward
 deferred_init        parameters that are planned before they have values, and created as slices
 generator_jumps      places ahead in torch's numbers, and rows that are drawn alone

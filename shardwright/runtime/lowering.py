@@ -14,14 +14,17 @@ subclasses while it runs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from ..graph import map_leaves
 from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, Ref
+from ..pipeline.pipeline_plan import PipelinePlan
 from ..sharded_plan import Plan
 from ..torch_private import schema_of
+from .profile_ranges import RangeNames
 
 __all__ = ["Lowered", "cast", "extreme", "lower", "move", "number_of_result", "operand", "sum_of_gradient"]
 
@@ -47,6 +50,7 @@ class Lowered:
         parameters, buffers, constants: names, in the order of the placeholders; the seed, if the plan has one, and
             the inputs follow.
         updates: names of the buffers whose new values follow the outputs.
+        pipeline: the plan of the pipeline that the plan is a stage of; None: of none.
     """
 
     graph: torch.fx.Graph
@@ -55,10 +59,16 @@ class Lowered:
     buffers: tuple[str, ...]
     constants: tuple[str, ...]
     updates: tuple[str, ...]
+    pipeline: PipelinePlan | None = None
+
+    @cached_property
+    def names(self) -> RangeNames:
+        """The names of operators and redistributions in a profile."""
+        return RangeNames.of(self.pipeline or self.plan)
 
 
-def lower(plan: Plan) -> Lowered:
-    """Write a plan as a local program."""
+def lower(plan: Plan, pipeline: PipelinePlan | None = None) -> Lowered:
+    """Write a plan as a local program; that of a stage with the plan of the pipeline."""
     program = plan.program
     graph = torch.fx.Graph()
     env: dict[str, torch.fx.Node] = {}
@@ -86,9 +96,10 @@ def lower(plan: Plan) -> Lowered:
             _finish(env, node, instruction, instruction.target)
     results = [env[o.name] for o in program.outputs if isinstance(o, PlacedValue)]
     graph.output(tuple(results + [env[i.name] for i in program.updates.values()]))
-    return Lowered(
-        graph, plan, tuple(program.parameters), tuple(program.buffers), tuple(program.constants), tuple(program.updates)
+    parameters, buffers, constants, updates = map(
+        tuple, (program.parameters, program.buffers, program.constants, program.updates)
     )
+    return Lowered(graph, plan, parameters, buffers, constants, updates, pipeline)
 
 
 def operand(node: torch.fx.Node, index: int = 0) -> torch.fx.Node:

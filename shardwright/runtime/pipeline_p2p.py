@@ -70,7 +70,7 @@ def process_pipeline(
     bodies = {}
     for stage in stages:
         groups = held.groups
-        lowered = lower(stage.plan)
+        lowered = lower(stage.plan, plan)
         seed_device = place_seed(lowered, runtime.device) if compiled else None
         trained = [name for name, p in parameters.items() if name in lowered.parameters and p.requires_grad]
         schedule = stage.plan.scheduled(not groups.exchanges, fusion, trained, stage=True)

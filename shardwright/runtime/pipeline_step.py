@@ -42,6 +42,7 @@ from .deferred_init import materialize
 from .distributed.watch.rank_positions import position
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lowering import Lowered, lower
+from .profile_ranges import action_range, gather_text, range_of, scatter_text, step_range
 
 __all__ = [
     "LocalStageLink",
@@ -127,7 +128,7 @@ class PipelineStep:
         if gather is None:
             return leaf
         self.gathered[s, name] = leaf
-        with torch.no_grad():
+        with torch.no_grad(), range_of(gather_text(name)):
             used = gather(leaf.detach()).requires_grad_(leaf.requires_grad)
         if leaf.requires_grad and name in self.program.bodies[s].cut:
             used.register_post_accumulate_grad_hook(lambda x: self._reduce(s, name, x))
@@ -138,7 +139,7 @@ class PipelineStep:
         if used.grad is None:
             return
         leaf, gradient, used.grad = self.gathered[s, name], used.grad, None
-        with torch.no_grad():
+        with torch.no_grad(), range_of(scatter_text(name)):
             part = self.program.bodies[s].gathers[name].back(gradient.to(leaf.dtype))
             leaf.grad = part if leaf.grad is None else leaf.grad.add_(part)
 
@@ -161,7 +162,7 @@ class PipelineStep:
                 continue
             gradient = self.owed.pop((s, name), self.leaves[s][name].grad)
             if gradient is not None:
-                with torch.no_grad():
+                with torch.no_grad(), range_of(scatter_text(name)):
                     leaf.grad = self.program.bodies[s].gathers[name].back(gradient)
             self.leaves[s][name] = leaf
         self.gathered.clear()
@@ -194,7 +195,8 @@ class PipelineStep:
                 self.shared[t.target, t.name] = got.requires_grad_(t.gradient and self.trains)
         self.totals = {s: self._totals(body) for s, body in program.bodies.items()}
         for action in program.orders[schedule]:
-            self._play(action)
+            with action_range(action):
+                self._play(action)
             program.link.exchange()
         self._write_buffers()
         if self.trains:
@@ -595,8 +597,9 @@ class PipelineProgram:
         trains = torch.is_grad_enabled() and (self.loss is not None or self.why is not None)
         if trains:
             self.check()
-        step = PipelineStep(self, tensors, trains)
-        results = self.link.finish(step.run())
+        with step_range(self.plan, self.held):
+            step = PipelineStep(self, tensors, trains)
+            results = self.link.finish(step.run())
         if trains:
             assert self.loss is not None  # `check` has refused all others
             trained = [p for body in self.bodies.values() for p in body.parameters.values() if p.requires_grad]
@@ -660,7 +663,7 @@ def local_pipeline(plan: PipelinePlan, holder: nn.Module, device: torch.device, 
     parameters, buffers = dict(holder.named_parameters()), dict(holder.named_buffers())
     bodies = {}
     for stage in plan.stages:
-        lowered = lower(stage.plan)
+        lowered = lower(stage.plan, plan)
         bodies[stage.number] = StageBody(
             stage,
             _body(lowered),

@@ -40,6 +40,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..errors import SettingError
 from ..torch_private import storage_id, top_saved_tensors_hooks, version_of
 from .lowering import Lowered, number_of_result
+from .profile_ranges import AGAIN, RECOMPUTED, gather_text, named_when_profiled, profiling, range_of
 
 __all__ = ["LoweredRegions", "RegatheredWeights", "RegionRun", "Saver", "keep"]
 
@@ -91,15 +92,20 @@ class Dropped:
 
 @dataclass(frozen=True)
 class _Recompute:
-    """The recomputation of a region: its nodes in order, and the nodes whose own saved tensors are collected."""
+    """The recomputation of a region: its nodes in order, and the nodes whose own saved tensors are collected.
+
+    Attributes:
+        named: the steps as ranges of a profile.
+    """
 
     steps: tuple[tuple[Hashable, Step], ...]
     own: frozenset[Hashable]
+    named: Callable[[], tuple[tuple[Hashable, Step], ...]]
 
     def __call__(self, env: dict[Hashable, Any]) -> tuple[dict[Hashable, Any], dict[Hashable, list[Tensor]]]:
         own: dict[Hashable, list[Tensor]] = {}
         with torch.enable_grad():  # some operators compute differently without it
-            for key, step in self.steps:
+            for key, step in self.named() if profiling() else self.steps:
                 if key in self.own:
                     packed: list[Tensor] = []
                     # Detached: an output's graph would hold the output.
@@ -300,7 +306,7 @@ class LoweredRegions(Generic[Key]):
 
     def __init__(self, lowered: Lowered, key: Callable[[torch.fx.Node], Key]) -> None:
         plan = lowered.plan
-        self.regions, instructions, self.key = plan.regions, plan.program.instructions, key
+        self.regions, instructions, self.key, self._lowered = plan.regions, plan.program.instructions, key, lowered
         self.savers: dict[torch.fx.Node, Saver[Key]] = {}
         self.reads: dict[torch.fx.Node, list[tuple[int, Key, torch.fx.Node, bool]]] = {}
         if not self.regions:
@@ -357,6 +363,15 @@ class LoweredRegions(Generic[Key]):
         """The region that drops an input of region `k`; None where no other region does."""
         return self.owner.get(name) if name not in self.regions[k].dropped else None
 
+    def _named(
+        self, nodes: Sequence[torch.fx.Node], steps: Sequence[tuple[Hashable, Step]]
+    ) -> tuple[tuple[Hashable, Step], ...]:
+        texts = [self._lowered.names.of_instruction(node.meta.get("instruction")) for node in nodes]
+        return tuple(
+            (key, step if text is None else named_when_profiled(step, text + RECOMPUTED))
+            for text, (key, step) in zip(texts, steps)
+        )
+
     def recomputation(self, step: Callable[[torch.fx.Node], Step]) -> Callable[[], list[RegionRun]]:
         """A function that begins a call and returns a `RegionRun` for each region.
 
@@ -366,12 +381,9 @@ class LoweredRegions(Generic[Key]):
         made = []
         for region in self.regions:
             nodes = [n for i in region.recompute_set for n in self.nodes[i]]
-            made.append(
-                _Recompute(
-                    tuple((self.key(n), step(n)) for n in nodes),
-                    frozenset(self.key(self.nodes[i][0]) for i in region.own),
-                )
-            )
+            steps = tuple((self.key(n), step(n)) for n in nodes)
+            own = frozenset(self.key(self.nodes[i][0]) for i in region.own)
+            made.append(_Recompute(steps, own, partial(self._named, nodes, steps)))
         lent = [
             (k, self.key(self.values[n]), other)
             for k, region in enumerate(self.regions)
@@ -420,7 +432,7 @@ class _Weight:
                 legal='optimizer.step() after backward(), or optimizer_level="level2"',
             )
         if self._gathered is None:
-            with torch.no_grad():
+            with torch.no_grad(), range_of(gather_text(self.name) + AGAIN):
                 self._gathered = self._gather()
         gathered, self._due = self._gathered[index], self._due - 1
         if not self._due:  # all are served; a second backward through the same graph gathers again

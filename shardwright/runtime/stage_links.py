@@ -33,6 +33,7 @@ from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
 from ..pipeline.schedules import Schedule
 from .distributed.collectives import carried
 from .distributed.watch.rank_positions import WaitPoint, waiting
+from .profile_ranges import range_of, receive_text
 
 __all__ = ["BatchedStageLink", "ProcessStageLink", "link_of"]
 
@@ -156,7 +157,8 @@ class ProcessStageLink:
         while message not in self._posted:
             self._post(peer)
         posted = self._posted.pop(message)
-        with waiting(self._place(message, peer)):
+        place = self._place(message, peer)
+        with waiting(place), range_of(receive_text(place.what)):
             posted.wait()
         self._of[peer].remove(message)
         self._ahead(peer)
@@ -299,7 +301,8 @@ class BatchedStageLink(ProcessStageLink):
 
     def _taken(self, message: Message, peer: int) -> Tensor:
         posted = self._posted.pop(message)
-        with waiting(self._place(message, peer)):
+        place = self._place(message, peer)
+        with waiting(place), range_of(receive_text(place.what)):
             posted.wait()
         return posted.tensor
 

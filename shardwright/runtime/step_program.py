@@ -37,6 +37,7 @@ from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lowering import Lowered, lower
 from .optimizer_guard import Accumulation
 from .pipeline_step import PipelineProgram, local_pipeline
+from .profile_ranges import step_range
 
 if TYPE_CHECKING:
     from .distributed.parameters import ShardedState
@@ -104,7 +105,8 @@ class StepProgram:
         if self._draws:
             seed = stream.draw(self.exact)
             tensors.insert(0, seed if self._seed_device is None else seed.to(self._seed_device, non_blocking=True))
-        made = self.body(*self._state, *tensors)
+        with step_range(self.plan, self.held):
+            made = self.body(*self._state, *tensors)
         if self._sole and not self._updated:
             return _wrapper(made[0], self._handings[0])  # most often the loss: no tree to build
         results = iter(made)

@@ -23,6 +23,7 @@ from shardwright import process as runtime_init
 from shardwright.cli import main as cli
 from shardwright.cli.command_line import Parser
 from shardwright.operator_explanation import explained
+from shardwright.runtime.profile_ranges import RangeNames
 
 MODEL = """
 import torch, torch.nn as nn
@@ -69,14 +70,19 @@ PARSED = ("torchrun ", "shardwright calibrate", "shardwright run --worker_num")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which examples are true: a script, a model's file, two plans and a run's checkpoints."""
+    """The folder in which examples are true: a script, a model's file, two plans, a trace and a
+    run's checkpoints."""
     made = tmp_path_factory.mktemp("examples")
     (made / "train.py").write_text(SCRIPT)
     (made / "model.py").write_text(MODEL)
     names: dict = {}
     exec(MODEL, names)
     given = names["build"]()
-    sw.plan(**given, devices=8, parallel_mode="dynamic_programming").save(made / "plan.json")
+    plan = sw.plan(**given, devices=8, parallel_mode="dynamic_programming")
+    plan.save(made / "plan.json")
+    ranges = [f"sw::step rank 0 of 8, plan {plan.fingerprint}", f"sw::{RangeNames.of(plan).operator('linear')}"]
+    each = [{"ph": "X", "cat": "user_annotation", "name": n, "pid": 1, "tid": 1, "ts": 5, "dur": 1} for n in ranges]
+    (made / "trace.json").write_text(json.dumps({"traceEvents": each}))
     sw.plan(**given, devices=8, parallel_mode="data_parallel").save(made / "edited.json")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime_init, "_current", [])
@@ -159,8 +165,9 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["pl"], ("plan",)),
         (["checkpoint", "tr"], ("transform",)),
         (["explain", "pl"], ("plan.json",)),
-        (["plan", "tr"], ("train.py",)),
-        (["plan", "--cluster", "tr"], ("train.py",)),
+        (["plan", "trai"], ("train.py",)),
+        (["plan", "--cluster", "trai"], ("train.py",)),
+        (["compare-trace", "plan.json", "trac"], ("trace.json",)),
         (["plan", "train.py", "--comm"], ("--comm-memory",)),
         (["plan", "--hsdp", "level"], ("level1", "level2", "level3")),
         (["plan", "--mode", "dyn"], ("dynamic_programming",)),

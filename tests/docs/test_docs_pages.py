@@ -120,7 +120,17 @@ def test_the_reference_has_every_error() -> None:
 
 def test_commands_are_those_of_the_parsers(generated: ModuleType) -> None:
     text = generated.filled("<!-- made: commands -->")
-    for command in ("run", "plan", "explain", "simulate", "verify", "rehearse", "checkpoint transform", "calibrate"):
+    for command in (
+        "run",
+        "plan",
+        "explain",
+        "simulate",
+        "verify",
+        "rehearse",
+        "compare-trace",
+        "checkpoint transform",
+        "calibrate",
+    ):
         assert f"## shardwright {command}\n" in text
     assert "--comm-memory SIZE" in text and max(map(len, text.splitlines())) <= 160
 

@@ -180,7 +180,7 @@ def test_command(written: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rehearse", str(path), "--rank", "37", "--device", "cpu", "--steps", "2"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("rank 37 of 512, played on the CPU")
-    for word in ("computing", "communication", "peak memory", "ratio", "cross_entropy"):
+    for word in ("computing", "communication", "peak memory", "ratio", "cross_entropy", "blocks.{0-1}.gelu"):
         assert word in said
     assert main(["rehearse", str(path), "--rank=37", "--device=cpu", "--steps=1", "--json"]) == 0
     words = json.loads(capsys.readouterr().out)

@@ -42,6 +42,7 @@ from ...redistribution import Redistribution, digits_value, redistribution
 from ...redistribution.redistribution_search import refine
 from ...torch_private import at_backward_end, backward_number, local_tensor, spec_of
 from ..optimizer_guard import Accumulation
+from ..profile_ranges import ISSUE, KEPT, WAIT, bucket_text, range_of
 from . import collectives as transport
 from .collectives import Bound, arrangements, begin_scatter, bind_all, reduce_in_place, reduced, rings
 from .dtensors import as_dtensor, beginning, leaf_of
@@ -198,8 +199,8 @@ class _ScatterBucket:
         started: True once the terms are under way in this backward.
     """
 
-    def __init__(self, number: int, scatters: list[Scatter], place: WaitPoint) -> None:
-        self.number, self.scatters, self.place = number, scatters, place
+    def __init__(self, number: int, scatters: list[Scatter], place: WaitPoint, text: str) -> None:
+        self.number, self.scatters, self.place, self.text = number, scatters, place, text
         self.clear()
 
     def clear(self) -> None:
@@ -211,7 +212,7 @@ class _ScatterBucket:
         """The sum of the terms that have come, under way; None: none has."""
         came = [(s, t) for s, t in zip(self.scatters, self.terms) if t is not None]
         self.terms, self.started = [None] * len(self.scatters), True
-        return _ScatterSum(self.number, came, self.place) if came else None
+        return _ScatterSum(self.number, came, self.place, self.text) if came else None
 
 
 class _ScatterSum:
@@ -221,10 +222,11 @@ class _ScatterSum:
         number: of the message.
         came: the scatters and their terms.
         place: the wait point.
+        text: its name in a profile.
     """
 
-    def __init__(self, number: int, came: Sequence[tuple[Scatter, Tensor]], place: WaitPoint) -> None:
-        self.number = number
+    def __init__(self, number: int, came: Sequence[tuple[Scatter, Tensor]], place: WaitPoint, text: str) -> None:
+        self.number, self.text = number, text
         first = came[0][0].overlap
         assert first is not None
         n, self._scatters, self._place = first.group.size, [scatter for scatter, _ in came], place
@@ -232,7 +234,7 @@ class _ScatterSum:
         self._sizes = [p.shape[1] for p in pieces]
         flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
         self._further = first.further
-        with waiting(place):
+        with waiting(place), range_of(text + ISSUE):
             self._out, self._work = begin_scatter(first.group, flat.reshape(-1))
 
     @property
@@ -243,14 +245,14 @@ class _ScatterSum:
     def turn(self) -> None:
         """Wait for the scatter, and issue the sum over further replicas, if one is to follow."""
         if self._further is not None:
-            with waiting(self._place):
+            with waiting(self._place), range_of(self.text + WAIT):
                 self._work.wait()
                 self._work, self._further = reduce_in_place(self._further, self._out), None
 
     def finish(self, rank: int) -> None:
         """Wait for the sum, and hand the parts over."""
         self.turn()
-        with waiting(self._place):
+        with waiting(self._place), range_of(self.text + WAIT):
             self._work.wait()
         for scatter, part in zip(self._scatters, self._out.split(self._sizes)):
             scatter.take(part)
@@ -364,6 +366,7 @@ class _Bucket:
         gradients: one entry a parameter, None until it comes.
         missing: the number of gradients that have not come.
         place: the wait point of its sum.
+        text: its name in a profile.
         rides: True where a redistribution follows that the sum may travel with.
         dtype: of the sum.
     """
@@ -376,8 +379,10 @@ class _Bucket:
         place: WaitPoint,
         rides: bool,
         dtype: torch.dtype,
+        text: str,
     ) -> None:
         self.parameters, self.digits, self.place, self.rides, self.dtype = parameters, digits, place, rides, dtype
+        self.text = text
         self.shapes = [local_tensor(p).shape for p in parameters]
         self.sums = SumInTurns(digits, groups)
         self.clear()
@@ -396,6 +401,7 @@ class _Sum:
         sums: makes the sum.
         place: the wait point of the sum.
         dtype: of the sum.
+        text: its name in a profile.
         rides: as in `SumInTurns`.
     """
 
@@ -406,9 +412,10 @@ class _Sum:
         sums: SumInTurns,
         place: WaitPoint,
         dtype: torch.dtype,
+        text: str,
         rides: bool = False,
     ) -> None:
-        self.parameters, self.place, self.held = parameters, place, gradients[0].dtype
+        self.parameters, self.place, self.text, self.held = parameters, place, text, gradients[0].dtype
         gradients = [g.to(dtype) for g in gradients]
         self.shapes = [g.shape for g in gradients]
         self.complex = gradients[0].is_complex()
@@ -416,12 +423,12 @@ class _Sum:
         self.sizes = [f.numel() for f in flat]
         self.turns = sums(flat[0] if len(flat) == 1 else torch.cat(flat), rides)
         self.result: Tensor | None = None
-        self.turn()
+        self.turn(ISSUE)
 
-    def turn(self) -> None:
+    def turn(self, part: str = WAIT) -> None:
         """Take one turn, unless the sum is finished."""
         if self.result is None:
-            with waiting(self.place):
+            with waiting(self.place), range_of(self.text + part):
                 self.result = next(self.turns)
 
     def finish(self, rank: int) -> None:
@@ -483,7 +490,7 @@ class GradientSums:
         summed = {name for name in trained if name in self._digits}
         for name in summed:
             self._type_of[parameters[name]] = self._types.get(name, out[name].dtype)
-        for _, message in self._schedule.of("sum"):
+        for number, message in self._schedule.of("sum"):
             names = [member.name for member in message.members if member.name in summed]
             if not names:
                 continue
@@ -494,6 +501,7 @@ class GradientSums:
                 self._place(names, message.digits),
                 names[-1] in self._followed,
                 self._type_of[parameters[names[0]]],
+                bucket_text(number, message),
             )
             self._buckets.append(bucket)
             for place, name in enumerate(names):
@@ -509,7 +517,8 @@ class GradientSums:
         for number, scatters in together.items():
             digits = self._schedule.messages[number].digits
             wait = self._place([s.name for s in scatters], digits)
-            self._scatter_buckets[number] = _ScatterBucket(number, scatters, wait)
+            text = bucket_text(number, self._schedule.messages[number])
+            self._scatter_buckets[number] = _ScatterBucket(number, scatters, wait, text)
         return out
 
     def scatter(self, scatter: Scatter, term: Tensor) -> None:
@@ -518,7 +527,7 @@ class GradientSums:
         bucket = self._scatter_buckets[scatter.message]
         place = next(k for k, each in enumerate(bucket.scatters) if each is scatter)
         if bucket.started:  # a second gradient of one backward
-            self._travelling.append(_ScatterSum(bucket.number, [(scatter, term)], bucket.place))
+            self._travelling.append(_ScatterSum(bucket.number, [(scatter, term)], bucket.place, bucket.text))
             return
         held = bucket.terms[place]
         bucket.terms[place] = term if held is None else held + term
@@ -623,7 +632,8 @@ class GradientSums:
             gradients = [
                 g + take_unsummed(p) if unsummed_over(p) == bucket.digits else g for p, g in zip(parameters, gradients)
             ]
-        self._travelling.append(_Sum(parameters, gradients, bucket.sums, bucket.place, bucket.dtype, bucket.rides))
+        made = _Sum(parameters, gradients, bucket.sums, bucket.place, bucket.dtype, bucket.text, bucket.rides)
+        self._travelling.append(made)
         bucket.clear()
         bucket.missing = 0
 
@@ -645,9 +655,8 @@ class GradientSums:
         elif digits is not None:
             place = self._place(["of a backward under no_sync"], digits)
             dtype = self._type_of.get(parameter, parameter.dtype)
-            _Sum([parameter], [take_unsummed(parameter)], SumInTurns(digits, self._groups), place, dtype).finish(
-                self._groups.rank
-            )
+            sums, term = SumInTurns(digits, self._groups), take_unsummed(parameter)
+            _Sum([parameter], [term], sums, place, dtype, KEPT).finish(self._groups.rank)
 
     def _place(self, names: Sequence[str], digits: Digits) -> WaitPoint:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""

@@ -24,6 +24,7 @@ from ...torch_private import module_table
 from ..compilation import Compilation
 from ..local.operators import plain_function
 from ..lowering import Lowered, cast, extreme, move, operand, sum_of_gradient
+from ..profile_ranges import bucket_text, named_module, profiling
 from ..redistribution_functions import ExtremeFunction, RedistributionFunction, Steps, run_steps
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
 from .buckets import Scatter
@@ -330,6 +331,7 @@ class RankExecutor:
                     targets[node] = BoundRedistribute(bound.regather_steps, bound.backward_steps, bound.label)
                     arguments = (*arguments, self._parts[place]) if place in self._parts else arguments
                 env[node] = self._call("convert", bound, *arguments)
+                env[node].meta["instruction"] = node.meta["instruction"]
             else:
                 env[node] = graph.node_copy(node, env.__getitem__)
                 if node.op == "call_function":
@@ -338,11 +340,13 @@ class RankExecutor:
                 plain, watched = env[node], tuple(env[n] for n in regions.watched(node))
                 saver = BoundSaver(regions.savers[node], targets[node])
                 env[node] = self._call("saving", saver, runs, watched, *plain.args, **plain.kwargs)
+                env[node].meta["instruction"] = node.meta.get("instruction")
                 graph.erase_node(plain)
         if regions.regions:
             root.add_module("regions", BoundRegions(regions.recomputation(lambda n: _recomputing(n, targets[n]))))
         self.module = torch.fx.GraphModule(root, graph)
         self._run = compiled.compiled(self.module) if compiled else self.module.forward
+        self._named: Callable[..., Any] | None = None  # the program in ranges of a profile; made when one is taken
         buckets = (m.name for _, message in self.schedule.of("sum") for m in message.members)
         self.sums = {name: sums[name] for name in buckets if name in sums}
         self.followed = [name for name, digits in self.sums.items() if _gathers_next(lowered, last[name], digits)]
@@ -354,10 +358,13 @@ class RankExecutor:
                 part.parameter = [parameters[part.name]]
 
     def __call__(self, *local: Tensor) -> list[Tensor]:
+        run = self._run
+        if profiling() and self._eager:
+            run = self._named = self._named or named_module(self.module, self.lowered.names)
         if self._regathered is None:
-            return list(self._run(*local))
+            return list(run(*local))
         with self._regathered:
-            return list(self._run(*local))
+            return list(run(*local))
 
     def _call(self, kind: str, module: nn.Module, *args: Any, **kwargs: Any) -> torch.fx.Node:
         """A node that calls a new module."""
@@ -383,7 +390,7 @@ class RankExecutor:
             again = not self._eager and any(self._redistribute(place).reshard_after_forward for place in members)
             if again and not by_blocks:
                 continue
-            gather = self._block(members, "forward")
+            gather = self._block(members, "forward", bucket_text(number, message))
             if again:
                 self._blocks.update((place, index) for index, place in enumerate(members))
 
@@ -429,8 +436,8 @@ class RankExecutor:
         assert isinstance(instruction, Redistribute)
         return instruction
 
-    def _block(self, places: Sequence[int], way: str) -> BlockGather:
-        """The gather of the weights of one message."""
+    def _block(self, places: Sequence[int], way: str, text: str) -> BlockGather:
+        """The gather of the weights of one message, whose name in a profile is `text`."""
         members = []
         for place in places:
             instruction = self._redistribute(place)
@@ -441,14 +448,15 @@ class RankExecutor:
             members.append(WeightOfBlock(instruction.dtype, pieces, arranged, alone, math.prod(shape)))
         first = self._redistribute(places[0])
         wait = self._place(first.forward, first, way, len(places) - 1) if self._eager else None
-        return BlockGather(self.groups.seen(first.forward.steps[0].digits), members, wait)
+        return BlockGather(self.groups.seen(first.forward.steps[0].digits), members, wait, text)
 
     def _gathers_again(self) -> None:
         """The gathers of the backward."""
         made: dict[int, GatherAgain] = {}
         for number, message in self.schedule.of("gather", again=True):
             before = partial(_finish, self.scattered, self.schedule.early.get(number, ()))
-            made[number] = GatherAgain(self._block([m.place for m in message.members], "backward"), before)
+            block = self._block([m.place for m in message.members], "backward", bucket_text(number, message))
+            made[number] = GatherAgain(block, before)
             for index, member in enumerate(message.members):
                 self._later[member.place] = made[number], index
         at = {m.moment: (n, k) for n in made for k, m in enumerate(self.schedule.messages[n].members)}
@@ -466,6 +474,7 @@ class RankExecutor:
             SplitSteps(forward, source, self.groups, of(forward, "forward")),
             SplitSteps(backward, target, self.groups, of(backward, "backward")),
             str(forward),
+            self.lowered.names.redistribution(instruction) or "",
         )
 
     # -- redistributions

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from ...redistribution import CollectiveKind, Geometry, Redistribution, RedistributionStep
 from ...torch_private import at_backward_end, functional_all_gather, functional_wait
+from ..profile_ranges import BACKWARD, ISSUE, WAIT, named_when_profiled
 from .collectives import (
     Bound,
     arrangements,
@@ -54,9 +55,9 @@ __all__ = [
 ]
 
 
-def at(place: WaitPoint | None, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function that is at a wait point while it runs; None: at none."""
-    return run if place is None else noted((run,), place)[0]
+def at(place: WaitPoint | None, run: Callable[[Any], Any], text: str) -> Callable[[Any], Any]:
+    """A function that is at a wait point while it runs, and has a name in a profile; None: at none, and without one."""
+    return run if place is None else noted((named_when_profiled(run, text),), place)[0]
 
 
 # -- weights
@@ -95,10 +96,11 @@ class BlockGather:
         group: the ranks.
         members: the weights, in the order of the message.
         place: the wait point; None in a program that torch.compile traces.
+        text: its name in a profile.
     """
 
-    def __init__(self, group: Group, members: Sequence[WeightOfBlock], place: WaitPoint | None) -> None:
-        self.members, self.place, self._group = tuple(members), place, group
+    def __init__(self, group: Group, members: Sequence[WeightOfBlock], place: WaitPoint | None, text: str) -> None:
+        self.members, self.place, self.text, self._group = tuple(members), place, text, group
         # Autocast casts some weights of a block: then all travel as bytes.
         self._as_bytes = len({m.dtype for m in members}) > 1
         self._sizes = [m.numel * (m.dtype.itemsize if self._as_bytes else 1) for m in members]
@@ -129,7 +131,7 @@ class IssuedGather(nn.Module):
 
     def __init__(self, gather: BlockGather) -> None:
         super().__init__()
-        self._begin = at(gather.place, gather.begin)
+        self._begin = at(gather.place, gather.begin, gather.text + ISSUE)
 
     def forward(self, *stored: Tensor) -> Begun:
         return self._begin(stored)
@@ -142,7 +144,7 @@ class WaitedGather(nn.Module):
 
     def __init__(self, gather: BlockGather) -> None:
         super().__init__()
-        self._parts = at(gather.place, gather.parts)
+        self._parts = at(gather.place, gather.parts, gather.text + WAIT)
 
     def forward(self, begun: Begun) -> tuple[Tensor, ...]:
         return self._parts(begun)
@@ -198,7 +200,8 @@ class GatherAgain:
         self.stored: dict[int, Tensor] = {}
         self.begins: dict[int, list[GatherAgain]] = {}
         self._members, self._before = gather.members, before
-        self._issue, self._receive = at(gather.place, gather.begin), at(gather.place, gather.parts)
+        self._issue = at(gather.place, gather.begin, gather.text + ISSUE)
+        self._receive = at(gather.place, gather.parts, gather.text + WAIT)
         self._begun: Begun | None = None
         self._parts: dict[int, Tensor] = {}
 
@@ -348,12 +351,15 @@ class SplitRedistribute:
         forward: the steps of the forward.
         back: those of the backward.
         label: for the text of the program.
+        text: its name in a profile.
     """
 
-    def __init__(self, forward: SplitSteps, back: SplitSteps, label: str) -> None:
+    def __init__(self, forward: SplitSteps, back: SplitSteps, label: str, text: str) -> None:
         self.sends, self.label = forward.sends, label
-        self.begin, self.end = at(forward.place, forward.begin), at(forward.place, forward.end)
-        self.begin_back, self.end_back = at(back.place, back.begin), at(back.place, back.end)
+        self.begin = at(forward.place, forward.begin, text + ISSUE)
+        self.end = at(forward.place, forward.end, text + WAIT)
+        self.begin_back = at(back.place, back.begin, text + BACKWARD + ISSUE)
+        self.end_back = at(back.place, back.end, text + BACKWARD + WAIT)
 
 
 class IssuedHalf(nn.Module):

@@ -26,6 +26,7 @@ from ...redistribution import Redistribution, redistribution
 from ..compilation import Compilation
 from ..halo_exchanges import exchanging
 from ..lowering import Lowered, cast, extreme, move, number_of_result, operand, sum_of_gradient
+from ..profile_ranges import named_module, named_steps, profiling
 from ..redistribution_functions import ExtremeFunction, RedistributionFunction
 from ..saved_tensors import LoweredRegions, RegatheredWeights, keep
 from .operators import Call, plain_function
@@ -135,6 +136,7 @@ class LocalExecutor:
         self._regions = LoweredRegions(lowered, self._slots.__getitem__)
         self._begin = self._regions.recomputation(self._step)
         self._steps = [(n, self._slots[n], self._saving(n, self._step(n))) for n in nodes if n.op == "call_function"]
+        self._named: list[Any] | None = None  # the steps as ranges of a profile; made when one is taken
         self._outputs = [(self._slots[n], self._assembling(n)) for n in nodes[-1].args[0]]
         self._frees = _last_uses(nodes, self._slots)
         self._keeps = not any(n.target is move and n.meta["instruction"].reshard_after_forward for n in nodes)
@@ -158,13 +160,18 @@ class LocalExecutor:
                 tensor = torch.nn.functional.pad(tensor, self._padded[slot])
             env[slot] = tensor if cut is None else cut(tensor)
         record = self.record
-        for (node, slot, step), free in zip(self._steps, self._frees):
+        for (node, slot, step), free in zip(self._named_steps() if profiling() else self._steps, self._frees):
             env[slot] = step(env)
             if record is not None and node not in self._passed:
                 env[slot] = self._recorded(record, node, env[slot])
             for dead in free:
                 env[dead] = None
         return [env[slot] if join is None else join(env[slot]) for slot, join in self._outputs]
+
+    def _named_steps(self) -> list[Any]:
+        if self._named is None:
+            self._named = named_steps(self._steps, self._slots, self.lowered.names, self._passed)
+        return self._named
 
     def _recorded(self, record: Callable[[torch.fx.Node, Any], None], node: torch.fx.Node, value: Any) -> Any:
         """Pass a value to `record`, shard by shard; return a value built from these shards, so that they get
@@ -424,7 +431,12 @@ class SingleDeviceExecutor:
             if node.op == "call_function":
                 env[node].target = plain_function(node, bool(compiled))
         self.module = torch.fx.GraphModule(torch.nn.Module(), graph)
+        self._compiled = bool(compiled)
         self._run = compiled.compiled(self.module) if compiled else self.module.forward
+        self._named: Callable[..., Any] | None = None  # the program in ranges of a profile; made when one is taken
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        if profiling() and not self._compiled:
+            self._named = self._named or named_module(self.module, self.lowered.names)
+            return list(self._named(*tensors))
         return list(self._run(*tensors))

@@ -43,6 +43,7 @@ from ...rules.random_numbers.counter_rng import PLAIN
 from ...rules.random_numbers.traced_dropout import TRACED
 from ...rules.registry import POINTWISE
 from ...torch_private import OpOverload, overload_name, pytree, schema_of, torch_function
+from ..profile_ranges import named_when_profiled, profiling, rank_text
 from .products import product
 from .shards import Axes, RankShape, check_replicas, union
 
@@ -420,7 +421,11 @@ class Call:
             for get, shape, places in parts:
                 held = axes.unbind(get(tensors), shape)
                 shards.append([held[k] for k in places])
-            made = [each(x) for x in zip(*shards)] if shards else [each(()) for _ in ranks]
+            values = list(zip(*shards)) if shards else [()] * len(ranks)
+            if profiling():
+                made = [named_when_profiled(each, rank_text(rank))(x) for rank, x in zip(ranks, values)]
+            else:
+                made = [each(x) for x in values]
             if not several:
                 return axes.joined(made, out)
             return tuple(axes.joined(x, out) if isinstance(x[0], Tensor) else x[0] for x in zip(*made))
