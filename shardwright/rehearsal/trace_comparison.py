@@ -44,7 +44,7 @@ from ..runtime.profile_ranges import (
 )
 from ..sharded_plan import Plan
 from .measured_table import OperatorSeconds, figure_line, folded, measured_table, ratio_of, table_text, together
-from .trace_reading import MeasuredStep, read_trace
+from .trace_reading import TracedStep, read_trace
 
 __all__ = ["TraceComparison", "compare_trace"]
 
@@ -282,7 +282,7 @@ class _Promises:
 
     # -- measured --
 
-    def measured(self, step: MeasuredStep) -> tuple[Seconds, Seconds, float]:
+    def measured(self, step: TracedStep) -> tuple[Seconds, Seconds, float]:
         """The seconds of one step: of operators, of redistributions and buckets, and of messages between stages."""
         computing, sending, waiting = Seconds(), Seconds(), 0.0
         for text, seconds in step.seconds.items():
@@ -326,7 +326,7 @@ class _Promises:
 
     def compared(
         self,
-        steps: Sequence[MeasuredStep],
+        steps: Sequence[TracedStep],
         each: Sequence[tuple[Seconds, Seconds, float]],
         device: str | None,
         notes: tuple[str, ...],

@@ -23,7 +23,7 @@ from typing import Any
 from ..errors import SettingError
 from ..runtime.profile_ranges import PREFIX
 
-__all__ = ["MeasuredStep", "Trace", "read_trace"]
+__all__ = ["TracedStep", "Trace", "read_trace"]
 
 #: Kineto's categories of work of a device, and of copies of the host's ranges in the device's rows.
 DEVICE, COPIED = ("kernel", "gpu_memcpy", "gpu_memset"), "gpu_user_annotation"
@@ -36,7 +36,7 @@ _PART = re.compile(r"rank \d+")  # of an operator: its time is the operator's
 
 
 @dataclass
-class MeasuredStep:
+class TracedStep:
     """One call of a program and its backward.
 
     Attributes:
@@ -71,7 +71,7 @@ class Trace:
         device: the name of the device whose kernels were measured; None: the host was.
     """
 
-    steps: tuple[MeasuredStep, ...]
+    steps: tuple[TracedStep, ...]
     device: str | None
 
 
@@ -90,7 +90,7 @@ def read_trace(path: str | Path) -> Trace:
     ranges = [e for e in events if str(e.get("name")).startswith(PREFIX) and e.get("cat") != COPIED]
     steps = sorted(
         (
-            MeasuredStep(found[4], None if found[1] is None else int(found[1]), int(found[2] or found[3]), _start(e))
+            TracedStep(found[4], None if found[1] is None else int(found[1]), int(found[2] or found[3]), _start(e))
             for e in ranges
             if (found := _STEP.fullmatch(_text(e))) is not None
         ),
@@ -181,12 +181,12 @@ class _Row:
         return self.texts[place] if place >= 0 else ""
 
 
-def _step_at(steps: Sequence[MeasuredStep], starts: Sequence[float], time: float) -> MeasuredStep | None:
+def _step_at(steps: Sequence[TracedStep], starts: Sequence[float], time: float) -> TracedStep | None:
     place = bisect_right(starts, time) - 1
     return steps[place] if place >= 0 else None
 
 
-def _count_host(steps: Sequence[MeasuredStep], rows: Mapping[Any, _Row]) -> None:
+def _count_host(steps: Sequence[TracedStep], rows: Mapping[Any, _Row]) -> None:
     starts = [step.start for step in steps]
     for row in rows.values():
         for begin, stop, text in zip(row.starts, row.starts[1:], row.texts):
@@ -196,7 +196,7 @@ def _count_host(steps: Sequence[MeasuredStep], rows: Mapping[Any, _Row]) -> None
 
 
 def _count_device(
-    steps: Sequence[MeasuredStep],
+    steps: Sequence[TracedStep],
     rows: Mapping[Any, _Row],
     events: Iterable[Mapping[str, Any]],
     kernels: Iterable[Mapping[str, Any]],
