@@ -161,9 +161,10 @@ def test_operators_are_stopped_above_autograd_and_go_on_afterwards() -> None:
 
     def handle(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         seen.append((str(target), [type(a).__name__ for a in args], torch.compiler.is_exporting()))
-        return target(*args, **kwargs)
+        with beneath():
+            return target(*args, **kwargs)
 
-    with pytest.raises(KeyError), torch_private.exporting(), torch_private.called_above_autograd(handle):
+    with pytest.raises(KeyError), torch_private.exporting(), torch_private.called_above_autograd(handle) as beneath:
         y = torch.nn.functional.linear(x, x, bias=x[:, 0]).t()
         with torch.autocast("cpu", torch.bfloat16):
             torch.nn.functional.linear(x, x)
