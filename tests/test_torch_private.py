@@ -138,7 +138,8 @@ def test_every_name_is_there_in_this_version() -> None:
     assert len(torch_private.fused_optimizers()) == 4
     for name in torch_private.MODULE_TABLES:
         assert name in vars(torch.nn.Module())
-    for tracer, name in ((torch_private.TracerBase, "_filter_traceback_frames"), (torch.fx.proxy, "CapturedTraceback")):
+    proxies = torch.fx.proxy
+    for tracer, name in ((proxies.TracerBase, "_filter_traceback_frames"), (proxies, "CapturedTraceback")):
         before = inspect.getattr_static(tracer, name)
         with torch_private.stack_lines(len, len):
             assert inspect.getattr_static(tracer, name) is len
