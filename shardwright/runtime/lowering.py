@@ -9,7 +9,7 @@ subclasses while it runs.
     output:        the outputs that are tensors, then the new values of buffers
 
 `partition.local_program` has the same program as a list of instructions; this file writes it as nodes that name the
-nodes they read. These are the nodes of a `torch.fx.Graph` without its bookkeeping, a quarter of the time: a program is
+nodes they read. These are the nodes of a `torch.fx.Graph` without its bookkeeping, which takes longer: a program is
 lowered at each new size. `copied` writes a node into such a graph, for code that compiles it or prints it.
 """
 
