@@ -1,12 +1,13 @@
-"""Seconds of a call with sizes of the inputs that are new: a GPT of 12 layers, captured, planned, lowered.
+"""Seconds of a call with sizes of the inputs that are new: language models of 12 layers, captured, planned, lowered.
 
     python benchmarks/further_sizes.py               some minutes
     python benchmarks/further_sizes.py --quick       few sizes
     python benchmarks/further_sizes.py --output further_sizes.json
 
-One thread, four devices in this process: modes that decide by rules and by a search, and a pipeline of two stages and
-two micro-batches. Batch size and sequence length change at each call. The figures are seconds of processor time of the
-first call at a size, less those of the quicker of two more:
+One thread, four devices in this process. A GPT in modes that decide by rules and by a search, with its loss beside it
+(`loss_fn`), with its parameters cut (`hsdp`), and as a pipeline of two stages and two micro-batches; the GPT-2 of
+transformers, without and with such a pipeline. Batch size and sequence length change at each call. The figures are
+seconds of processor time of the first call at a size, less those of the quicker of two more:
 
     first          the first call of the model, which exports it
     further sizes  each call at another size, the second one too, which follows that export by a light run
@@ -24,6 +25,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,39 +35,109 @@ from torch import Tensor, nn
 
 sys.path.append(str(ROOT / "examples"))
 
+import torchvision_operators  # noqa: F401  before transformers imports torchvision
+import transformers
 from gpt import GPT
 
 import shardwright as sw
 
-LAYERS, DEVICES, VOCABULARY, LENGTH = 12, 4, 64, 64
+LAYERS, DEVICES, VOCABULARY, LENGTH, WIDTH, HEADS = 12, 4, 64, 64, 32, 4
 MICRO_BATCHES = 2
-MODES = ("semi_auto", "dynamic_programming", "pipeline")
 #: Seconds that a further size may take beyond a call at a known one.
 MOST = 0.1
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
 class Language(nn.Module):
     """A GPT with its loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.net = GPT(vocabulary=VOCABULARY, length=LENGTH, layers=LAYERS, width=32, heads=4)
+        self.net = net
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return F.cross_entropy(self.net(tokens).flatten(0, 1), tokens.flatten())
+        return loss_of(self.net(tokens), tokens)
 
 
-def wrapped(mode: str) -> sw.AutoParallel:
-    model = sw.AutoParallel(Language(), parallel_mode="semi_auto" if mode == "pipeline" else mode)
-    model.dataset_strategy("full_batch")
-    if mode == "pipeline":
-        stages = {f"net.blocks.{i}": 2 * i // LAYERS for i in range(LAYERS)} | {"net.norm": 1}
-        model.pipeline(stages=2, micro_batches=MICRO_BATCHES, stage_config=stages)
-    return model
+class HuggingFace(nn.Module):
+    """The GPT-2 of transformers with its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=LENGTH,
+            n_embd=WIDTH,
+            n_layer=LAYERS,
+            n_head=HEADS,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+        self.net = transformers.GPT2LMHeadModel(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens, labels=tokens).loss
 
 
-def added(model: sw.AutoParallel, tokens: Tensor) -> tuple[float, float]:
+class Case(NamedTuple):
+    """A model and its settings.
+
+    Args:
+        mode: the parallel mode.
+        hugging_face: True for the GPT-2 of transformers.
+        beside: True where the loss is not in the model.
+        cut: True where parameters are cut over their replicas.
+        stages: number of pipeline stages.
+    """
+
+    mode: str = "semi_auto"
+    hugging_face: bool = False
+    beside: bool = False
+    cut: bool = False
+    stages: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Factor of the rows of a batch."""
+        return MICRO_BATCHES if self.stages > 1 else 1
+
+    def wrapped(self) -> sw.AutoParallel:
+        torch.manual_seed(0)
+        if self.hugging_face:
+            net: nn.Module = HuggingFace()
+            block, last = "net.transformer.h", "net.transformer.ln_f"
+        else:
+            gpt = GPT(vocabulary=VOCABULARY, length=LENGTH, layers=LAYERS, width=WIDTH, heads=HEADS)
+            net, block, last = gpt if self.beside else Language(gpt), "net.blocks", "net.norm"
+        model = sw.AutoParallel(net, loss_fn=loss_of if self.beside else None, parallel_mode=self.mode)
+        model.dataset_strategy("full_batch")
+        if self.cut:
+            model.hsdp(threshold=0)
+        if self.stages > 1:
+            stages = {f"{block}.{i}": self.stages * i // LAYERS for i in range(LAYERS)} | {last: self.stages - 1}
+            model.pipeline(stages=self.stages, micro_batches=MICRO_BATCHES, stage_config=stages)
+        return model
+
+
+CASES = {
+    "semi_auto": Case(),
+    "dynamic_programming": Case("dynamic_programming"),
+    "loss_fn": Case(beside=True),
+    "hsdp": Case(cut=True),
+    "pipeline": Case(stages=2),
+    "GPT-2 of transformers": Case(hugging_face=True),
+    "GPT-2, pipeline": Case(hugging_face=True, stages=2),
+}
+
+
+def added(model: sw.AutoParallel, batch: Sequence[Tensor]) -> tuple[float, float]:
     """Seconds that a call takes beyond one of the next two, and its loss.
 
     What other models have left is collected before. The quicker one counts: in the other Python may look for cycles of
@@ -73,32 +145,36 @@ def added(model: sw.AutoParallel, tokens: Tensor) -> tuple[float, float]:
     """
     gc.collect()
     start = time.process_time()
-    loss = model(tokens).item()
+    loss = model(*batch).item()
     ends = [time.process_time()]
     for _ in range(2):
-        model(tokens)
+        model(*batch)
         ends.append(time.process_time())
     return ends[0] - start - min(ends[1] - ends[0], ends[2] - ends[1]), loss
 
 
 def measure(results: Results, sizes: Sequence[tuple[int, int]]) -> None:
-    wrapped(MODES[0])(torch.zeros(4, 8, dtype=torch.long))  # what torch loads at its first capture is no model's cost
-    for mode in MODES:
-        model = wrapped(mode)
+    small = torch.zeros(4, 8, dtype=torch.long)
+    for case in CASES.values():  # what torch loads at its first capture is no model's cost
+        if case in (Case(), Case(hugging_face=True)):
+            case.wrapped()(small)
+    for name, case in CASES.items():
+        model = case.wrapped()
         seconds: dict[str, list[float]] = {}
         for number, (rows, length) in enumerate(sizes):
-            rows *= MICRO_BATCHES if mode == "pipeline" else 1
-            tokens = torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(number))
-            taken, loss = added(model, tokens)
+            shape = rows * case.rows, length
+            tokens = torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(number))
+            batch = (tokens, tokens) if case.beside else (tokens,)
+            taken, loss = added(model, batch)
             seconds.setdefault("further sizes" if number else "first", []).append(taken)
-            taken, expected = added(wrapped(mode), tokens)
+            taken, expected = added(case.wrapped(), batch)
             if number:
                 seconds.setdefault("alone", []).append(taken)
             if abs(loss - expected) > 1e-5 * abs(expected):
-                raise AssertionError(f"{mode}, {rows} x {length}: {loss}, exported by itself {expected}")
-        for name, taken in seconds.items():
-            most = MOST if name == "further sizes" else None
-            results.figures.append(Figure(mode, f"{name}, s", Spread.of(taken), at_most=most))
+                raise AssertionError(f"{name}, {shape}: {loss}, exported by itself {expected}")
+        for what, taken_each in seconds.items():
+            most = MOST if what == "further sizes" else None
+            results.figures.append(Figure(name, f"{what}, s", Spread.of(taken_each), at_most=most))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", sw.RecaptureWarning)
+    transformers.logging.set_verbosity_error()
     sw.init(devices=DEVICES)
     console, results = Console(), Results()
     sizes = [(8, 32), (16, 48), (24, 64), (12, 16), (40, 32), (16, 24), (8, 56), (32, 32), (20, 40), (4, 64)]

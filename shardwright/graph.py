@@ -30,6 +30,7 @@ __all__ = [
     "form_of",
     "key_of",
     "leaves",
+    "leaves_of_type",
     "map_leaves",
     "map_values",
     "short_dtype",
@@ -96,6 +97,7 @@ class Value:
 
 
 Record = TypeVar("Record", "Value", "Op")
+Leaf = TypeVar("Leaf")
 
 #: The seed of the random operators: a further input of a program that has some. See `counter_rng`.
 SEED = Value("<seed>", (4,), torch.int64)
@@ -103,24 +105,29 @@ SEED = Value("<seed>", (4,), torch.int64)
 
 def values_in(tree: Any) -> tuple[Value, ...]:
     """The values among the leaves of nested arguments, in call order."""
-    found: list[Value] = []
-    _collect(tree, found)
-    return tuple(found)
+    return tuple(leaves_of_type(tree, Value))
 
 
-def _collect(tree: Any, found: list[Value]) -> None:
-    """Append the values among the leaves of nested arguments: `leaves` without a generator for each branch."""
+def leaves_of_type(tree: Any, wanted: type[Leaf]) -> list[Leaf]:
+    """The leaves of one type of nested arguments, in call order."""
+    found: list[Leaf] = []
+    _collect(tree, wanted, found)
+    return found
+
+
+def _collect(tree: Any, wanted: type[Leaf], found: list[Leaf]) -> None:
+    """Append the leaves of one type: `leaves` without a generator for each branch."""
     kind = type(tree)
-    if kind is Value:
+    if kind is wanted:
         found.append(tree)
     elif kind in _SEQUENCES:
         for branch in tree:
-            _collect(branch, found)
+            _collect(branch, wanted, found)
     elif kind in _MAPPINGS:
         for branch in tree.values():
-            _collect(branch, found)
+            _collect(branch, wanted, found)
     elif kind not in _LEAVES and _nests(kind):
-        found.extend(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Value))
+        found.extend(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, wanted))
 
 
 def map_values(tree: Any, change: Callable[[Value], Any]) -> Any:

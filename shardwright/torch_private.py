@@ -20,22 +20,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx.proxy import TracerBase
 from torch.utils import checkpoint
 
 from .errors import TorchVersionError
 
 # fmt: off
 __all__ = [
-    "CALLED_INSTEAD", "CHECKPOINT_LOGGER", "COMPILED", "COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS",
-    "GradientHooks", "HooksOfAllModules", "ModuleHooks", "OpOverload", "OpOverloadPacket", "attributes_unchecked",
-    "backward_can_start_at_functions", "buffer_table", "called_above_autograd", "code_written_late", "computation",
-    "default_store", "demand", "exporting", "foreach_edits", "fused_optimizers", "gather_flat", "gradient_hooks",
-    "group_timeout", "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint", "is_view", "layouts_unrecorded",
-    "local_tensor", "module_table", "move_gradient_hooks", "number_of_groups", "operators", "overload_name",
-    "overload_of", "parameter_table", "recurrent_states", "recurrent_weights", "register_node", "scatter_flat",
-    "schedule_without_transfers", "schema_of", "shell", "spec_of", "stack_lines", "storage_id", "torch_function",
-    "untraced", "use_foreach", "version_of", "vmap_function", "without_cudnn", "worker_processes",
+    "CALLED_INSTEAD", "CHECKPOINT_LOGGER", "COMPILED", "COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "PARAMETER",
+    "VMAP_ENDS", "GradientHooks", "HooksOfAllModules", "ModuleHooks", "OpOverload", "OpOverloadPacket",
+    "attributes_unchecked", "backward_can_start_at_functions", "buffer_table", "called_above_autograd",
+    "code_written_late", "computation", "default_store", "demand", "exporting", "foreach_edits", "fused_optimizers",
+    "gather_flat", "gradient_hooks", "group_timeout", "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint",
+    "is_view", "layouts_unrecorded", "local_tensor", "module_table", "move_gradient_hooks", "number_of_groups",
+    "operators", "overload_name", "overload_of", "parameter_table", "recurrent_states", "recurrent_weights",
+    "register_node", "scatter_flat", "schedule_without_transfers", "schema_of", "shell", "spec_of", "stack_lines",
+    "storage_id", "torch_function", "untraced", "use_foreach", "version_of", "vmap_function", "without_cudnn",
+    "worker_processes",
 ]
 # fmt: on
 
@@ -87,6 +87,7 @@ CALLED_INSTEAD = "_compiled_call_impl"
 
 #: The package of ``torch.compile``, and an attribute of functions that it has compiled.
 COMPILER, COMPILED = "torch._dynamo", "_torchdynamo_orig_callable"
+PARAMETER = "_is_param"  # attribute of a tensor that ``isinstance(tensor, nn.Parameter)`` asks for
 CHECKPOINT_LOGGER = "torch._higher_order_ops.wrap"  # warns of operators in place in a compiled checkpoint
 
 #: Loggers, below ``torch.``, that export fills beside the error that it raises.
@@ -396,14 +397,10 @@ def stack_lines(keep: Callable[[Any, Any], Any], captured: Any) -> Iterator[None
         keep: ``(tracer, frames) -> frames``, in place of export's own choice.
         captured: in place of the class that finds the stack, and describes every line of it.
     """
-    with contextlib.ExitStack() as stack:
-        for owner, name, ours in (
-            (TracerBase, "_filter_traceback_frames", keep),
-            (torch.fx.proxy, "CapturedTraceback", captured),
-        ):
-            if hasattr(owner, name):
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, ours)
+    with (
+        _replaced("torch.fx.proxy.TracerBase", "_filter_traceback_frames", keep),
+        _replaced("torch.fx.proxy", "CapturedTraceback", captured),
+    ):
         yield
 
 
@@ -452,8 +449,7 @@ def code_written_late() -> Iterator[None]:
 
     Export has the code written six times, a quarter of a capture's time, and never calls it.
     """
-    owner = torch.fx.GraphModule
-    plain = owner.recompile
+    plain = torch.fx.GraphModule.recompile
 
     def recompile(module: torch.fx.GraphModule) -> Any:
         if type(getattr(module.graph, "_codegen", None)) is not torch.fx.CodeGen:
@@ -467,22 +463,18 @@ def code_written_late() -> Iterator[None]:
         module.__dict__.setdefault("_code", "")
         return None
 
-    owner.recompile = recompile  # type: ignore[assignment, method-assign]
-    try:
+    with _replaced("torch.fx.GraphModule", "recompile", recompile):
         yield
-    finally:
-        owner.recompile = plain  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
     """Set what a model's code sees of an export inside the ``with`` block: ``torch.compiler.is_exporting()`` is true,
     cuDNN, MKLDNN and NNPACK are off."""
-    libraries_off = _found("torch.export._trace._ignore_backend_decomps") or contextlib.nullcontext
     compiling, exporting = (
         _replaced("torch.compiler", f"_is_{name}_flag", True) for name in ("compiling", "exporting")
     )
-    with libraries_off(), compiling, exporting:
+    with (_found("torch.export._trace._ignore_backend_decomps") or contextlib.nullcontext)(), compiling, exporting:
         yield
 
 
@@ -505,30 +497,45 @@ def shell(kind: type[Tensor], like: Any, storage_offset: int = 0, parameter: boo
         requires_grad=requires_grad,
     )
     if parameter:
-        made._is_param = True
+        setattr(made, PARAMETER, True)
     return made
 
 
 @contextlib.contextmanager
-def called_above_autograd(handle: Callable[[Any, tuple[object, ...], dict[str, Any]], Any]) -> Iterator[None]:
+def called_above_autograd(handle: Callable[..., Any]) -> Iterator[Callable[[], contextlib.ExitStack]]:
     """Call ``handle(operator, args, kwargs)`` in place of every operator that is called inside the ``with`` block.
 
-    The operators are those of an exported program: above autograd and autocast, and not taken apart. Operators that
-    `handle` itself calls run as always.
+    The operators are those of an exported program: above autograd and autocast, and not taken apart. Inside of the
+    context manager that the yielded function makes, `handle` calls operators itself.
     """
-    feature, mode = "a captured model at other sizes of its inputs", _watching()(handle)
+    feature, mode, key = "a captured model at other sizes", _watching()(handle), torch._C.DispatchKey.PreDispatch
     plain = getattr(_found("torch._library.utils"), "handle_dispatch_mode", None)
+    pop, put = (_needed(f"torch._ops.{name}_pre_dispatch", feature) for name in ("_pop_mode_from", "_set_mode"))
 
-    def at_once(top: Any, func: Any, *args: Any, **kwargs: Any) -> Any:  # torch flattens all arguments for `types`
-        return handle(func, args, kwargs) if top is mode else plain(top, func, *args, **kwargs)  # type: ignore[misc]
+    def beneath() -> contextlib.ExitStack:
+        pop()
+        (stack := contextlib.ExitStack()).callback(put, mode)
+        return stack
+
+    def at_once(top: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if top is not mode:
+            return plain(top, func, *args, **kwargs)  # type: ignore[misc]
+        # Later calls of the operator find `handle`: torch takes its mode away, and puts it back, at each call.
+        func._dispatch_cache[key] = lambda *args, **kwargs: handle(func, args, kwargs)
+        ends.callback(func._dispatch_cache.pop, key, None)
+        put(mode)
+        with contextlib.ExitStack() as stack:
+            stack.callback(pop)
+            return handle(func, args, kwargs)
 
     with (
+        contextlib.ExitStack() as ends,
         _needed("torch._dispatch.python.enable_python_dispatcher", feature)(),
         _needed("torch._dispatch.python.enable_pre_dispatch", feature)(),
         _replaced("torch._library.utils", "handle_dispatch_mode", at_once),
         mode,
     ):
-        yield
+        yield beneath
 
 
 @functools.cache
@@ -561,21 +568,14 @@ def recurrent_states() -> Iterator[None]:
 
     torch 2.9 gives them one dim too many where the batch has more than one row.
     """
-    held, name = _found("torch._decomp.decompositions"), "one_layer_lstm"
-    theirs = getattr(held, name, None)
-    if theirs is None:
-        yield
-        return
+    theirs: Any = getattr(_found("torch._decomp.decompositions"), "one_layer_lstm", None)
 
     def one_layer(*args: Any, **kwargs: Any) -> Any:
         out, states = theirs(*args, **kwargs)
         return out, tuple(x.squeeze(0) if x.dim() == 3 else x for x in states)
 
-    setattr(held, name, one_layer)
-    try:
+    with _replaced("torch._decomp.decompositions", "one_layer_lstm", one_layer):
         yield
-    finally:
-        setattr(held, name, theirs)
 
 
 class _Weights(list[object]):

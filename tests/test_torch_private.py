@@ -138,7 +138,8 @@ def test_every_name_is_there_in_this_version() -> None:
     assert len(torch_private.fused_optimizers()) == 4
     for name in torch_private.MODULE_TABLES:
         assert name in vars(torch.nn.Module())
-    for tracer, name in ((torch_private.TracerBase, "_filter_traceback_frames"), (torch.fx.proxy, "CapturedTraceback")):
+    proxies = torch.fx.proxy
+    for tracer, name in ((proxies.TracerBase, "_filter_traceback_frames"), (proxies, "CapturedTraceback")):
         before = inspect.getattr_static(tracer, name)
         with torch_private.stack_lines(len, len):
             assert inspect.getattr_static(tracer, name) is len
@@ -161,9 +162,10 @@ def test_operators_are_stopped_above_autograd_and_go_on_afterwards() -> None:
 
     def handle(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         seen.append((str(target), [type(a).__name__ for a in args], torch.compiler.is_exporting()))
-        return target(*args, **kwargs)
+        with beneath():
+            return target(*args, **kwargs)
 
-    with pytest.raises(KeyError), torch_private.exporting(), torch_private.called_above_autograd(handle):
+    with pytest.raises(KeyError), torch_private.exporting(), torch_private.called_above_autograd(handle) as beneath:
         y = torch.nn.functional.linear(x, x, bias=x[:, 0]).t()
         with torch.autocast("cpu", torch.bfloat16):
             torch.nn.functional.linear(x, x)

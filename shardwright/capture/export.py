@@ -38,6 +38,7 @@ from ..pytree_objects import closed, opened
 from ..rules.normalization import cumulative_momentum
 from ..torch_private import (
     NOISY_LOGGERS,
+    PARAMETER,
     FakeTensor,
     FakeTensorMode,
     attributes_unchecked,
@@ -327,9 +328,11 @@ def _captured(
     def empty(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool, parameter: bool = False) -> torch.Tensor:
         if programs:
             return outline(shape, dtype, device, requires_grad, parameter)
-        with mode:
-            made = torch.empty(shape, dtype=dtype, device=device, requires_grad=requires_grad and not parameter)
-            return nn.Parameter(made, requires_grad=requires_grad) if parameter else made
+        made: torch.Tensor = FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
+        made.requires_grad = requires_grad
+        if parameter:  # nn.Parameter(made) would run an operator
+            setattr(made, PARAMETER, True)
+        return made
 
     paths = dict(module.named_modules(remove_duplicate=False))
     tied: dict[int, list[str]] = {}

@@ -17,8 +17,9 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Iterator
-from operator import is_
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from torch import nn
 
 from ..errors import CaptureError
 from ..torch_private import DisableTorchFunction, FakeTensor, pytree, untraced
-from .guards import MISSING, GuardedPlace
+from .guards import GuardedPlace
 from .source_lines import is_users
 
 __all__ = ["computed_for_real"]
@@ -55,6 +56,9 @@ _PLAIN = frozenset(
         types.GetSetDescriptorType,
     }
 )
+
+#: Types of values that hold nothing: `_File` compares the values themselves.
+_SIMPLE = frozenset({type(None), bool, int, str, bytes})
 
 #: Types of values of a file or a class that hold functions, or are functions.
 _FIXED = (types.FunctionType, types.ModuleType, type, staticmethod, classmethod, _KEEPS)
@@ -121,7 +125,7 @@ def computed_for_real(modules: list[tuple[str, nn.Module]], functions: list[Any]
         return stand_ins.setdefault(id(value), _StandIn(value))
 
     try:
-        for place in list(_places(modules, functions)):
+        for place in _places(modules, functions):
             old = place.get()
             put.append((place, old))
             place.set(stood_for(old))
@@ -131,7 +135,7 @@ def computed_for_real(modules: list[tuple[str, nn.Module]], functions: list[Any]
             place.set(old)
 
 
-def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> Iterator[GuardedPlace]:
+def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> list[GuardedPlace]:
     """The places that hold functions of the model that cache their results."""
     classes = dict.fromkeys(
         cls for _, m in modules for cls in type(m).__mro__ if _users_module(cls.__module__) is not None
@@ -144,85 +148,110 @@ def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> Itera
         if (module := _users_module(name)) is not None
     ]
     files = {id(module) for module in waiting}
-    seen: set[int] = set()
+    covered: set[type] = set()
+    places: list[GuardedPlace] = []
+    closures: list[types.FunctionType] = []
     while waiting:
-        file = waiting.pop()
-        held, found = vars(file), _read(file)
-        yield from [GuardedPlace(held, key, key) for key in found.kept]
-        classes.update(dict.fromkeys(found.classes))
+        found = _of_file(waiting.pop())
+        places += found.kept
+        closures += found.closures
+        covered.update(found.own)
+        classes.update(found.classes)
         for name in found.imported:
             module = sys.modules.get(name)
             if module is not None and id(module) not in files:
                 files.add(id(module))
                 waiting.append(module)
     for cls in classes:
-        known = _read(cls)
-        for function in known.closures:
-            yield from _cells(function, seen, 0)
-        yield from [GuardedPlace(cls, key, key) for key in known.kept]
-    for _, imported in modules:
-        for key, value in list(vars(imported).items()):
-            if type(value) in _PLAIN:
-                continue
-            if _keeps(value):
-                yield GuardedPlace(vars(imported), key, key)
-            yield from _cells(value, seen, 0)
-    for function in functions:
-        yield from _cells(function, seen, 0)
+        if cls not in covered:
+            kept, further = _read_class(cls)
+            places += kept
+            closures += further
+    for _, m in modules:
+        for key, value in vars(m).items():
+            kind = type(value)
+            if kind is types.FunctionType:
+                closures.append(value)
+            elif kind not in _PLAIN and _keeps(value):
+                places.append(GuardedPlace(vars(m), key, key))
+    closures += [function for function in functions if type(function) is types.FunctionType]
+    seen: set[int] = set()
+    for function in closures:
+        places += _cells(function, seen)
+    return places
 
 
-class _Read(NamedTuple):
-    """The objects of a file or a class, for `_places`.
+class _File(NamedTuple):
+    """The entries of a file and of its classes, for `_places`.
 
     Args:
-        types: the types of all that it holds, in order.
-        fixed: key -> the object, for functions, classes and files: what was read is valid while it holds these, and
-            objects of the same types. Other objects are not kept alive.
-        kept: the keys of functions that cache their results.
-        classes, imported: the classes of users in a file, and the names of the users' files that its values come from.
-        closures: the functions of a class that have closures.
+        held: the entries of the file and of its classes: mappings that show every change.
+        same: picks the entries that have to be the same objects as before: functions, classes, files and simple values.
+        others: picks the other entries, which have to be of the same types. These are not kept alive.
+        were, types: the objects and the types that were read.
+        kept: the places of functions that cache their results.
+        functions: these functions.
+        own: the classes of the file.
+        classes: further classes of users in the file, as the keys of a dict.
+        imported: the names of the users' files that the file's values come from.
+        closures: the functions of its classes that have closures.
     """
 
+    held: tuple[Mapping[str, Any], ...]
+    same: Callable[[Sequence[Any]], tuple[Any, ...]]
+    others: Callable[[Sequence[Any]], tuple[Any, ...]]
+    were: tuple[Any, ...]
     types: tuple[type, ...]
-    fixed: dict[str, Any]
-    kept: tuple[str, ...]
-    classes: tuple[type, ...] = ()
-    imported: tuple[str, ...] = ()
-    closures: tuple[types.FunctionType, ...] = ()
+    kept: tuple[GuardedPlace, ...]
+    functions: tuple[Any, ...]
+    own: tuple[type, ...]
+    classes: dict[type, None]
+    imported: tuple[str, ...]
+    closures: tuple[types.FunctionType, ...]
+
+    @property
+    def holds(self) -> bool:
+        """True where file and classes are as they were read.
+
+        A library of models has hundreds of files and forty thousand entries: no line of Python runs for each.
+        """
+        entries = tuple(chain.from_iterable(map(_values, self.held)))
+        return (
+            len(entries) == len(self.were) + len(self.types)
+            and self.same(entries) == self.were
+            and tuple(map(type, self.others(entries))) == self.types
+            and all(place.get() is function for place, function in zip(self.kept, self.functions))
+        )
 
 
-#: Files, and classes that a file holds -> what was read of them: a library of models has hundreds of files.
-_KNOWN: weakref.WeakKeyDictionary[types.ModuleType | type, _Read] = weakref.WeakKeyDictionary()
+def _picking(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """The function that picks entries by their places."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda entries: tuple([entries[i] for i in places])
 
 
-def _read(owner: types.ModuleType | type) -> _Read:
-    """The objects of a file or a class, read anew where they are others than before."""
-    held = vars(owner)
-    known = _KNOWN.get(owner)
-    if (
-        known is None
-        or len(known.types) != len(held)
-        or not all(map(is_, known.types, map(type, held.values())))
-        or not all(map(is_, map(held.get, known.fixed), known.fixed.values()))
-    ):
-        entries = list(held.items())
-        known = _read_class(entries) if isinstance(owner, type) else _read_file(entries)
-        if not isinstance(owner, type) or getattr(sys.modules.get(owner.__module__), owner.__name__, None) is owner:
-            _KNOWN[owner] = known
+_values = methodcaller("values")
+
+#: File -> what was read of it.
+_KNOWN: weakref.WeakKeyDictionary[types.ModuleType, _File] = weakref.WeakKeyDictionary()
+
+
+def _of_file(file: types.ModuleType) -> _File:
+    """The objects of a file and its classes, read anew where they are others than before."""
+    known = _KNOWN.get(file)
+    if known is None or not known.holds:
+        known = _KNOWN[file] = _read_file(file)
     return known
 
 
-def _fixed(held: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The objects of a file or a class that `_places` looks into."""
-    return {key: v for key, v in held if isinstance(v, _FIXED)}
-
-
-def _read_file(held: list[tuple[str, Any]]) -> _Read:
-    kept: list[str] = []
+def _read_file(file: types.ModuleType) -> _File:
+    kept: list[GuardedPlace] = []
     classes: dict[type, None] = {}
     imported: dict[str, None] = {}
     known: dict[Any, types.ModuleType | None] = {}  # many values come from few files
-    for key, value in held:
+    held = vars(file)
+    for key, value in list(held.items()):
         kind = type(value)
         if kind in _PLAIN:
             continue
@@ -232,7 +261,7 @@ def _read_file(held: list[tuple[str, Any]]) -> _Read:
             name = value.__name__
         else:
             if _keeps(value):
-                kept.append(key)
+                kept.append(GuardedPlace(held, key, key))
             if kind is not _KEEPS:
                 continue
             name = value.__module__
@@ -244,36 +273,76 @@ def _read_file(held: list[tuple[str, Any]]) -> _Read:
         if issubclass(kind, type):
             classes.setdefault(value)
         imported.setdefault(module.__name__)
-    return _Read(tuple(type(v) for _, v in held), _fixed(held), tuple(kept), tuple(classes), tuple(imported))
+    own = tuple([cls for cls in classes if cls.__module__ == file.__name__ and held.get(cls.__name__) is cls])
+    closures: list[types.FunctionType] = []
+    for cls in own:
+        del classes[cls]
+        further, functions = _read_class(cls)
+        kept += further
+        closures += functions
+    everything = (held, *map(vars, own))
+    entries = tuple(chain.from_iterable(map(_values, everything)))
+    same = [i for i, value in enumerate(entries) if isinstance(value, _FIXED) or type(value) in _SIMPLE]
+    others = sorted(set(range(len(entries))).difference(same))
+    pick, rest = _picking(same), _picking(others)
+    return _File(
+        everything,
+        pick,
+        rest,
+        pick(entries),
+        tuple(map(type, rest(entries))),
+        tuple(kept),
+        tuple([place.get() for place in kept]),
+        own,
+        classes,
+        tuple(imported),
+        tuple(closures),
+    )
 
 
-def _read_class(held: list[tuple[str, Any]]) -> _Read:
-    closures = [v for _, v in held if type(v) is types.FunctionType and v.__closure__ is not None]
-    kept = [key for key, v in held if type(v) not in _PLAIN and type(v) is not types.FunctionType and _keeps(v)]
-    return _Read(tuple(type(v) for _, v in held), _fixed(held), tuple(kept), closures=tuple(closures))
+def _read_class(cls: type) -> tuple[list[GuardedPlace], list[types.FunctionType]]:
+    """The places in a class of functions that cache their results, and the functions that have closures."""
+    kept: list[GuardedPlace] = []
+    closures: list[types.FunctionType] = []
+    for key, value in vars(cls).items():
+        if type(value) is types.FunctionType:
+            if value.__closure__ is not None:
+                closures.append(value)
+        elif type(value) not in _PLAIN and _keeps(value):
+            kept.append(GuardedPlace(cls, key, key))
+    return kept, closures
 
 
 def _keeps(value: Any) -> bool:
     """True for a function of the user that caches its results."""
-    if isinstance(value, (staticmethod, classmethod)):
-        value = value.__func__
     if type(value) is not _KEEPS:
-        return False
+        if not isinstance(value, (staticmethod, classmethod)) or type(value.__func__) is not _KEEPS:
+            return False
+        value = value.__func__
     code = getattr(getattr(value, "__wrapped__", None), "__code__", None)
     return code is not None and is_users(code.co_filename)
 
 
-def _cells(function: Any, seen: set[int], depth: int) -> Iterator[GuardedPlace]:
-    if not isinstance(function, types.FunctionType) or id(function) in seen or depth > _DEPTH:
-        return
+def _cells(function: types.FunctionType, seen: set[int], depth: int = 0) -> list[GuardedPlace]:
+    """The places in a function's closure, and in those of the functions in it, of functions that cache their results.
+
+    Args:
+        seen: ids of the functions that were looked into.
+    """
+    found: list[GuardedPlace] = []
+    if function.__closure__ is None or id(function) in seen or depth > _DEPTH:
+        return found
     seen.add(id(function))
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        place = GuardedPlace(cell, name, name)
-        value = place.get()
-        if value is not MISSING:
-            if _keeps(value):
-                yield place
-            yield from _cells(value, seen, depth + 1)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # nothing yet
+            continue
+        if type(value) is types.FunctionType:
+            found += _cells(value, seen, depth + 1)
+        elif _keeps(value):
+            found.append(GuardedPlace(cell, name, name))
+    return found
 
 
 #: Packages whose functions are not part of a model: the libraries beneath it, and test tools.

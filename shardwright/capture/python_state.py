@@ -73,6 +73,14 @@ class _Kept:
     path: str
 
 
+class _Relevant(dict[str, bool]):
+    """File -> True where reads in it count."""
+
+    def __missing__(self, file: str) -> bool:
+        found = self[file] = _is_relevant(file)
+        return found
+
+
 class Observation:
     """The reads and writes of one capture, as a context.
 
@@ -99,7 +107,7 @@ class Observation:
             tuple[int, Any], Any
         ] = {}  # identity of a place -> its number, while a counter replaces it
         self._generators: dict[int, tuple[Any, Any, str]] = {}
-        self._relevant: dict[str, bool] = {}  # file -> True where reads in it count
+        self._relevant = _Relevant()
         self._scanned: dict[int, Any] = {}  # id of a function or class -> itself
         self._patched: list[tuple[type, str, Any]] = []
         self._classes: set[type] = set()
@@ -183,20 +191,14 @@ class Observation:
         assigned: Callable[..., None] = cls.__setattr__
         relevant, note, wrote = self._relevant, self._read, self._wrote
 
-        def is_relevant(file: str) -> bool:
-            seen = relevant.get(file)
-            if seen is None:
-                seen = relevant[file] = _is_relevant(file)
-            return seen
-
         def __getattribute__(self: Any, name: str) -> Any:
-            if is_relevant(sys._getframe(1).f_code.co_filename):
+            if relevant[sys._getframe(1).f_code.co_filename]:
                 note(self, name)
             return read(self, name)
 
         def __setattr__(self: Any, name: str, value: Any) -> None:
             file = sys._getframe(1).f_code.co_filename
-            if is_relevant(file):
+            if relevant[file]:
                 wrote(self, name, file.startswith(_LAYERS))
             assigned(self, name, value)
 

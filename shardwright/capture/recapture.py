@@ -458,7 +458,7 @@ class LightRun:
             stack.callback(setattr, nn.Module, "__call__", nn.Module.__call__)
             nn.Module.__call__ = self._entered(nn.Module.__call__)  # type: ignore[method-assign]  # put back at the end
             stack.enter_context(exporting())
-            stack.enter_context(called_above_autograd(self._called))
+            self._beneath = stack.enter_context(called_above_autograd(self._called))
             made = module(*args, **kwargs)
         if self._failed is not None:  # the model's code may have caught the error, and gone on
             raise Differs(self._failed)
@@ -498,7 +498,8 @@ class LightRun:
         """The results of an operator, in its place."""
         facts = _facts(target)
         if facts.beside:
-            return target(*args, **kwargs)
+            with self._beneath():
+                return target(*args, **kwargs)
         grad, casting = torch.is_grad_enabled(), current(*self._device_types)
         tensors: list[torch.Tensor] = []
         try:
@@ -523,9 +524,10 @@ class LightRun:
 
     def _results(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results of an operator as `_Result`s."""
-        agreements = [] if current(*self._device_types) else [program.by_meta(target) for program in self._programs]
-        by_meta = True in agreements and False not in agreements
         with ExitStack() as stack:
+            stack.enter_context(self._beneath())
+            agreements = [] if current(*self._device_types) else [p.by_meta(target) for p in self._programs]
+            by_meta = True in agreements and False not in agreements
             stack.enter_context(no_python_dispatcher())
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() and not written_names(target)))
             if not by_meta:

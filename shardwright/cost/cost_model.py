@@ -39,10 +39,10 @@ from typing import Any
 
 from ..cluster import Cluster
 from ..errors import SettingError
-from ..graph import Op, Value, leaves
+from ..graph import Op, Value
 from ..layout import Digits, Layout, digits_size, merge
 from ..partition.gradient_fusion import AUTO, PIECE
-from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, Ref, made_by
+from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, made_by, refs_of
 from ..partition.rematerialization import RecomputedInstruction, Regather
 from ..redistribution import CollectiveKind, Redistribution, RedistributionStep
 from .communication_schedule import CommunicationSchedule, ScheduledMessage, own_redistribution
@@ -359,10 +359,9 @@ class CostModel:
         return nbytes / self.cluster.memory_bandwidth + self.cluster.overhead
 
     def _called(self, instruction: LocalOp, known: Mapping[str, PlacedValue]) -> tuple[float, float]:
-        read = tuple(leaf for leaf in leaves((instruction.args, instruction.kwargs)) if isinstance(leaf, Ref))
         return self.compute(
             instruction.op,
-            [known[a.name].local_shape for a in read],
+            [known[ref.name].local_shape for ref in refs_of(instruction)],
             [o.local_shape for o in instruction.outputs if o is not None],
         )
 

@@ -65,7 +65,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..cluster import Cluster
 from ..errors import RuleError
-from ..graph import Op, Value, map_values
+from ..graph import Op, Value, key_of, map_values
 from ..layout import Digits
 from ..redistribution import CollectiveKind
 from ..rules import bound_rule, find_rule
@@ -301,11 +301,16 @@ class OperatorWork:
 
 def signature(op: Op) -> tuple[Any, ...]:
     """A key that is equal for two operators with the same work."""
+    called: Any = key_of((op.args, op.kwargs), lambda x: _described(x) if type(x) is Value else x)
+    try:
+        hash(called)
+    except TypeError:  # an argument that cannot be looked up, such as a slice
+        called = str(map_values((op.args, op.kwargs), _described))
     return (
         op.target,
-        str(map_values((op.args, op.kwargs), _described)),
-        tuple(map(_described, op.inputs)),
-        tuple(v and _described(v) for v in op.outputs),
+        called,
+        tuple([_described(v) for v in op.inputs]),
+        tuple([v and _described(v) for v in op.outputs]),
     )
 
 

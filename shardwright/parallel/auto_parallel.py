@@ -33,6 +33,7 @@ from ..capture.model_device import check_inputs, check_values, place_of
 from ..capture.module_hooks import has_global_hooks, hooked
 from ..capture.source_lines import stack_level
 from ..errors import SettingError, known_keywords
+from ..garbage_collection import gc_paused
 from ..layout import Layout
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..pytree_objects import opened, with_tensors
@@ -530,6 +531,7 @@ class AutoParallel(CallPlanning, nn.Module):
             )
         return change or ""
 
+    @gc_paused()
     def _build(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "", hooks_around: bool = True
     ) -> StepProgram | PipelineProgram:
@@ -540,8 +542,7 @@ class AutoParallel(CallPlanning, nn.Module):
             hooks_around: True: the model's own hooks run around the program. False: they are captured into the
                 program.
         """
-        observer = _OBSERVER.get()
-        if observer is not None:
+        if (observer := _OBSERVER.get()) is not None:
             observer(self, args, kwargs)
         runtime, module = self._runtime_of(args, kwargs), ModelAndLoss(self.net, self.loss_fn)
         before = self._before()
@@ -564,10 +565,9 @@ class AutoParallel(CallPlanning, nn.Module):
             compiled=self._running.compiled,
             gradients_mean=self._running.gradients_mean and self.loss_fn is None,
         )
-        program.exact = self._running.random == "exact"
         around = {id(self.net): HOOKS[:2] if self.loss_fn is None else HOOKS[:1]}
         assert recording.effects is not None
-        program.effects = recording.effects
+        program.exact, program.effects = self._running.random == "exact", recording.effects
         program.guards = recording.guards = Guards(
             recording.modules,
             recording.reads.values(),

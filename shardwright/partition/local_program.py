@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import MissingRuleError, SettingError, ShardwrightError
-from ..graph import Graph, Op, Recompute, Value, changed, leaves, types_of
+from ..graph import Graph, Op, Recompute, Value, changed, leaves_of_type, types_of
 from ..layout import Digit, Digits, Layout, digits_size
 from ..mixed_precision import narrowed_to
 from ..redistribution import Redistribution
@@ -56,6 +56,7 @@ __all__ = [
     "place_inputs",
     "read_by",
     "reads",
+    "refs_of",
     "ways_of_parameters",
 ]
 
@@ -215,8 +216,12 @@ def read_by(instruction: Any) -> tuple[str, ...]:
     """Names of the tensors that receive a gradient from an instruction, in call order, each once."""
     if not isinstance(instruction, LocalOp):
         return (instruction.source.name,)
-    arguments = leaves((instruction.args, instruction.kwargs))
-    return tuple(dict.fromkeys(leaf.name for leaf in arguments if isinstance(leaf, Ref)))
+    return tuple(dict.fromkeys([ref.name for ref in refs_of(instruction)]))
+
+
+def refs_of(instruction: LocalOp) -> list[Ref]:
+    """The tensor arguments of a local call, in call order."""
+    return leaves_of_type((instruction.args, instruction.kwargs), Ref)
 
 
 def reads(instruction: Any) -> tuple[str, ...]:

@@ -23,9 +23,9 @@ Example: 4 to 2 devices, r = 2: ranks 0 and 1 must hold the same slice; position
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..cluster import Cluster
 from ..errors import PlanError
@@ -145,8 +145,7 @@ def between(cluster: Cluster, rank: int, peer: int) -> tuple[Digit, ...]:
     return tuple(out)
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """One consumption of a value.
 
     Args:
@@ -415,7 +414,7 @@ class Partitioner:
             want, partial = ways.pop()
             if want == layout and partial and beside(self.devices, partial + assignment.used):
                 self.widened[value.name] = partial
-                self.uses[value.name] = [replace(use, partial=()) for use in self.uses[value.name]]
+                self.uses[value.name] = [use._replace(partial=()) for use in self.uses[value.name]]
 
     def use(self, decision: Decision, op: Op, bound: Bound, assignment: Assignment, index: int) -> Use:
         key = id(bound), id(assignment), index
@@ -491,7 +490,7 @@ class Partitioner:
         for i, value in enumerate(op.inputs):
             use = self.use(decision, op, bound, assignment, i)
             if open_ is not None:
-                use = replace(use, want=use.want.with_partial(open_))
+                use = use._replace(want=use.want.with_partial(open_))
             got.append(self.obtain(value, use))
         local = local_call(op, rule, bound, assignment)
         feed = iter(got)

@@ -329,6 +329,6 @@ def differences(op: Op, other: Op) -> list[tuple[str, Any, Any]]:
         a, b = mine.get(name), theirs.get(name)
         if (name in _SIZES and isinstance(a, (list, tuple))) or (sliced and name in ("start", "end", "length")):
             continue
-        if type(a) is not type(b) or repr(a) != repr(b):
+        if a is not b and (type(a) is not type(b) or repr(a) != repr(b)):
             found.append((name, a, b))
     return found

@@ -207,7 +207,6 @@ class MicrobatchRewriter:
                 raise kind.error.located(**op.where)
         if any(isinstance(kind, BatchDim) for kind in inputs):
             op = self._promoted(op, [i for i, k in enumerate(inputs) if isinstance(k, ReducedOverBatch) and k != SAME])
-            self._same_numbers(op, wide_op)
             return self._of_alike(op, wide_op, inputs)
         if all(kind == SAME for kind in inputs):
             return op, self._of_nothing(op, wide_op)
@@ -280,14 +279,20 @@ class MicrobatchRewriter:
 
     def _of_alike(self, op: Op, wide_op: Op, inputs: Sequence[Kind]) -> tuple[Op | None, list[Kind]]:
         """The result of `_of_rows`, computed once for all calls of one form, since layers of a model are often
-        equal."""
+        equal.
+
+        Raises:
+            SettingError: an argument depends on the size of the batch.
+        """
         form = form_of(op), form_of(wide_op), tuple(inputs)
         try:
             known = self.known_calls.get(form)
         except TypeError:  # an argument that cannot be looked up, such as a slice
+            self._same_numbers(op, wide_op)
             return self._of_rows(op, wide_op, inputs)
         if known is not None:
             return op, known
+        self._same_numbers(op, wide_op)
         made, kinds = self._of_rows(op, wide_op, inputs)
         if made is op:
             self.known_calls[form] = kinds

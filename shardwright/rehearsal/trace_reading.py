@@ -23,7 +23,7 @@ from typing import Any
 from ..errors import SettingError
 from ..runtime.profile_ranges import PREFIX
 
-__all__ = ["TracedStep", "Trace", "read_trace"]
+__all__ = ["Trace", "TracedStep", "read_trace"]
 
 #: Kineto's categories of work of a device, and of copies of the host's ranges in the device's rows.
 DEVICE, COPIED = ("kernel", "gpu_memcpy", "gpu_memset"), "gpu_user_annotation"

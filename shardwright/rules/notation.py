@@ -179,12 +179,24 @@ class Factor:
     window: Window | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Assignment:
     """The digits of the rank that cut each factor: a strategy in its one normal form."""
 
     devices: int
     digits: tuple[Digits, ...]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.devices, self.digits))
+
+    def __hash__(self) -> int:  # searches look assignments up often
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Assignment):
+            return NotImplemented
+        return self is other or (self.digits == other.digits and self.devices == other.devices)
 
     @property
     def used(self) -> Digits:
@@ -229,7 +241,7 @@ class Bound:
 
     def cut_by(self, devices: int, digits: Mapping[int, Digits]) -> Assignment:
         """The assignment that cuts the given factors."""
-        return Assignment(devices, tuple(merge(digits.get(i, ())) for i in range(len(self.factors))))
+        return Assignment(devices, tuple([merge(digits[i]) if i in digits else () for i in range(len(self.factors))]))
 
     def dim_digits(self, dim: tuple[int, ...], assignment: Assignment) -> Digits | None:
         """The digits of a dim; None where a compound dim would be cut in its minor factor only."""
@@ -429,7 +441,7 @@ class Bound:
             dims = (self.outputs if of_outputs else self.inputs)[index]
             assert layout.dims is not None
             for dim, digits in zip(dims, layout.dims):
-                spread = self.spread(dim, digits)
+                spread = self.spread(dim, digits) if digits else {}
                 if spread is None:
                     return None
                 for factor in dim:

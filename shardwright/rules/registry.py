@@ -20,10 +20,10 @@ import torch
 
 from ..autocast import UnderAutocast, under
 from ..errors import MissingRuleError, RuleError, ShardwrightError, StrategyError
-from ..graph import SEED, Op, Value, values_in
+from ..graph import SEED, Op, Value, key_of, map_values, values_in
 from ..layout import Digits, Layout
 from ..redistribution import Window
-from ..torch_private import OpOverload, OpOverloadPacket, overload_of, pytree
+from ..torch_private import OpOverload, OpOverloadPacket, overload_of
 from .notation import Assignment, Bound, bind, parse
 
 __all__ = [
@@ -300,19 +300,24 @@ class _Like(NamedTuple):
     dtype: torch.dtype
 
 
-@lru_cache(maxsize=1 << 14)
-def _results(target: Any, spec: Any, leaves: tuple[Any, ...], kinds: tuple[type, ...]) -> tuple[_Like, ...]:
-    """The outputs of a call. Searches expand the same operator under hundreds of cuts, with much the same parts.
+#: Call -> its outputs. Searches expand the same operator under hundreds of cuts, with much the same parts.
+_RESULTS: dict[Any, tuple[_Like, ...]] = {}
+#: The number of calls that are remembered.
+KEPT = 1 << 14
 
-    Args:
-        leaves: the flattened arguments, tensors as `_Like`s.
-        kinds: their types: 1, 1.0 and True are equal, but not to an operator.
-    """
-    args, kwargs = pytree.tree_unflatten(
-        [torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, _Like) else x for x in leaves], spec
-    )
-    result = target(*args, **kwargs)
-    return tuple(_Like(tuple(r.shape), r.dtype) for r in (result if isinstance(result, (tuple, list)) else (result,)))
+
+def _results(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Like, ...]:
+    """The outputs of a call."""
+    key = target, key_of((args, kwargs), lambda x: _Like(x.shape, x.dtype) if type(x) is Value else x)
+    known = _RESULTS.get(key)
+    if known is None:
+        if len(_RESULTS) >= KEPT:
+            _RESULTS.clear()
+        metas = map_values((args, kwargs), lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
+        result = target(*metas[0], **metas[1])
+        several = result if isinstance(result, (tuple, list)) else (result,)
+        known = _RESULTS[key] = tuple([_Like(tuple(r.shape), r.dtype) for r in several])
+    return known
 
 
 class Builder:
@@ -329,13 +334,7 @@ class Builder:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Record ``target(*args, **kwargs)``; returns its output value, or a tuple of output values."""
         inputs = values_in((args, kwargs))
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        results = _results(
-            target,
-            spec,
-            tuple(_Like(leaf.shape, leaf.dtype) if isinstance(leaf, Value) else leaf for leaf in leaves),
-            tuple(map(type, leaves)),
-        )
+        results = _results(target, args, kwargs)
         name = f"{self.op.name}.{len(self.steps)}"
         needs_grad = any(v.requires_grad for v in inputs) and target is not torch.ops.aten.detach.default
         outputs = tuple(

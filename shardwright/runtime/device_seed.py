@@ -29,7 +29,7 @@ def place_seed(lowered: Lowered, device: torch.device) -> torch.device | None:
     seed = lowered.plan.program.seed
     if seed is None or device.type == "cpu":
         return None
-    inputs = lowered.graph.find_nodes(op="placeholder")
+    inputs = [node for node in lowered.nodes if node.op == "placeholder"]
     readers = next(node for node in inputs if node.meta["instance"].name == seed.name).users
     if not all(node.target in TRACED for node in readers):
         return None

@@ -1,4 +1,4 @@
-"""Lowering: from a plan to the local program, an ordinary `torch.fx.Graph` of local operators and redistributions.
+"""Lowering: from a plan to the local program, a list of nodes that call local operators and redistributions.
 
 The program is the same for all ranks. All that depends on the rank (its slice, its group) stands in the
 redistributions, and a runtime fills it in. Both runtimes execute this program; nothing dispatches on tensor
@@ -8,11 +8,14 @@ subclasses while it runs.
     nodes:         local operators;  move(x): a redistribution;  extreme(m, x): a maximum or minimum over ranks
     output:        the outputs that are tensors, then the new values of buffers
 
-`partition.local_program` has the same program as a list of instructions; this file writes it as a graph.
+`partition.local_program` has the same program as a list of instructions; this file writes it as nodes that name the
+nodes they read. These are the nodes of a `torch.fx.Graph` without its bookkeeping, which takes longer: a program is
+lowered at each new size. `copied` writes a node into such a graph, for code that compiles it or prints it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,7 +29,18 @@ from ..sharded_plan import Plan
 from ..torch_private import schema_of
 from .profile_ranges import RangeNames
 
-__all__ = ["Lowered", "cast", "extreme", "lower", "move", "number_of_result", "operand", "sum_of_gradient"]
+__all__ = [
+    "Lowered",
+    "Node",
+    "cast",
+    "copied",
+    "extreme",
+    "lower",
+    "move",
+    "number_of_result",
+    "operand",
+    "sum_of_gradient",
+]
 
 
 def move(x: torch.Tensor) -> torch.Tensor:
@@ -39,12 +53,49 @@ def extreme(reduced: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
     raise AssertionError("a program that no runtime has bound")
 
 
+class Node:
+    """A value of a local program, or its outputs, as a node of a `torch.fx.Graph` has them.
+
+    Args:
+        name: unique in its program.
+        op: ``"placeholder"``, ``"call_function"`` or ``"output"``.
+        target: the function that is called.
+        args, kwargs: its arguments, with nodes in the place of tensors.
+        all_input_nodes: the nodes among the arguments, each once.
+
+    Attributes:
+        meta: ``"instance"``: its `PlacedValue`; ``"instruction"``: the instruction that it is.
+        users: the nodes that read it, in order.
+    """
+
+    __slots__ = ("all_input_nodes", "args", "kwargs", "meta", "name", "op", "target", "users")
+
+    def __init__(
+        self,
+        name: str,
+        op: str,
+        target: Any = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] = {},
+        all_input_nodes: tuple[Node, ...] = (),
+    ) -> None:
+        self.name, self.op, self.target, self.args, self.kwargs = name, op, target, args, kwargs
+        self.all_input_nodes = all_input_nodes
+        self.meta: dict[str, Any] = {}
+        self.users: dict[Node, None] = {}
+        for node in all_input_nodes:
+            node.users[self] = None
+
+    def __repr__(self) -> str:
+        return self.name
+
+
 @dataclass(frozen=True)
 class Lowered:
     """A local program and the names of its inputs and outputs.
 
     Attributes:
-        graph: the program; redistributions and extremes are nodes whose ``meta["instruction"]`` is a `Redistribute`
+        nodes: the program; redistributions and extremes are nodes whose ``meta["instruction"]`` is a `Redistribute`
             or a `GlobalExtreme`.
         plan: the plan that was lowered.
         parameters, buffers, constants: names, in the order of the placeholders; the seed, if the plan has one, and
@@ -53,7 +104,7 @@ class Lowered:
         pipeline: the plan of the pipeline that the plan is a stage of; None: of none.
     """
 
-    graph: torch.fx.Graph
+    nodes: list[Node]
     plan: Plan
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
@@ -70,13 +121,19 @@ class Lowered:
 def lower(plan: Plan, pipeline: PipelinePlan | None = None) -> Lowered:
     """Write a plan as a local program; that of a stage with the plan of the pipeline."""
     program = plan.program
-    graph = torch.fx.Graph()
-    env: dict[str, torch.fx.Node] = {}
+    nodes: list[Node] = []
+    env: dict[str, Node] = {}
     taken: set[str] = set()
 
     def enter(instance: PlacedValue) -> None:
-        env[instance.name] = graph.placeholder(_identifier(instance.name, taken))
-        env[instance.name].meta["instance"] = instance
+        node = env[instance.name] = Node(_identifier(instance.name, taken), "placeholder")
+        node.meta["instance"] = instance
+        nodes.append(node)
+
+    def call(target: Any, *args: Node) -> Node:
+        node = Node(f"%{len(nodes)}", "call_function", target, args, {}, tuple(dict.fromkeys(args)))
+        nodes.append(node)
+        return node
 
     for table in (program.parameters, program.buffers, program.constants):
         for instance in table.values():
@@ -87,29 +144,46 @@ def lower(plan: Plan, pipeline: PipelinePlan | None = None) -> Lowered:
         enter(instance)
     for instruction in program.instructions:
         if isinstance(instruction, LocalOp):
-            _compute(graph, env, instruction)
+            _compute(nodes, env, instruction)
         elif isinstance(instruction, Redistribute):
-            node = graph.call_function(move, (env[instruction.source.name],))
-            _finish(env, node, instruction, instruction.target)
+            _finish(env, call(move, env[instruction.source.name]), instruction, instruction.target)
         else:
-            node = graph.call_function(extreme, (env[instruction.source.name], env[instruction.operand.name]))
+            node = call(extreme, env[instruction.source.name], env[instruction.operand.name])
             _finish(env, node, instruction, instruction.target)
     results = [env[o.name] for o in program.outputs if isinstance(o, PlacedValue)]
-    graph.output(tuple(results + [env[i.name] for i in program.updates.values()]))
+    results += [env[i.name] for i in program.updates.values()]
+    nodes.append(Node("output", "output", None, (tuple(results),), {}, tuple(dict.fromkeys(results))))
     parameters, buffers, constants, updates = map(
         tuple, (program.parameters, program.buffers, program.constants, program.updates)
     )
-    return Lowered(graph, plan, parameters, buffers, constants, updates, pipeline)
+    return Lowered(nodes, plan, parameters, buffers, constants, updates, pipeline)
 
 
-def operand(node: torch.fx.Node, index: int = 0) -> torch.fx.Node:
+def copied(graph: torch.fx.Graph, node: Node, env: Mapping[Node, torch.fx.Node]) -> torch.fx.Node:
+    """A node at the end of a graph that does the same.
+
+    Args:
+        env: the graph's nodes in the place of those that the node reads.
+    """
+    args, kwargs = map_leaves(lambda a: env[a] if type(a) is Node else a, (node.args, dict(node.kwargs)))
+    if node.op == "placeholder":
+        made = graph.placeholder(node.name)
+    elif node.op == "output":
+        made = graph.output(*args)
+    else:
+        made = graph.call_function(node.target, args, kwargs)
+    made.meta = dict(node.meta)
+    return made
+
+
+def operand(node: Node, index: int = 0) -> Node:
     """The node whose value is this positional argument of a call."""
     node_argument = node.args[index]
-    assert isinstance(node_argument, torch.fx.Node), f"argument {index} of {node} is {node_argument!r}"
+    assert isinstance(node_argument, Node), f"argument {index} of {node} is {node_argument!r}"
     return node_argument
 
 
-def sum_of_gradient(placeholder: torch.fx.Node) -> torch.fx.Node | None:
+def sum_of_gradient(placeholder: Node) -> Node | None:
     """The only consumer of a parameter or input, where it does nothing but sum the gradient over ranks; else None.
 
     A runtime skips such a node and takes the sum when the gradient is complete.
@@ -124,7 +198,7 @@ def sum_of_gradient(placeholder: torch.fx.Node) -> torch.fx.Node | None:
     return user if forward.is_identity and only_sums else None
 
 
-def cast(graph: torch.fx.Graph, x: torch.fx.Node, node: torch.fx.Node) -> torch.fx.Node:
+def cast(graph: torch.fx.Graph, x: torch.fx.Node, node: Node) -> torch.fx.Node:
     """The remainder of a redistribution that moves nothing: `x`, cast where need be; the cast's backward casts the
     gradient."""
     instruction = node.meta["instruction"]
@@ -143,18 +217,24 @@ def _identifier(name: str, taken: set[str]) -> str:
     return candidate
 
 
-def _finish(
-    env: dict[str, torch.fx.Node], node: torch.fx.Node, instruction: Redistribute | GlobalExtreme, target: PlacedValue
-) -> None:
+def _finish(env: dict[str, Node], node: Node, instruction: Redistribute | GlobalExtreme, target: PlacedValue) -> None:
     node.meta["instruction"], node.meta["instance"] = instruction, target
     env[target.name] = node
 
 
-def _compute(graph: torch.fx.Graph, env: dict[str, torch.fx.Node], instruction: LocalOp) -> None:
-    args, kwargs = map_leaves(
-        lambda leaf: env[leaf.name] if isinstance(leaf, Ref) else leaf, (instruction.args, instruction.kwargs)
-    )
-    node = graph.call_function(instruction.target, args, kwargs)
+def _compute(nodes: list[Node], env: dict[str, Node], instruction: LocalOp) -> None:
+    read: dict[Node, None] = {}
+
+    def leaf(x: Any) -> Any:
+        if type(x) is not Ref:
+            return x
+        node = env[x.name]
+        read[node] = None
+        return node
+
+    args, kwargs = map_leaves(leaf, (instruction.args, instruction.kwargs))
+    node = Node(f"%{len(nodes)}", "call_function", instruction.target, args, kwargs, tuple(read))
+    nodes.append(node)
     node.meta["instruction"] = instruction
     if _returns_one(instruction):
         (sole,) = instruction.outputs
@@ -164,16 +244,16 @@ def _compute(graph: torch.fx.Graph, env: dict[str, torch.fx.Node], instruction: 
         return
     for i, instance in enumerate(instruction.outputs):
         if instance is not None:
-            item = graph.call_function(_item, (node, i))
+            item = env[instance.name] = Node(f"%{len(nodes)}", "call_function", _item, (node, i), {}, (node,))
             item.meta["instance"] = instance
-            env[instance.name] = item
+            nodes.append(item)
 
 
 def _item(results: Any, index: int) -> torch.Tensor:
     return results[index]
 
 
-def number_of_result(node: torch.fx.Node) -> int:
+def number_of_result(node: Node) -> int:
     """The number of a result, at a node that takes it from an operator with several."""
     index = node.args[1]
     assert isinstance(index, int)
@@ -184,4 +264,4 @@ def _returns_one(instruction: LocalOp) -> bool:
     schema = schema_of(instruction.target)
     if schema is None:
         return len(instruction.outputs) == 1
-    return len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
+    return len(schema.returns) == 1 and isinstance(schema.returns[0].type, torch.TensorType)

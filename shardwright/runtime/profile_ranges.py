@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -278,12 +278,22 @@ def named_module(module: torch.fx.GraphModule, names: RangeNames) -> Callable[..
     return torch.fx.GraphModule(module, graph).forward
 
 
+class _Node(Protocol):
+    """A node of a local program: what this file reads of it."""
+
+    all_input_nodes: tuple[Any, ...]
+    meta: dict[str, Any]
+
+
+N = TypeVar("N", bound=_Node)
+
+
 def named_steps(
-    steps: Sequence[tuple[torch.fx.Node, int, Callable[[Any], Any]]],
-    slots: Mapping[torch.fx.Node, int],
+    steps: Sequence[tuple[N, int, Callable[[Any], Any]]],
+    slots: Mapping[N, int],
     names: RangeNames,
-    skipped: Collection[torch.fx.Node],
-) -> list[tuple[torch.fx.Node, int, Callable[[Any], Any]]]:
+    skipped: Collection[N],
+) -> list[tuple[N, int, Callable[[Any], Any]]]:
     """The steps of a program in the local runtime, as (node, slot, function of all values); `skipped` nodes do nothing
     and have no name."""
     out = []

@@ -39,7 +39,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import SettingError
 from ..torch_private import storage_id, top_saved_tensors_hooks, version_of
-from .lowering import Lowered, number_of_result
+from .lowering import Lowered, Node, number_of_result
 from .profile_ranges import AGAIN, RECOMPUTED, gather_text, named_when_profiled, profiling, range_of
 
 __all__ = ["LoweredRegions", "RegatheredWeights", "RegionRun", "Saver", "keep"]
@@ -304,17 +304,17 @@ class LoweredRegions(Generic[Key]):
         reads: node -> (region, key, node, copy) of each value that regions keep before the node runs.
     """
 
-    def __init__(self, lowered: Lowered, key: Callable[[torch.fx.Node], Key]) -> None:
+    def __init__(self, lowered: Lowered, key: Callable[[Node], Key]) -> None:
         plan = lowered.plan
         self.regions, instructions, self.key, self._lowered = plan.regions, plan.program.instructions, key, lowered
-        self.savers: dict[torch.fx.Node, Saver[Key]] = {}
-        self.reads: dict[torch.fx.Node, list[tuple[int, Key, torch.fx.Node, bool]]] = {}
+        self.savers: dict[Node, Saver[Key]] = {}
+        self.reads: dict[Node, list[tuple[int, Key, Node, bool]]] = {}
         if not self.regions:
             return
         number = {id(i): k for k, i in enumerate(instructions)}
-        self.values: dict[str, torch.fx.Node] = {}  # name of an instance -> its node
-        self.nodes: dict[int, list[torch.fx.Node]] = {}  # instruction -> its nodes
-        for node in lowered.graph.nodes:
+        self.values: dict[str, Node] = {}  # name of an instance -> its node
+        self.nodes: dict[int, list[Node]] = {}  # instruction -> its nodes
+        for node in lowered.nodes:
             if node.op == "output":
                 continue
             if "instance" in node.meta:
@@ -354,7 +354,7 @@ class LoweredRegions(Generic[Key]):
                     self.reads.setdefault(first, []).append((k, self.key(value), value, name in changed))
         assert not wanted, wanted
 
-    def watched(self, node: torch.fx.Node) -> list[torch.fx.Node]:
+    def watched(self, node: Node) -> list[Node]:
         """The nodes of a saver's dropped inputs, in its order."""
         reads = dict.fromkeys(a.meta["instance"].name for a in node.all_input_nodes)
         return [self.values[n] for n in reads if n in self.owner]
@@ -364,7 +364,7 @@ class LoweredRegions(Generic[Key]):
         return self.owner.get(name) if name not in self.regions[k].dropped else None
 
     def _named(
-        self, nodes: Sequence[torch.fx.Node], steps: Sequence[tuple[Hashable, Step]]
+        self, nodes: Sequence[Node], steps: Sequence[tuple[Hashable, Step]]
     ) -> tuple[tuple[Hashable, Step], ...]:
         texts = [self._lowered.names.of_instruction(node.meta.get("instruction")) for node in nodes]
         return tuple(
@@ -372,7 +372,7 @@ class LoweredRegions(Generic[Key]):
             for text, (key, step) in zip(texts, steps)
         )
 
-    def recomputation(self, step: Callable[[torch.fx.Node], Step]) -> Callable[[], list[RegionRun]]:
+    def recomputation(self, step: Callable[[Node], Step]) -> Callable[[], list[RegionRun]]:
         """A function that begins a call and returns a `RegionRun` for each region.
 
         Args:

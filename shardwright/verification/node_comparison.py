@@ -28,7 +28,7 @@ from ..rules import expand, find_rule, has_rule
 from ..rules.random_operators import run_on_one
 from ..runtime.local.local_executor import LocalExecutor
 from ..runtime.local.shards import ReplicasDiffer, assemble
-from ..runtime.lowering import lower
+from ..runtime.lowering import Node, lower
 from ..sharded_plan import Plan
 from .value_precision import Allowed, Precision
 from .verify_report import FirstDifference, Worst
@@ -193,13 +193,13 @@ class Comparison:
             if i.value.name in self.original
         }
         self.found: FirstDifference | None = None
-        self.last: torch.fx.Node | None = None
+        self.last: Node | None = None
         self.made: dict[str, tuple[Sequence[Tensor], Layout]] = {}  # value name -> shards that retain their gradients
         self.seen: dict[int, Tensor] = {}  # id of a shard -> the shard, alive, so that no other shard gets its id
 
     def failed(self, body: LocalExecutor, error: Exception) -> FirstDifference | None:
         """The operator that raised an error: the one after the last that ran."""
-        nodes = [n for n in body.lowered.graph.nodes if n.op == "call_function"]
+        nodes = [n for n in body.lowered.nodes if n.op == "call_function"]
         at = nodes.index(self.last) + 1 if self.last is not None else 0
         if at >= len(nodes):
             return None
@@ -237,7 +237,7 @@ class Comparison:
 
     # -- forward --
 
-    def record(self, node: torch.fx.Node, shards: Any) -> None:
+    def record(self, node: Node, shards: Any) -> None:
         self.last = node
         instruction, instance = _of(node)
         if instance is None:
@@ -495,7 +495,7 @@ def read_with_halos(whole: Tensor, layout: Layout, halos: Sequence[Halo], rank: 
     return torch.nn.functional.pad(whole[tuple(index)], amounts, value=halos[0].fill)
 
 
-def _of(node: torch.fx.Node) -> tuple[Any, PlacedValue | None]:
+def _of(node: Node) -> tuple[Any, PlacedValue | None]:
     """The instruction of a program's node, and its value; None for a node whose value is a tuple of outputs."""
     instruction = node.meta.get("instruction")
     if instruction is None:

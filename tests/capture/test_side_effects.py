@@ -473,6 +473,31 @@ def test_a_function_in_a_closure_keeps_its_results() -> None:
     close(out, net(batches()[0]))
 
 
+class Late:
+    @staticmethod
+    def of(size: int) -> Tensor:
+        return torch.arange(size, dtype=D) / 7
+
+
+def late(size: int) -> Tensor:
+    return torch.arange(size, dtype=D) / 5
+
+
+def by_later_ones(m, x):
+    return m.out(m.inner(x) + Late.of(8) + late(8))
+
+
+def test_functions_that_keep_their_results_since_an_earlier_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files and classes that have changed are looked through again."""
+    parallel(Habit(by_later_ones), devices=4)(batches()[0])
+    monkeypatch.setattr(Late, "of", staticmethod(functools.cache(Late.of)))
+    monkeypatch.setitem(globals(), "late", functools.cache(late))
+    net = Habit(by_later_ones)
+    out = parallel(net, devices=4)(batches()[0])
+    assert type(Late.of(8)) is type(late(8)) is Tensor and Late.of.cache_info().hits == late.cache_info().hits == 1
+    close(out, net(batches()[0]))
+
+
 KEPT = {
     kept_in_an_attribute: (None, "net.last"),
     kept_in_a_dict_of_the_model: (None, r"net.cache\[8\]"),

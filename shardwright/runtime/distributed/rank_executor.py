@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from ...cost.communication_schedule import CommunicationSchedule
+from ...graph import map_leaves
 from ...layout import Digits, group_of, merge
 from ...partition.local_program import GlobalExtreme, Redistribute
 from ...redistribution import CollectiveKind, Redistribution, redistribution
 from ...torch_private import module_table
 from ..compilation import Compilation
 from ..local.operators import plain_function
-from ..lowering import Lowered, cast, extreme, move, operand, sum_of_gradient
+from ..lowering import Lowered, Node, cast, copied, extreme, move, operand, sum_of_gradient
 from ..profile_ranges import bucket_text, named_module, profiling
 from ..redistribution_functions import ExtremeFunction, RedistributionFunction, Steps, run_steps
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
@@ -264,23 +265,23 @@ class RankExecutor:
         self._scatter_messages = {m.place: n for n, message in self.schedule.of("scatter") for m in message.members}
         root = self._root = nn.Module()
         graph = self._graph = torch.fx.Graph()
-        env: dict[torch.fx.Node, torch.fx.Node] = {}
+        env: dict[Node, torch.fx.Node] = {}
         sums: dict[str, Digits] = {}
         last: dict[str, int] = {}
-        number = {node: i for i, node in enumerate(lowered.graph.nodes)}
+        number = {node: i for i, node in enumerate(lowered.nodes)}
         late = {m.place: m.name for _, message in self.schedule.of("sum") for m in message.members}
-        summed: set[torch.fx.Node] = set()  # parameters whose gradients the program sums itself
+        summed: set[Node] = set()  # parameters whose gradients the program sums itself
         # In a pipeline micro-batches share one sum; on Gloo the buckets of `GradientSums` are faster.
-        inside: list[torch.fx.Node] | None = [] if compiled and not groups.exchanges and not scatters else None
+        inside: list[Node] | None = [] if compiled and not groups.exchanges and not scatters else None
         regions = LoweredRegions(lowered, lambda n: n.name)
-        targets: dict[torch.fx.Node, Callable[..., Any]] = {}
+        targets: dict[Node, Callable[..., Any]] = {}
         runs: torch.fx.Node | None = None
         self._taken: dict[int, tuple[WeightOfBlock, int]] = {}  # by place: a weight, and its number in its message
         self._later: dict[int, tuple[GatherAgain, int]] = {}  # likewise, of the backward
         self._parts: dict[int, torch.fx.Node] = {}  # by place: the node that has waited for the weight's message
         self._blocks: dict[int, int] = {}  # by place, in a compiled program: a weight's number in a `CompiledBlock`
         events = self._events(env, by_blocks=self._eager or not regions.regions)
-        for node in lowered.graph.nodes:
+        for node in lowered.nodes:
             place = self._places.get(id(node.meta.get("instruction")))
             if node.op == "placeholder" and node.meta["instance"].value.name in lowered.parameters:
                 if inside is not None and self._summed_late(node):
@@ -333,7 +334,7 @@ class RankExecutor:
                 env[node] = self._call("convert", bound, *arguments)
                 env[node].meta["instruction"] = node.meta["instruction"]
             else:
-                env[node] = graph.node_copy(node, env.__getitem__)
+                env[node] = copied(graph, node, env)
                 if node.op == "call_function":
                     env[node].target = targets[node] = plain_function(node, bool(compiled))
             if node in regions.savers:
@@ -374,7 +375,7 @@ class RankExecutor:
 
     # -- what the schedule says
 
-    def _events(self, env: dict[torch.fx.Node, torch.fx.Node], by_blocks: bool) -> list[_Event]:
+    def _events(self, env: dict[Node, torch.fx.Node], by_blocks: bool) -> list[_Event]:
         """The nodes that issue messages and wait for them, in the order in which they stand in the program.
 
         Args:
@@ -382,9 +383,7 @@ class RankExecutor:
             by_blocks: False where weights that are gathered again are gathered one by one.
         """
         events: list[_Event] = []
-        nodes = {
-            self._places[id(n.meta["instruction"])]: n for n in self.lowered.graph.nodes if "instruction" in n.meta
-        }
+        nodes = {self._places[id(n.meta["instruction"])]: n for n in self.lowered.nodes if "instruction" in n.meta}
         for number, message in self.schedule.of("gather"):
             members = [m.place for m in message.members]
             again = not self._eager and any(self._redistribute(place).reshard_after_forward for place in members)
@@ -538,7 +537,7 @@ class RankExecutor:
             return steps
         return (*(_cast(instruction.sums) if steps else ()), *steps, *_cast(held))
 
-    def _summed_late(self, parameter: torch.fx.Node) -> bool:
+    def _summed_late(self, parameter: Node) -> bool:
         """True where the gradient of a parameter is one sum or scatter, whose wait the program leaves to its end.
 
         A sum in another dtype than the parameter's is waited for at once: autograd itself casts it back.
@@ -593,7 +592,7 @@ def _finish(scattered: Sequence[Scatter], numbers: Sequence[int]) -> None:
 def _gathers_next(lowered: Lowered, use: int, digits: Digits) -> bool:
     """True where, in a backward, the first redistribution that communicates after that of node `use` gathers over
     `digits`."""
-    for node in reversed(list(lowered.graph.nodes)[:use]):
+    for node in reversed(lowered.nodes[:use]):
         backward = node.meta["instruction"].backward if node.target is move else None
         if backward is not None and backward.collectives and sum_of_gradient(operand(node)) is not node:
             first = backward.steps[0]
@@ -601,11 +600,11 @@ def _gathers_next(lowered: Lowered, use: int, digits: Digits) -> bool:
     return False
 
 
-def _recomputing(node: torch.fx.Node, target: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
+def _recomputing(node: Node, target: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
     """A function that computes a node from values by the names of their nodes."""
 
     def run(env: dict[str, Any]) -> Any:
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: env[n.name])
+        args, kwargs = map_leaves(lambda a: env[a.name] if type(a) is Node else a, (node.args, dict(node.kwargs)))
         return target(*args, **kwargs)
 
     return run

@@ -25,7 +25,7 @@ from ...partition.padded_dims import amounts
 from ...redistribution import Redistribution, redistribution
 from ..compilation import Compilation
 from ..halo_exchanges import exchanging
-from ..lowering import Lowered, cast, extreme, move, number_of_result, operand, sum_of_gradient
+from ..lowering import Lowered, Node, cast, copied, extreme, move, number_of_result, operand, sum_of_gradient
 from ..profile_ranges import named_module, named_steps, profiling
 from ..redistribution_functions import ExtremeFunction, RedistributionFunction
 from ..saved_tensors import LoweredRegions, RegatheredWeights, keep
@@ -108,14 +108,14 @@ class LocalExecutor:
 
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
-        self.record: Callable[[torch.fx.Node, Any], None] | None = None
-        nodes = list(lowered.graph.nodes)
+        self.record: Callable[[Node, Any], None] | None = None
+        nodes = lowered.nodes
         self.axes = Axes.of_layouts(lowered.plan.devices, _layouts(nodes))
         self._slots = {node: i for i, node in enumerate(nodes)}
-        self._held: dict[torch.fx.Node, RankShape] = {}
-        self._terms: dict[torch.fx.Node, RankShape] = {}
-        self._gradients: dict[torch.fx.Node, Layout] = {}
-        self._ways: dict[torch.fx.Node, _Ways] = {}
+        self._held: dict[Node, RankShape] = {}
+        self._terms: dict[Node, RankShape] = {}
+        self._gradients: dict[Node, Layout] = {}
+        self._ways: dict[Node, _Ways] = {}
         self._calls: dict[Any, Callable[[Sequence[Any]], Any]] = {}  # form of a call -> its step
         for node in nodes[:-1]:
             self._lay(node)
@@ -173,7 +173,7 @@ class LocalExecutor:
             self._named = named_steps(self._steps, self._slots, self.lowered.names, self._passed)
         return self._named
 
-    def _recorded(self, record: Callable[[torch.fx.Node, Any], None], node: torch.fx.Node, value: Any) -> Any:
+    def _recorded(self, record: Callable[[Node, Any], None], node: Node, value: Any) -> Any:
         """Pass a value to `record`, shard by shard; return a value built from these shards, so that they get
         gradients."""
         axes, held = self.axes, self._held[node]
@@ -188,7 +188,7 @@ class LocalExecutor:
 
     # -- the axes of each value --
 
-    def _lay(self, node: torch.fx.Node) -> None:
+    def _lay(self, node: Node) -> None:
         """Note the axes along which a value differs, and the layout of its gradient."""
         axes, instance = self.axes, node.meta.get("instance")
         if instance is not None:
@@ -206,7 +206,7 @@ class LocalExecutor:
             terms = [self._terms.get(a, ()) for a in node.all_input_nodes if a.meta["instance"].value.requires_grad]
             self._held[node] = union(*(self._held[a] for a in node.all_input_nodes), *terms)
 
-    def _redistribution(self, node: torch.fx.Node) -> tuple[_Ways, RankShape]:
+    def _redistribution(self, node: Node) -> tuple[_Ways, RankShape]:
         instruction: Redistribute = node.meta["instruction"]
         source, target = instruction.source, instruction.target
         forward, backward, axes = instruction.forward, instruction.backward, self.axes
@@ -240,7 +240,7 @@ class LocalExecutor:
         types = None if target.value.master is None else (instruction.dtype, instruction.sums, source.value.dtype)
         return _Ways(forward, backward, run, back, types), after
 
-    def _extremes(self, node: torch.fx.Node) -> tuple[_Ways, RankShape]:
+    def _extremes(self, node: Node) -> tuple[_Ways, RankShape]:
         instruction: GlobalExtreme = node.meta["instruction"]
         source, layout, axes = instruction.source.layout, instruction.target.layout, self.axes
         terms = source.without_partial().with_partial(source.partial)
@@ -259,7 +259,7 @@ class LocalExecutor:
         axes = self.axes
         return lambda x: axes.stack(convert_list(found, axes.shards(x, held)), wanted)
 
-    def _scattering(self, node: torch.fx.Node) -> Callable[[Tensor], Tensor] | None:
+    def _scattering(self, node: Node) -> Callable[[Tensor], Tensor] | None:
         """The function from a whole tensor to a placeholder's value; None where they are the same."""
         instance: PlacedValue = node.meta["instance"]
         layout, shape, axes = instance.layout, instance.value.shape, self.axes
@@ -268,7 +268,7 @@ class LocalExecutor:
         cut = converting(axes, Layout.replicated(axes.devices, len(shape)), layout, (), self._held[node], tuple(shape))
         return cut or (lambda whole: _Scatter.apply(whole, layout, axes))
 
-    def _assembling(self, node: torch.fx.Node) -> Callable[[Tensor], Tensor] | None:
+    def _assembling(self, node: Node) -> Callable[[Tensor], Tensor] | None:
         """The function from an output's value to a whole tensor; None where they are the same."""
         instance: PlacedValue = node.meta["instance"]
         layout, held, axes = instance.layout, self._held[node], self.axes
@@ -281,7 +281,7 @@ class LocalExecutor:
 
     # -- the step of each node --
 
-    def _saving(self, node: torch.fx.Node, step: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def _saving(self, node: Node, step: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """A node's step with its part in recomputation: the values to keep and to drop. The call's regions are last in
         `env`."""
         reads, saver = self._regions.reads.get(node, ()), self._regions.savers.get(node)
@@ -300,7 +300,7 @@ class LocalExecutor:
 
         return run
 
-    def _step(self, node: torch.fx.Node) -> Callable[[Any], Any]:
+    def _step(self, node: Node) -> Callable[[Any], Any]:
         slots = self._slots
         if node in self._passed:
             slot, dtype = slots[operand(node)], node.meta["instruction"].dtype
@@ -328,7 +328,7 @@ class LocalExecutor:
             known = self._calls[form] = call.step()
         return known
 
-    def _move(self, node: torch.fx.Node) -> Callable[[list[Any]], Any]:
+    def _move(self, node: Node) -> Callable[[list[Any]], Any]:
         instruction: Redistribute = node.meta["instruction"]
         source, ways = self._slots[operand(node)], self._ways[node]
         forward, backward = (ways.convert,), (ways.transpose,)
@@ -354,7 +354,7 @@ class LocalExecutor:
 
         return gather
 
-    def _extreme(self, node: torch.fx.Node) -> Callable[[list[Any]], Any]:
+    def _extreme(self, node: Node) -> Callable[[list[Any]], Any]:
         instruction: GlobalExtreme = node.meta["instruction"]
         ways, operands = self._ways[node], (operand(node, 0), operand(node, 1))
         held = union(*(self._held[a] for a in (*operands, node)))
@@ -378,7 +378,7 @@ def _on_slots(step: Callable[[Sequence[Any]], Any], slots: Sequence[int]) -> Cal
     return lambda env: step(operands(env))
 
 
-def _layouts(nodes: Sequence[torch.fx.Node]) -> list[Layout]:
+def _layouts(nodes: Sequence[Node]) -> list[Layout]:
     """All layouts of a program's values."""
     out = [n.meta["instance"].layout for n in nodes if "instance" in n.meta]
     out += [
@@ -389,7 +389,7 @@ def _layouts(nodes: Sequence[torch.fx.Node]) -> list[Layout]:
     return out
 
 
-def _last_uses(nodes: list[torch.fx.Node], slots: dict[torch.fx.Node, int]) -> list[list[int]]:
+def _last_uses(nodes: list[Node], slots: dict[Node, int]) -> list[list[int]]:
     """For each call, the slots that no later node reads; their shards can be freed."""
     last: dict[int, int] = {}
     calls = [n for n in nodes if n.op == "call_function"]
@@ -422,12 +422,12 @@ class SingleDeviceExecutor:
     def __init__(self, lowered: Lowered, compiled: Compilation | None = None) -> None:
         self.lowered = lowered
         graph = torch.fx.Graph()
-        env: dict[torch.fx.Node, torch.fx.Node] = {}
-        for node in lowered.graph.nodes:
+        env: dict[Node, torch.fx.Node] = {}
+        for node in lowered.nodes:
             if node.target is move or node.target is extreme:
                 env[node] = cast(graph, env[operand(node)], node)
                 continue
-            env[node] = graph.node_copy(node, env.__getitem__)
+            env[node] = copied(graph, node, env)
             if node.op == "call_function":
                 env[node].target = plain_function(node, bool(compiled))
         self.module = torch.fx.GraphModule(torch.nn.Module(), graph)

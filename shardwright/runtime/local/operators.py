@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from itertools import takewhile
 from operator import itemgetter
@@ -34,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...graph import Op, Value, form_of, key_of, leaves, map_leaves, map_values
+from ...graph import Op, Value, changed, form_of, key_of, leaves_of_type, map_leaves, map_values
 from ...layout import Digit, Layout
 from ...partition.local_program import LocalOp
 from ...rules import Bound, Rule, bound_rule, find_rule
@@ -42,7 +41,8 @@ from ...rules.loss import SUM
 from ...rules.random_numbers.counter_rng import PLAIN
 from ...rules.random_numbers.traced_dropout import TRACED
 from ...rules.registry import POINTWISE
-from ...torch_private import OpOverload, overload_name, pytree, schema_of, torch_function
+from ...torch_private import OpOverload, overload_name, schema_of, torch_function
+from ..lowering import Node
 from ..profile_ranges import named_when_profiled, profiling, rank_text
 from .products import product
 from .shards import Axes, RankShape, check_replicas, union
@@ -90,7 +90,7 @@ def leading(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
 def _found(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
     try:
         plain = _run(op)
-        informed = replace(plain, target=INFORMED[op.target], args=(*op.args, None)) if op.target in INFORMED else plain
+        informed = changed(plain, target=INFORMED[op.target], args=(*op.args, None)) if op.target in INFORMED else plain
         asked, longer = (_run(_longer(informed, lead), led, lead) for lead in ((ASKED,), sizes))
         if not _keeps_apart(plain, asked, led) or [v.shape for v in longer.outputs if v is not None] != [
             (*sizes, *v.shape) for v in plain.outputs if v is not None
@@ -113,7 +113,7 @@ def _longer(op: Op, lead: tuple[int, ...]) -> Op:
     if op.target is aten.permute.default:
         new = range(len(lead))
         args, kwargs = op.with_arguments(dims=[*new, *(len(lead) + d % rank for d in op.argument("dims"))])
-        return replace(op, args=args, kwargs=kwargs)
+        return changed(op, args=args, kwargs=kwargs)
     changes: dict[str, Any] = {}
     for argument in schema_of(op.target).arguments:
         kind, value = str(argument.type), op.argument(argument.name)
@@ -126,7 +126,7 @@ def _longer(op: Op, lead: tuple[int, ...]) -> Op:
         elif kind == "List[Optional[Tensor]]":  # one index for each dim
             changes[argument.name] = [*[None] * len(lead), *value]
     args, kwargs = op.with_arguments(**changes)
-    return replace(op, args=args, kwargs=kwargs)
+    return changed(op, args=args, kwargs=kwargs)
 
 
 def _run(op: Op, led: Sequence[bool] = (), lead: tuple[int, ...] = ()) -> Op:
@@ -136,14 +136,15 @@ def _run(op: Op, led: Sequence[bool] = (), lead: tuple[int, ...] = ()) -> Op:
         Exception: of any kind, from a shape function that does not support the call.
     """
     held = {
-        v.name: replace(v, shape=(*lead, *v.shape)) if lead and has else v
+        v.name: changed(v, shape=(*lead, *v.shape)) if lead and has else v
         for v, has in zip(op.inputs, led or (False,) * len(op.inputs))
     }
-    args, kwargs = pytree.tree_map_only(Value, lambda v: held[v.name], (op.args, op.kwargs))
+    args, kwargs = map_values((op.args, op.kwargs), lambda v: held[v.name])
+    positional, named = map_values((args, kwargs), _meta)
     with torch.no_grad():
-        made = op.target(*pytree.tree_map_only(Value, _meta, args), **pytree.tree_map_only(Value, _meta, kwargs))
+        made = op.target(*positional, **named)
     made = made if isinstance(made, (list, tuple)) else (made,)
-    return replace(
+    return changed(
         op,
         args=args,
         kwargs=kwargs,
@@ -223,11 +224,11 @@ class Call:
 
     def __init__(
         self,
-        node: torch.fx.Node,
+        node: Node,
         axes: Axes,
-        held: Mapping[torch.fx.Node, RankShape],
-        terms: Mapping[torch.fx.Node, RankShape],
-        gradients: Mapping[torch.fx.Node, Layout],
+        held: Mapping[Node, RankShape],
+        terms: Mapping[Node, RankShape],
+        gradients: Mapping[Node, Layout],
     ) -> None:
         self.node, self.axes, self.held = node, axes, held
         self.terms, self.gradients = terms, gradients
@@ -235,12 +236,12 @@ class Call:
         self.slots = {a: i for i, a in enumerate(self.operands)}
         self.out = held[node]
         self.instruction: LocalOp = node.meta["instruction"]
-        self._shapes: dict[torch.fx.Node, RankShape | None] = {}
+        self._shapes: dict[Node, RankShape | None] = {}
 
     def form(self) -> tuple[Any, ...]:
         """A key that is equal for calls of one program with equal steps: the call without its names."""
         node, op, slots = self.node, self.instruction.op, self.slots
-        called = key_of((node.args, node.kwargs), lambda a: slots[a] if type(a) is torch.fx.Node else a)
+        called = key_of((node.args, node.kwargs), lambda a: slots[a] if type(a) is Node else a)
         operands = [(self._local(a), self.held[a], self.terms.get(a), self.gradients[a]) for a in self.operands]
         values = [(v.shape, v.dtype, v.requires_grad) for v in map(self._value, self.operands)]
         drawn = op.micro, op.fast  # rules only pass the operator's number on, and it is an argument in `called`
@@ -336,9 +337,7 @@ class Call:
             for i, a in enumerate(dict.fromkeys(tensors))
         }
         nodes = {value.name: a for a, value in values.items()}
-        args, kwargs = map_leaves(
-            lambda a: values[a] if isinstance(a, torch.fx.Node) else a, (tuple(node.args), dict(node.kwargs))
-        )
+        args, kwargs = map_leaves(lambda a: values[a] if isinstance(a, Node) else a, (node.args, node.kwargs))
         made = leading(
             Op(node.target.name(), node.target, args, kwargs, tuple(values[a] for a in tensors), ()),
             tuple(bool(self._shape(a)) for a in tensors),
@@ -393,7 +392,7 @@ class Call:
         if node.target is not aten.nll_loss_forward.default or any(self._shape(a) != out for a in self.operands):
             return None
         scores, target, weight, reduction, ignored = node.args
-        assert isinstance(scores, torch.fx.Node) and isinstance(ignored, int)
+        assert isinstance(scores, Node) and isinstance(ignored, int)
         if weight is not None or reduction != SUM or self._dims(scores) != 2:
             return None
 
@@ -434,47 +433,47 @@ class Call:
 
     # -- parts of several ways --
 
-    def _value(self, a: torch.fx.Node) -> Any:
+    def _value(self, a: Node) -> Any:
         return a.meta["instance"].value
 
-    def _local(self, a: torch.fx.Node) -> tuple[int, ...]:
+    def _local(self, a: Node) -> tuple[int, ...]:
         return a.meta["instance"].local_shape
 
-    def _dims(self, a: torch.fx.Node) -> int:
+    def _dims(self, a: Node) -> int:
         return len(self._value(a).shape)
 
     def _count(self) -> int:
         return math.prod(self.out)
 
     @cached_property
-    def _tensors(self) -> list[torch.fx.Node]:
+    def _tensors(self) -> list[Node]:
         """Tensor arguments in call order; a tensor passed twice is listed twice."""
-        return [a for a in leaves((tuple(self.node.args), dict(self.node.kwargs))) if isinstance(a, torch.fx.Node)]
+        return leaves_of_type((self.node.args, self.node.kwargs), Node)
 
-    def _checked(self, a: torch.fx.Node) -> RankShape | None:
+    def _checked(self, a: Node) -> RankShape | None:
         """The axes of an operand with replicas expanded, where ranks with the same value compute with it independently
         and should get equal gradients; None where there are no such ranks."""
         if a not in self._shapes:
             self._shapes[a] = self._replicas(a)
         return self._shapes[a]
 
-    def _replicas(self, a: torch.fx.Node) -> RankShape | None:
+    def _replicas(self, a: Node) -> RankShape | None:
         held, terms = (s[a] if s.get(a) else (1,) * len(self.out) for s in (self.held, self.terms))
         shape = union(h if h > 1 or t > 1 else out for h, t, out in zip(held, terms, self.out))
         return shape if self._value(a).requires_grad and shape != self.held[a] else None
 
     @cached_property
-    def _expanded(self) -> torch.fx.Node | None:
+    def _expanded(self) -> Node | None:
         """An operand to be expanded along axes that no operand has: the terms of its gradient are all the same."""
         if union(*(self._checked(a) or self.held[a] for a in self.operands)) == self.out:
             return None
         return next(a for a in self.operands if union(self.held[a], self.terms.get(a, ())) != self.held[a])
 
-    def _shape(self, a: torch.fx.Node) -> RankShape:
+    def _shape(self, a: Node) -> RankShape:
         """The axes of an operand as it is passed to the call."""
         return self.out if a is self._expanded else self._checked(a) or self.held[a]
 
-    def _get(self, a: torch.fx.Node) -> Get:
+    def _get(self, a: Node) -> Get:
         """The function ``operands -> operand``."""
         slot = self.slots[a]
         get: Get = itemgetter(slot)
@@ -505,7 +504,7 @@ class Call:
             after: applied to each result.
         """
 
-        def operand(a: torch.fx.Node) -> Get:
+        def operand(a: Node) -> Get:
             get, shape, local = self._get(a), self._shape(a), self._local(a)
             if side and shape:
                 return _then(get, Tensor.reshape, (local[0] * self._count(), *local[1:]))
@@ -523,14 +522,12 @@ class Call:
         return lambda tensors: tuple(map(after, made(tensors)))
 
 
-def _call(
-    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operand: Callable[[torch.fx.Node], Get]
-) -> Get:
+def _call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operand: Callable[[Node], Get]) -> Get:
     """The function ``operands -> function(*args, **kwargs)`` with `operand` for each node.
 
     Most calls have one, two or three tensors first, then constants. Others fill in a copy of their arguments.
     """
-    first = list(takewhile(lambda a: isinstance(a, torch.fx.Node), args))
+    first = list(takewhile(lambda a: isinstance(a, Node), args))
     rest, names = tuple(args[len(first) :]), tuple(kwargs)
     filled = _filled(tuple(args), operand) or (lambda tensors: args)
     named = _filled([*kwargs.values()], operand)
@@ -550,9 +547,9 @@ def _call(
     return lambda tensors: function(x(tensors), y(tensors), z(tensors), *rest)
 
 
-def _filled(a: Any, operand: Callable[[torch.fx.Node], Get]) -> Get | None:
+def _filled(a: Any, operand: Callable[[Node], Get]) -> Get | None:
     """The function ``operands -> a`` with `operand` for each node; None where there is no node in `a`."""
-    if isinstance(a, torch.fx.Node):
+    if isinstance(a, Node):
         return operand(a)
     if not isinstance(a, (list, tuple)):
         return None
@@ -592,7 +589,7 @@ class SameOnAllRanks(torch.autograd.Function):
         return gradient.reshape((*ctx.held, *gradient.shape[len(ctx.out) :])), None, None, None, None
 
 
-def plain_function(node: torch.fx.Node, compiled: bool = False) -> Any:
+def plain_function(node: Node, compiled: bool = False) -> Any:
     """The function that a node calls, without the Python layer of its overload object: ``torch.relu`` for
     ``aten.relu.default``; ``torch.mm`` for a matmul of two matrices, to which it reduces; plain functions for this
     package's random operators.

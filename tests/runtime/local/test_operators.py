@@ -6,16 +6,16 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
-import torch.fx
+import torch
 from small_networks import draw
 from torch import nn
 
 import shardwright as sw
 from shardwright.partition.local_program import LocalOp
 from shardwright.runtime.local.operators import Call, _call
+from shardwright.runtime.lowering import Node
 
-GRAPH = torch.fx.Graph()
-A, B, C, D = NODES = [GRAPH.placeholder(name) for name in "abcd"]
+A, B, C, D = NODES = [Node(name, "placeholder") for name in "abcd"]
 #: Arguments of a call, and the same with the values of a step.
 CALLS = {
     "no tensor": (((2, [3]), {}), ((2, [3]), {})),
