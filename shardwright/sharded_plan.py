@@ -24,7 +24,7 @@ from .cluster import Cluster
 from .cost.communication_pass import schedule_of
 from .cost.communication_schedule import CommunicationSchedule
 from .cost.cost_model import CostModel, Price, StepInTime
-from .cost.memory_timeline import CountedOptimizer, MemoryTimeline, optimizer_bytes, timeline
+from .cost.memory_timeline import CountedOptimizer, MemoryTimeline, timeline
 from .errors import PlanError
 from .graph import Graph
 from .layout import Layout, group_of
@@ -455,51 +455,25 @@ class Plan(CountedOptimizer, SavedPlan):
         return None if self.bound is None else (self.cost - self.bound) / self.cost if self.cost else 0.0
 
     def memory(self, rank: int) -> dict[str, int]:
-        """Bytes on `rank`, by kind.
+        """Bytes on `rank`, by kind: a view of `timeline`, whose sums of tensors they are.
 
         Returns:
             "parameters": parameters and buffers, as stored.
             "gradients": as the optimizer's step reads them.
             "optimizer": the state of `counted_optimizer`, stored like the parameters.
-            "activations": the tensors that operators and redistributions produce in one forward and that are saved.
+            "activations": the tensors of one forward that are saved for its backward, tensors internal to operators
+            included, and its outputs; of a forward alone, the most bytes at one time.
             "recomputed", with recomputation: the most recomputed bytes at one time.
             "gathered", with optimizer parallel or mixed precision: the weights gathered, or cast to the computation's
             dtype, at one time: all of them or, where they are resharded after the forward, the largest.
             "under way", where messages raise the peak: the bytes by which they do.
         """
-        parameters = sum(i.local_bytes for t in (self.program.parameters, self.program.buffers) for i in t.values())
-        gradients = sum(i.local_bytes for i in self.program.parameters.values() if i.value.requires_grad)
-        made = sum(
-            o.local_bytes
-            for i in self.program.instructions
-            if isinstance(i, LocalOp)
-            for o in i.outputs
-            if o is not None
-        )
-        moves = [i for i in self.program.instructions if not isinstance(i, LocalOp)]
-        moved = sum(i.target.local_bytes for i in moves if i.forward.steps and not _copied(i))
-        dropped = [sum(self._dropped(region)) for region in self.regions]
-        state = sum(
-            i.local_bytes // i.value.dtype.itemsize for i in self.program.parameters.values() if i.value.requires_grad
-        ) * optimizer_bytes(self.counted_optimizer)
-        out = {
-            "parameters": parameters,
-            "gradients": gradients,
-            "optimizer": int(state),
-            "activations": made + moved - sum(dropped),
-        }
-        if dropped:
-            out["recomputed"] = max(dropped)
-        regained = {name for region in self.regions for name in region.dropped}
-        gathered = [
-            (i.target.local_bytes, i.reshard_after_forward or i.target.name in regained)
-            for i in moves
-            if isinstance(i, Redistribute) and _copied(i)
-        ]
-        if gathered:
-            out["gathered"] = sum(size for size, again in gathered if not again) + max(
-                (size for size, again in gathered if again), default=0
-            )
+        counted = self.counted_optimizer
+        walked = self.unscheduled if counted is self.optimizer else timeline(self, counted)
+        always = ("parameters", "gradients", "optimizer", "activations")
+        known = (*always, "recomputed", "gathered")
+        by_kind = walked.by_kind
+        out = {kind: by_kind.get(kind, 0) for kind in known if kind in always or kind in by_kind}
         if more := round(self.peak - self.unscheduled.peak):
             out["under way"] = more
         return out
@@ -616,21 +590,6 @@ class Plan(CountedOptimizer, SavedPlan):
         """The most bytes that a device holds at any moment of a step, messages under way included; a limit of memory
         applies to it."""
         return self.timeline.peak
-
-    def _dropped(self, region: Region) -> Iterator[int]:
-        """Yield the bytes of a region's dropped tensors; a redistribution without steps shares its source's memory."""
-        made = {
-            o.name: (i, o) for i in map(self.program.instructions.__getitem__, region.recompute_set) for o in made_by(i)
-        }
-        seen: set[str] = set()
-        for name in region.dropped:
-            while (
-                name in made and not isinstance(i := made[name][0], LocalOp) and not i.forward.steps and not _copied(i)
-            ):
-                name = i.source.name
-            if name in made and name not in seen and not _copied(made[name][0]):
-                seen.add(name)
-                yield made[name][1].local_bytes
 
     @cached_property
     def fingerprint(self) -> str:

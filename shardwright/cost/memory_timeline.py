@@ -163,9 +163,11 @@ class Allocation:
     """Memory held from one moment to another.
 
     Attributes:
-        what: "parameters", "gradients", "optimizer", "inputs", "activations", "recomputed", "gathered" or "backward".
+        what: "parameters", "constants", "gradients", "optimizer", "inputs", "activations", "recomputed", "gathered" or
+            "backward".
         name: of the tensor, or of the operator that the internal tensor belongs to.
         start, stop: the moments, in [start, stop).
+        regathered: True for a gathered weight that the backward gathers again, where it needs the weight.
     """
 
     what: str
@@ -173,6 +175,7 @@ class Allocation:
     start: int
     stop: int
     bytes: float
+    regathered: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,24 @@ class MemoryTimeline:
             if h.start <= at < h.stop and h.bytes:
                 out[h.what] = out.get(h.what, 0.0) + h.bytes
         return out
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of each kind over the step, whatever the moment of the peak, by the kinds of `Allocation.what`.
+
+        The bytes of a kind are the most at one moment, but for two kinds. "activations" are those between the forward
+        and the backward: the saved tensors and the outputs; of a forward alone, the most at one moment. "gathered" are
+        all weights that stay gathered, and the largest one that the backward gathers again.
+        """
+        out = {kind: max(self.totals((kind,))) for kind in dict.fromkeys(h.what for h in self.held)}
+        if self.forward < len(self.moments):
+            out["activations"] = self.totals(("activations",))[self.forward]
+        gathered = {h.name: h for h in self.held if h.what == "gathered"}.values()
+        if gathered:
+            out["gathered"] = sum(h.bytes for h in gathered if not h.regathered) + max(
+                (h.bytes for h in gathered if h.regathered), default=0
+            )
+        return {kind: round(nbytes) for kind, nbytes in out.items()}
 
 
 def peak(plan: Any, optimizer: Any = None) -> float:
@@ -272,15 +293,17 @@ class _Walk:
         names = [*(i.operator for i in self.instructions), *(i.operator for i in self.backward)]
         return MemoryTimeline(tuple(names), self.count, tuple(self.out))
 
-    def hold(self, what: str, name: str, start: int, stop: int, nbytes: float) -> None:
+    def hold(self, what: str, name: str, start: int, stop: int, nbytes: float, regathered: bool = False) -> None:
         if nbytes and stop > start:
-            self.out.append(Allocation(what, name, start, stop, nbytes))
+            self.out.append(Allocation(what, name, start, stop, nbytes, regathered))
 
     def standing(self) -> None:
         """Hold the tensors that are live during the whole step."""
         program = self.program
-        for instance in (*program.buffers.values(), *program.constants.values()):
+        for instance in program.buffers.values():
             self.hold("parameters", instance.name, 0, self.end, instance.local_bytes)
+        for instance in program.constants.values():
+            self.hold("constants", instance.name, 0, self.end, instance.local_bytes)
         for instance in program.inputs:
             self.hold("inputs", instance.name, 0, self.end, instance.local_bytes)
         for instance in program.parameters.values():
@@ -334,15 +357,20 @@ class _Walk:
             if id(region) in begun:
                 for name in region.inputs:
                     needs(name, begun[id(region)])
-        gathered = {i.target.name for i in self.instructions if isinstance(i, Redistribute) and i.cause == "parameter"}
+        dropped_with_region = {name for region in self.regions for name in region.dropped}
+        gathered = {  # weight -> True where the backward gathers it again
+            i.target.name: i.reshard_after_forward or i.target.name in dropped_with_region
+            for i in self.instructions
+            if isinstance(i, Redistribute) and i.cause == "parameter"
+        }
         for root, born in self.live_ranges.born.items():
             nbytes = self.instances[root].local_bytes
-            kind = "gathered" if root in gathered else "activations"
-            self.hold(kind, root, born, max(self.read[root], stays.get(root, 0)) + 1, nbytes)
+            kind, regathered = ("gathered", gathered[root]) if root in gathered else ("activations", False)
+            self.hold(kind, root, born, max(self.read[root], stays.get(root, 0)) + 1, nbytes, regathered)
             if root in returns:
                 start, stop = returns[root]
                 start = max(start, stays.get(root, 0) + 1)
-                self.hold("gathered" if root in gathered else "recomputed", root, start, stop + 1, nbytes)
+                self.hold("gathered" if root in gathered else "recomputed", root, start, stop + 1, nbytes, regathered)
 
     def gradients(self) -> None:
         """Hold the gradients of intermediate tensors: those that wait for their producer's backward, and terms

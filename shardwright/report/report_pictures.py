@@ -31,6 +31,7 @@ FEW = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#0072b2", "#d55e00", "#f0e44
 WHOLE = "#7f9db9"
 KIND_COLOURS = {
     "parameters": "#0072b2",
+    "constants": "#4d4d4d",
     "gradients": "#56b4e9",
     "optimizer": "#009e73",
     "inputs": "#8c8c8c",

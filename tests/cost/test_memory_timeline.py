@@ -159,7 +159,8 @@ def test_a_step_by_hand() -> None:
         2 * tensor,
     ]  # the output, and the gradient of the first product
     assert walked.peak == standing + 4 * tensor == plan.peak
-    assert plan.memory(0)["optimizer"] == 4 * weight
+    whole = {"parameters": 2 * weight, "gradients": 2 * weight, "optimizer": 4 * weight}
+    assert plan.memory(0) == whole | {"activations": 2 * tensor}  # relu's result, and the output
     assert timeline(plan, "sgd").peak == walked.peak - 4 * weight
 
 
@@ -180,7 +181,23 @@ def test_what_is_kept_is_what_autograd_packs() -> None:
     walked = timeline(plan)
     kept = walked.totals(["activations"])[walked.forward]
     out = 4  # the loss itself
-    assert kept == expected + out
+    assert kept == plan.memory(0)["activations"] == expected + out
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.arange(8.0)  # no parameter and no buffer: a constant
+
+    def forward(self, x):
+        return (x * self.scale).sin()
+
+
+def test_a_forward_alone_holds_its_input_and_output_at_one_time() -> None:
+    plan = sw.plan(Scaled(), (torch.randn(4, 8),), devices=1)
+    assert max(plan.timeline.totals(["constants"])) == 32
+    nothing = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
+    assert plan.memory(0) == nothing | {"activations": 2 * 128}
 
 
 @pytest.mark.parametrize("level", ["level1", "level3"])
@@ -196,6 +213,7 @@ def test_what_is_gathered_is_there_for_as_long_as_it_is_kept(level) -> None:
     walked, weight = timeline(plan), 64 * 64 * 4
     gathered = walked.totals(["gathered"])
     assert max(gathered) == (2 if level == "level1" else 1) * weight  # the first one's backward needs its input alone
+    assert plan.memory(0)["gathered"] == (3 if level == "level1" else 1) * weight  # micro-batches may keep them all
     assert walked.totals(["parameters"])[0] == 3 * weight / 4
     assert walked.totals(["optimizer"])[0] == 2 * 3 * weight / 4
 
@@ -211,6 +229,7 @@ def test_what_is_dropped_is_gone_and_comes_back() -> None:
         == 2 * tensor
     )
     assert max(again.timeline.totals(["recomputed"])) == tensor, "one after the other"
+    assert again.memory(0)["recomputed"] == tensor
     assert again.peak < whole.peak
 
 

@@ -184,9 +184,9 @@ def test_shared_key_heads_are_expanded() -> None:
 
 
 def test_scores_are_not_in_memory() -> None:
-    """The plan of an exact attention holds the scores of a rank; that of a fast one does not."""
+    """The plan of an exact attention saves the scores of a rank; that of a fast one does not."""
     exact, fast = (model_of(MARKS["batch and heads"], random=random) for random in ("exact", "fast"))
-    long = torch.zeros(BATCH, HEADS, QUERIES, 8, dtype=D)
+    long = torch.zeros(BATCH, HEADS, QUERIES, 8, dtype=D, requires_grad=True)  # else no backward needs the scores
     held = []
     for model in (exact, fast):
         model(long)
