@@ -424,7 +424,7 @@ def make_pipeline(
         def units_plan(part: Graph, size: int, input_placement: InputPlacement) -> Plan:
             return make_plan(part, size, unit, input_placement=input_placement, whole=whole, prices=prices)
 
-        def piped(found: PipelineSearchResult) -> PipelinePlan:
+        def piped(found: PipelineSearchResult, quick: bool = False) -> PipelinePlan:
             same = found.micro_batches == automatic.count
             mine, wider = (graph, wide) if same else automatic.captured(found.micro_batches)
             mine = recomputed(mine, units_of(mine), found.recomputed)
@@ -432,7 +432,7 @@ def make_pipeline(
                 mine,
                 wider,
                 devices,
-                replace(settings, pipeline=found.setting, cluster=cluster, memory=None),
+                replace(unit if quick else settings, pipeline=found.setting, cluster=cluster, memory=None),
                 found.modules,
                 splits,
                 stored=stored,
