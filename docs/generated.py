@@ -7,6 +7,7 @@ command line, ``<!-- made: names plan Plan -->`` for the docstrings of `shardwri
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import json
 import re
@@ -54,18 +55,50 @@ def commands() -> str:
 # -- public names ------------------------------------------------------------------------------------------------------
 
 
+#: Members of classes that the package itself calls, or that stand in the place of torch's own: on no page.
+INTERNAL = {
+    "AutoParallel": (
+        "call_function",
+        "call_model",
+        "compile",
+        "forward",
+        "infer",
+        "leaves_unsummed",
+        "models",
+        "program_settings",
+        "register_forward_pre_hook",
+        "train",
+        "with_same_settings",
+    ),
+    "Plan": ("count_optimizer", "memory_under", "once", "register_files", "scheduled"),
+    "PipelinePlan": ("register_files",),
+}
+
+
+def public(name: str) -> Any:
+    """The value of a public name: one of `shardwright`, or one of its modules by its whole path."""
+    module, _, last = name.rpartition(".")
+    return getattr(importlib.import_module(module) if module else shardwright, last)
+
+
 def names(listed: str) -> str:
     """A heading and the docstring for each public name of a list."""
-    return "\n\n".join(f"### `sw.{name}`\n\n```{{eval-rst}}\n{directive(name)}\n```" for name in listed.split())
+    return "\n\n".join(
+        f"### `{name if '.' in name else f'sw.{name}'}`\n\n```{{eval-rst}}\n{directive(name)}\n```"
+        for name in listed.split()
+    )
 
 
 def directive(name: str) -> str:
     """The directive of Sphinx that documents a public name."""
-    value = getattr(shardwright, name)
+    value = public(name)
+    if "." in name:  # heirs of other libraries' classes, whose members are on the pages of those
+        return f".. autoclass:: {name}"
     if inspect.ismodule(value):
         return f".. automodule:: shardwright.{name}\n   :members:"
     if inspect.isclass(value) and not issubclass(value, Exception):
-        return f".. autoclass:: shardwright.{name}\n   :members:\n   :inherited-members: Module"
+        left_out = f"\n   :exclude-members: {', '.join(INTERNAL[name])}" if name in INTERNAL else ""
+        return f".. autoclass:: shardwright.{name}\n   :members:\n   :inherited-members: Module{left_out}"
     return f".. auto{'exception' if inspect.isclass(value) else 'function'}:: shardwright.{name}"
 
 

@@ -170,7 +170,7 @@ class Cluster:
     def units(self, digits: Iterable[Digit]) -> tuple[int, ...]:
         """The number of units that a group spans at each level of the cluster: 1 where it stays within one unit below.
 
-        See `crossed`.
+        The group's ranks differ in `digits` only; see `crossed`.
         """
         out = [1] * len(self.levels)
         for digit in digits:
@@ -263,7 +263,7 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
-        """The cluster of a JSON file.
+        """The cluster of the JSON file at `path`.
 
         Raises:
             SettingError: a file that cannot be read or is cut short; a field that is missing, unknown or not above 0;
@@ -279,6 +279,7 @@ class Cluster:
         """The cluster of a dict with the fields of `Cluster` and `Level`; "schema" may give the version.
 
         Args:
+            held: the dict.
             where: the name of the source in an error.
 
         Raises:
@@ -304,7 +305,7 @@ class Cluster:
         return {"schema": SCHEMA, **asdict(self), "levels": [asdict(level) for level in self.levels]}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the cluster as JSON, for `Cluster.of`.
+        """Write the cluster to `path` as JSON, for `Cluster.of`.
 
         Raises:
             SettingError: it cannot be written.

@@ -54,6 +54,10 @@ REDUCTIONS = ("sum", "max", "min")
 class Digit:
     """One digit of a rank: ``(rank // stride) % size``.
 
+    Args:
+        size: the number of its values.
+        stride: the distance of two ranks whose values differ by one.
+
     Example:
         >>> digit = sw.Digit(4, 2)
         >>> digit, digit.span
@@ -389,6 +393,9 @@ class Layout:
     def from_cuts(cls, devices: int, cuts: Sequence[int]) -> Layout:
         """The layout of one tensor by a tuple strategy: row-major digits, the remaining devices repeated on the right.
 
+        Args:
+            cuts: the number of parts of each dim.
+
         Raises:
             LayoutError: a product that does not divide the number of devices.
         """
@@ -396,7 +403,7 @@ class Layout:
 
     @classmethod
     def replicated(cls, devices: int, rank_of_tensor: int) -> Layout:
-        """The whole tensor on every device."""
+        """The whole tensor, of `rank_of_tensor` dims, on each of `devices` devices."""
         return cls.of(devices, ((),) * rank_of_tensor)
 
     def __call__(self, *entries: str | tuple[str, ...] | None) -> Layout:
@@ -557,7 +564,7 @@ class Layout:
         return tuple(out)
 
     def groups(self, names: str | Digit | Sequence[str | Digit]) -> tuple[tuple[int, ...], ...]:
-        """The groups of ranks that differ only in the named axes (or in the given digits); they partition the ranks.
+        """The groups of ranks that differ only in the axes of `names` (or in its digits); they partition the ranks.
 
         Raises:
             LayoutError: an unknown name.

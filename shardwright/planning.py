@@ -424,7 +424,7 @@ def make_pipeline(
         def units_plan(part: Graph, size: int, input_placement: InputPlacement) -> Plan:
             return make_plan(part, size, unit, input_placement=input_placement, whole=whole, prices=prices)
 
-        def piped(found: PipelineSearchResult) -> PipelinePlan:
+        def piped(found: PipelineSearchResult, quick: bool = False) -> PipelinePlan:
             same = found.micro_batches == automatic.count
             mine, wider = (graph, wide) if same else automatic.captured(found.micro_batches)
             mine = recomputed(mine, units_of(mine), found.recomputed)
@@ -432,7 +432,7 @@ def make_pipeline(
                 mine,
                 wider,
                 devices,
-                replace(settings, pipeline=found.setting, cluster=cluster, memory=None),
+                replace(unit if quick else settings, pipeline=found.setting, cluster=cluster, memory=None),
                 found.modules,
                 splits,
                 stored=stored,
@@ -555,7 +555,8 @@ def plan(
         parallel_mode: "stand_alone", "data_parallel", "semi_auto", "sharding_propagation", "recursive_programming",
             "dynamic_programming" or "hybrid_parallel"; `AutoParallel` says what each does.
         devices: the number of devices.
-        dataset_strategy: "full_batch", "data_parallel", or a tuple with one entry per tensor input.
+        dataset_strategy: what each rank is fed, as `AutoParallel.dataset_strategy` takes it. The default here is
+            "full_batch": `inputs` are the whole batch, of any size. That of `AutoParallel` is "data_parallel".
         on_missing_rule: "error", or "replicate": operators without a rule run whole, with a note in the plan.
         marks: in_strategies by the name of the operator (as in `Plan.operators`), with priority over the model's own.
         kwargs: keyword inputs of the model.
@@ -596,7 +597,7 @@ def plan(
     Example:
         >>> plan = sw.plan(net, (x,), loss_fn, y, parallel_mode="data_parallel", devices=8, cluster="h100x8")
         >>> print(plan)
-        data_parallel on 8 devices of h100x8
+        data_parallel on 8 devices of h100x8, each fed the whole batch
         the model: data 8
     """
     if not isinstance(net, nn.Module):

@@ -279,7 +279,10 @@ def playing(runtime: Runtime) -> Iterator[None]:
 
 
 def rank() -> int:
-    """The rank of this process; 0 where all devices are in one process.
+    """The rank of this process.
+
+    Returns:
+        A number from 0 to ``world_size() - 1``; 0 where all devices are in one process.
 
     Example:
         >>> sw.rank()  # all devices are in this process
@@ -289,7 +292,10 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """The number of devices; 1 where all are in one process and `init` was not given a number.
+    """The number of devices.
+
+    Returns:
+        A number from 1 on; 1 where all devices are in one process and `init` was not given a number.
 
     Example:
         >>> sw.world_size()

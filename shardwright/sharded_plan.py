@@ -88,19 +88,19 @@ class SavedPlan:
     _read: ClassVar[Callable[[Path], SavedPlan]]
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as a JSON file: one line for each operator and parameter, and the captured graph.
+        """Write the plan to `path`, a JSON file: one line for each operator and parameter, and the captured graph.
 
         Raises:
             PlanError: the file cannot be written. One that was there stays as it was.
 
         Example:
-            >>> plan.save("plan.json")  # doctest: +SKIP
+            >>> plan.save("plan.json")
         """
         SavedPlan._write(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> Any:
-        """Load a plan written by `save`, a `Plan` or a `PipelinePlan`, without its model.
+        """The plan that `save` wrote to `path`, a `Plan` or a `PipelinePlan`, without its model.
 
         Every line is checked, and everything that follows from it is computed anew. The plan can be inspected, priced
         and compared. To run it, plan from a model, which takes the file by
@@ -117,9 +117,9 @@ class SavedPlan:
         its `str`.
 
         Example:
-            >>> print(plan.describe())  # doctest: +SKIP
-            semi_auto on 32 devices of h100x8x4
-            layers 0-79: data 8 x tensor 4 (column, row, heads; sequence parallel between); ZeRO-3 over data 8
+            >>> print(plan.describe())
+            semi_auto on 8 devices of h100x8, each fed the whole batch
+            ...
         """
         # By name: texts about plans are a layer above plans.
         return import_module(".report.description", __package__).describe(self)
@@ -369,7 +369,11 @@ class Plan(CountedOptimizer, SavedPlan):
         return (*self.program.notes, *taken)
 
     def collectives(self, rank: int) -> tuple[Collective, ...]:
-        """Every collective in which `rank` takes part, in program order: forward, then backward."""
+        """Every collective in which `rank` takes part, in program order: forward, then backward.
+
+        Raises:
+            PlanError: no such rank.
+        """
         if not 0 <= rank < self.devices:
             raise PlanError(f"rank {rank} is outside the {self.devices} devices")
         return tuple(replace(c, ranks=group_of(rank, digits)) for c, digits in self._collectives)

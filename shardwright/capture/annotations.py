@@ -442,6 +442,9 @@ def no_optimizer_parallel(parameter: nn.Parameter | nn.Module) -> Any:
 
     The parameter is stored with the layout that its operators ask for.
 
+    Args:
+        parameter: a parameter, or a module for all of its parameters.
+
     Returns:
         The argument.
 

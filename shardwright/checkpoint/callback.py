@@ -151,7 +151,18 @@ class CheckpointCallback:
         return self.save(step, extra)
 
     def save(self, step: int, extra: Any = None) -> BackgroundSave:
-        """Save now."""
+        """Save now, whatever the config's times are.
+
+        Args:
+            step: the number of steps done.
+            extra: see `save_checkpoint`.
+
+        Returns:
+            The save; ``wait()`` returns when it is on the disk.
+
+        Raises:
+            CheckpointError: see `save_checkpoint`.
+        """
         config = self.config
         self.last = save_checkpoint(
             self.model,

@@ -89,7 +89,13 @@ def absent(path: Path, empty: str = "there is no checkpoint in it") -> str:
 
 
 def latest_checkpoint(path: str | Path) -> Path | None:
-    """The checkpoint of the highest step in a run's folder, or None where there is none.
+    """The checkpoint of the highest step in a run's folder.
+
+    Args:
+        path: the run's folder, as `save_checkpoint` takes it.
+
+    Returns:
+        The checkpoint's folder or file; None where there is none.
 
     Raises:
         CheckpointError: a folder that cannot be read, or a file.

@@ -39,6 +39,13 @@ class Accelerator(accelerate.Accelerator):
     Raises:
         SettingError: a loader was prepared before a model that is fed the whole batch by every process; or each
             process of a pipeline feeds its own part.
+
+    Example:
+        >>> from shardwright.integrations.accelerate import Accelerator
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model, optimizer = accelerator.prepare(model, optimizer)
+        >>> accelerator.backward(model(x, y))
+        >>> optimizer.step()
     """
 
     #: True: every process is fed the whole batch; None: no parallel model has been prepared.

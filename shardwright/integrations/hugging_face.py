@@ -42,6 +42,10 @@ class HuggingFaceMonitor(MonitoredLoop, transformers.TrainerCallback):
 
     Args:
         every, tensorboard, wandb, out: see `shardwright.Monitor`.
+
+    Example:
+        >>> from shardwright.integrations.hugging_face import HuggingFaceMonitor
+        >>> callbacks = [HuggingFaceMonitor(every=10)]  # of a Trainer
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -81,6 +85,16 @@ class TrainerMixin(_Trainer):
 
     Raises:
         SettingError: another model, or a setting that a parallel model cannot follow.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+        >>> from shardwright.integrations.hugging_face import Trainer
+        >>> tiny = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=8, n_layer=1, n_head=2))
+        >>> rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
+        >>> settings = TrainingArguments("out", max_steps=1, save_strategy="no", disable_tqdm=True, use_cpu=True)
+        >>> trainer = Trainer(sw.AutoParallel(tiny).dataset_strategy("full_batch"), settings, train_dataset=rows)
+        >>> trained = trainer.train()
+        {'train_runtime': ...}
     """
 
     model: Any  #: the `AutoParallel`; inside `_save` and the like the plain model

@@ -54,6 +54,10 @@ class LightningMonitor(MonitoredLoop, Callback):
 
     Args:
         every, tensorboard, wandb, out: see `shardwright.Monitor`.
+
+    Example:
+        >>> from shardwright.integrations.lightning import LightningMonitor
+        >>> callbacks = [LightningMonitor(every=10)]  # of a Trainer
     """
 
     _validation = 0.0  # the time at which it began

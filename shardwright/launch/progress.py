@@ -409,6 +409,9 @@ def quiet() -> contextlib.AbstractContextManager[None]:
     a line every ten seconds in the log "shardwright.progress". For one plan alone, ``search_progress=False`` does the
     same.
 
+    Returns:
+        A context manager.
+
     Example:
         >>> import shardwright as sw, torch
         >>> with sw.quiet():

@@ -153,6 +153,10 @@ def data_shard(model: Any) -> DataShard:
     Args:
         model: the `AutoParallel`, after its settings.
 
+    Returns:
+        The part: `count` parts there are, of which this process reads number `index`, from 0. A call cuts the rows of
+        tensors: ``shard(x, y)`` has this process's rows of each.
+
     Raises:
         SettingError: no `AutoParallel`.
 
@@ -242,6 +246,9 @@ def sampler(
         shuffle: True: another order in each epoch, alike on all processes; torch's own generator is left alone.
         seed: of the order.
         drop_last: leave out the rows at the end that do not fill a batch, or that the parts do not divide.
+
+    Returns:
+        The sampler; ``set_epoch(n)`` chooses the order of an epoch.
 
     Raises:
         SettingError: a dataset without a length; rows of a batch, or of the last one, that the parts do not divide;

@@ -176,6 +176,9 @@ class SettingMethods(_Module):
                 tuple with one entry per tensor input, a tuple of cuts or a `Layout`: each process feeds the slice of
                 its rank. In the local runtime the one process feeds the whole batch in every case.
 
+        The default is what a training loop with a sampler per process does, as under DistributedDataParallel. The
+        default of `shardwright.plan` and `verify`, which no process feeds, is "full_batch".
+
         Raises:
             SettingError: after the first call, or an unknown word.
         """
@@ -499,6 +502,9 @@ class SettingMethods(_Module):
         (`SettingError`), ``zero_grad`` drops them. Sums inside the program, such as those of a cut parameter's
         activations, are taken as ever. It changes nothing in one process, where gradients are whole, nor where
         parameters have hooks, which need the gradient of each backward.
+
+        Returns:
+            A context manager.
         """
         trained = [*self.parameters(), *(self.loss_fn.parameters() if isinstance(self.loss_fn, nn.Module) else ())]
         before, self._accumulation.open = self._accumulation.open, not any(any(gradient_hooks(p)) for p in trained)

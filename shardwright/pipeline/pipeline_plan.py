@@ -232,7 +232,7 @@ class PipelinePlan(SavedPlan):
         )
 
     def operator(self, name: str) -> OperatorPlan:
-        """An operator, as `Plan.operator` finds it.
+        """The operator of a `name`, as `Plan.operator` finds it.
 
         Raises:
             PlanError: there is none, or several.
@@ -240,7 +240,7 @@ class PipelinePlan(SavedPlan):
         return self.stage_of(name).plan.operator(name)
 
     def stage_of(self, name: str) -> Stage:
-        """The stage of an operator.
+        """The stage of the operator of a `name`.
 
         Raises:
             PlanError: there is no such operator, or several.
@@ -295,6 +295,7 @@ class PipelinePlan(SavedPlan):
         """The ranks to which `rank` sends a value, or the rank from which it receives the value.
 
         Args:
+            transfer: one of `transfers`.
             back: the same for the value's gradient.
         """
         source, target = self.stages[transfer.source], self.stages[transfer.target]

@@ -25,6 +25,9 @@ prices; the program that runs is captured for its own rows.
    own peak is above the limit, stages are chosen again with proportionally less memory. Borders between stages of
    unequal numbers of devices have redistributions of their own; where such a pipeline costs more than the price of
    equal stages, equal stages are made too, and the cheaper pipeline is taken.
+
+4. Ctrl-C (`AutomaticStages.so_far`): a pipeline that fits and is made already is the best so far. Before one is, it is
+   the pipeline of the cheapest cut by the prices until then, its stages planned as those of the prices are.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from ..capture.annotations import PipelineSettings
 from ..cluster import Cluster, format_bytes
 from ..errors import PlanError, SettingError, ShardwrightError
 from ..graph import Graph, Op, Value
-from ..launch.progress import each
+from ..launch.progress import each, keep
 from ..partition.local_program import Decisions, InputPlacement, PortableDecisions, place_inputs
 from ..sharded_plan import Plan
 from ..torch_private import pytree
@@ -251,6 +254,22 @@ class StageSearch:
             for count in sorted({m for m, found in equally_cut if found.seconds <= near}):
                 self.cut_unequally(count)
         return self.result()
+
+    def so_far(self, memory: float) -> PipelineSearchResult | None:
+        """The result by the prices until now, where Ctrl-C has stopped the search; None: no cut fits.
+
+        Args:
+            memory: bytes per device.
+        """
+        self.memory = memory
+        self.equal.clear()
+        self.unequal.clear()
+        for pair in list(self.priced):
+            self.price(pair)
+        try:
+            return self.result()
+        except ShardwrightError:
+            return None
 
     # -- candidates ----------------------------------------------------------------------------------------------------
 
@@ -560,23 +579,25 @@ class AutomaticStages:
         cluster: Cluster,
         memory: float | None,
         planner: Planner,
-        piped: Callable[[PipelineSearchResult], Any],
+        piped: Callable[..., Any],
         micro_batches: int | str,
     ) -> Any:
         """The pipeline of the chosen stages.
 
         Args:
             memory: bytes per device; None: those of the cluster.
-            piped: chosen stages -> the pipeline.
+            piped: (chosen stages, quick) -> the pipeline; with quick, its stages are planned as those of the prices.
 
         Raises:
             PlanError: no pipeline fits.
+            KeyboardInterrupt: at Ctrl-C; the command around keeps the best pipeline so far.
         """
         if self.before is not None:
             return piped(self.before)
         limit = cluster.memory if memory is None else memory
         rows = next((v.shape[0] for v, part in zip(graph.inputs, splits) if part), 1)
         choosing: list[StageSearch] = []
+        fitting: list[Any] = []  # pipelines
 
         def choose(target: float, unequal: bool) -> PipelineSearchResult:
             if not choosing:
@@ -589,26 +610,56 @@ class AutomaticStages:
 
         def made(target: float, unequal: bool = True) -> Any:
             settings = (devices, target, unequal, micro_batches, cluster)
-            return piped(
+            found = piped(
                 choose(target, unequal)
                 if self.first is None
                 else self.first(graph, settings, lambda: choose(target, unequal))
             )
+            if found.peak <= limit:
+                fitting.append(found)
+            return found
 
         target, least = limit, float("inf")
-        for _ in range(MOST_TRIES):
-            found = made(target)
-            if found.chosen.unequal and found.cost > min(
-                (a.seconds for a in found.alternatives if a.seconds is not None and len(set(a.devices)) == 1),
-                default=float("inf"),
-            ):
-                other = made(target, unequal=False)
-                found = other if other.cost <= found.cost and other.peak <= limit else found
-            if found.peak <= limit:
-                return found
-            least, target = min(least, found.peak), target * limit / found.peak * (1 - 1e-6)
+        try:
+            for _ in range(MOST_TRIES):
+                found = made(target)
+                if found.chosen.unequal and found.cost > min(
+                    (a.seconds for a in found.alternatives if a.seconds is not None and len(set(a.devices)) == 1),
+                    default=float("inf"),
+                ):
+                    other = made(target, unequal=False)
+                    found = other if other.cost <= found.cost and other.peak <= limit else found
+                if found.peak <= limit:
+                    return found
+                least, target = min(least, found.peak), target * limit / found.peak * (1 - 1e-6)
+        except KeyboardInterrupt:
+            keep(lambda: self.so_far(choosing, fitting, piped, limit))
+            raise
         raise PlanError(
             f'stages="auto": no pipeline that fits in {format_bytes(limit)} a device was found; the least that '
             f"one needs is {format_bytes(least)}",
             legal="more devices, smaller batches, optimizer parallel (hsdp), or more memory",
         )
+
+    @staticmethod
+    def so_far(choosing: Sequence[StageSearch], fitting: Sequence[Any], piped: Callable[..., Any], limit: float) -> Any:
+        """The best pipeline of a search that Ctrl-C has stopped; None: none that fits.
+
+        Args:
+            choosing: the search, where it had begun.
+            fitting: the pipelines that were made and fit.
+            piped: see `run`.
+            limit: bytes per device.
+        """
+        found, target = min(fitting, key=lambda made: made.cost, default=None), limit
+        for _ in range(MOST_TRIES if found is None and choosing else 0):
+            chosen = choosing[0].so_far(target)
+            if chosen is None:
+                return None
+            made = piped(chosen, True)
+            if made.peak <= limit:
+                found = made
+                break
+            target *= limit / made.peak * (1 - 1e-6)
+        note = "stopped by Ctrl-C: the best pipeline until then"
+        return None if found is None else replace(found, notes_of_its_own=(*found.notes_of_its_own, note))

@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from ..cluster import Cluster
 from ..graph import Op
@@ -170,7 +171,7 @@ class Description:
     """A plan in the field's words; `str` is the text.
 
     Attributes:
-        headline: mode, devices and cluster.
+        headline: mode, devices and cluster, and what each device is fed.
         pipeline: of a pipeline: stages, schedule, micro-batches, and the place of each block.
         blocks: equal layers together.
         notes: further sentences.
@@ -219,11 +220,11 @@ def describe(plan: Plan | PipelinePlan) -> Description:
 
     Example:
         >>> print(describe(plan))  # doctest: +SKIP
-        semi_auto on 32 devices of h100x8x4
+        semi_auto on 32 devices of h100x8x4, each fed the whole batch
         layers 0-79: data 8 x tensor 4 (column, row, heads; sequence parallel between); ZeRO-3 over data 8
     """
     cluster = Cluster.of(plan.cluster, plan.devices)
-    headline = f"{plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)} of {cluster.name}"
+    headline = f"{plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)} of {cluster.name}{_fed(plan)}"
     if isinstance(plan, PipelinePlan):
         shared = {s.number: frozenset(t.name for t in plan.transfers if t.kind == "parameter") for s in plan.stages}
         rows = vocabularies(plan.graph)
@@ -246,11 +247,11 @@ def short(plan: Plan | PipelinePlan) -> str:
     if isinstance(plan, PipelinePlan):
         made, count = plan.schedule, sum(len(stage.plan.decisions) for stage in plan.stages)
         return (
-            f"<PipelinePlan: {plan.mode} on {plan.devices} devices{cluster}, {made.stages} stages, "
+            f"<PipelinePlan: {plan.mode} on {plan.devices} devices{cluster}{_fed(plan)}, {made.stages} stages, "
             f"{made.name}, {made.micro_batches} micro-batches, {count} operators>"
         )
     return (
-        f"<Plan: {plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)}{cluster}, "
+        f"<Plan: {plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)}{cluster}{_fed(plan)}, "
         f"{len(plan.decisions)} operators, {len(plan.graph.parameters)} parameters>"
     )
 
@@ -283,9 +284,22 @@ def cluster_line(plan: Plan | PipelinePlan) -> str:
     return f"cluster: {cluster.name}, {levels}, {size_text(cluster.memory)} a device{assumed * (cluster == known)}"
 
 
+def _feeding(plan: Plan | PipelinePlan) -> Any:
+    """The dataset_strategy of a plan."""
+    return pipeline_dataset_strategy(plan) if isinstance(plan, PipelinePlan) else dataset_strategy(plan)
+
+
+def _fed(plan: Plan | PipelinePlan) -> str:
+    """What each of several devices is fed, as the end of a headline."""
+    if plan.devices == 1:
+        return ""
+    strategy, words = _feeding(plan), {"full_batch": "the whole batch", "data_parallel": "its part of the batch"}
+    return f", each fed {words[strategy] if isinstance(strategy, str) else 'slices of the inputs'}"
+
+
 def inputs_line(plan: Plan | PipelinePlan) -> str:
     """The feeding of inputs, as a sentence."""
-    strategy = pipeline_dataset_strategy(plan) if isinstance(plan, PipelinePlan) else dataset_strategy(plan)
+    strategy = _feeding(plan)
     if strategy == "data_parallel":
         return (
             'inputs: each rank is fed its own part of the batch (dataset_strategy="data_parallel", the default of '

@@ -78,7 +78,7 @@ def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int
         f"{plan.mode} on {plan.devices} devices: {_scheduled(plan)}, {len(plan.operators)} operators, plan "
         f"{plan.fingerprint}"
     )
-    for line in describe(plan).body():
+    for line in (*describe(plan).body(), inputs_line(plan)):
         say(line)
     say_chosen(plan, console, say)
     console.print(Text(LEGEND))

@@ -65,7 +65,7 @@ def explain(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
     say = saying(console, width)
     head = f"{plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)}"
     say(f"{head}: {len(plan.operators)} operators, plan {plan.fingerprint}")
-    for line in describe(plan).body():
+    for line in (*describe(plan).body(), inputs_line(plan)):
         say(line)
     show(console, operators_table(rows(plan, sent, names), console))
     console.print(Text(LEGEND))

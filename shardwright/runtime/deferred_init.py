@@ -174,6 +174,9 @@ def no_init_parameters() -> Iterator[None]:
     that an ordinary construction would have had under the same seed. An optimizer may be built inside the block or
     right after it.
 
+    Returns:
+        A context manager; its value is None.
+
     Example:
         >>> with sw.no_init_parameters():
         ...     large = nn.Linear(1024, 1024)

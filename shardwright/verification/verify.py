@@ -107,7 +107,7 @@ def verify(
         targets, loss_fn: the loss, called as ``loss_fn(net(*inputs), targets)``. Without one the backward starts from
             the sum, over the floating outputs, of the mean of their squares, and `max_loss_difference` is that of the
             outputs themselves.
-        devices, parallel_mode, dataset_strategy, on_missing_rule, uneven, cluster, memory: as for `AutoParallel`.
+        devices, parallel_mode, dataset_strategy, on_missing_rule, uneven, cluster, memory: as for `shardwright.plan`.
             Batch norms train by the whole batch's statistics in every mode: the statistics of each device's part
             define another function.
         steps: the number of optimizer steps.

@@ -22,6 +22,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.checkpoint import tensor_files, writer
 from shardwright.cli import main as cli
+from shardwright.pipeline.stage_search import StageSearch
 from shardwright.planners import dynamic_programming as searching
 from shardwright.solver import anytime, solve as solving
 from shardwright.solver.problem import Problem, StoppedSearch
@@ -53,6 +54,19 @@ dynamic_programming.solve = lambda problem: time.sleep(120)
 def ctrl_c(*_: Any, **__: Any) -> Any:
     """A real SIGINT, at the place of a function."""
     signal.raise_signal(signal.SIGINT)
+
+
+#: Five layers, of which a search makes stages.
+DEEP = """
+import torch
+from torch import nn
+
+
+def model():
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)))
+    return dict(net=net, inputs=(torch.zeros(64, 64),), parallel_mode="dynamic_programming", devices=4,
+                pipeline=dict(stages="auto", micro_batches=4))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +116,42 @@ def test_a_plan_that_does_not_fit_is_not_kept(
     inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(searching, "solve", ctrl_c)
+    assert cli.main(["plan", "model.py:model", "-o", "best.json", "--memory", "1KB"]) == 130
+    assert capsys.readouterr().err.endswith("; no plan that fits in the memory was found; none is written\n")
+    assert not (inside / "best.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "calls"),
+    [(searching, "solve", 0), (StageSearch, "price", 2), (StageSearch, "settle", 0)],
+    ids=["the plan of a stage", "prices", "choice"],
+)
+def test_the_best_pipeline_so_far_is_written(
+    place: Any, name: str, calls: int, inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Also where the stages are chosen and none of them is planned yet."""
+    (inside / "model.py").write_text(DEEP)
+    real, left = getattr(place, name), [calls]
+
+    def stopped(*given: Any, **how: Any) -> Any:
+        left[0] -= 1
+        return ctrl_c() if left[0] == -1 else real(*given, **how)
+
+    monkeypatch.setattr(place, name, stopped)
+    assert cli.main(["plan", "model.py:model", "-o", "best.json"]) == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    best = sw.Plan.load("best.json")
+    assert last.startswith("shardwright plan: stopped by Ctrl-C in ") and last.endswith(
+        f"; the best plan so far is in best.json: {best.cost * 1e3:.4g} ms a step, no bound is proved"
+    )
+    assert best.devices == 4 and best.notes[0].startswith("stopped by Ctrl-C: the best pipeline until then")
+
+
+def test_a_pipeline_that_does_not_fit_is_not_kept(
+    inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (inside / "model.py").write_text(DEEP)
+    monkeypatch.setattr(StageSearch, "settle", ctrl_c)
     assert cli.main(["plan", "model.py:model", "-o", "best.json", "--memory", "1KB"]) == 130
     assert capsys.readouterr().err.endswith("; no plan that fits in the memory was found; none is written\n")
     assert not (inside / "best.json").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import sys
@@ -19,6 +20,8 @@ from shardwright.rules import registry
 
 PAGES = sorted(DOCS.rglob("*.md"))
 NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
+#: Modules of other libraries' loops; they are not imported here, as each imports its library.
+LIBRARIES = ("hugging_face", "accelerate", "lightning")
 TAUGHT = [
     page for folder in ("learn", "how-to", "reference", "understand") for page in sorted((DOCS / folder).glob("*.md"))
 ]
@@ -106,7 +109,13 @@ def test_every_page_is_in_a_list_of_contents() -> None:
 
 def test_the_reference_has_every_public_name(generated: ModuleType) -> None:
     documented = [name for page in PAGES for name in generated.listed_names(page)]
-    assert sorted(documented) == sorted(set(sw.__all__) - {"__version__"})
+    others = set()
+    for module in LIBRARIES:
+        text = (ROOT / "shardwright" / "integrations" / f"{module}.py").read_text(encoding="utf-8")
+        listed = ast.literal_eval(text.split("\n__all__ = ")[1].split("\n")[0])
+        others |= {f"shardwright.integrations.{module}.{name}" for name in listed}
+    others.remove("shardwright.integrations.hugging_face.Accelerator")  # that of the module accelerate
+    assert sorted(documented) == sorted({*sw.__all__, *others} - {"__version__"})
 
 
 def test_the_reference_has_every_error() -> None:

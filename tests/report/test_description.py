@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from shardwright.cluster import Cluster
 from shardwright.layout import digits_size
 from shardwright.report.description import Axis, PlanPart, cluster_line, describe, inputs_line, layer_of
 from shardwright.report.operator_cuts import operator_cuts
+from shardwright.report.tables import explain
 
 sys.path.insert(0, str(EXAMPLES))
 import gpt
@@ -253,7 +255,7 @@ def test_a_pipeline() -> None:
     setting = {"stages": 2, "micro_batches": 4, "scheduler": "gpipe", "stage_config": stages}
     plan = transformer(gpt, dp=2, mp=2, pipeline=setting)
     assert lines(plan)[:4] == [
-        "semi_auto on 8 devices of h100x8",
+        "semi_auto on 8 devices of h100x8, each fed the whole batch",
         "pipeline: 2 stages (2 x 4 devices), schedule gpipe, 4 micro-batches",
         "stage 0 on ranks 0-3: tokens, positions, block 0",
         "stage 1 on ranks 4-7: blocks 1-2, head",
@@ -353,6 +355,23 @@ def test_how_inputs_are_fed() -> None:
     assert 'dataset_strategy="data_parallel", the default of AutoParallel' in own
     tuples = inputs_line(tower({}, dataset_strategy=((2, 1, 1), (2, 1, 1))))
     assert tuples.startswith("inputs: each rank is fed the slices of dataset_strategy=") and "2, 1, 1" in tuples
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fed"),
+    [
+        ("full_batch", "the whole batch"),
+        ("data_parallel", "its part of the batch"),
+        (((2, 1, 1), (2, 1, 1)), "slices of the inputs"),
+    ],
+)
+def test_the_first_line_says_what_a_device_is_fed(strategy: Any, fed: str) -> None:
+    plan = tower({}, dataset_strategy=strategy)
+    for text in (str(plan), repr(plan), plan._repr_html_()):
+        assert f"8 devices of h100x8, each fed {fed}" in text
+    table = io.StringIO()
+    explain(plan, table, width=300)
+    assert inputs_line(plan) in table.getvalue()
 
 
 @pytest.mark.parametrize("mode", ["stand_alone", "hybrid_parallel"])
