@@ -182,7 +182,7 @@ def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> list[
 
 
 class _File(NamedTuple):
-    """The entries of a file and of its classes, for `_places`.
+    """The objects of a file and its classes, for `_places`.
 
     Args:
         held: the entries of the file and of its classes: mappings that show every change.
