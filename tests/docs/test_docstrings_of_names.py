@@ -88,7 +88,7 @@ def members() -> Iterator[tuple[str, str, Any]]:
 
 
 def lacking(value: Any) -> list[str]:
-    """What the docstring of a public function lacks."""
+    """The parts that the docstring of a public function lacks."""
     has = sections(value)
     found = [each for each in arguments(value) if not re.search(rf"\b{each}\b", has.get("Args", ""))]
     return [
@@ -100,7 +100,7 @@ def lacking(value: Any) -> list[str]:
 
 
 def lacking_of_member(owner: str, member: str, value: Any, page: str) -> list[str]:
-    """What the docstring of a method or a property lacks."""
+    """The parts that the docstring of a method or a property lacks."""
     has = sections(value)
     if not has[""].strip():
         return ["docstring"]
