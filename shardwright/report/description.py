@@ -224,9 +224,7 @@ def describe(plan: Plan | PipelinePlan) -> Description:
         layers 0-79: data 8 x tensor 4 (column, row, heads; sequence parallel between); ZeRO-3 over data 8
     """
     cluster = Cluster.of(plan.cluster, plan.devices)
-    headline = (
-        f"{plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)} of {cluster.name}{_headline_feeding(plan)}"
-    )
+    headline = f"{plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)} of {cluster.name}{_batches(plan)}"
     if isinstance(plan, PipelinePlan):
         shared = {s.number: frozenset(t.name for t in plan.transfers if t.kind == "parameter") for s in plan.stages}
         rows = vocabularies(plan.graph)
@@ -249,11 +247,11 @@ def short(plan: Plan | PipelinePlan) -> str:
     if isinstance(plan, PipelinePlan):
         made, count = plan.schedule, sum(len(stage.plan.decisions) for stage in plan.stages)
         return (
-            f"<PipelinePlan: {plan.mode} on {plan.devices} devices{cluster}{_headline_feeding(plan)}, {made.stages} stages, "
+            f"<PipelinePlan: {plan.mode} on {plan.devices} devices{cluster}{_batches(plan)}, {made.stages} stages, "
             f"{made.name}, {made.micro_batches} micro-batches, {count} operators>"
         )
     return (
-        f"<Plan: {plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)}{cluster}{_headline_feeding(plan)}, "
+        f"<Plan: {plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)}{cluster}{_batches(plan)}, "
         f"{len(plan.decisions)} operators, {len(plan.graph.parameters)} parameters>"
     )
 
@@ -291,7 +289,7 @@ def _feeding(plan: Plan | PipelinePlan) -> Any:
     return pipeline_dataset_strategy(plan) if isinstance(plan, PipelinePlan) else dataset_strategy(plan)
 
 
-def _headline_feeding(plan: Plan | PipelinePlan) -> str:
+def _batches(plan: Plan | PipelinePlan) -> str:
     """The end of a headline: what each of several devices is fed."""
     if plan.devices == 1:
         return ""
