@@ -33,6 +33,7 @@ suppress_warnings = ["myst.header", "misc.highlighting_failure"]
 default_role = "py:obj"  # `name` in a docstring: a link where the name is public, else plain code
 autodoc_typehints = "none"  # signatures hold them
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["accelerate", "lightning", "transformers"]  # of the classes for their loops
 autodoc_class_signature = "mixed"
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False

@@ -91,9 +91,9 @@ def names(listed: str) -> str:
 
 def directive(name: str) -> str:
     """The directive of Sphinx that documents a public name."""
-    value = public(name)
     if "." in name:  # heirs of other libraries' classes, whose members are on the pages of those
         return f".. autoclass:: {name}"
+    value = public(name)
     if inspect.ismodule(value):
         return f".. automodule:: shardwright.{name}\n   :members:"
     if inspect.isclass(value) and not issubclass(value, Exception):

@@ -21,6 +21,7 @@ from typing import Any
 from ..cluster import format_bytes
 from ..cost.memory_timeline import MemoryTimeline, optimizer_bytes
 from ..errors import PlanError
+from ..graph import Value
 from ..partition.local_program import Decision, Decisions
 from ..partition.rematerialization import with_recompute
 from ..sharded_plan import Plan
@@ -245,10 +246,16 @@ class _Fitting:
         rows = [f"{name}: {format_bytes(total)}" for name, total in largest.items()]
         rows = rows[:3] + ([f"and {len(rows) - 3} more"] if len(rows) > 3 else [])
         kinds = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in walked.kinds.items())
+        legal = [f"memory={int(-(-walked.peak // 1))} ({format_bytes(walked.peak)}) or more", "more devices"]
+        if self.search.hsdp is None and fits != "fits":  # not proved: such a plan may fit
+            legal.insert(0, 'hsdp={"optimizer_level": "level3"} (--hsdp level3), which stores parameters in shards')
+        results = sum(v.nbytes for v in self.search.described.graph.outputs if isinstance(v, Value))
+        if results > self.limit / 10 and not self.search.input_placement.per_rank_batch:
+            legal.insert(0, f"a model that returns its loss alone, not {format_bytes(results)} on every device")
         error = TooLittleMemoryError(
             f"no plan {fits} in {format_bytes(self.limit)} a device. The one that does with least holds more at "
             f"{len(over)} moments: {'; '.join(rows)}. At the first of these it holds {kinds}",
-            legal=f"memory={int(-(-walked.peak // 1))} ({format_bytes(walked.peak)}) or more, or more devices",
+            legal=", or ".join(legal),
         )
         error.least, error.bound = walked.peak, self.bound
         return error

@@ -17,6 +17,7 @@ from rich.text import Text
 from ..cluster import Cluster
 from ..cost.cost_model import PricedCollective
 from ..cost.memory_timeline import optimizer_text
+from ..graph import Value
 from ..layout import digits_size
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..sharded_plan import Plan
@@ -122,6 +123,9 @@ def summary(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
     show(console, memory(plan.timeline.kinds, plan.peak, cluster, plan.optimizer))
     if plan.peak > cluster.memory:
         say('that is more than a device has: memory="cluster" (--memory cluster) searches for a plan that fits')
+        results = sum(value.nbytes for value in plan.graph.outputs if isinstance(value, Value))
+        if results > cluster.memory / 10 and not plan.input_placement.per_rank_batch:
+            say(f"every device gets the model's results whole, {size_text(results)}: return the loss alone")
     if price.collectives:
         show(console, _dearest(price.collectives, cluster, names))
     found = plan.found.notes if plan.found is not None else ()

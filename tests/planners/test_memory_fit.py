@@ -212,6 +212,7 @@ def test_a_limit_is_tried_again_between_what_holds_too_much_and_what_nothing_kee
     asked.clear()
     with pytest.raises(TooLittleMemoryError, match="no plan was found that fits") as refused:
         fit(given.search, made, limit, solver=never)
+    assert (refused.value.legal or "").startswith('hsdp={"optimizer_level": "level3"} (--hsdp level3)')
     assert refused.value.least > limit and all(a > b for a, b in zip(asked, asked[1:MOST_TRIES]))
 
 

@@ -6,6 +6,7 @@ import io
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from shardwright.cluster import Cluster
 from shardwright.layout import digits_size
 from shardwright.report.description import Axis, PlanPart, cluster_line, describe, inputs_line, layer_of
 from shardwright.report.operator_cuts import operator_cuts
-from shardwright.report.tables import explain
+from shardwright.report.tables import explain, summary
 
 sys.path.insert(0, str(EXAMPLES))
 import gpt
@@ -355,6 +356,15 @@ def test_how_inputs_are_fed() -> None:
     assert 'dataset_strategy="data_parallel", the default of AutoParallel' in own
     tuples = inputs_line(tower({}, dataset_strategy=((2, 1, 1), (2, 1, 1))))
     assert tuples.startswith("inputs: each rank is fed the slices of dataset_strategy=") and "2, 1, 1" in tuples
+
+
+def test_results_that_fill_a_device_are_named(capsys: pytest.CaptureFixture) -> None:
+    cluster = replace(Cluster.of("h100x8"), memory=1e4)
+    summary(sw.plan(nn.Linear(8, 8), (torch.zeros(512, 8),), devices=8, cluster=cluster))
+    assert "every device gets the model's results whole, 16 KiB: return the loss alone" in capsys.readouterr().out
+    net, y = nn.Linear(8, 8), torch.zeros(512, 8)
+    summary(sw.plan(net, (torch.zeros(512, 8),), nn.MSELoss(), y, devices=8, cluster=cluster))
+    assert "return the loss alone" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
