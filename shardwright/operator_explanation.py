@@ -32,11 +32,21 @@ from typing import Any
 import numpy as np
 
 from .cluster import Cluster
-from .cost.cost_model import CostModel
+from .cost.communication_schedule import own_redistribution
+from .cost.cost_model import CostModel, SentStep, instances
 from .cost.memory_timeline import MemoryTimeline
 from .graph import Graph, Op
 from .layout import Digits, Layout
-from .partition.local_program import Decision, Decisions, GlobalExtreme, LocalOp, Redistribute, made_by, read_by
+from .partition.local_program import (
+    Decision,
+    Decisions,
+    GlobalExtreme,
+    Instruction,
+    LocalOp,
+    Redistribute,
+    made_by,
+    read_by,
+)
 from .partition.parameter_sharding import OptimizerParallel
 from .partition.rematerialization import RecomputedInstruction, Regather
 from .pipeline.pipeline_plan import PipelinePlan
@@ -248,32 +258,23 @@ def shares_of(plan: Plan, name: str, costs: CostModel) -> tuple[Share, ...]:
 
     A redistribution that several consumers share is a share of the first of them.
     """
-    program = plan.program
-    known = {i.name: i for table in (program.parameters, program.buffers, program.constants) for i in table.values()}
-    known |= {i.name: i for i in (*program.inputs, *((program.seed,) if program.seed is not None else ()))}
-    for instruction in program.instructions:
-        known |= {o.name: o for o in made_by(instruction)}
-    sums: dict[tuple[str, str, str], list[Any]] = {}
+    program, known = plan.program, instances(plan.program)
+    sums: dict[tuple[str, str, str], tuple[list[str], list[float]]] = {}
     for half, instructions in enumerate((program.instructions, plan.backward)):
         for instruction in instructions:
-            ran, again = instruction, isinstance(instruction, (Regather, RecomputedInstruction))
-            if again:
-                ran = instruction.move if isinstance(instruction, Regather) else instruction.instruction
-            key = _part(ran, name)
-            if key is None:
+            again = isinstance(instruction, (Regather, RecomputedInstruction))
+            ran, redistribution = own_redistribution(instruction, bool(half))
+            if (key := _part(ran, name)) is None:
                 continue
-            entry = sums.setdefault(key, [[], 0.0, 0.0, 0.0])
-            seconds = costs.backward(instruction, known) if half else costs.forward(instruction, known)
-            entry[1 + half] += seconds
+            sends, parts = sums.setdefault(key, ([], [0.0, 0.0, 0.0]))
+            seconds = costs.backward(instruction, known) if half else costs.forward(ran, known)
+            parts[half] += seconds
             paid = 0.0 if half and not again else _completed(ran, costs.collectives_of(instruction, bool(half)))
-            entry[3] += seconds - paid if ran.operator == name else 0.0
-            entry[3] += paid if getattr(ran, "producer", "") == name else 0.0
-            if isinstance(ran, LocalOp):
-                continue
-            redistribution = ran.forward if not half or again or isinstance(ran, GlobalExtreme) else ran.backward
+            parts[2] += seconds - paid if ran.operator == name else 0.0
+            parts[2] += paid if getattr(ran, "producer", "") == name else 0.0
             if redistribution is not None:
-                entry[0] += [f"{s.kind}({'·'.join(map(repr, s.digits))})" for s in costs.sends(redistribution)]
-    shares = (Share(*key, tuple(sends), *seconds) for key, (sends, *seconds) in sums.items())
+                sends += [f"{s.kind}({'·'.join(map(repr, s.digits))})" for s in costs.sends(redistribution)]
+    shares = (Share(*key, tuple(sends), *seconds) for key, (sends, seconds) in sums.items())
     return tuple(sorted((s for s in shares if s.seconds or s.what == "computing"), key=lambda s: -s.seconds))
 
 
@@ -286,21 +287,20 @@ def seconds_of(plan: Plan, names: Iterable[str]) -> float:
     return sum(prices.get(name, 0.0) for name in names)
 
 
-def _completed(ran: Any, sent: Iterable[tuple[Any, float, float]]) -> float:
+def _completed(ran: Instruction, sent: Iterable[tuple[SentStep, float, float]]) -> float:
     """Seconds of a forward redistribution in which it completes a partial sum of its producer."""
     if not isinstance(ran, Redistribute) or ran.cause == "parameter" or not ran.producer:
         return 0.0
     return sum(seconds for step, _, seconds in sent if step.kind.reduces)
 
 
-def _part(instruction: Any, name: str) -> tuple[str, str, str] | None:
+def _part(instruction: Instruction, name: str) -> tuple[str, str, str] | None:
     """The share of the operator to which an instruction belongs: (what, value, other); None for none."""
     if isinstance(instruction, LocalOp):
         return ("computing", "", "") if instruction.operator == name else None
     value = instruction.source.value.name
     if isinstance(instruction, GlobalExtreme):
         return ("inside", value, "") if instruction.operator == name else None
-    assert isinstance(instruction, Redistribute)
     if instruction.cause == "parameter":
         return ("weights", value, "") if instruction.operator == name else None
     if instruction.producer == name:

@@ -20,20 +20,23 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from .cluster import Cluster
 from .cost.communication_pass import schedule_of
 from .cost.communication_schedule import CommunicationSchedule
 from .cost.cost_model import CostModel, Price, StepInTime
-from .cost.memory_timeline import CountedOptimizer, MemoryTimeline, timeline
+from .cost.memory_timeline import CountedOptimizer, MemoryTimeline, OptimizerSetting, timeline
 from .errors import PlanError
 from .graph import Graph
-from .layout import Layout, group_of
+from .layout import Digits, Layout, group_of
 from .partition.gradient_fusion import Fusion
 from .partition.hybrid_parallel import OwnPrograms, own_programs
 from .partition.local_program import (
     TAKEN,
     Decision,
     InputPlacement,
+    Instruction,
     LocalOp,
     LocalProgram,
     PlacedValue,
@@ -46,7 +49,7 @@ from .partition.padded_dims import true_slice
 from .partition.parameter_sharding import OptimizerParallel
 from .partition.partitioner import partition
 from .partition.planned_collectives import Collective, backward_collectives, forward_collectives
-from .partition.rematerialization import Regather, Region, RegionStarts, regathered_weights, regions_of
+from .partition.rematerialization import BackwardStep, Regather, Region, RegionStarts, regathered_weights, regions_of
 from .rules import held_layouts, in_order
 
 __all__ = [
@@ -193,7 +196,7 @@ class OperatorPlan:
     in_shapes: tuple[tuple[int, ...], ...]
     out_shapes: tuple[tuple[int, ...], ...]
     in_names: tuple[str, ...]
-    dtypes: tuple[Any, ...]
+    dtypes: tuple[torch.dtype, ...]
     cause: str
     note: str | None
 
@@ -267,7 +270,7 @@ class Plan(CountedOptimizer, SavedPlan):
     own: OwnPrograms | None = None
     cluster: Cluster | None = None
     found: SearchResult | None = None
-    optimizer: Any = None
+    optimizer: OptimizerSetting = None
     comm_memory: float | None = None
 
     @cached_property
@@ -379,13 +382,13 @@ class Plan(CountedOptimizer, SavedPlan):
         return tuple(replace(c, ranks=group_of(rank, digits)) for c, digits in self._collectives)
 
     @cached_property
-    def _collectives(self) -> tuple[tuple[Collective, Any], ...]:
+    def _collectives(self) -> tuple[tuple[Collective, Digits], ...]:
         forward = [c for i in self.program.instructions for c in forward_collectives(i)]
         backward = [c for i in self.backward for c in backward_collectives(i)]
         return (*forward, *backward)
 
     @cached_property
-    def backward(self) -> tuple[Any, ...]:
+    def backward(self) -> tuple[BackwardStep, ...]:
         """The instructions that a gradient reaches from the outputs, in the order in which their backwards run.
 
         A `Regather` comes before the first backward that needs a weight not saved from the forward, a
@@ -398,7 +401,7 @@ class Plan(CountedOptimizer, SavedPlan):
             known.update((o.name, o) for o in made_by(i))
         wanted = regathered_weights(program)
         reached = {o.name for o in program.outputs if isinstance(o, PlacedValue) and o.value.requires_grad}
-        out: list[Any] = []
+        out: list[BackwardStep] = []
         gathered = {
             name for region in self.regions for name in region.dropped
         }  # such a weight is gathered with its region
@@ -502,7 +505,7 @@ class Plan(CountedOptimizer, SavedPlan):
             and i.source.name in stored
         )
 
-    def once(self, instruction: Any, back: bool = False) -> bool:
+    def once(self, instruction: BackwardStep, back: bool = False) -> bool:
         """True where an instruction runs once a step, for any number of micro-batches.
 
         These are the gather or cast of a weight that micro-batches share, and the sum of a gradient over the replicas
@@ -629,7 +632,7 @@ def short_hash(lines: Iterable[str]) -> str:
     return text.hexdigest()[:16]
 
 
-def _copied(instruction: Any) -> bool:
+def _copied(instruction: Instruction) -> bool:
     """True where an instruction redistributes a parameter from its storage layout to its use, or casts it from
     its storage dtype."""
     return (

@@ -33,14 +33,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import numpy as np
+import torch
 
 from ..layout import Digits, digits_size
 from ..partition.gradient_fusion import Due, Fusion
-from ..partition.local_program import LocalOp, LocalProgram, PlacedValue, Redistribute, made_by, reads
-from ..partition.rematerialization import RecomputedInstruction, Regather, hands_on
+from ..partition.local_program import (
+    GlobalExtreme,
+    Instruction,
+    LocalOp,
+    LocalProgram,
+    PlacedValue,
+    Redistribute,
+    made_by,
+    reads,
+)
+from ..partition.rematerialization import BackwardStep, RecomputedInstruction, Regather, hands_on
 from ..redistribution import CollectiveKind, Redistribution
 from ..redistribution.redistribution_search import refine
 from ..torch_private import schema_of
@@ -60,7 +70,7 @@ __all__ = ["schedule_of"]
 
 def schedule_of(
     program: LocalProgram,
-    backward: Sequence[Any],
+    backward: Sequence[BackwardStep],
     held: MemoryTimeline,
     *,
     scatters: bool,
@@ -111,13 +121,13 @@ class _Pass:
     def __init__(
         self,
         program: LocalProgram,
-        backward: Sequence[Any],
+        backward: Sequence[BackwardStep],
         held: MemoryTimeline,
         allowance: float | None,
         limit: float | None,
     ) -> None:
         self.program, self.backward = program, backward
-        self.instructions: Sequence[Any] = program.instructions
+        self.instructions = program.instructions
         self.forward, self.end = len(program.instructions), len(program.instructions) + len(backward)
         self.place = {id(i): k for k, i in enumerate(program.instructions)}
         self.allowance = 2.0 * self._largest_block() if allowance is None else float(allowance)
@@ -158,7 +168,19 @@ class _Pass:
         return float(max(blocks.values(), default=0))
 
     def member(self, place: int, moment: int) -> Member:
-        return Member(place, moment, self.instructions[place].source.value.name)
+        return Member(place, moment, self.move(place).source.value.name)
+
+    def move(self, place: int) -> Redistribute | GlobalExtreme:
+        """The instruction at a place, which sends."""
+        instruction = self.instructions[place]
+        assert not isinstance(instruction, LocalOp)
+        return instruction
+
+    def parameter_move(self, place: int) -> Redistribute:
+        """The redistribution of a parameter at a place."""
+        instruction = self.instructions[place]
+        assert isinstance(instruction, Redistribute)
+        return instruction
 
     # -- memory --
 
@@ -172,7 +194,7 @@ class _Pass:
 
     # -- weights --
 
-    def _gathered(self, instruction: Any, outside: Collection[str] = ()) -> Digits | None:
+    def _gathered(self, instruction: Instruction, outside: Collection[str] = ()) -> Digits | None:
         """The ranks of a weight's gather that may travel with others; None for any other instruction."""
         if not isinstance(instruction, Redistribute) or instruction.source.value.name not in self.program.parameters:
             return None
@@ -189,8 +211,8 @@ class _Pass:
         for place, instruction in enumerate(self.instructions):
             digits = self._gathered(instruction, outside)
             if digits is not None:
-                block = block_of(instruction.source.value.name)
-                blocks.setdefault(block, {}).setdefault(digits, []).append(self.member(place, place))
+                member = self.member(place, place)
+                blocks.setdefault(block_of(member.name), {}).setdefault(digits, []).append(member)
         since = 0
         for groups in blocks.values():
             for digits, members in groups.items():
@@ -213,7 +235,7 @@ class _Pass:
 
         Several weights are copied into what is sent, and each out of what is received; a single one is not.
         """
-        moves = [self.instructions[m.place] for m in members]
+        moves = [self.parameter_move(m.place) for m in members]
         nbytes, first, last = sum(i.target.local_bytes for i in moves), members[0].moment, members[-1].moment
         if len(members) == 1:
             return nbytes, first, first
@@ -222,7 +244,7 @@ class _Pass:
     def _add_gather(
         self, digits: Digits, members: Sequence[Member], issue: int, held: tuple[int, int, float], again: bool = False
     ) -> int:
-        nbytes = sum(moved_bytes(i, i.forward) for m in members for i in (self.instructions[m.place],))
+        nbytes = sum(moved_bytes(i, i.forward) for m in members for i in (self.parameter_move(m.place),))
         kind = CollectiveKind.ALL_GATHER
         first = members[0].moment
         return self.add(ScheduledMessage("gather", kind, digits, tuple(members), issue, first, nbytes, again, (held,)))
@@ -276,7 +298,7 @@ class _Pass:
         self, place: int, moment: int, steps: Redistribution, issue: int, wait: int, held: tuple[int, int, float]
     ) -> None:
         first = next(step for step in steps.steps if step.communicates)
-        nbytes = moved_bytes(self.instructions[place], steps)
+        nbytes = moved_bytes(self.move(place), steps)
         members = (self.member(place, moment),)
         self.add(
             ScheduledMessage(
@@ -288,21 +310,18 @@ class _Pass:
 
     def gather_again_and_scatter(self, scatters: bool) -> None:
         """The gathers and the scatters of the backward, in the order of their moments: they share the room."""
-        todo = [(first, 0, part) for first, part in self._gathers_again()]
+        todo = [(first, 0, partial(self._gather_again, *part)) for first, part in self._gathers_again()]
         if scatters:
-            todo += [(first, 1, part) for first, part in self._scatters()]
+            todo += [(first, 1, partial(self._scatter, *part)) for first, part in self._scatters()]
         self.open: list[tuple[int, float]] = []  # scatters waited for at the end: number, bytes; the oldest first
         self.early: dict[int, list[int]] = {}
         self.halves: dict[int, Digits] = {}  # scatters under way -> the further replicas over which parts are summed
-        for _, which, part in sorted(todo, key=lambda entry: entry[:2]):
-            if which == 0:
-                self._gather_again(*part)
-            else:
-                self._scatter(*part)
+        for _, _, run in sorted(todo, key=lambda entry: entry[:2]):
+            run()
         for number in list(self.halves):
             self._follow(number)
 
-    def _gathers_again(self) -> Iterator[tuple[int, Any]]:
+    def _gathers_again(self) -> Iterator[tuple[int, tuple[Digits, list[Member], list[int]]]]:
         """Yield (first moment, (digits, members, moments at which it may be issued)) for each block."""
         blocks: dict[str, dict[Digits, list[Member]]] = {}
         for q, entry in enumerate(self.backward):
@@ -311,8 +330,7 @@ class _Pass:
                 digits = self._gathered(instruction)
                 if digits is not None:
                     member = self.member(self.place[id(instruction)], self.forward + q)
-                    block = block_of(instruction.source.value.name)
-                    blocks.setdefault(block, {}).setdefault(digits, []).append(member)
+                    blocks.setdefault(block_of(member.name), {}).setdefault(digits, []).append(member)
         before: list[int] = []
         for groups in blocks.values():
             # The runtime knows where it is in a backward by the weights that the backward asks for.
@@ -333,9 +351,9 @@ class _Pass:
                     self._wait_early(waited, self._add_gather(digits, part, issue, held, again=True))
                     break
 
-    def _scatters(self) -> Iterator[tuple[int, Any]]:
+    def _scatters(self) -> Iterator[tuple[int, tuple[tuple[Digits, ...], list[Member]]]]:
         """Yield (moment, (ranks of the scatter and of the sum after it, members)) of each message."""
-        groups: dict[tuple[Any, ...], list[Member]] = {}
+        groups: dict[tuple[str, torch.dtype, tuple[Digits, ...]], list[Member]] = {}
         for place, moment in sorted(self.back.items(), key=lambda entry: entry[1]):
             i = self.instructions[place]
             if isinstance(i, Redistribute) and (ranks := scattered_over(i)) is not None:
@@ -359,7 +377,7 @@ class _Pass:
         yield part
 
     def _term(self, member: Member) -> int:
-        move = self.instructions[member.place]
+        move = self.parameter_move(member.place)
         return math.prod(move.target.local_shape) * move.sums.itemsize
 
     def _scatter(self, ranks: tuple[Digits, ...], members: Sequence[Member]) -> None:
@@ -425,10 +443,11 @@ class _Pass:
         trained = [n for n, p in self.program.parameters.items() if p.value.requires_grad]
         index = {name: k for k, name in enumerate(trained if order is None else order)}
         places = summed_late(self.program)
-        due = []
+        due, ranks = [], {}
         for name, place in places.items():
-            move = self.instructions[place]
-            digits = move.backward.steps[0].digits
+            move = self.parameter_move(place)
+            assert move.backward is not None
+            digits = ranks[name] = move.backward.steps[0].digits
             nbytes = math.prod(move.source.local_shape) * move.sums.itemsize
             kind = digits, move.source.value.dtype, move.sums
             due.append(Due(name, nbytes, kind, index.get(name, 0), digits_size(digits), several_hosts(digits)))
@@ -436,13 +455,13 @@ class _Pass:
         for names in fusion.buckets(due, library):
             members = [self.member(places[name], self.back.get(places[name], self.end)) for name in names]
             begun = max(begun, *(m.moment for m in members))
-            digits = self.instructions[members[0].place].backward.steps[0].digits
-            nbytes = sum(moved_bytes(i, i.backward) for m in members for i in (self.instructions[m.place],))
+            moves = [self.parameter_move(m.place) for m in members]
+            nbytes = sum(moved_bytes(i, i.backward) for i in moves if i.backward is not None)
             self.add(
                 ScheduledMessage(
                     "sum",
                     CollectiveKind.ALL_REDUCE,
-                    digits,
+                    ranks[names[0]],
                     tuple(members),
                     self.end if stage else begun,
                     self.end,
@@ -454,11 +473,13 @@ class _Pass:
 
     def rest(self, outside: Collection[str]) -> None:
         """The redistributions that are waited for where they are issued."""
-        steps = [(k, i, False) for k, i in enumerate(self.instructions)]
+        steps: list[tuple[int, BackwardStep, bool]] = [(k, i, False) for k, i in enumerate(self.instructions)]
         steps += [(self.forward + q, entry, True) for q, entry in enumerate(self.backward)]
         for moment, entry, back in steps:
             instruction, moved = own_redistribution(entry, back)
-            if moved is None or (first := next((s for s in moved.steps if s.communicates), None)) is None:
+            if moved is None or isinstance(instruction, LocalOp):
+                continue
+            if (first := next((s for s in moved.steps if s.communicates), None)) is None:
                 continue
             place = self.place[id(instruction)]
             if (place, moment) in self.covered:
@@ -498,7 +519,7 @@ class _Pass:
         )
 
 
-def _independent(instruction: Any) -> bool:
+def _independent(instruction: Instruction) -> bool:
     """True where an instruction computes, or sends a value of another redistribution."""
     if isinstance(instruction, LocalOp):
         return not hands_on(instruction.target)
@@ -506,7 +527,7 @@ def _independent(instruction: Any) -> bool:
     return not parameter and bool(instruction.forward.collectives)
 
 
-def _writes(instruction: Any) -> bool:
+def _writes(instruction: Instruction) -> bool:
     """True where an operator writes into a tensor that it is given."""
     schema = schema_of(instruction.target) if isinstance(instruction, LocalOp) else None
     return schema is not None and schema.is_mutable
@@ -546,9 +567,7 @@ def summed_late(program: LocalProgram) -> dict[str, int]:
     found: list[tuple[int, str, int]] = []
     for name, parameter in program.parameters.items():
         places = consumers.get(parameter.name, [])
-        move: Any = (
-            program.instructions[places[0]] if len(places) == 1 and places[0] < len(program.instructions) else None
-        )
+        move = program.instructions[places[0]] if len(places) == 1 and places[0] < len(program.instructions) else None
         if (
             isinstance(move, Redistribute)
             and move.forward.is_identity

@@ -31,14 +31,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
 from ..layout import Digits
-from ..partition.local_program import GlobalExtreme, LocalOp, Redistribute
-from ..partition.rematerialization import RecomputedInstruction, Regather
+from ..partition.local_program import GlobalExtreme, Instruction, LocalOp, Redistribute
+from ..partition.rematerialization import BackwardStep, RecomputedInstruction, Regather
 from ..redistribution import CollectiveKind, Redistribution
 from .memory_timeline import Allocation
 
@@ -151,7 +151,7 @@ class CommunicationSchedule:
 
         At one moment what is issued comes before what is waited for, but for a wait that makes room.
         """
-        out: list[tuple[tuple[Any, ...], tuple[int, str, int]]] = []
+        out: list[tuple[tuple[int, ...], tuple[int, str, int]]] = []
         made_room = {number for numbers in self.early.values() for number in numbers}
         following = {message.members: number for number, message in self.of("follow")}
         for number, message in enumerate(self.messages):
@@ -227,7 +227,7 @@ def block_of(name: str) -> str:
     return ".".join(path[:end])
 
 
-def own_redistribution(entry: Any, back: bool) -> tuple[Any, Redistribution | None]:
+def own_redistribution(entry: BackwardStep, back: bool) -> tuple[Instruction, Redistribution | None]:
     """The instruction of the forward that a step runs, and the redistribution that it performs; None: a `LocalOp`, or
     nothing to send.
 
@@ -236,14 +236,16 @@ def own_redistribution(entry: Any, back: bool) -> tuple[Any, Redistribution | No
         back: True in the backward.
     """
     if isinstance(entry, (Regather, RecomputedInstruction)):
-        entry, back = entry.move if isinstance(entry, Regather) else entry.instruction, False
-    if isinstance(entry, LocalOp):
-        return entry, None
+        ran, back = entry.move if isinstance(entry, Regather) else entry.instruction, False
+    else:
+        ran = entry
+    if isinstance(ran, LocalOp):
+        return ran, None
     if not back:
-        return entry, entry.forward
-    if entry.backward is None:
-        return entry, None
-    return entry, entry.forward if isinstance(entry, GlobalExtreme) else entry.backward
+        return ran, ran.forward
+    if ran.backward is None:
+        return ran, None
+    return ran, ran.forward if isinstance(ran, GlobalExtreme) else ran.backward
 
 
 def moved_bytes(instruction: Redistribute | GlobalExtreme, steps: Redistribution) -> int:

@@ -33,24 +33,51 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from os import PathLike
+from typing import Protocol
 
 from ..cluster import Cluster
 from ..errors import SettingError
 from ..graph import Op, Value
 from ..layout import Digits, Layout, digits_size, merge
 from ..partition.gradient_fusion import AUTO, PIECE
-from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, made_by, refs_of
-from ..partition.rematerialization import RecomputedInstruction, Regather
+from ..partition.local_program import (
+    GlobalExtreme,
+    Instruction,
+    LocalOp,
+    LocalProgram,
+    PlacedValue,
+    Redistribute,
+    made_by,
+    refs_of,
+)
+from ..partition.parameter_sharding import OptimizerParallel
+from ..partition.rematerialization import BackwardStep, RecomputedInstruction, Regather, Region
 from ..redistribution import CollectiveKind, Redistribution, RedistributionStep
 from .communication_schedule import CommunicationSchedule, ScheduledMessage, own_redistribution
 from .primitive_costs import Line, OperatorWork, collective_lines, links_of, signature, work_of
 
-__all__ = ["CostModel", "Price", "PricedCollective", "StepInTime", "StreamSpan"]
+__all__ = ["CostModel", "Price", "PricedCollective", "SentStep", "StepInTime", "StreamSpan", "instances"]
 
 Shapes = Sequence[tuple[int, ...]]
+
+
+class PlannedStep(Protocol):
+    """The parts of a `Plan`, which is a layer above, that its price depends on."""
+
+    @property
+    def program(self) -> LocalProgram: ...
+    @property
+    def backward(self) -> tuple[BackwardStep, ...]: ...
+    @property
+    def regions(self) -> tuple[Region, ...]: ...
+    @property
+    def hsdp(self) -> OptimizerParallel | None: ...
+    @property
+    def in_time(self) -> StepInTime: ...
+    def once(self, instruction: BackwardStep, back: bool = False) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -158,7 +185,7 @@ class Price:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class SentStep:
     """A step of a redistribution that communicates: its times as lines over the bytes of the whole tensor."""
 
     kind: CollectiveKind
@@ -188,16 +215,20 @@ class CostModel:
         SettingError: an impossible cluster, or one with fewer devices.
     """
 
-    def __init__(self, cluster: Any = None, devices: int | None = None) -> None:
+    def __init__(
+        self, cluster: Cluster | str | PathLike[str] | Mapping[str, object] | None = None, devices: int | None = None
+    ) -> None:
         self.cluster = Cluster.of(cluster, devices)
         self.devices = self.cluster.devices if devices is None else devices
-        self._collectives: dict[tuple[Any, ...], tuple[Line, ...]] = {}
+        self._collectives: dict[tuple[Hashable, ...], tuple[Line, ...]] = {}
         self._redistributions: dict[Redistribution, tuple[tuple[Line, ...], ...]] = {}
-        self._sends: dict[Redistribution, tuple[_Sent, ...]] = {}
-        self._works: dict[tuple[Any, ...], OperatorWork] = {}
+        self._sends: dict[Redistribution, tuple[SentStep, ...]] = {}
+        self._works: dict[tuple[Hashable, ...], OperatorWork] = {}
         # By id, since the hash of an operator is slow; the reference tells it from a later operator with its id.
         self._ops: dict[int, tuple[weakref.ref[Op], OperatorWork]] = {}
-        self._computes: dict[tuple[Any, ...], tuple[float, float]] = {}  # by the id of a work in `_works`, and shapes
+        self._computes: dict[
+            tuple[Hashable, ...], tuple[float, float]
+        ] = {}  # by the id of a work in `_works`, and shapes
 
     # -- communication --
 
@@ -249,7 +280,7 @@ class CostModel:
         """
         return sum(step.seconds(nbytes, _bucket(redistribution, step, nbytes)) for step in self.sends(redistribution))
 
-    def sends(self, redistribution: Redistribution) -> tuple[_Sent, ...]:
+    def sends(self, redistribution: Redistribution) -> tuple[SentStep, ...]:
         """The collectives of a redistribution, each with a rank's input as a fraction of the whole tensor."""
         found = self._sends.get(redistribution)
         if found is None:
@@ -260,7 +291,7 @@ class CostModel:
                 if step.communicates:
                     fraction = local / whole * (1.0 if step.halo is None else float(step.share))
                     lines = tuple((a, b * fraction) for a, b in self.lines(kind, step.digits, _partners(step)))
-                    out.append(_Sent(kind, step.digits, fraction, lines))
+                    out.append(SentStep(kind, step.digits, fraction, lines))
                 local = kind.size_after(step.size, local)
             found = self._sends[redistribution] = tuple(out)
         return found
@@ -303,7 +334,7 @@ class CostModel:
 
     # -- instructions --
 
-    def forward(self, instruction: Any, known: Mapping[str, PlacedValue]) -> float:
+    def forward(self, instruction: Instruction, known: Mapping[str, PlacedValue]) -> float:
         """Seconds of an instruction of a local program.
 
         Args:
@@ -315,7 +346,7 @@ class CostModel:
             return self.redistribution(instruction.forward, instruction.source.value.nbytes)
         return self.redistribution(instruction.forward, _moved(instruction, True)) + self._copied(instruction)
 
-    def backward(self, instruction: Any, known: Mapping[str, PlacedValue]) -> float:
+    def backward(self, instruction: BackwardStep, known: Mapping[str, PlacedValue]) -> float:
         """Seconds of an instruction's backward; 0 where no gradient flows.
 
         For `Regather` and `RecomputedInstruction`: seconds of the forward that runs again.
@@ -373,7 +404,7 @@ class CostModel:
 
     # -- plans --
 
-    def plan(self, plan: Any, micro_batches: int = 1) -> Price:
+    def plan(self, plan: PlannedStep, micro_batches: int = 1) -> Price:
         """The price of one step of a plan.
 
         Args:
@@ -387,15 +418,15 @@ class CostModel:
             raise SettingError(f"micro_batches={micro_batches!r}", legal="a whole number of at least 1")
         return _Pricing(self, plan, micro_batches).run()
 
-    def collectives_of(self, entry: Any, back: bool) -> list[tuple[_Sent, float, float]]:
+    def collectives_of(self, entry: BackwardStep, back: bool) -> list[tuple[SentStep, float, float]]:
         """(step, bytes of a rank's own input, seconds) of each collective of an instruction, or of a step of a
         backward."""
         ran, redistribution = own_redistribution(entry, back)
-        if redistribution is None:
+        if redistribution is None or isinstance(ran, LocalOp):
             return []
         forwards = redistribution is ran.forward
         nbytes = _moved(ran, forwards) if isinstance(ran, Redistribute) else ran.source.value.nbytes
-        gradient = not forwards and ran.cause == "parameter"
+        gradient = not forwards and isinstance(ran, Redistribute) and ran.cause == "parameter"
         return [
             (
                 step,
@@ -405,7 +436,7 @@ class CostModel:
             for step in self.sends(redistribution)
         ]
 
-    def in_time(self, plan: Any, schedule: CommunicationSchedule, once: bool = True) -> StepInTime:
+    def in_time(self, plan: PlannedStep, schedule: CommunicationSchedule, once: bool = True) -> StepInTime:
         """A step of a plan in time.
 
         Args:
@@ -416,7 +447,7 @@ class CostModel:
         return _Play(self, plan, schedule, once).run()
 
 
-def _bucket(gradient: Redistribution, sent: _Sent, nbytes: float) -> float:
+def _bucket(gradient: Redistribution, sent: SentStep, nbytes: float) -> float:
     """The bytes of the bucket that a parameter's gradient shares; 0 for a large one, or one that needs more than
     a sum."""
     full = min(AUTO, digits_size(sent.digits) * PIECE)
@@ -439,9 +470,9 @@ def _partners(step: RedistributionStep) -> int:
 class _Pricing:
     """One plan's price, summed instruction by instruction."""
 
-    def __init__(self, costs: CostModel, plan: Any, micro_batches: int) -> None:
+    def __init__(self, costs: CostModel, plan: PlannedStep, micro_batches: int) -> None:
         self.costs, self.plan, self.micro_batches = costs, plan, micro_batches
-        self.known = _instances(plan.program)
+        self.known = instances(plan.program)
         self.sums = {"forward": 0.0, "backward": 0.0, "compute": 0.0, "communication": 0.0, "once": 0.0}
         self.by_operator: dict[str, float] = {}
         self.collectives: list[PricedCollective] = []
@@ -451,8 +482,8 @@ class _Pricing:
     def run(self) -> Price:
         for instruction in self.plan.program.instructions:
             self.add("forward", instruction, self.costs.forward(instruction, self.known))
-        for instruction in self.plan.backward:
-            self.add("backward", instruction, self.costs.backward(instruction, self.known))
+        for step in self.plan.backward:
+            self.add("backward", step, self.costs.backward(step, self.known))
         self.collectives.sort(key=lambda c: -c.seconds)
         total, plan = self.sums["forward"] + self.sums["backward"], self.plan
         return Price(
@@ -463,7 +494,7 @@ class _Pricing:
             in_time=(lambda: plan.in_time) if self.micro_batches == 1 else None,
         )
 
-    def add(self, half: str, instruction: Any, seconds: float) -> None:
+    def add(self, half: str, instruction: BackwardStep, seconds: float) -> None:
         ran, forwards = _ran(half, instruction)
         phase = half
         if isinstance(ran, Redistribute) and ran.cause == "parameter":
@@ -472,6 +503,7 @@ class _Pricing:
             self.sums_once or (isinstance(ran, Redistribute) and not ran.forward.steps)
             if phase == "gradient"
             else phase == "storage"
+            and isinstance(ran, Redistribute)
             and half == "forward"
             and not ran.reshard_after_forward
             and ran.target.name not in self.dropped
@@ -493,7 +525,7 @@ class _Pricing:
         self.by_operator[operator] = self.by_operator.get(operator, 0.0) + seconds
 
 
-def _ran(half: str, instruction: Any) -> tuple[Any, bool]:
+def _ran(half: str, instruction: BackwardStep) -> tuple[Instruction, bool]:
     """The forward instruction that runs, and True where its forward runs, possibly during the backward."""
     if isinstance(instruction, Regather):
         return instruction.move, True
@@ -502,7 +534,7 @@ def _ran(half: str, instruction: Any) -> tuple[Any, bool]:
     return instruction, half == "forward"
 
 
-def _causing(step: _Sent, instruction: Any) -> str:
+def _causing(step: SentStep, instruction: Instruction) -> str:
     """The operator that causes a step of a forward redistribution; completing a partial sum counts for its
     producer."""
     completes = step.kind.reduces and getattr(instruction, "cause", "") != "parameter"
@@ -513,7 +545,7 @@ def _causing(step: _Sent, instruction: Any) -> str:
 # -- a step in time
 
 
-def _instances(program: Any) -> dict[str, PlacedValue]:
+def instances(program: LocalProgram) -> dict[str, PlacedValue]:
     """The tensors of a local program, by name."""
     seed = () if program.seed is None else (program.seed,)
     tables = (program.parameters, program.buffers, program.constants)
@@ -534,9 +566,9 @@ class _Play:
         ends: by message, the seconds at which it has come.
     """
 
-    def __init__(self, costs: CostModel, plan: Any, schedule: CommunicationSchedule, once: bool) -> None:
+    def __init__(self, costs: CostModel, plan: PlannedStep, schedule: CommunicationSchedule, once: bool) -> None:
         self.costs, self.plan, self.schedule, self.once = costs, plan, schedule, once
-        self.known = _instances(plan.program)
+        self.known = instances(plan.program)
         self.entries = [(i, False) for i in plan.program.instructions] + [(i, True) for i in plan.backward]
         self.now, self.compute = 0.0, 0.0
         self.free = [0.0] * len(costs.cluster.levels)
@@ -561,9 +593,12 @@ class _Play:
         waits = sorted(self.waits.items(), key=lambda entry: -entry[1])
         return StepInTime(self.compute, self.now if forward is None else forward, self.now, tuple(spans), tuple(waits))
 
-    def work(self, entry: Any, back: bool) -> None:
+    def work(self, entry: BackwardStep, back: bool) -> None:
         """Compute an instruction; what it sends is a message of its own."""
-        seconds = (self.costs.backward if back else self.costs.forward)(entry, self.known)
+        if back or isinstance(entry, (Regather, RecomputedInstruction)):
+            seconds = self.costs.backward(entry, self.known)
+        else:
+            seconds = self.costs.forward(entry, self.known)
         seconds -= sum(price for _, _, price in self.costs.collectives_of(entry, back))
         if seconds > 0:
             self.spans.append(StreamSpan("computation", entry.operator, HALVES[back], self.now, self.now + seconds))
@@ -576,7 +611,7 @@ class _Play:
         if message.role == "sum" and not self.once:
             return
         back = message.issue >= self.schedule.forward
-        first, *rest = self.seconds(message, back)
+        first, rest = self.seconds(message, back)
         if action == "issue":
             self.ends[number] = self.send(self.now, message, message.digits, first, back)
             return
@@ -598,8 +633,8 @@ class _Play:
                 self.spans.append(StreamSpan(name, str(message), HALVES[back], start, start + seconds))
         return start + seconds
 
-    def seconds(self, message: ScheduledMessage, back: bool) -> list[Any]:
-        """Seconds of the message's collective; then (ranks, seconds) of each further step of a redistribution."""
+    def seconds(self, message: ScheduledMessage, back: bool) -> tuple[float, list[tuple[Digits, float]]]:
+        """(seconds of the message's collective, (ranks, seconds) of each further step of a redistribution)."""
         each = []
         for member in message.members:
             known = member.moment < len(self.entries)  # else no gradient reaches it
@@ -609,6 +644,6 @@ class _Play:
         apart = sum(steps[step][2] for steps in each)
         if message.role != "redistribution":
             if len(each) == 1:
-                return [apart]
-            return [min(apart, self.costs.collective(message.kind, message.digits, message.bytes))]
-        return [apart, *((step.digits, seconds) for step, _, seconds in each[0][1:])]
+                return apart, []
+            return min(apart, self.costs.collective(message.kind, message.digits, message.bytes)), []
+        return apart, [(step.digits, seconds) for step, _, seconds in each[0][1:]]

@@ -27,11 +27,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from ..errors import SettingError
 from ..partition.local_program import LocalProgram, PlacedValue, Redistribute
-from ..partition.rematerialization import LiveRanges, RecomputedInstruction, Regather, saved_by, waiting
+from ..partition.rematerialization import (
+    BackwardStep,
+    LiveRanges,
+    RecomputedInstruction,
+    Regather,
+    Region,
+    saved_by,
+    waiting,
+)
 
 __all__ = [
     "OPTIMIZERS",
@@ -39,6 +50,7 @@ __all__ = [
     "CountedOptimizer",
     "HeldOptimizer",
     "MemoryTimeline",
+    "OptimizerSetting",
     "held_optimizer",
     "optimizer_bytes",
     "optimizer_text",
@@ -76,7 +88,12 @@ class HeldOptimizer(NamedTuple):
     bytes: float
 
 
-def held_optimizer(optimizers: Iterable[Any], parameters: Iterable[Any]) -> HeldOptimizer | None:
+#: The optimizer whose state counts: a word of `OPTIMIZERS`, bytes for each element, or optimizers that are there; None:
+#: as for Adam.
+OptimizerSetting: TypeAlias = str | float | HeldOptimizer | None
+
+
+def held_optimizer(optimizers: Iterable[Optimizer], parameters: Iterable[Tensor]) -> HeldOptimizer | None:
     """The state that optimizers keep for the parameters of a model.
 
     State that is there is counted; of torch's own optimizers the state is known before their first step. Two float32
@@ -89,7 +106,7 @@ def held_optimizer(optimizers: Iterable[Any], parameters: Iterable[Any]) -> Held
     Returns:
         None: no optimizer holds a parameter of the model.
     """
-    groups: dict[int, tuple[Any, Mapping[str, Any]]] = {}
+    groups: dict[int, tuple[Optimizer, Mapping[str, Any]]] = {}
     for optimizer in sorted(optimizers, key=lambda one: bool(one.state)):  # the last one that has state counts
         groups.update({id(p): (optimizer, group) for group in optimizer.param_groups for p in group["params"]})
     names: dict[str, None] = {}
@@ -114,21 +131,21 @@ def held_optimizer(optimizers: Iterable[Any], parameters: Iterable[Any]) -> Held
 class CountedOptimizer:
     """The optimizer whose state the memory of a plan counts, as a base class of plans."""
 
-    optimizer: Any
+    optimizer: OptimizerSetting
 
     def count_optimizer(self, find: Callable[[], HeldOptimizer | None]) -> None:
         """Count the optimizer that `find` returns at a call, where none was given for the plan."""
         vars(self)["_find_optimizer"] = find
 
     @property
-    def counted_optimizer(self) -> Any:
+    def counted_optimizer(self) -> OptimizerSetting:
         """The optimizer that was given for the plan, else the one that holds the model's parameters; None: there is
         none yet, and its state is counted as for Adam."""
         find = vars(self).get("_find_optimizer")
         return self.optimizer if self.optimizer is not None or find is None else find()
 
 
-def optimizer_text(optimizer: Any) -> str:
+def optimizer_text(optimizer: OptimizerSetting) -> str:
     """The words for an optimizer beside the bytes of its state."""
     if optimizer is None:
         return "as for Adam"
@@ -137,7 +154,7 @@ def optimizer_text(optimizer: Any) -> str:
     return optimizer if isinstance(optimizer, str) else f"{optimizer:g} B an element"
 
 
-def optimizer_bytes(optimizer: Any) -> float:
+def optimizer_bytes(optimizer: OptimizerSetting) -> float:
     """Bytes of an optimizer's state for each element of a parameter.
 
     Args:
@@ -241,12 +258,23 @@ class MemoryTimeline:
         return {kind: round(nbytes) for kind, nbytes in out.items()}
 
 
-def peak(plan: Any, optimizer: Any = None) -> float:
+class WalkedPlan(Protocol):
+    """The parts of a `Plan`, which is a layer above, whose memory is counted."""
+
+    @property
+    def program(self) -> LocalProgram: ...
+    @property
+    def backward(self) -> tuple[BackwardStep, ...]: ...
+    @property
+    def regions(self) -> tuple[Region, ...]: ...
+
+
+def peak(plan: WalkedPlan, optimizer: OptimizerSetting = None) -> float:
     """The most bytes that a device holds at any moment of a step. See `timeline`."""
     return timeline(plan, optimizer).peak
 
 
-def timeline(plan: Any, optimizer: Any = None) -> MemoryTimeline:
+def timeline(plan: WalkedPlan, optimizer: OptimizerSetting = None) -> MemoryTimeline:
     """The memory of a device over a step of a plan.
 
     Args:
@@ -260,7 +288,9 @@ def timeline(plan: Any, optimizer: Any = None) -> MemoryTimeline:
 
 
 class _Walk:
-    def __init__(self, program: LocalProgram, backward: Sequence[Any], regions: Sequence[Any], state: float) -> None:
+    def __init__(
+        self, program: LocalProgram, backward: Sequence[BackwardStep], regions: Sequence[Region], state: float
+    ) -> None:
         self.program, self.instructions, self.backward, self.regions = (
             program,
             program.instructions,

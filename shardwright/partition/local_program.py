@@ -203,7 +203,7 @@ class LocalProgram:
     seed: PlacedValue | None = None  # the seed of the random operators; None without any
 
 
-def made_by(instruction: Any) -> tuple[PlacedValue, ...]:
+def made_by(instruction: Instruction) -> tuple[PlacedValue, ...]:
     """The values that an instruction produces."""
     return (
         tuple(o for o in instruction.outputs if o is not None)
@@ -212,7 +212,7 @@ def made_by(instruction: Any) -> tuple[PlacedValue, ...]:
     )
 
 
-def read_by(instruction: Any) -> tuple[str, ...]:
+def read_by(instruction: Instruction) -> tuple[str, ...]:
     """Names of the tensors that receive a gradient from an instruction, in call order, each once."""
     if not isinstance(instruction, LocalOp):
         return (instruction.source.name,)
@@ -224,7 +224,7 @@ def refs_of(instruction: LocalOp) -> list[Ref]:
     return leaves_of_type((instruction.args, instruction.kwargs), Ref)
 
 
-def reads(instruction: Any) -> tuple[str, ...]:
+def reads(instruction: Instruction) -> tuple[str, ...]:
     """Names of all tensors that an instruction consumes, each once."""
     operand = (instruction.operand.name,) if isinstance(instruction, GlobalExtreme) else ()
     return (*read_by(instruction), *operand)

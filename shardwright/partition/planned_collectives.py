@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..graph import Value
+from ..layout import Digits
 from ..redistribution import CollectiveKind, Redistribution
-from .local_program import GlobalExtreme, LocalOp, Redistribute
-from .rematerialization import RecomputedInstruction, Regather
+from .local_program import GlobalExtreme, Instruction, LocalOp, Redistribute
+from .rematerialization import BackwardStep, RecomputedInstruction, Regather
 
 __all__ = ["Collective", "backward_collectives", "forward_collectives", "redistribution_collectives"]
 
@@ -57,7 +57,7 @@ def redistribution_collectives(
     cause: str,
     operator: str,
     producer: str = "",
-) -> Iterator[tuple[Collective, Any]]:
+) -> Iterator[tuple[Collective, Digits]]:
     """Yield the collectives of one redistribution of a value whose local shape is `shape` at its start.
 
     A step that completes a partial sum is caused, in the forward, by the producer of the sum.
@@ -85,7 +85,7 @@ def redistribution_collectives(
         shape = step.local_shape_after(shape)
 
 
-def forward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
+def forward_collectives(instruction: Instruction) -> Iterator[tuple[Collective, Digits]]:
     """Yield the collectives of an instruction in the forward."""
     if not isinstance(instruction, LocalOp):
         source = instruction.source
@@ -102,7 +102,7 @@ def forward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
         )
 
 
-def backward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
+def backward_collectives(instruction: BackwardStep) -> Iterator[tuple[Collective, Digits]]:
     """Yield the collectives of an instruction in the backward."""
     if isinstance(instruction, RecomputedInstruction):
         for collective, digits in forward_collectives(instruction.instruction):

@@ -46,9 +46,21 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..graph import Graph, Recompute
 from ..torch_private import FakeTensorMode, pytree, schema_of, storage_id
-from .local_program import GlobalExtreme, LocalOp, LocalProgram, PlacedValue, Redistribute, Ref, made_by, read_by, reads
+from .local_program import (
+    GlobalExtreme,
+    Instruction,
+    LocalOp,
+    LocalProgram,
+    PlacedValue,
+    Redistribute,
+    Ref,
+    made_by,
+    read_by,
+    reads,
+)
 
 __all__ = [
+    "BackwardStep",
     "LiveRanges",
     "RecomputedInstruction",
     "Regather",
@@ -110,8 +122,8 @@ class AutogradCall(NamedTuple):
         outputs: the local shapes that it must return.
     """
 
-    target: Any
-    tree: Any
+    target: Callable[..., Any]
+    tree: pytree.TreeSpec
     leaves: tuple[tuple[type, Any], ...]
     reads: tuple[Blank, ...]
     outputs: tuple[tuple[int, ...], ...]
@@ -302,7 +314,9 @@ class LiveRanges:
             consumers.
     """
 
-    def __init__(self, inputs: Iterable[PlacedValue], program: Sequence[Any], saved: Sequence[SavedTensors]) -> None:
+    def __init__(
+        self, inputs: Iterable[PlacedValue], program: Sequence[Instruction], saved: Sequence[SavedTensors]
+    ) -> None:
         self.instances = {instance.name: instance for instance in inputs}
         self.inputs = frozenset(self.instances)
         self.root = {name: name for name in self.instances}
@@ -323,7 +337,7 @@ class LiveRanges:
 
 
 def waiting(
-    backward: Sequence[tuple[int, Any]],
+    backward: Sequence[tuple[int, Instruction]],
     instances: Mapping[str, PlacedValue],
     begin: Mapping[str, int],
     grows: Callable[[str], bool],
@@ -391,9 +405,13 @@ class RecomputedInstruction:
         operator: the operator whose backward needs it.
     """
 
-    instruction: Any
+    instruction: Instruction
     region: Region
     operator: str
+
+
+#: A step of the backward: an instruction whose backward runs, or one whose forward runs again.
+BackwardStep = Instruction | Regather | RecomputedInstruction
 
 
 class RegionStarts:
@@ -404,7 +422,7 @@ class RegionStarts:
         instructions: the program's.
     """
 
-    def __init__(self, regions: tuple[Region, ...], instructions: tuple[Any, ...]) -> None:
+    def __init__(self, regions: tuple[Region, ...], instructions: tuple[Instruction, ...]) -> None:
         self.regions, self.instructions = regions, instructions
         self._done: set[int] = set()
         self._savers: dict[int, list[int]] = {}  # instruction -> the regions that its backward begins
@@ -489,7 +507,7 @@ class _Regions:
         self.member.append(member)
         self.maker.update((name, i) for name in makes)
 
-    def follows(self, instruction: Any, read: tuple[str, ...]) -> int | None:
+    def follows(self, instruction: Instruction, read: tuple[str, ...]) -> int | None:
         """The region whose results a redistribution or a view hands on.
 
         These are dropped with the region's own results where the region drops its results everywhere.
@@ -572,7 +590,7 @@ class _Regions:
         return call
 
 
-def hands_on(target: Any) -> bool:
+def hands_on(target: Callable[..., Any]) -> bool:
     """True where an operator's output may lie in the memory of its one input, by its schema."""
     schema = schema_of(target)
     return schema is not None and len(schema.returns) == 1 and schema.returns[0].alias_info is not None

@@ -20,14 +20,15 @@ solution to a plan; `memory_problem` adds memory to a `CostGraph`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..cost.cost_model import CostModel
 from ..errors import PlanError, ShardwrightError
-from ..graph import SEED, Op, Value
+from ..graph import SEED, Master, Op, Value
 from ..launch.progress import each
 from ..layout import Layout
 from ..partition.local_program import Decision, InputPlacement, output_layouts
@@ -38,6 +39,8 @@ from ..solver.search_memory import current
 from .search_space import EdgeCosts, OpCost, OperatorTable, Strategy, op_cost, saved_inputs
 
 __all__ = ["CostGraph", "SharedState", "StorageState", "cost_graph"]
+
+Table = TypeVar("Table")
 
 #: Most uses of a shared value, in each layout that it may be left in, that are tried as the use that is served once.
 MOST_SHARED = 8
@@ -141,7 +144,7 @@ def cost_graph(
     options: Mapping[str, tuple[Strategy, ...]],
     input_placement: InputPlacement,
     batch_dims: Mapping[str, int],
-    costs: Any,
+    costs: CostModel,
     *,
     stored: Mapping[str, Layout] | None = None,
     hsdp: OptimizerParallel | None = None,
@@ -179,7 +182,7 @@ class _Builder:
         options: Mapping[str, tuple[Strategy, ...]],
         input_placement: InputPlacement,
         batch_dims: Mapping[str, int],
-        costs: Any,
+        costs: CostModel,
         stored: dict[str, Layout],
         hsdp: OptimizerParallel | None,
         cut: OptimizerParallel | None,
@@ -203,8 +206,8 @@ class _Builder:
         self.shares: dict[str, tuple[SharedState, ...]] = {}
         self.op_costs: dict[str, tuple[OpCost, ...]] = {}
         self.looked_by_name: dict[str, tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]] = {}
-        self.looked_at: dict[tuple[Any, ...], tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]] = {}
-        self.tables: dict[Hashable, np.ndarray] = {}
+        self.looked_at: dict[tuple[Hashable, ...], tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]] = {}
+        self.tables: dict[Hashable, Any] = {}
         self.asked: dict[tuple[int, int], tuple[tuple[Uses, ...], np.ndarray]] = {}
         self.left: dict[tuple[int, int], tuple[tuple[Layout, ...], np.ndarray]] = {}
         self.used: dict[Hashable, set[SharedState]] = {}  # by kind of a shared value, states of known plans
@@ -546,7 +549,7 @@ class _Builder:
                 out[i, j] = 0.0
         return out
 
-    def _table(self, key: Hashable, make: Any) -> Any:
+    def _table(self, key: Hashable, make: Callable[[], Table]) -> Table:
         """A table, or another result of `make`, computed once a key."""
         if key not in self.tables:
             self.tables[key] = make()
@@ -567,7 +570,7 @@ class _Builder:
         self.edges[i, j] = self.edges[i, j] + table if (i, j) in self.edges else table
 
 
-def _kind(value: Value) -> tuple[int, bool, Any]:
+def _kind(value: Value) -> tuple[int, bool, Master | None]:
     """The properties of a value that its prices depend on."""
     return value.nbytes, value.requires_grad, value.master
 

@@ -34,7 +34,7 @@ operands add to a leading one:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,7 +171,7 @@ class _Form:
         self.bound, self.devices = bound, devices
         self.contracts = not passes_through(bound)
         self.projected: dict[tuple[bool, int, Layout], dict[int, Digits]] = {}
-        self.cuts: dict[tuple[Any, ...], _Cut | None] = {}
+        self.cuts: dict[tuple[Hashable, ...], _Cut | None] = {}
         self.known: dict[Assignment, _Cut] = {}
 
     def dims(self, output: bool, index: int) -> tuple[tuple[int, ...], ...]:
@@ -208,7 +208,7 @@ class _Form:
 class _Propagation:
     def __init__(self, graph: Graph, decisions: Mapping[str, Decision], devices: int) -> None:
         self.graph, self.devices, self.decisions = graph, devices, decisions
-        forms: dict[tuple[Any, ...], _Form] = {}
+        forms: dict[tuple[Hashable, ...], _Form] = {}
         self.forms: dict[str, _Form] = {}
         for name, decision in decisions.items():
             bound = decision.bound

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from ..cluster import format_bytes
-from ..cost.memory_timeline import MemoryTimeline, optimizer_bytes
+from ..cost.memory_timeline import MemoryTimeline, OptimizerSetting, optimizer_bytes
 from ..errors import PlanError
 from ..graph import Value
 from ..partition.local_program import Decision, Decisions
@@ -77,7 +77,7 @@ def fit(
     search: Search,
     made: CostGraph,
     limit: float,
-    optimizer: Any = "adam",
+    optimizer: OptimizerSetting = "adam",
     cause: str = "search",
     solver: Solver | None = None,
 ) -> Decisions:
@@ -106,7 +106,7 @@ def fit(
         return fitting.run()
 
 
-def fits(search: Search, decided: Decisions, limit: float, optimizer: Any = "adam") -> bool:
+def fits(search: Search, decided: Decisions, limit: float, optimizer: OptimizerSetting = "adam") -> bool:
     """True where a plan keeps a limit unchanged.
 
     Args:
@@ -137,7 +137,7 @@ def limited(decided: Decisions, limit: float) -> Decisions:
 
 class _Fitting:
     def __init__(
-        self, search: Search, held: MemoryProblem, limit: float, optimizer: Any, cause: str, solver: Solver
+        self, search: Search, held: MemoryProblem, limit: float, optimizer: OptimizerSetting, cause: str, solver: Solver
     ) -> None:
         self.search, self.held, self.limit, self.optimizer = search, held, limit, optimizer
         self.cause, self.solver = cause, solver

@@ -19,11 +19,10 @@ the limit itself. Where no plan fits there, the levels above it run again with a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from typing import Any
 
-from ..cost.memory_timeline import optimizer_bytes
+from ..cost.memory_timeline import OptimizerSetting, optimizer_bytes
 from ..errors import PlanError
 from ..graph import Op
 from ..layout import Digit, beside
@@ -107,9 +106,9 @@ def _recursed(search: Search, levels: _Recursion, memory: float | None, free: De
 class _Recursion:
     """The levels, and the options of each."""
 
-    def __init__(self, search: Search, optimizer: Any, cut: OptimizerParallel) -> None:
+    def __init__(self, search: Search, optimizer: OptimizerSetting, cut: OptimizerParallel) -> None:
         self.search, self.described, self.optimizer, self.cut = search, search.described, optimizer, cut
-        self.grown: dict[tuple[Any, ...], tuple[Assignment, ...]] = {}
+        self.grown: dict[tuple[Hashable, ...], tuple[Assignment, ...]] = {}
         #: True where a level above the last kept its limit in the latest run: a smaller `hope` would have given it a
         #: smaller limit.
         self.hoped = False

@@ -38,7 +38,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Set
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -50,6 +50,9 @@ from .graph_problem import CostGraph, SharedState, Uses
 from .search_space import KeptTensors, OpCost, keeps, saved_inside
 
 __all__ = ["ABSENT", "DROPPED", "KEPT", "OperatorMemory", "RematStates", "SaveOrRecompute", "inside"]
+
+Made = TypeVar("Made")
+Thing = TypeVar("Thing", bound=Hashable)
 
 
 # -- memory inside an operator --
@@ -174,7 +177,7 @@ class OperatorMemory:
         """True where a value lies in the memory of an input, a buffer or a constant."""
         return name in self.of_outside_inputs or (name not in self.made_by and name not in self.cost_graph.parameters)
 
-    def once(self, key: Hashable, make: Any) -> Any:
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """The result of `make`, computed once a key; equal arrays are then one object. A key may hold the id of an
         object that lives as long as this one."""
         if key not in self._known:
@@ -690,8 +693,8 @@ def _want(asked: Uses) -> Layout | None:
     return layouts.pop() if len(layouts) == 1 else None
 
 
-def _numbered(things: Iterable[Any]) -> tuple[list[Any], np.ndarray]:
+def _numbered(things: Iterable[Thing]) -> tuple[list[Thing], np.ndarray]:
     """The distinct things in order, and by thing its number among them."""
-    place: dict[Any, int] = {}
+    place: dict[Thing, int] = {}
     which = np.array([place.setdefault(one, len(place)) for one in things])
     return list(place), which

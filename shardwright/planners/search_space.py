@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..cost.cost_model import CostModel
 from ..errors import LayoutError, ShardwrightError
 from ..graph import SEED, Graph, Master, Op, Value, map_values
 from ..layout import Digit, Digits, Layout, beside
@@ -173,12 +174,12 @@ class EdgeCosts:
     """Prices of deliveries in seconds, and footprints of operators; each is computed once.
 
     Args:
-        costs: a `Costs`.
+        costs: the prices.
     """
 
-    def __init__(self, costs: Any) -> None:
+    def __init__(self, costs: CostModel) -> None:
         self.costs = costs
-        self.known: dict[tuple[Any, ...], np.ndarray] = {}
+        self.known: dict[tuple[Hashable, ...], np.ndarray] = {}
         self.op_costs: dict[Hashable, dict[Strategy, OpCost]] = {}  # by kind of operator
         self.terms: dict[
             tuple[Any, ...], tuple[list[tuple[Redistribution, bool]], np.ndarray, np.ndarray, np.ndarray]
@@ -298,8 +299,8 @@ def kind_of_call(op: Op) -> Hashable:
     )
 
 
-def op_cost(decision: Decision, costs: Any) -> OpCost:
-    """The footprint of a decision, priced by a `Costs`. The decision names the partial sums that pass through
+def op_cost(decision: Decision, costs: CostModel) -> OpCost:
+    """The footprint of a decision, priced by a `CostModel`. The decision names the partial sums that pass through
     (`open`).
 
     Raises:
@@ -500,7 +501,7 @@ def options_of(
         outs: by operator, the output layouts that marks settle.
         known: plans whose strategies are to be among the options, so that no search does worse than they.
     """
-    cuts: dict[tuple[Any, ...], tuple[Assignment, ...]] = {}
+    cuts: dict[tuple[Hashable, ...], tuple[Assignment, ...]] = {}
 
     def all_of(op: Op, bound: Bound) -> tuple[Assignment, ...]:
         form = (bound.factors, bound.inputs, bound.outputs)
@@ -527,7 +528,7 @@ def options_among(
     """
     known = tuple(known)
     opened: dict[str, frozenset[Digits]] = {}  # value -> the digits of partial sums in which it may be left
-    alike: dict[tuple[Any, ...], tuple[tuple[Strategy, ...], tuple[frozenset[Digits], ...]]] = {}
+    alike: dict[tuple[Hashable, ...], tuple[tuple[Strategy, ...], tuple[frozenset[Digits], ...]]] = {}
     kept: list[tuple[Assignment, ...]] = []  # kept alive, so that no two of them have one id
     out: dict[str, tuple[Strategy, ...]] = {}
     for op in described.graph.ops:

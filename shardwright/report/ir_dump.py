@@ -33,16 +33,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from ..cost.communication_schedule import CommunicationSchedule
 from ..errors import PlanError
 from ..graph import Value
 from ..json_files.json_values import write_text
-from ..layout import Layout, group_of
-from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, made_by, read_by
-from ..partition.planned_collectives import backward_collectives, forward_collectives
-from ..partition.rematerialization import RecomputedInstruction, Regather
+from ..layout import Digits, Layout, group_of
+from ..partition.local_program import GlobalExtreme, Instruction, LocalOp, PlacedValue, Redistribute, made_by, read_by
+from ..partition.planned_collectives import Collective, backward_collectives, forward_collectives
+from ..partition.rematerialization import BackwardStep, RecomputedInstruction, Regather, Region
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
 from ..redistribution import CollectiveKind, Redistribution, RedistributionStep, redistribution
 from ..rules.dims import send
@@ -209,7 +208,7 @@ class Execute:
         for moment, actions in self.schedule.actions.items():
             for action, number in actions:
                 self.due[self.schedule.messages[number].issue >= count].append((moment, action, number))
-        self.region: Any = None  # the recomputed region of the latest line
+        self.region: Region | None = None  # the recomputed region of the latest line
 
     def scheduled(self) -> CommunicationSchedule:
         """The moments at which messages are issued and waited for."""
@@ -232,7 +231,7 @@ class Execute:
 
     # -- forward --
 
-    def forward(self, instructions: Iterable[Any]) -> None:
+    def forward(self, instructions: Iterable[Instruction]) -> None:
         self.lines.append("# forward")
         for instruction in instructions:
             self.messages(self.moments[id(instruction)])
@@ -296,7 +295,7 @@ class Execute:
         value: Value,
         shape: tuple[int, ...],
         written: str,
-        collectives: Iterator[Any],
+        collectives: Iterator[tuple[Collective, Digits]],
         comment: Callable[[RedistributionStep], str],
     ) -> str:
         """Write a line for each step of a redistribution. The number of its result is returned, or `written` where it
@@ -334,7 +333,7 @@ class Execute:
         )
         return made
 
-    def group(self, digits: Any) -> tuple[int, ...]:
+    def group(self, digits: Digits) -> tuple[int, ...]:
         """The world ranks that take part in a collective."""
         return tuple(self.first + rank for rank in group_of(self.rank, digits))
 
@@ -344,7 +343,7 @@ class Execute:
         self.seed_gradients(self.plan.program.outputs)
         self.back(self.plan.backward)
 
-    def seed_gradients(self, outputs: Iterable[Any], comment: str = "given by the caller; 1 for a loss") -> None:
+    def seed_gradients(self, outputs: Iterable[object], comment: str = "given by the caller; 1 for a loss") -> None:
         """Write a line for each gradient that the caller passes to the backward."""
         seen: set[str] = set()
         for output in outputs:
@@ -355,7 +354,7 @@ class Execute:
                 self.lines.append(written_line([made], "gradient", [self.names[output.name]], "", types, comment))
                 self.bring(output.name, made)
 
-    def back(self, instructions: Iterable[Any]) -> None:
+    def back(self, instructions: Iterable[BackwardStep]) -> None:
         """Write the backwards of instructions."""
         for instruction in instructions:
             self.messages(self.back_moments[id(instruction)], back=True)

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 from ..cluster import Cluster
 from ..cost.communication_schedule import CommunicationSchedule
@@ -19,9 +18,10 @@ from ..cost.cost_model import CostModel, StepInTime
 from ..cost.memory_timeline import MemoryTimeline
 from ..errors import ShardwrightError
 from ..graph import short_dtype
-from ..layout import Layout, digits_size
+from ..layout import Digits, Layout, digits_size
 from ..operator_explanation import Explanation, explained, seconds_of, shares_of
 from ..pipeline.pipeline_plan import PipelinePlan, moments, timeline_of
+from ..redistribution import CollectiveKind
 from ..sharded_plan import Collective, OperatorPlan, ParameterPlan, Plan
 from . import pipeline_tables, tables
 from .description import cluster_line, describe, inputs_line
@@ -588,7 +588,7 @@ def _sends(collectives: Sequence[Collective]) -> Grid | None:
 
 def _collectives(plan: Plan, step: StepInTime, schedule: CommunicationSchedule, cluster: Cluster, title: str) -> Grid:
     """The collectives by kind, ranks and phase: bytes, seconds, and seconds of waiting."""
-    sums: dict[tuple[Any, ...], list[float]] = {}  # by kind, digits and phase
+    sums: dict[tuple[CollectiveKind, Digits, str], list[float]] = {}  # by kind, digits and phase
     for c in plan.price.collectives:
         entry = sums.setdefault((c.kind, c.digits, c.phase), [0, 0.0, 0.0, 0.0])
         entry[0] += 1

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..cost.memory_timeline import optimizer_text
+from ..cost.memory_timeline import OptimizerSetting, optimizer_text
 from ..layout import digits_size
 from ..pipeline.pipeline_search_result import PipelineSearchResult, PricedPipeline
 from ..sharded_plan import Collective, OperatorPlan, ParameterPlan, Plan
@@ -77,7 +77,7 @@ class _Row:
     backward: str
 
 
-def memory_line(kinds: Mapping[str, int], optimizer: Any) -> str:
+def memory_line(kinds: Mapping[str, int], optimizer: OptimizerSetting) -> str:
     """The memory of a device, by kind; beside the optimizer's state, the optimizer."""
     remarks = {"optimizer": f" ({optimizer_text(optimizer)})"}
     return ", ".join(f"{kind} {size_text(count)}{remarks.get(kind, '')}" for kind, count in kinds.items())
@@ -249,13 +249,13 @@ def notes_of(notes: Iterable[str]) -> list[str]:
 
 def regions(plan: Plan, names: OperatorNames) -> Iterator[str]:
     """The recomputed parts, a line for equal layers."""
-    folded: dict[tuple[Any, ...], list[str]] = {}
+    folded: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     layers = layer_of([region.path for region in plan.regions] + list(names.paths.values()))
     for region in plan.regions:
         path, layer = region.path, layers.get(names.paths.get(region.path, region.path))
-        inside = [names.path(name) for name in region.operators]
+        paths = [names.path(name) for name in region.operators]
         before = path if layer is None else f"{layer[0].rpartition('.')[2]}.{layer[1]}".lstrip(".")
-        key = path if layer is None else layer[0], tuple(each.removeprefix(f"{before}.") for each in inside)
+        key = path if layer is None else layer[0], tuple(each.removeprefix(f"{before}.") for each in paths)
         folded.setdefault(key, []).append(path)
     for (_, inside), paths in folded.items():
         more = f" and {len(inside) - SHOWN} more" if len(inside) > SHOWN else ""
@@ -384,7 +384,7 @@ def folded_parameters(same: Mapping[str, Hashable]) -> list[tuple[str, tuple[str
     Args:
         same: name of a parameter -> everything that must be equal of two parameters.
     """
-    folded: dict[tuple[Any, ...], list[str]] = {}
+    folded: dict[tuple[str, bool, str, Hashable], list[str]] = {}
     for name, equal in same.items():
         container, number, rest = next(iter(numbered(name)), ("", None, name))
         folded.setdefault((container, number is not None, rest, equal), []).append(name)

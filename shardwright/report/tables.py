@@ -9,14 +9,14 @@ Both hand a pipeline to `pipeline_tables`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import IO, Any
+from typing import IO
 
 from rich.table import Table
 from rich.text import Text
 
 from ..cluster import Cluster
 from ..cost.cost_model import PricedCollective
-from ..cost.memory_timeline import optimizer_text
+from ..cost.memory_timeline import OptimizerSetting, optimizer_text
 from ..graph import Value
 from ..layout import digits_size
 from ..pipeline.pipeline_plan import PipelinePlan
@@ -136,7 +136,7 @@ def summary(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
         say(f"note: and {len(notes) - NOTES} more, which the lines of the plan have")
 
 
-def memory(kinds: dict[str, float], peak: float, cluster: Cluster, optimizer: Any) -> Table:
+def memory(kinds: dict[str, float], peak: float, cluster: Cluster, optimizer: OptimizerSetting) -> Table:
     """The memory of a device at the peak of a step, by kind."""
     made = table("on a device, when it holds most", "bytes", right=("bytes",))
     for kind, count in kinds.items():

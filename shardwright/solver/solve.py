@@ -59,7 +59,6 @@ SPARE = 0.05  # share of the time for the end of the last search and the steps a
 DEARER = (1.1, 1.4, 2.0, 4.0, 16.0, 256.0)  # factors on the best multipliers, to find first states within the limit
 STILL = 3  # searches without success before one begins elsewhere
 WHOLE = 300_000  # entries of the edges up to which HiGHS solves the whole problem
-LEAST = 5.0  # least seconds to look for the least limit
 NOTHING = "no assignment within the memory limit was found in the time given"
 COPIES = 4  # copies of all tables that a search takes, none shared
 MANY = 10_000  # nodes above which dominated states are not removed
@@ -90,7 +89,7 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     rows = Rows.of(bound, len(times))
     over = rows.least() > bound.limit
     if over.any():
-        raise infeasible(problem, seconds=_left(until), near=gap)
+        raise infeasible(problem)
     large = sum(table.size for table in bound.edges.values()) > WHOLE
     pricing: Pricing | SweptPricing | None = Pricing.of(bound, rows) if seconds is None else None
     if pricing is None and seconds is None and large:
@@ -113,23 +112,24 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     found, leanest, least, priced, prices = searched
     known = None if leanest is None else inner.lift(leanest.states[:-1])
     if known is not None and found is None and large:
-        return _leanest(problem, infeasible(problem, known=known, least=least), priced)
+        return _leanest(problem, infeasible(problem, known=known, least=least or 0.0, search=least is None), priced)
     if least is not None and least > bound.limit:
-        return _leanest(problem, infeasible(problem, known=known, near=gap), priced)
+        return _leanest(problem, infeasible(problem, known=known, least=least), priced)
     if found is not None and (found.gap <= gap or large):
         return lifted(found)
     try:
         with stopping(lambda _: None if found is None else lifted(found)):
             better = _searched(bound, rows, until, gap, prices)
     except NoAssignmentError:
-        raise infeasible(problem, seconds=_left(until), near=gap) from None
+        above = float(np.nextafter(bound.limit, np.inf))  # no plan keeps a limit below it
+        raise infeasible(problem, known=known, least=above) from None
     except PlanError:  # HiGHS was not used, or ended without an assignment
         if found is None and known is None:
             raise
         better = None
     found = _best_of(found, better)
     if found is None:
-        return _leanest(problem, infeasible(problem, known=known, near=gap), priced)
+        return _leanest(problem, infeasible(problem, known=known), priced)
     return lifted(found)
 
 
@@ -184,11 +184,6 @@ def _best_of(a: Solution | None, b: Solution | None) -> Solution | None:
     best: Solution = min(a, b, key=lambda found: found.cost)
     bound = max(a.bound, b.bound)
     return replace(best, bound=min(bound, best.cost))
-
-
-def _left(until: float) -> float | None:
-    """Seconds to look for the least limit; None: no clock decides."""
-    return None if until == math.inf else max(LEAST, until - time.monotonic())
 
 
 class _Best:
