@@ -412,7 +412,10 @@ class _PricedSearch:
         lacking, spliced, evaluated = np.inf, False, 0
         for turn in range(ROUNDS):
             if not direct:
-                part = Part(self.problem, self.rows, self.marks())
+                try:
+                    part = Part(self.problem, self.rows, self.marks())
+                except PlanError:  # elimination is too large for it
+                    part = Part(self.problem, self.rows, self.marks(known=True))
             self.tell()
             known = Prices(self.rows.count, self.rows.limit)
             known.cuts, known.multipliers = list(self.known.values()), self.prices.multipliers
@@ -537,15 +540,11 @@ class _PricedSearch:
         if cut.cost < self.cost and (cut.used <= self.rows.limit).all():
             self.states, self.cost = list(cut.states), cut.cost
 
-    def marks(self) -> list[np.ndarray]:
-        """The states (bool, by node) of the part.
-
-        A node has all its states where it has few neighbours or few states, or where a state follows from a
-        neighbour's; of other nodes the known states.
-        """
+    def marks(self, known: bool = False) -> list[np.ndarray]:
+        """The states (bool, by node) of the part: the known ones; unless `known`, all those of a node that has few
+        neighbours or few states, or whose state follows from a neighbour's."""
         problem = self.problem
-        neighbours = [0] * len(problem.costs)
-        follows = [False] * len(problem.costs)
+        neighbours, follows = [0] * len(problem.costs), [False] * len(problem.costs)
         for pair, table in problem.edges.items():
             for v in pair:
                 neighbours[v] += 1
@@ -563,7 +562,7 @@ class _PricedSearch:
                 mark |= self.looks[v]
         whole = {size: np.ones(size, bool) for size in {len(own) for own in problem.costs}}
         return [
-            whole[len(own)] if len(own) <= FEW or neighbours[v] <= 1 or follows[v] else alike[which[v]]
+            whole[len(own)] if not known and (len(own) <= FEW or neighbours[v] <= 1 or follows[v]) else alike[which[v]]
             for v, own in enumerate(problem.costs)
         ]
 

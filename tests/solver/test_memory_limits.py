@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from shardwright.errors import PlanError
-from shardwright.solver import least_memory as least_memories, solve as limits
+from shardwright.solver import cutting_planes, least_memory as least_memories, solve as limits
 from shardwright.solver.anytime import wide
 from shardwright.solver.elimination import eliminate, elimination_order
 from shardwright.solver.lagrangian import Ascent, Batched, PricedProblem
@@ -200,6 +200,27 @@ def test_a_large_problem_keeps_the_limit_and_is_near_its_bound(seed, monkeypatch
     if answers is None:
         return
     found, best = answers
+    assert found.bound <= best.cost + 1e-6 and best.cost - 1e-6 <= found.cost <= 1.1 * best.cost
+
+
+def test_a_part_that_elimination_is_too_large_for_gives_way_to_the_known_states(monkeypatch):
+    """The search goes on, and refuses nothing that there is (so of a Llama of 32 layers of transformers)."""
+    refused = []
+
+    class Large(cutting_planes.Part):
+        def __init__(self, problem, rows, alive):
+            if len(refused) % 2 == 0:
+                refused.append(alive)
+                raise PlanError("a part of the problem is larger than the whole")
+            refused.append(alive)
+            super().__init__(problem, rows, alive)
+
+    monkeypatch.setattr(cutting_planes, "Part", Large)
+    monkeypatch.setattr(cutting_planes, "DIRECT", 0)
+    monkeypatch.setattr(limits, "MANY", 10)
+    found, best = both(layered(3, 12, 5, tight=1.15))
+    sizes = [sum(mark.sum() for mark in alive) for alive in refused]
+    assert len(sizes) > 1 and all(known <= whole for whole, known in zip(sizes[::2], sizes[1::2]))
     assert found.bound <= best.cost + 1e-6 and best.cost - 1e-6 <= found.cost <= 1.1 * best.cost
 
 
