@@ -200,6 +200,36 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         gc.freeze()
 
 
+def _loggers() -> list[logging.Logger]:
+    named = logging.root.manager.loggerDict.values()
+    return [logging.root, *(logger for logger in named if isinstance(logger, logging.Logger))]
+
+
+_BEFORE: dict[Path, tuple[dict[str, str], str, dict[logging.Logger, int], torch.dtype]] = {}
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None):
+    """After the last test of a file, the environment, the folder, the levels of logs and the default dtype are as they
+    were before its first one: the code of a page may set them, and files share processes in any order."""
+    if item.path not in _BEFORE:
+        levels = {logger: logger.level for logger in _loggers()}
+        _BEFORE[item.path] = (dict(os.environ), os.getcwd(), levels, torch.get_default_dtype())
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or nextitem.path != item.path:
+            variables, folder, levels, dtype = _BEFORE.pop(item.path)
+            for name in os.environ.keys() - variables.keys():
+                del os.environ[name]
+            os.environ.update(variables)
+            os.chdir(folder)
+            for logger in _loggers():
+                ours = logger.name.startswith("shardwright")
+                logger.setLevel(levels.get(logger, logging.NOTSET if ours else logger.level))
+            torch.set_default_dtype(dtype)
+
+
 _FIGURES: dict[str, tuple[float, float]] = {}
 
 

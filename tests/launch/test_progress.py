@@ -171,6 +171,7 @@ def test_the_thread_shows_what_is_due(monkeypatch):
 def test_a_library_writes_to_the_log_where_somebody_reads_it(monkeypatch, caplog, capfd):
     monkeypatch.setattr(Display, "_start", lambda self: None)
     monkeypatch.delenv(TOKEN, raising=False)
+    caplog.set_level(logging.WARNING, "shardwright.progress")
     with Work("capture"):
         assert (display := keeper()) is not None and display._stream is None and not display._log
     with caplog.at_level(logging.INFO, "shardwright.progress"):
