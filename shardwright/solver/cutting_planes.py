@@ -422,7 +422,7 @@ class _PricedSearch:
             near = self.gap / 4 if direct else max(self.gap / 4, ROUGH * 0.1**turn)
             waits = (
                 TURN_EVALUATIONS
-                if direct or self.least is not None
+                if direct or (self.least is not None and self.states is not None)
                 else max(CAPPED, 0 if exact else STATES // part.size)
             )
             value = ascend(part, known, cap=cap, gap=near, most=TURN_EVALUATIONS, most_capped=waits)
@@ -442,8 +442,8 @@ class _PricedSearch:
             else:
                 self.look(known.multipliers)
             if value == np.inf:
-                if cap > most:
-                    break
+                if cap > most or (self.least is not None and self.states is None):
+                    break  # neither states nor a mixture were found
                 cap *= DEARER
             elif value < np.inf:
                 if direct or value - self.prices.bound <= max(self.gap / 2, 1e-9) * abs(value):
