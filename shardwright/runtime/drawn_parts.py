@@ -12,8 +12,8 @@ A tape has the operators that give a parameter its values (`deferred_init`). Of 
 Example: ``Linear(8192, 8192)`` in float32 on rank 1 of 8. Cut in rows, 32 of 256 MiB are drawn; cut in columns, 256 MiB
 are drawn, in blocks of 16, and 32 MiB are kept.
 
-The tensor that is handed on has the whole shape. With columns its rows overlap in memory (`Part.whole`), and elements
-outside of the part have any values.
+The tensor that is handed on has the whole shape. With columns its rows overlap in memory (`DrawnPart.whole`), and
+elements outside of the part have any values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ..torch_private import operators, pytree, storage_id
 from .generator_jumps import Numbers, draws_by_place, row_blocks, truncates_by_place
 
-__all__ = ["Meta", "Part", "compute", "draws", "metas", "noted", "parts_of"]
+__all__ = ["DrawnPart", "Meta", "compute", "draws", "metas", "noted", "parts_of"]
 
 #: Elements of the smallest tensor of which a rank draws its part alone.
 LARGE = 1 << 16
@@ -90,7 +90,7 @@ def draws(function: Any) -> bool:
     return seeded or getattr(function, "__module__", "") == nn.init.__name__
 
 
-class Part(NamedTuple):
+class DrawnPart(NamedTuple):
     """The part of a storage that is computed, as rows and columns of a matrix.
 
     Attributes:
@@ -104,7 +104,7 @@ class Part(NamedTuple):
     columns: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, index: Sequence[slice], shape: Sequence[int]) -> Part:
+    def of(cls, index: Sequence[slice], shape: Sequence[int]) -> DrawnPart:
         """The smallest part that holds a slice of a tensor and is cut along the first dim and one more.
 
         Args:
@@ -152,7 +152,7 @@ def parts_of(
     calls: Iterable[Call],
     waiting: Mapping[int, Sequence[tuple[str, Tensor]]],
     asked_of: Callable[[str, Tensor], Sequence[slice] | None],
-) -> dict[int, Part]:
+) -> dict[int, DrawnPart]:
     """Storage -> its part that is computed; the other storages are computed as a whole.
 
     Storages that are computed from one another have the same part.
@@ -164,11 +164,11 @@ def parts_of(
     """
     if type(torch.empty(0)) is not Tensor:  # a mode whose tensors have no values
         return {}
-    asked: dict[int, list[Part]] = {}
+    asked: dict[int, list[DrawnPart]] = {}
     for key, entries in waiting.items():
         slices = [asked_of(name, x) for name, x in entries] if all(_is_large(noted(x)) for _, x in entries) else [None]
         if None not in slices:
-            asked[key] = [Part.of(index, x.shape) for index, (_, x) in zip(slices, entries) if index is not None]
+            asked[key] = [DrawnPart.of(index, x.shape) for index, (_, x) in zip(slices, entries) if index is not None]
     whole = waiting.keys() - asked.keys()
     together: dict[int, set[int]] = {}  # storage -> those that are computed from it, or that it is computed from
     shapes: dict[int, torch.Size] = {}
@@ -180,7 +180,7 @@ def parts_of(
         shapes.update((x.key, x.shape) for x in each)
         if not keys.isdisjoint(whole) or not _by_elements(*call):
             whole |= keys
-    parts: dict[int, Part] = {}
+    parts: dict[int, DrawnPart] = {}
     for key, group in together.items():
         if group.isdisjoint(whole):
             some = {each for k in group for each in asked.get(k, ()) if not each.empty}
@@ -188,10 +188,10 @@ def parts_of(
             if len(some) == 1:
                 (parts[key],) = some
             elif any(each.shape != rows for each in some):  # weights that are tied, and cut in several ways
-                parts[key] = Part(rows, (0, rows[0]))
+                parts[key] = DrawnPart(rows, (0, rows[0]))
             else:  # of what nobody asks for, such as a weight that was tied to another, no row
                 begin, end = min((p.rows[0] for p in some), default=0), max((p.rows[1] for p in some), default=0)
-                parts[key] = Part(rows, (begin, end))
+                parts[key] = DrawnPart(rows, (begin, end))
     return parts
 
 
@@ -223,14 +223,16 @@ def _truncates(function: Any) -> bool:
     return getattr(function, "__name__", "").endswith("trunc_normal_") and draws(function)
 
 
-def _accepted(given: Mapping[str, Any]) -> float:
+def _accepted(normal: Mapping[str, Any]) -> float:
     """The probability of a number inside of the bounds of a ``trunc_normal_``; torch draws in another way where it is
     small."""
-    below = lambda x: 0.5 * (1 + math.erf((x - given["mean"]) / given["std"] / math.sqrt(2)))
-    return below(given["b"]) - below(given["a"])
+    below = lambda x: 0.5 * (1 + math.erf((x - normal["mean"]) / normal["std"] / math.sqrt(2)))
+    return below(normal["b"]) - below(normal["a"])
 
 
-def compute(call: Call, of: Callable[[Any], Any], part: Part, real: Mapping[int, Tensor], numbers: Numbers) -> Tensor:
+def compute(
+    call: Call, of: Callable[[Any], Any], part: DrawnPart, real: Mapping[int, Tensor], numbers: Numbers
+) -> Tensor:
     """The memory of the result of a call, of which a part alone is computed.
 
     Args:
@@ -258,7 +260,7 @@ def compute(call: Call, of: Callable[[Any], Any], part: Part, real: Mapping[int,
     return flat
 
 
-def _fill(numbers: Numbers, fill: Any, flat: Tensor, part: Part, args: Sequence[Any]) -> None:
+def _fill(numbers: Numbers, fill: Any, flat: Tensor, part: DrawnPart, args: Sequence[Any]) -> None:
     """Draw a part of a fill of the whole."""
     (rows, width), target = part.shape, part.within(flat)
     if part.empty or part.columns is None:
@@ -274,7 +276,7 @@ def _fill(numbers: Numbers, fill: Any, flat: Tensor, part: Part, args: Sequence[
             row += len(block)
 
 
-def _truncated(numbers: Numbers, flat: Tensor, part: Part, mean: float, std: float, a: float, b: float) -> None:
+def _truncated(numbers: Numbers, flat: Tensor, part: DrawnPart, mean: float, std: float, a: float, b: float) -> None:
     """Draw a part of a ``trunc_normal_`` of the whole."""
     low, high = (torch.tensor(x, dtype=flat.dtype, device="cpu").item() for x in (a, b))
     if low < mean - FAR * std and high > mean + FAR * std:

@@ -246,7 +246,7 @@ def test_any_slice_is_that_of_an_ordinary_construction(seed: int) -> None:
 
 
 def test_a_layer_that_is_cut_in_columns() -> None:
-    """As rank 3 of 8, whose part of the weight is an eighth of each row."""
+    """Rank 3 of 8, whose part of the weight is an eighth of each row."""
     make = lambda: nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 16))
     torch.manual_seed(5)
     with sw.no_init_parameters():
