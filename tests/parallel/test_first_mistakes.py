@@ -180,14 +180,6 @@ def test_a_file_in_the_place_of_the_folder_for_dumps(tmp_path: Path) -> None:
     sw.AutoParallel(Marked(), save_graphs=tmp_path / "new" / "folder")
 
 
-def test_an_input_without_values_is_refused_at_any_call() -> None:
-    model = parallel(Marked())
-    for _ in range(2):
-        with pytest.raises(sw.SettingError, match="input 0 is on the meta device"):
-            model(X.to("meta"))
-        model(X)
-
-
 def test_a_model_without_values_that_is_called_by_itself() -> None:
     """The error comes before memory that nobody has written, and ends with the first parallel call."""
     with sw.no_init_parameters():
