@@ -426,6 +426,20 @@ def test_as_one_device(processes: list[dict[str, str | None]], name: str) -> Non
 # -- settings
 
 
+def test_further_options_stand_beside_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[dict[str, Any]] = []
+    settings = ({"mode": "max-autotune-no-cudagraphs"}, {"options": {"epilogue_fusion": True, "max_autotune": False}})
+    ways = [Compilation.of(setting) for setting in (*settings, True, "aot_eager")]
+    monkeypatch.setattr(torch, "compile", lambda program, **given: handed.append(given))
+    for way in ways:
+        assert way is not None
+        way.compiled(nn.ReLU(), {"max_autotune": True, "dce": True})
+    mode, options, plain, other = handed
+    assert options["options"] == {"max_autotune": False, "dce": True, "epilogue_fusion": True}
+    assert plain["options"] == {"max_autotune": True, "dce": True} and "options" not in other
+    assert mode["options"]["coordinate_descent_tuning"] and mode["options"]["dce"] and "mode" not in mode
+
+
 def test_settings_of_the_compiler() -> None:
     assert Compilation.of(False) is None and Compilation.of(True) == Compilation()
     best = Compilation.of({"mode": "max-autotune"})
