@@ -184,10 +184,20 @@ def kernels(device: torch.device, step: Callable[[], Any]) -> int:
     return len([name for name in names if not name.startswith(("Memcpy", "Memset"))])
 
 
+def units(device: torch.device, times: int, run: Callable[[], Any]) -> float:
+    """Host time in units of `torch.add`, in turns: the median of 15 ratios."""
+    z = torch.ones(64, 64, device=device)
+    ratios = []
+    for _ in range(15):
+        add = host_seconds(lambda: torch.add(z, z), times)
+        ratios.append(host_seconds(run, times) / add)
+    return median(ratios)
+
+
 def redistributions(device: torch.device, times: int) -> dict[str, float]:
     """Kind -> host time in units of `torch.add`: a forward with a gradient to come; half of a forward and backward."""
-    groups, z = ProcessGroups(RANKS, 3), torch.ones(64, 64, device=device)
-    add = median(host_seconds(lambda: torch.add(z, z), times) for _ in range(7))
+    in_adds = partial(units, device, times)
+    groups = ProcessGroups(RANKS, 3)
     rows, columns = Layout.from_cuts(RANKS, (8, 1)), Layout.from_cuts(RANKS, (1, 8))
     whole = Layout.replicated(RANKS, 2)
     terms = whole.with_partial((Digit(RANKS, 1),))
@@ -205,16 +215,14 @@ def redistributions(device: torch.device, times: int) -> dict[str, float]:
         moved = BoundRedistribute(steps, bind_all(back, target.local_shape((64, 64)), 3, groups), name)
         gradient = torch.ones_like(moved(x))
         both = lambda x=x, moved=moved, gradient=gradient: torch.autograd.grad(moved(x), x, gradient)
-        out[f"{name}, forward"] = median(host_seconds(lambda: moved(x), times) for _ in range(7)) / add
-        out[f"{name}, half of both directions"] = median(host_seconds(both, times) for _ in range(7)) / add / 2
+        out[f"{name}, forward"] = in_adds(lambda x=x, moved=moved: moved(x))
+        out[f"{name}, half of both directions"] = in_adds(both) / 2
     return out
 
 
 def redistributions_of_dtensors(device: torch.device, times: int) -> dict[str, float]:
     """The same of DTensor."""
-    mesh, z = init_device_mesh(device.type, (RANKS,)), torch.ones(64, 64, device=device)
-    add = median(host_seconds(lambda: torch.add(z, z), times) for _ in range(7))
-    out = {}
+    mesh, out = init_device_mesh(device.type, (RANKS,)), {}
     pairs: tuple[tuple[str, Placement, Placement], ...] = (
         ("all_gather", Shard(0), Replicate()),
         ("all_to_all", Shard(0), Shard(1)),
@@ -225,8 +233,8 @@ def redistributions_of_dtensors(device: torch.device, times: int) -> dict[str, f
         move = partial(x.redistribute, mesh, [target])
         gradient = torch.ones_like(move()).detach()
         both = lambda x=x, move=move, gradient=gradient: torch.autograd.grad(move(), x, gradient)
-        out[f"{name}, forward"] = median(host_seconds(move, times) for _ in range(7)) / add
-        out[f"{name}, half of both directions"] = median(host_seconds(both, times) for _ in range(7)) / add / 2
+        out[f"{name}, forward"] = units(device, times, move)
+        out[f"{name}, half of both directions"] = units(device, times, both) / 2
     return out
 
 
@@ -314,8 +322,8 @@ def draws(width: int, rounds: int) -> list[float]:
             net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
         rows = (width // 2, width // 2 + width // part)
         keep = lambda name, old, whole: whole[slice(*rows) if part > 1 else slice(None)].clone()
-        asked = (lambda name, old: rows) if part > 1 else (lambda name, old: None)
-        return host_seconds(lambda: materialize(net, lambda *given: keep(*given)[:0], real=False, rows=asked))
+        asked = (lambda name, old: (slice(*rows), slice(width))) if part > 1 else (lambda name, old: None)
+        return host_seconds(lambda: materialize(net, lambda *given: keep(*given)[:0], real=False, part=asked))
 
     return [seconds(RANKS) / seconds(1) for _ in range(rounds)]
 
@@ -346,7 +354,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("accelerator.json"))
     given = parser.parse_args()
-    rounds, times = (7, 200) if given.quick else (41, 1500)
+    rounds, times = (7, 100) if given.quick else (41, 700)
     torch.set_num_threads(1)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     results = Results()

@@ -55,7 +55,7 @@ class Training:
     def __init__(self, devices: int) -> None:
         torch.manual_seed(0)
         net, self.loss_fn = GPT(length=LENGTH, layers=LAYERS, width=WIDTH).double(), Loss()
-        self.optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+        self.optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3, fused=True)
         self.model: sw.AutoParallel | None = None
         self.net = net
         if devices > 1:

@@ -39,7 +39,7 @@ def main(argv=None):
     torch.manual_seed(0)
     with sw.no_init_parameters():  # nothing is allocated here; no process ever has another stage's parameters
         net = Network(args.dtype)
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, fused=True)
     sw.recompute(net.relu1)  # what they make is dropped, and made again in the backward
     sw.recompute(net.relu2)
 

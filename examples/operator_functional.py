@@ -40,7 +40,7 @@ def main(argv=None):
     torch.manual_seed(0)
     with sw.no_init_parameters():  # nothing is allocated here
         net = Network(args.dtype)
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, fused=True)
 
     model = sw.AutoParallel(net, loss_fn=nn.CrossEntropyLoss(), parallel_mode="semi_auto")
     model.dataset_strategy("full_batch")  # every process feeds the same whole batch

@@ -67,7 +67,7 @@ def main(argv=None, form=functional_step):
     torch.manual_seed(0)
     with sw.no_init_parameters():  # nothing is allocated here
         net = Network(args.dtype)
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, fused=True)
 
     step = sw.AutoParallel(form(net, optimizer), parallel_mode="semi_auto")
     shard = sw.data_shard(step)  # which part of a batch this process reads

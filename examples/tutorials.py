@@ -35,7 +35,7 @@ def one_device(example):
     """The losses of plain PyTorch: a marked operator that no wrapper captures is just its function."""
     torch.manual_seed(0)
     net = example.Network(torch.float64)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, fused=True)
     loss_fn = nn.CrossEntropyLoss()
     losses = []
     for image, label in digits(BATCH, dtype=torch.float64, limit=STEPS):

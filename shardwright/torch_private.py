@@ -42,6 +42,7 @@ __all__ = [
 #: Name in this module -> (path in torch, the feature that needs it). Looked up when first imported.
 _NAMES = {
     "BatchNorm": ("torch.nn.modules.batchnorm._BatchNorm", "batch norms whose momentum is None"),
+    "CustomGraphPass": ("torch._inductor.custom_graph_pass.CustomGraphPass", "compiled programs on a library"),
     "CustomOpDef": ("torch._library.custom_ops.CustomOpDef", "a rule for a torch.library.custom_op"),
     "DisableTorchFunction": ("torch._C.DisableTorchFunction", "a torch.autograd.Function in a model"),
     "DisableTorchFunctionSubclass": ("torch._C.DisableTorchFunctionSubclass", "gradients that are DTensors"),
@@ -67,6 +68,7 @@ _NAMES = {
     "functional_wait": ("torch.ops._c10d_functional.wait_tensor", "collectives in processes"),
     "transforms": ("torch._C._functorch.get_interpreter_stack", "torch.func around a parallel model"),
     "unscale_": ("torch._amp_foreach_non_finite_check_and_unscale_", "torch.amp.GradScaler"),
+    "options_of_mode": ("torch._inductor.list_mode_options", "modes of compiled programs on a library"),
     "mark_static_address": ("torch._dynamo.mark_static_address", "CUDA graphs of compiled programs"),
     "profiler_enabled": ("torch.autograd._profiler_enabled", "names in a profile"),
     "make_fx": ("torch.fx.experimental.proxy_tensor.make_fx", "torch.vmap in a model"),
@@ -633,10 +635,8 @@ def in_place_of_checkpoint(ours: Callable[..., Any]) -> Iterator[None]:
 
 def default_store() -> Any:
     """The store by which the ranks of the default process group met."""
-    return _needed(
-        "torch.distributed.distributed_c10d._get_default_store",
-        "watching the ranks, which init(watch=False) does without",
-    )()
+    feature = "watching the ranks, which init(watch=False) does without"
+    return _needed("torch.distributed.distributed_c10d._get_default_store", feature)()
 
 
 def group_timeout(device: torch.device | str) -> timedelta | None:

@@ -22,7 +22,7 @@ CASES = [
         for tutorial in ("operator_objects", "operator_functional", "layout_objects", "layout_functional")
         for built in ("", ", built on the CPU")
     ),
-    *(f"{model} {built}" for model in ("llama", "resnet") for built in ("late", "cpu")),
+    *(f"{model} {built}" for model in ("README,", "llama", "resnet") for built in ("late", "cpu")),
     *("resnet, batch norms of the whole batch", "resnet50 of torchvision"),
     *(f"attention with fast dropout, {built}" for built in ("late", "cpu")),
     *("sharding_propagation", "recursive_programming", "dynamic_programming"),

@@ -12,6 +12,7 @@ Processes take the device of the process instead, and move what is elsewhere.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,17 +89,20 @@ def check_inputs(device: torch.device, inputs: Any) -> None:
             raise SettingError(f"input {index} is on {x.device}, the model on {device}", legal=f'input.to("{device}")')
 
 
-def check_values(inputs: Any) -> None:
+def check_values(inputs: Any, heard: Callable[[SettingError], SettingError] = lambda error: error) -> None:
     """Check that the inputs of a call that is to run have values.
+
+    Args:
+        inputs: of the call.
+        heard: called with the error before it is raised.
 
     Raises:
         SettingError: an input on the meta device, with its place among the tensors.
     """
     for index, x in enumerate(_tensors(inputs)):
         if x.device.type == "meta":
-            raise SettingError(
-                f"input {index} is on the meta device: it has no values", legal="shardwright.plan(net, inputs, …)"
-            )
+            message = f"input {index} is on the meta device: it has no values"
+            raise heard(SettingError(message, legal="shardwright.plan(net, inputs, …)"))
 
 
 def check_call(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any) -> None:

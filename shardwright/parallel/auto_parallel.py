@@ -436,17 +436,15 @@ class AutoParallel(CallPlanning, nn.Module):
             if now != device:
                 runtime = self._runtime()
                 if runtime.processes or runtime.chosen:
-                    raise SettingError(
-                        f"the model was moved after its first call: {name} is on {now}, and this process computes on "
-                        f"{device}",
-                        legal=f'model.to("{device}"), or shardwright.init(device="{now.type}") before the first call',
-                    )
+                    message = f"the model was moved after its first call: {name} is on {now}, and this process computes"
+                    legal = f'model.to("{device}"), or shardwright.init(device="{now.type}") before the first call'
+                    raise self._heard(SettingError(f"{message} on {device}", legal=legal))
                 for key in list(self._programs):
                     self._forget(key)
                 return
         for x in leaves:
             if isinstance(x, torch.Tensor) and x.device != self._where:
-                check_values(leaves)
+                check_values(leaves, self._heard)
                 if self._stays:
                     check_inputs(self._where, leaves)
                 break

@@ -24,6 +24,7 @@ from ..capture.export import ModelAndLoss, Recording, captures
 from ..capture.hybrid_models import check_held, check_mode, one_slice, own_parameters
 from ..capture.kept_regions import with_policy
 from ..capture.model_device import check_inputs, check_values, device_of
+from ..errors import SettingError
 from ..graph import Graph
 from ..launch.progress import showing
 from ..ops import for_ranks
@@ -236,6 +237,15 @@ class CallPlanning(SettingMethods):
             )
             warn_of_parts(self, (args, kwargs), digests)
         return plan
+
+    def _heard(self, error: SettingError) -> SettingError:
+        """The error that keeps this rank from a call after the first one, which the other ranks have heard of."""
+        mode = self._settings.parallel_mode
+        if self._runtime().processes and mode != "stand_alone":
+            from ..runtime.distributed.agreement import begin_refused  # noqa: PLC0415  in processes alone
+
+            begin_refused(mode, error)
+        return error
 
     @contextlib.contextmanager
     def _entered(self, entry: FunctionOfModels | None) -> Iterator[None]:

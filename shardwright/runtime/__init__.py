@@ -5,7 +5,8 @@ step_program         one call of a planned model
 profile_ranges       names of operators, redistributions and buckets in a profile
 saved_tensors        recomputed regions, and weights gathered again in the backward
 deferred_init        parameters that are planned before they have values, and created as slices
-generator_jumps      places ahead in torch's numbers, and rows that are drawn alone
+drawn_parts          parts of parameters that a rank draws alone, or by blocks
+generator_jumps      places ahead in torch's numbers, and elements that are drawn alone
 compilation          torch.compile of planned programs
 device_seed          the seed of a compiled program in the memory of its device
 optimizer_guard      checks before an optimizer's step

@@ -112,9 +112,20 @@ class Compilation:
         )
         return {"backend": self.backend, "dynamic": False, **chosen}
 
-    def compiled(self, program: nn.Module) -> Callable[..., Any]:
-        """A program, compiled at its first call."""
-        return torch.compile(program, **self.arguments())
+    def compiled(self, program: nn.Module, more: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+        """A program, compiled at its first call.
+
+        Args:
+            program: the program.
+            more: further options of inductor, beside which the user's own go first; other backends take none.
+        """
+        arguments = self.arguments()
+        if more and self.backend == "inductor":
+            from ..torch_private import options_of_mode  # noqa: PLC0415  loads the compiler
+
+            own = self.options if self.mode is None else options_of_mode(self.mode)
+            arguments = {"backend": "inductor", "dynamic": False, "options": {**more, **own}}
+        return torch.compile(program, **arguments)
 
 
 def keep_in_place(tensors: Iterable[Tensor]) -> None:

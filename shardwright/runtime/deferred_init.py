@@ -3,14 +3,13 @@
 1. Inside `no_init_parameters` every tensor is on the meta device, and the operators that would have filled it are
    recorded on a tape.
 2. `materialize` replays the tape in its order, from the random state at the begin of the tape, tensor by tensor. Each
-   rank keeps its slice and frees the rest. Of a large tensor that is filled by ``uniform_`` or ``normal_``, and changed
-   element by element, a rank draws the rows of its slice alone (`generator_jumps`).
+   rank keeps its slice and frees the rest. Of a large tensor that is filled by ``uniform_``, ``normal_`` or
+   ``trunc_normal_``, and changed element by element, a rank computes a part alone (`drawn_parts`).
 3. The values are those of an ordinary construction on one device under the same seed, bit for bit.
 4. A tensor that a checkpoint will fill (`filled_later`) is not drawn. Where such tensors have all random numbers of the
    tape, the tape's calls for the others alone are replayed, such as the table of a non-persistent buffer.
 
-Functions that draw until a condition holds (``trunc_normal_``), or that need all numbers (``orthogonal_``), draw the
-whole tensor. So does a slice that is cut along another dim than the first: its rows are all rows.
+Functions that need all numbers (``orthogonal_``) draw the whole tensor.
 
 `put_in_place` and `substitute` exchange a model's parameters, also in the optimizers that were built before.
 """
@@ -40,16 +39,9 @@ from ..accelerator_api import sum_type
 from ..capture.source_lines import calling_line
 from ..cost.memory_timeline import HeldOptimizer, held_optimizer
 from ..errors import SettingError
-from ..torch_private import (
-    TorchDispatchMode,
-    move_gradient_hooks,
-    operators,
-    parameter_table,
-    pytree,
-    storage_id,
-    version_of,
-)
-from .generator_jumps import Numbers, draws_by_place
+from ..torch_private import TorchDispatchMode, move_gradient_hooks, parameter_table, pytree, storage_id, version_of
+from .drawn_parts import Meta, compute, draws, metas, noted, parts_of
+from .generator_jumps import Numbers
 
 __all__ = [
     "beginnings",
@@ -63,45 +55,6 @@ __all__ = [
 
 _TAPE, _VERSION, _FILLED = "_shardwright_tape", "_shardwright_version", "_shardwright_filled"
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a property, which torch types as its value
-
-#: Elements of the smallest tensor of which a rank draws its rows alone.
-LARGE = 1 << 16
-
-_ATEN = torch.ops.aten
-#: Operators that make a tensor and draw nothing; those that draw, and the fill that draws the same.
-_MADE = (_ATEN.empty.memory_format, _ATEN.zeros.default, _ATEN.ones.default, _ATEN.full.default)
-_DRAWN = {_ATEN.rand.default: _ATEN.uniform_.default, _ATEN.randn.default: _ATEN.normal_.default}
-_FILLS = (_ATEN.uniform_.default, _ATEN.normal_.default)
-#: Operators beside those that torch calls pointwise which compute each element of the result from the same one.
-_EACH = (_ATEN.zero_.default, _ATEN.fill_.Scalar, _ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.default)
-_EACH = (*_EACH, *operators("_to_copy"))
-
-
-@dataclass(frozen=True)
-class _Meta:
-    """A meta tensor at the time that an operator took or returned it: ``module.double()`` gives the same object another
-    memory later. The storage is held so that no other storage gets its address."""
-
-    storage: torch.UntypedStorage
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-    dtype: torch.dtype
-
-    @staticmethod
-    def strides(shape: torch.Size) -> tuple[int, ...]:
-        """The strides of contiguous memory."""
-        return torch.empty(shape, device="meta").stride()
-
-    @property
-    def key(self) -> int:
-        return storage_id(self.storage)
-
-
-def _noted(x: Any) -> Any:
-    if isinstance(x, torch.Tensor) and x.is_meta:
-        return _Meta(x.untyped_storage(), x.shape, x.stride(), x.storage_offset(), x.dtype)
-    return x
 
 
 @dataclass(eq=False)
@@ -121,7 +74,7 @@ class _Tape:
             self.reseeded[len(self.calls)] = self.latest = state
 
     def note(self, function: Any, args: tuple[object, ...], kwargs: dict[str, object], result: Any) -> None:
-        self.calls.append((function, *pytree.tree_map(_noted, (args, kwargs, result))))
+        self.calls.append((function, *pytree.tree_map(noted, (args, kwargs, result))))
 
 
 class _Record(TorchDispatchMode):
@@ -294,7 +247,7 @@ def materialize(
     keep: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None],
     device: torch.device | str = "cpu",
     real: bool = True,
-    rows: Callable[[str, torch.Tensor], tuple[int, int] | None] = lambda name, tensor: None,
+    part: Callable[[str, torch.Tensor], Sequence[slice] | None] = lambda name, tensor: None,
 ) -> None:
     """Give values to the parameters and buffers of `module` that have none.
 
@@ -306,8 +259,8 @@ def materialize(
             it itself (see `substitute`).
         device: of the whole tensors handed to `keep`.
         real: True where tensors that already have values go through `keep` too.
-        rows: ``(name, object) -> the first row that `keep` reads, and the one after the last``; None: all. Other rows
-            of the whole tensor may have any values.
+        part: ``(name, object) -> the slice of each dim that `keep` reads``; None: all. Other elements of the whole
+            tensor may have any values, and lie in the same memory as others.
 
     Raises:
         SettingError: a meta parameter that was not made inside `no_init_parameters`, or was written to after it.
@@ -341,7 +294,7 @@ def materialize(
             _put(keep, name, tensor, torch.as_strided(flat, tensor.shape, tensor.stride(), tensor.storage_offset()))
     late = filled | {id(tensor) for entries in waiting.values() for _, tensor in entries}
     for tape in tapes.values():
-        _replay(tape, waiting, keep, torch.device(device), rows)
+        _replay(tape, waiting, keep, torch.device(device), part)
     _made(tapes.values())
     if waiting:
         names = ", ".join(name for entries in waiting.values() for name, _ in entries)
@@ -361,15 +314,15 @@ def _replay(
     waiting: dict[int, list[tuple[str, torch.Tensor]]],
     keep: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None],
     device: torch.device,
-    rows: Callable[[str, torch.Tensor], tuple[int, int] | None],
+    part: Callable[[str, torch.Tensor], Sequence[slice] | None],
 ) -> None:
     replayed = _needed(tape, waiting)
-    parts = _parts(tape, replayed, waiting, rows)
+    parts = parts_of((tape.calls[i] for i in replayed), waiting, part)
     last: dict[int, int] = {}
     for i in replayed:
         _, args, kwargs, result = tape.calls[i]
         for x in pytree.tree_leaves((args, kwargs, result)):
-            if isinstance(x, _Meta):
+            if isinstance(x, Meta):
                 last[x.key] = i
     real: dict[int, torch.Tensor] = {}
     numbers = Numbers()
@@ -377,7 +330,7 @@ def _replay(
     def of(x: Any) -> Any:
         if isinstance(x, torch.device):
             return torch.device("cpu") if x.type == "meta" else x
-        return torch.as_strided(real[x.key], x.shape, x.stride, x.offset) if isinstance(x, _Meta) else x
+        return torch.as_strided(real[x.key], x.shape, x.stride, x.offset) if isinstance(x, Meta) else x
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.set_rng_state(tape.state)
@@ -386,20 +339,24 @@ def _replay(
             if i in tape.reseeded:
                 torch.set_rng_state(tape.reseeded[i])
                 numbers.pending = 0
-            part = next((parts[x.key] for x in _metas(tape.calls[i]) if x.key in parts), None)
-            if part is None:
-                if _draws(function):
+            computed = next((parts[x.key] for x in metas(tape.calls[i]) if x.key in parts), None)
+            if computed is None:
+                if draws(function):
                     numbers.arrive()
                 got = function(*pytree.tree_map(of, args), **pytree.tree_map(of, kwargs))
             else:
-                got = _in_rows(tape.calls[i], of, part, numbers)
+                got = compute(tape.calls[i], of, computed, real, numbers)
             for x, y in zip(pytree.tree_leaves(result), pytree.tree_leaves(got)):
-                if isinstance(x, _Meta) and x.key not in real:
+                if isinstance(x, Meta) and x.key not in real:
                     real[x.key] = torch.as_strided(y, (y.untyped_storage().nbytes() // y.element_size(),), (1,), 0)
             for key in [k for k in real if last[k] == i]:
                 flat = real.pop(key)
                 for name, tensor in waiting.pop(key, ()):
-                    whole = torch.as_strided(flat, tensor.shape, tensor.stride(), tensor.storage_offset())
+                    whole = (
+                        parts[key].whole(flat, tensor)
+                        if key in parts
+                        else torch.as_strided(flat, tensor.shape, tensor.stride(), tensor.storage_offset())
+                    )
                     _put(keep, name, tensor, whole.to(device))
 
 
@@ -411,114 +368,16 @@ def _unfilled(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 def _needed(tape: _Tape, waiting: Collection[int]) -> Sequence[int]:
     """The calls to be replayed for the values of some storages: those that touch the storages, directly or through
     others. Where one of them draws random numbers, all calls before it are replayed too."""
-    wanted, found, draws = set(waiting), [], -1
+    wanted, found, latest = set(waiting), [], -1
     for i in reversed(range(len(tape.calls))):
         function, *rest = tape.calls[i]
-        keys = {x.key for x in _metas(rest)}
+        keys = {x.key for x in metas(rest)}
         if not wanted.isdisjoint(keys):
             wanted |= keys
             found.append(i)
-            if draws < 0 and _draws(function):
-                draws = i
-    return [*range(draws + 1), *(i for i in reversed(found) if i > draws)]
-
-
-def _metas(x: Any) -> list[_Meta]:
-    return [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, _Meta)]
-
-
-def _draws(function: Any) -> bool:
-    """True where a call on a tape draws random numbers, or may."""
-    seeded = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
-    return seeded or getattr(function, "__module__", "") == nn.init.__name__
-
-
-def _is_large(x: _Meta) -> bool:
-    """True for all of a storage, row by row, of at least `LARGE` elements."""
-    numel = x.shape.numel()
-    whole = x.storage.nbytes() == numel * x.dtype.itemsize and x.stride == _Meta.strides(x.shape)
-    return numel >= LARGE and whole
-
-
-def _by_rows(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-    """True for a call of which some rows can be computed alone."""
-    metas = _metas((args, kwargs, result))
-    if not isinstance(result, _Meta) or any(x.shape != result.shape or not _is_large(x) for x in metas):
-        return False
-    if function in _MADE:
-        return True
-    if fill := _DRAWN.get(function, function if function in _FILLS else None):
-        return not (kwargs and function in _FILLS) and draws_by_place(fill, result.dtype)
-    others = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    each = function in _EACH or torch.Tag.pointwise in getattr(function, "tags", ())
-    return each and not _draws(function) and not any(x.dim() for x in others)
-
-
-def _parts(
-    tape: _Tape,
-    replayed: Iterable[int],
-    waiting: dict[int, list[tuple[str, torch.Tensor]]],
-    rows: Callable[[str, torch.Tensor], tuple[int, int] | None],
-) -> dict[int, tuple[int, int]]:
-    """Storage -> the rows of it that are computed; the other storages are computed as a whole.
-
-    Storages that are computed from one another have the same rows.
-    """
-    if type(torch.empty(0)) is not torch.Tensor:  # a mode whose tensors have no values
-        return {}
-    asked = {
-        key: [rows(name, tensor) for name, tensor in entries]
-        for key, entries in waiting.items()
-        if all(_is_large(_noted(tensor)) for _, tensor in entries)
-    }
-    asked = {key: each for key, each in asked.items() if None not in each}
-    whole = waiting.keys() - asked.keys()
-    together: dict[int, set[int]] = {}  # storage -> those that are computed from it, or that it is computed from
-    for call in (tape.calls[i] for i in replayed if asked):
-        keys = {x.key for x in _metas(call)}
-        joined = keys.union(*(together.get(key, ()) for key in keys))
-        together.update(dict.fromkeys(joined, joined))
-        if not keys.isdisjoint(whole) or not _by_rows(*call):
-            whole |= keys
-    parts: dict[int, tuple[int, int]] = {}
-    for key, group in together.items():
-        if group.isdisjoint(whole):  # of what nobody asks for, such as a weight that was tied to another, no row
-            some = [each for k in group for each in asked.get(k, ()) if each is not None and each[0] < each[1]]
-            parts[key] = min((begin for begin, _ in some), default=0), max((end for _, end in some), default=0)
-    return parts
-
-
-def _in_rows(
-    call: tuple[Any, tuple[Any, ...], dict[str, Any], Any],
-    of: Callable[[Any], Any],
-    part: tuple[int, int],
-    numbers: Numbers,
-) -> torch.Tensor:
-    """The result of a call, of which some rows alone are computed.
-
-    Args:
-        call: for which `_by_rows` is true.
-        of: a value of the tape -> the value now.
-        part: the rows.
-        numbers: of the generator.
-    """
-    function, args, kwargs, result = call
-    if function in _MADE:
-        return function(*pytree.tree_map(of, args), **pytree.tree_map(of, kwargs))
-    if function in _FILLS:
-        numbers.fill_rows(function, of(args[0]), *part, *args[1:])
-        return of(args[0])
-    rows = slice(*part)
-    within = lambda x: of(x)[rows] if isinstance(x, _Meta) else of(x)
-    if any(x.key == result.key for x in _metas((args, kwargs))):  # in place, or the same memory
-        function(*pytree.tree_map(within, args), **pytree.tree_map(within, kwargs))
-        return of(result)
-    whole = torch.empty(result.shape, dtype=result.dtype, device="cpu")
-    if function in _DRAWN:
-        numbers.fill_rows(_DRAWN[function], whole, *part)
-    else:
-        whole[rows] = function(*pytree.tree_map(within, args), **pytree.tree_map(within, kwargs))
-    return whole
+            if latest < 0 and draws(function):
+                latest = i
+    return [*range(latest + 1), *(i for i in reversed(found) if i > latest)]
 
 
 def _put(

@@ -1,4 +1,4 @@
-"""Places ahead in the numbers of torch's generator on the CPU, and tensors of which some rows are drawn alone.
+"""Places ahead in the numbers of torch's generator on the CPU, and tensors of which some elements are drawn alone.
 
 The generator is the Mersenne twister MT19937: words of 32 bits, each bit of which obeys one linear recurrence of 19,937
 terms. With p(t) its characteristic polynomial over the field of two elements, and ``tⁿ mod p = Σ gᵢ tⁱ``:
@@ -10,8 +10,8 @@ A jump over n words costs ``log₂ n`` squarings of a polynomial, once for each 
 (1998), for p; H. Haramoto et al., "Efficient jump ahead for F2-linear random number generators", INFORMS Journal on
 Computing 20 (2008), for the jump.
 
-Example: ``x.uniform_()`` of a float32 tensor [8, 4] takes 32 words, and row 3 has words 12 to 15. `fill_rows` jumps
-over 12 words, draws row 3, and jumps over the 16 words after it.
+Example: ``x.uniform_()`` of a float32 tensor [8, 4] takes 32 words, and row 3 has words 12 to 15.
+`Numbers.pieces` jumps over 12 words, draws row 3, and jumps over the 16 words after it.
 
 ``normal_`` makes 16 numbers of 16 words. Where the last 16 are not full, they are drawn anew, or to the full number of
 words, by the dtype. torch promises none of this: `draws_by_place` compares a small tensor with its parts first, and
@@ -20,14 +20,16 @@ where they differ nothing is drawn alone.
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["Numbers", "draws_by_place", "jumped", "words_of"]
+__all__ = ["Numbers", "draws_by_place", "jumped", "row_blocks", "truncates_by_place", "words_of"]
 
 #: Words of the state, the distance of the second term, and the word of the twist, as published.
 _N, _M, _TWIST = 624, 397, 0x9908B0DF
@@ -37,6 +39,9 @@ _HEAD, _LEFT, _NEXT = 24, slice(8, 12), slice(16, 24)
 
 #: Fewer words are drawn and dropped: as many as are drawn in the time of a jump.
 JUMP = 1 << 21
+
+#: Elements that are drawn at once where a part of them is kept.
+BLOCK = 1 << 22
 
 #: Numbers that ``normal_`` makes together.
 _LOT = 16
@@ -123,7 +128,7 @@ def jumped(state: Tensor, words: int) -> Tensor:
     return out
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
+# -- pieces ------------------------------------------------------------------------------------------------------------
 
 
 def words_of(fill: Any, dtype: torch.dtype, numel: int) -> int:
@@ -157,31 +162,106 @@ class Numbers:
         elif words:
             torch.empty(words, device="cpu").uniform_()
 
-    def fill_rows(self, fill: Any, whole: Tensor, begin: int, end: int, *args: Any) -> None:
-        """Give the elements of some rows the values that they have in a fill of the whole tensor.
+    def pieces(
+        self,
+        fill: Any,
+        dtype: torch.dtype,
+        numel: int,
+        spans: Iterable[tuple[int, int]],
+        *args: Any,
+        into: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """Yield some elements of the fill of a whole tensor.
 
         Args:
             fill: ``aten.uniform_`` or ``aten.normal_``; `draws_by_place` is true of it.
-            whole: contiguous, at least 16 elements. Elements beside the rows may get any values.
-            begin, end: the rows; none where they are equal.
+            dtype, numel: of the whole, which is contiguous and has at least 16 elements.
+            spans: the first element of each piece, and the one after the last, in ascending order. Between two pieces
+                of a ``normal_`` lie elements 16 k alone, and after the last of them no element or at least 16.
             args: of the fill.
+            into: flat memory of the whole, in which the pieces lie; elements beside them may get any values. None: a
+                piece has memory of its own.
         """
-        numel, words = whole.numel(), words_of(fill, whole.dtype, whole.numel())
-        row, flat = numel // len(whole), whole.view(-1)
-        first, last = begin * row, end * row
-        if first == last:
-            self.pending += words
-            return
-        if fill is _NORMAL:
-            first = min(first, numel - _LOT) // _LOT * _LOT
-            last = -(-last // _LOT) * _LOT
-            if last > numel - _LOT:  # the last numbers, which may be drawn anew
-                last = numel
-        self.pending += first * _WORDS[whole.dtype]
+        at, words, each = 0, words_of(fill, dtype, numel), _WORDS[dtype]
+        for first, last in spans:
+            begin, end = _span(fill, numel, first, last)
+            self.pending += begin * each - at
+            self.arrive()
+            drawn = torch.empty(end - begin, dtype=dtype, device="cpu") if into is None else into[begin:end]
+            fill(drawn, *args)
+            at = begin * each + (words_of(fill, dtype, end - begin) if end == numel else (end - begin) * each)
+            yield drawn[first - begin : last - begin]
+        self.pending += words - at
+
+    def truncated(
+        self,
+        dtype: torch.dtype,
+        numel: int,
+        spans: Iterable[tuple[int, int]],
+        mean: float,
+        std: float,
+        low: float,
+        high: float,
+    ) -> Iterator[Tensor]:
+        """Yield the elements of a ``trunc_normal_`` of a whole tensor, piece after piece.
+
+        torch draws the whole anew, and takes of each round the elements that were outside before. A piece is drawn as
+        often as it has such elements; the generator goes on behind as many rounds as the piece with the most has.
+
+        Args:
+            dtype, numel, spans: as `pieces` takes them; the spans have all elements.
+            mean, std: of the normal numbers.
+            low, high: the bounds.
+        """
         self.arrive()
-        fill(flat[first:last], *args)
-        drawn = words_of(fill, whole.dtype, last - first) if last == numel else (last - first) * _WORDS[whole.dtype]
-        self.pending += words - first * _WORDS[whole.dtype] - drawn
+        start, words, each = torch.get_rng_state(), words_of(_NORMAL, dtype, numel), _WORDS[dtype]
+        rounds: list[tuple[Tensor, int]] = []  # the generator's state in each, and the word of the fill that is next
+        for first, last in spans:
+            values, outside = torch.empty(last - first, dtype=dtype, device="cpu"), None
+            for turn in count():
+                if turn == len(rounds):
+                    rounds.append((jumped(start, turn * words), 0))
+                state, at = rounds[turn]
+                torch.set_rng_state(state)
+                self.pending = first * each - at
+                self.arrive()
+                drawn = _NORMAL(torch.empty_like(values), mean, std)
+                some = words_of(_NORMAL, dtype, last - first) if last == numel else (last - first) * each
+                rounds[turn] = torch.get_rng_state(), first * each + some
+                values = drawn if outside is None else torch.where(outside, drawn, values)
+                outside = (values < low) | (values > high)
+                if not outside.any():
+                    break
+            yield values
+        torch.set_rng_state(start)
+        self.pending = len(rounds) * words
+
+
+def _span(fill: Any, numel: int, first: int, last: int) -> tuple[int, int]:
+    """The elements that are drawn for some elements of a fill: numbers are made together."""
+    if fill is _NORMAL:
+        first = min(first, numel - _LOT) // _LOT * _LOT
+        last = -(-last // _LOT) * _LOT
+        if last > numel - _LOT:  # the last numbers, which may be drawn anew
+            last = numel
+    return first, last
+
+
+def row_blocks(begin: int, end: int, width: int, numel: int) -> Iterator[tuple[int, int]]:
+    """Yield rows of a tensor in blocks of some `BLOCK` elements, which `Numbers.pieces` can draw one after the other.
+
+    Args:
+        begin, end: the rows.
+        width: elements of a row.
+        numel: of the whole tensor.
+    """
+    step = max(_LOT, BLOCK // width // _LOT * _LOT)
+    while begin < end:
+        to = begin // _LOT * _LOT + step
+        if to >= end or numel - to * width < 2 * _LOT:
+            to = end
+        yield begin, to
+        begin = to
 
 
 @lru_cache(maxsize=32)
@@ -199,15 +279,39 @@ def draws_by_place(fill: Any, dtype: torch.dtype) -> bool:
 
 
 def _as_whole(fill: Any, dtype: torch.dtype, start: Tensor, rows: int, width: int) -> bool:
-    make = partial(torch.empty, rows, width, dtype=dtype, device="cpu")
+    numel = rows * width
     torch.set_rng_state(start)
-    whole = fill(make())
+    whole = fill(torch.empty(numel, dtype=dtype, device="cpu"))
     after = torch.rand(4, device="cpu")
-    for begin, end in ((0, 1), (4, 7), (rows - 1, rows), (0, rows)):
-        numbers, part = Numbers(), make()
+    for first, last in ((0, width), (4 * width, 7 * width), (numel - width, numel), (0, numel)):
+        numbers = Numbers()
         torch.set_rng_state(start)
-        numbers.fill_rows(fill, part, begin, end)
+        (part,) = numbers.pieces(fill, dtype, numel, [(first, last)])
         torch.set_rng_state(jumped(torch.get_rng_state(), numbers.pending))
-        if not torch.equal(part[begin:end], whole[begin:end]) or not torch.equal(torch.rand(4, device="cpu"), after):
+        if not torch.equal(part, whole[first:last]) or not torch.equal(torch.rand(4, device="cpu"), after):
             return False
+    return True
+
+
+@lru_cache(maxsize=32)
+def truncates_by_place(dtype: torch.dtype) -> bool:
+    """True where ``trunc_normal_`` by this torch draws what `Numbers.truncated` draws, for bounds that more than 0.3 of
+    all numbers are inside of.
+
+    The generator is left as it was.
+    """
+    if not draws_by_place(_NORMAL, dtype):
+        return False
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(12)
+        start = torch.get_rng_state()
+        for numel, bound in ((352, 1.0), (359, 20.0)):
+            torch.set_rng_state(start)
+            whole = nn.init.trunc_normal_(torch.empty(numel, dtype=dtype, device="cpu"), 0.0, 1.0, -bound, bound)
+            after, numbers = torch.rand(4, device="cpu"), Numbers()
+            torch.set_rng_state(start)
+            pieces = [*numbers.truncated(dtype, numel, [(0, 160), (160, numel)], 0.0, 1.0, -bound, bound)]
+            torch.set_rng_state(jumped(torch.get_rng_state(), numbers.pending))
+            if not torch.equal(torch.cat(pieces), whole) or not torch.equal(torch.rand(4, device="cpu"), after):
+                return False
     return True

@@ -31,9 +31,17 @@ schedule("zbv", 2, 4)  # imports of torch that make tensors
 pipeline_p2p._make_even = lambda runtime: None  # reads the number of groups of all ranks
 
 DIGITS = (torch.zeros(32, 1, 28, 28), torch.zeros(32, dtype=torch.long))
+PLAIN_DIGITS = (torch.zeros(32, 784), DIGITS[1])
 PICTURES = (torch.zeros(16, 3, 32, 32), torch.zeros(16, dtype=torch.long))
 MANY_ROWS = (torch.zeros(128, 16), torch.zeros(128, 16))
 SEARCHES = ("sharding_propagation", "recursive_programming", "dynamic_programming")
+
+
+def of_the_readme() -> nn.Module:
+    """The README's own model and mark."""
+    net = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
+    sw.shard(net[0], in_strategy=((2, 4), (1, 4)))
+    return net
 
 
 class Layers(nn.Module):
@@ -141,7 +149,7 @@ def as_compiled(make: Callable[[], nn.Module], drawn: bool, **given: Any) -> dic
     """
     programs: list[torch.fx.GraphModule] = []
 
-    def compiled(self: Compilation, program: torch.fx.GraphModule) -> Callable[..., Any]:
+    def compiled(self: Compilation, program: torch.fx.GraphModule, more: Any = None) -> Callable[..., Any]:
         programs.append(program)
 
         def run(*tensors: Tensor) -> Any:
@@ -186,10 +194,13 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Name -> the call that runs it."""
     plain = {"optimizer": {"optimizer": torch.optim.SGD}}
     for module in (operator_objects, operator_functional, layout_objects, layout_functional):
-        # The program of the README is that of operator_functional.
         run = partial(fake.outcome, module.Network, DIGITS, nn.CrossEntropyLoss, parallel_mode="semi_auto")
         yield module.__name__, partial(run, **plain)
         yield f"{module.__name__}, built on the CPU", partial(run, built="cpu", **plain)
+    run = partial(fake.outcome, of_the_readme, PLAIN_DIGITS, nn.CrossEntropyLoss, parallel_mode="sharding_propagation")
+    for built, inputs in (("cpu", "cpu"), ("late", "device")):
+        # Not its fused=True: torch's fused SGD has no form for tensors without values, as its fused AdamW has.
+        yield f"README, {built}", partial(run, built=built, inputs=inputs, **plain)
     residual = partial(ResNet, (1, 1, 1, 1), 16)
     small = partial(llama.Llama, vocabulary=64, length=16, layers=1, width=64, heads=8, kv_heads=4, hidden=96)
     for built, inputs in (("late", "cpu"), ("cpu", "device")):

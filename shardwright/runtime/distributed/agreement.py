@@ -51,7 +51,7 @@ from .coordination import error_of, error_words, exchanged, from_first
 from .watch.rank_positions import Seen, WaitPoint, explaining, position, spelled, waiting
 from .watch.watchdog import Peers, peers
 
-__all__ = ["Agreement", "Steps", "begin_planning", "counted"]
+__all__ = ["Agreement", "Steps", "begin_planning", "begin_refused", "counted"]
 
 #: Shape and dtype of each input of the whole batch.
 InputSignature = list[tuple[tuple[int, ...], str]]
@@ -445,6 +445,22 @@ def begin_planning(why: str = "") -> None:
     steps = _steps()
     if steps is not None:
         steps.plan(why)
+
+
+def begin_refused(mode: str, error: Exception) -> None:
+    """Tell the other ranks, in place of a call, the error that keeps this rank from it, before it is raised. Where
+    ranks are not watched, nothing is told.
+
+    Args:
+        mode: the parallel mode.
+
+    Raises:
+        RuntimeMismatchError: on every rank, where the others can make the call.
+        StuckError: as `Steps.begin`.
+    """
+    if _steps() is not None:
+        begin_planning(str(error).partition("\n")[0])
+        Agreement(mode, []).missed(error)
 
 
 def counted(plan: Any) -> Callable[[], None] | None:

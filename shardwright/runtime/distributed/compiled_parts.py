@@ -13,13 +13,19 @@
    Nothing may read a sum before: autograd would, to cast a sum in another dtype than the parameter's.
    A gradient that is scattered to the ranks that store the parameter in parts (`late_scatter`) goes the same way.
    Each gradient travels by itself: the compiler's own passes may put several into one message.
+3. Gathers ahead (`gathers_ahead`). The compiler puts a gather that runs again in front of its first use, and waits at
+   once. A pass over each graph, forward and backward, issues it one block ahead:
+
+    before      gather B, wait B, compute B, gather A, wait A, compute A
+    after       gather B, gather A, wait B, compute B, wait A, compute A
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,11 +34,18 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ...redistribution import CollectiveKind, Redistribution
-from ...torch_private import CHECKPOINT_LOGGER, functional_all_reduce, functional_reduce_scatter, functional_wait
+from ...torch_private import (
+    CHECKPOINT_LOGGER,
+    OpOverload,
+    functional_all_gather,
+    functional_all_reduce,
+    functional_reduce_scatter,
+    functional_wait,
+)
 from .collectives import Bound
 from .process_groups import Group, ProcessGroups
 
-__all__ = ["BoundSum", "SumsEnd", "gathered_again", "late_scatter"]
+__all__ = ["BoundSum", "SumsEnd", "gathered_again", "gathers_ahead", "late_scatter", "options_ahead"]
 
 
 # The only operators of these regions are those of a gather: none is in place.
@@ -123,3 +136,63 @@ class SumsEnd(nn.Module):
 
     def forward(self, *parameters: Tensor) -> tuple[Tensor, ...]:
         return _End.apply(*parameters)
+
+
+# -- gathers ahead
+
+_MOVES = ("_to_copy", "_unsafe_view", "cat", "clone", "constant_pad_nd", "convert_element_type")
+
+
+def gathers_ahead(graph: torch.fx.Graph) -> None:
+    """Issue each gather of a graph's own inputs in front of the wait for the one before it.
+
+    The inputs are the stored weights, and in a backward what the forward has saved.
+
+    Args:
+        graph: of a forward or a backward, without autograd. It is changed in place.
+    """
+    before: torch.fx.Node | None = None
+    for wait in [n for n in graph.nodes if n.target is functional_wait.default]:
+        gather = wait.all_input_nodes[0]
+        chain = _chain(gather) if gather.target is functional_all_gather.default else None
+        if chain is None:
+            continue
+        if before is not None:
+            order = {node: place for place, node in enumerate(graph.nodes)}
+            for node in sorted((n for n in chain if order[n] > order[before]), key=order.__getitem__):
+                before.prepend(node)
+        before = wait
+
+
+def _chain(gather: torch.fx.Node) -> set[torch.fx.Node] | None:
+    """A gather, and the nodes that make what it sends; None where these do more than move and cast inputs."""
+    chain, due = set[torch.fx.Node](), [gather]
+    while due:
+        node = due.pop()
+        if node.op == "placeholder" or node in chain:
+            continue
+        if node is not gather and not _moves(node.target):
+            return None
+        chain.add(node)
+        due += node.all_input_nodes
+    return chain
+
+
+def _moves(target: Any) -> bool:
+    """True for an operator that moves or casts elements: a view, a copy, a concatenation."""
+    return isinstance(target, OpOverload) and (target.is_view or target.overloadpacket.__name__ in _MOVES)
+
+
+@cache
+def options_ahead() -> dict[str, Any]:
+    """The options of inductor with which gathers travel ahead. Its own search for less memory would bring them back."""
+    from ...torch_private import CustomGraphPass  # noqa: PLC0415  loads the compiler
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            gathers_ahead(graph)
+
+        def uuid(self) -> str:  # inductor keeps what it has compiled, until this file changes
+            return Path(__file__).read_text()
+
+    return {"post_grad_custom_post_pass": Pass(), "reorder_for_peak_memory": False}

@@ -130,16 +130,15 @@ class ShardedState:
             replace_noted(old, name, made)
             return None
 
-        def rows(name: str, old: Tensor) -> tuple[int, int] | None:
+        def part(name: str, old: Tensor) -> tuple[slice, ...] | None:
             if broadcast or name not in parameters or is_own(old) or not old.dim():
                 return None
             place = places(name, old)
             if place is None:
-                return 0, 0
-            first = true_slice(place.layout, tuple(old.shape), place.groups.rank)[0]
-            return first.start, first.stop
+                return (slice(0, 0),) * old.dim()
+            return true_slice(place.layout, tuple(old.shape), place.groups.rank)
 
-        materialize(holder, keep, "cpu", rows=rows)
+        materialize(holder, keep, "cpu", part=part)
         carry_over(olds, successors)
         substitute(holder, successors, cut)
         self.buffers = dict(holder.named_buffers())

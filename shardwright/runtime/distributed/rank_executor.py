@@ -30,7 +30,7 @@ from ..redistribution_functions import ExtremeFunction, RedistributionFunction, 
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
 from .buckets import Scatter
 from .collectives import Bound, arrangements, bind_all
-from .compiled_parts import BoundSum, SumsEnd, gathered_again, late_scatter
+from .compiled_parts import BoundSum, SumsEnd, gathered_again, late_scatter, options_ahead
 from .process_groups import ProcessGroups
 from .scheduled_collectives import (
     BlockGather,
@@ -346,7 +346,7 @@ class RankExecutor:
         if regions.regions:
             root.add_module("regions", BoundRegions(regions.recomputation(lambda n: _recomputing(n, targets[n]))))
         self.module = torch.fx.GraphModule(root, graph)
-        self._run = compiled.compiled(self.module) if compiled else self.module.forward
+        self._run = compiled.compiled(self.module, self._options_of_compiler()) if compiled else self.module.forward
         self._named: Callable[..., Any] | None = None  # the program in ranges of a profile; made when one is taken
         buckets = (m.name for _, message in self.schedule.of("sum") for m in message.members)
         self.sums = {name: sums[name] for name in buckets if name in sums}
@@ -366,6 +366,12 @@ class RankExecutor:
             return list(run(*local))
         with self._regathered:
             return list(run(*local))
+
+    def _options_of_compiler(self) -> dict[str, Any]:
+        """Options of inductor for the program: where the schedule has a gather under way while anything else runs, the
+        compiled one has too."""
+        gathers = (message for again in (False, True) for _, message in self.schedule.of("gather", again))
+        return options_ahead() if any(message.apart for message in gathers) else {}
 
     def _call(self, kind: str, module: nn.Module, *args: Any, **kwargs: Any) -> torch.fx.Node:
         """A node that calls a new module."""

@@ -3,6 +3,7 @@ gradients summed inside; weights gathered again; parameters at static addresses.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ import shardwright as sw
 from shardwright.cost.communication_schedule import block_of
 from shardwright.process import Runtime, playing
 from shardwright.runtime.compilation import Compilation
+from shardwright.runtime.distributed.compiled_parts import gathers_ahead
 
 BATCH, LENGTH, VOCABULARY = 16, 16, 64
 
@@ -242,6 +244,67 @@ def test_weights_are_gathered_again_in_the_backward(results: Any, model: str) ->
 
 
 @pytest.mark.parametrize("model", MODELS)
+def test_weights_that_are_gathered_again_travel_one_block_ahead(results: Any, model: str) -> None:
+    graphs = results(model, "level3")[0]
+    for graph in (graphs.forwards[0], graphs.backwards[0]):
+        before, copy = in_order(graph), torch.fx.Graph()
+        copy.output(copy.graph_copy(graph, {}))
+        gathers_ahead(copy)
+        copy.lint()  # nothing stands in front of what it needs
+        after = in_order(copy)
+        assert sorted(after) == sorted(before) and len(after) >= 4
+        # A gather and its wait, a gather and its wait; then the next gather is issued in front of each wait.
+        assert all((kind == "issue") == (k % 2 == 0) for k, (kind, _) in enumerate(before)) or graph in graphs.forwards
+        issues = [k for k, (kind, _) in enumerate(after) if kind == "issue"]
+        waits = [k for k, (kind, _) in enumerate(after) if kind == "wait"]
+        assert all(following < wait for following, wait in zip(issues[1:], waits))
+        assert all(earlier < issue for earlier, issue in zip(waits, issues[2:]))  # and no more than two at a time
+
+
+def in_order(graph: torch.fx.Graph) -> list[tuple[str, int]]:
+    """The issues and waits of gathers, in order, with the number of the gather."""
+    number = {n: k for k, n in enumerate(n for n in graph.nodes if "all_gather_into_tensor" in str(n.target))}
+    return [
+        ("issue", number[n]) if n in number else ("wait", number[n.args[0]])
+        for n in graph.nodes
+        if n in number or ("wait_tensor" in str(n.target) and n.args[0] in number)
+    ]
+
+
+class _Written(Exception):
+    """The program that inductor has written is all that a test needs of it."""
+
+
+def test_inductor_leaves_the_gathers_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor itself, up to the text of its program, beside an option of the user's own."""
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    def written(text: str) -> None:
+        raise _Written(text)
+
+    monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(written))
+    torch._dynamo.reset()
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)))
+    model = sw.AutoParallel(net, nn.MSELoss(), "data_parallel", compile={"options": {"cpp.simdlen": 1}})
+    model.hsdp(threshold=0, optimizer_level="level3").dataset_strategy("full_batch")
+    with (
+        rank_of_eight(rank=3),
+        config.patch(fx_graph_cache=False),
+        pytest.raises(Exception, match="async_compile") as e,
+    ):
+        model(torch.ones(16, 16), torch.ones(16, 16))
+    calls = re.findall(r"= torch.ops._c10d_functional.(all_gather)|functional.(wait_tensor).default", str(e.value))
+    assert ["issue" if issued else "wait" for issued, _ in calls][:6] == [
+        "issue",
+        "issue",
+        "wait",
+        "issue",
+        *2 * ["wait"],
+    ]
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_the_compiler_sees_the_words_of_masks(results: Any, model: str) -> None:
     graphs = results(model, "dropout")[0]
     for graph in (graphs.forwards[0], graphs.backwards[0]):
@@ -361,6 +424,20 @@ def test_as_one_device(processes: list[dict[str, str | None]], name: str) -> Non
 
 
 # -- settings
+
+
+def test_further_options_stand_beside_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[dict[str, Any]] = []
+    settings = ({"mode": "max-autotune-no-cudagraphs"}, {"options": {"epilogue_fusion": True, "max_autotune": False}})
+    ways = [Compilation.of(setting) for setting in (*settings, True, "aot_eager")]
+    monkeypatch.setattr(torch, "compile", lambda program, **given: handed.append(given))
+    for way in ways:
+        assert way is not None
+        way.compiled(nn.ReLU(), {"max_autotune": True, "dce": True})
+    mode, options, plain, other = handed
+    assert options["options"] == {"max_autotune": False, "dce": True, "epilogue_fusion": True}
+    assert plain["options"] == {"max_autotune": True, "dce": True} and "options" not in other
+    assert mode["options"]["coordinate_descent_tuning"] and mode["options"]["dce"] and "mode" not in mode
 
 
 def test_settings_of_the_compiler() -> None:

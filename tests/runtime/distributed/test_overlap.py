@@ -24,6 +24,7 @@ from shardwright.redistribution import redistribution
 from shardwright.redistribution.collective_kinds import CollectiveKind
 from shardwright.runtime.distributed.collectives import arrangements
 from shardwright.runtime.distributed.process_groups import ProcessGroups
+from shardwright.runtime.distributed.rank_executor import BoundRedistribute
 from shardwright.runtime.distributed.scheduled_collectives import BEGINNINGS
 
 LAYERS, BATCH, LENGTH, VOCABULARY, RANKS = 4, 16, 8, 32, 4
@@ -122,6 +123,17 @@ def test_what_runs_is_the_schedule(plan: str) -> None:
             forward, backward = logged(model, *batch)
             assert ran(forward) == scheduled(model.plan.schedule, False)
             assert ran(backward) == scheduled(model.plan.schedule, True)
+
+
+def test_a_redistribution_that_does_nothing_is_not_in_the_program() -> None:
+    """Nor is a step of one: each that is there has something to do in the forward or in the backward."""
+    net, batch = gpt(), tokens()
+    with rank_of_eight(rank=3):
+        model = wrapped(net, "marks", 8)
+        model(*batch)
+        bound = next(iter(model._programs.values())).body.module.children()
+    moves = [part for part in bound if isinstance(part, BoundRedistribute)]
+    assert len(moves) >= 10 and all(move.forward_steps or move.backward_steps for move in moves)
 
 
 @pytest.mark.parametrize("plan", ["level1", "level3", "level3 recompute", "level3 halves"])

@@ -144,6 +144,19 @@ def without_gradients(rank: int) -> None:
 
 
 @scenario
+def an_input_without_values(rank: int) -> None:
+    """Rank 2 feeds a meta tensor after all have fed some, which is an error of its own on all of them."""
+    model = Trained()
+    model.steps(1)
+    meta = torch.empty(16, 8, dtype=D, device="meta")
+    with pytest.raises(sw.SettingError, match="input 0 is on the meta device"):
+        model.model(meta, labels(16))
+    model.steps(1)
+    grow_impatient()
+    model.model(meta if rank == 2 else draw(16, 8), labels(16)).backward()
+
+
+@scenario
 def a_second_forward(rank: int) -> None:
     """Rank 2 makes one more forward than the others before the backward. None would find it out by its patience."""
     model = Trained()
@@ -190,6 +203,10 @@ MISMATCHES = {
     "a_new_shape": ("call 3 of rank 2 is the planning of a model", "call 3 of ranks 0-1, 3 is program "),
     "another_model": ("call 3 of rank 2 is program 1 (plan", "call 3 of ranks 0-1, 3 is program "),
     "once_more": ("call 3 of rank 2 is program 1 (plan", "call 3 of ranks 0-1, 3 is program ", "without gradients"),
+    "an_input_without_values": (
+        "call 4 of rank 2 is the planning of a model: input 0 is on the meta device: it has no values",
+        "call 4 of ranks 0-1, 3 is program ",
+    ),
     "without_gradients": ("call 3 of rank 2 is program 1 (plan", "without gradients"),
 }
 
