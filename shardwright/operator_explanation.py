@@ -309,8 +309,8 @@ def _part(instruction: Instruction, name: str) -> tuple[str, str, str] | None:
     return ("asked", value, instruction.producer) if instruction.operator == name else None
 
 
-#: Other ways to cut that are searched within a limit of memory at most, unless more alternatives are requested.
-MOST_TRIED = 12
+#: Other ways to cut that are searched within a limit of memory, at most: for each alternative asked for, and in all.
+TRIED_EACH, MOST_TRIED = 4, 12
 
 #: The least difference of two prices, relative to them, that counts.
 LESS = 1e-9
@@ -567,8 +567,8 @@ class _Neighbourhood:
     ) -> tuple[list[Alternative], list[Alternative]]:
         """Plan other ways to cut within the limit.
 
-        Stops after `MOST_TRIED`, or once `count` fit and the rest can be better only within the search's own
-        tolerance.
+        Stops after some of them (`MOST_TRIED`), or once `count` fit and the rest can be better only within the search's
+        own tolerance.
 
         Args:
             forms: the ways, the cheapest first, with the strategies of each.
@@ -581,7 +581,7 @@ class _Neighbourhood:
         fitting: list[Alternative] = []
         refused: list[Alternative] = []
         for strategies in forms:
-            if len(fitting) + len(refused) >= max(count, MOST_TRIED) or (
+            if len(fitting) + len(refused) >= max(count, min(TRIED_EACH * count, MOST_TRIED)) or (
                 len(fitting) >= count and fitting[count - 1].total * (1 - ENOUGH) <= least(strategies[0])
             ):
                 break

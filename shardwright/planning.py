@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -39,7 +40,7 @@ from .partition.hybrid_parallel import (
 )
 from .partition.local_program import TAKEN, Decisions, InputPlacement, PortableDecisions, SearchResult, place_inputs
 from .partition.parameter_sharding import OptimizerParallel
-from .pipeline.build import PlanCache, pipeline_plan, schedule_of
+from .pipeline.build import PlanCache, pipeline_plan, schedule_of, until_stopped
 from .pipeline.microbatch import is_split, micro_calls
 from .pipeline.pipeline_plan import PipelinePlan, PipelineSearchResult
 from .pipeline.stage_costs import recomputed
@@ -168,7 +169,6 @@ def make_plan(
         )
     if parallel_mode in OWN_STATISTICS and not settings.sync_batch_norm:
         graph = with_own_statistics(graph, devices, on_missing_rule)
-    staged = input_placement is not None
     input_placement = input_placement or place_inputs(graph, devices, dataset_strategy)
     mode, settled = PLANNERS[parallel_mode], used or stored
     if strategies is not None:
@@ -254,13 +254,11 @@ def make_plan(
                     failed = error
                 except StoppedSearch as stop:
                     so_far = stop.found if isinstance(stop.found, Decisions) else None
-                    if not staged:  # a stage of a pipeline is no whole plan
-                        keep(lambda: _so_far(so_far, problem, plan_of))
+                    keep(lambda: _so_far(so_far, problem, plan_of))  # a stage's: see `until_stopped`
                     raise KeyboardInterrupt from None
             if result is not None and not mode.fits_memory:  # it follows marks, and compares for itself
                 return result
-            if not staged:
-                keep(lambda: _so_far(result, problem, plan_of))
+            keep(lambda: _so_far(result, problem, plan_of))
             result, plan = _cheapest(result, problem, plan_of)
             if result is None:
                 assert failed is not None
@@ -444,7 +442,7 @@ def make_pipeline(
                 prices=prices,
             )
 
-        return automatic.run(
+        found = automatic.run(
             graph,
             wide,
             splits,
@@ -456,6 +454,8 @@ def make_pipeline(
             piped,
             setting.micro_batches,
         )
+        keep(lambda: found)
+        return found
     if settings.memory is not None:
         raise SettingError(
             f"memory={settings.memory!r} for a pipeline of given stages", legal='stages="auto", or no memory='
@@ -470,7 +470,9 @@ def make_pipeline(
     planned = schedule_of(setting, devices) if chosen is None else chosen.schedule
     lines = None if strategies is None else strategies.per_stage(planned, devices)
 
-    def planner(part: Graph, size: int, input_placement: InputPlacement, number: int) -> Plan:
+    def planner(
+        part: Graph, size: int, input_placement: InputPlacement, number: int, mode: str = parallel_mode
+    ) -> Plan:
         if number < 0:  # the graph that counts targets: no strategy to decide
             return make_plan(part, size, counting, input_placement=input_placement, prices=prices)
         held = {*part.parameters, *part.buffers}
@@ -480,7 +482,7 @@ def make_pipeline(
         follows = parallel_mode != "sharding_propagation" or not marked or any(op.mark for op in part.ops)
         own = replace(
             settings,
-            parallel_mode=parallel_mode if follows else "semi_auto",
+            parallel_mode=mode if follows else "semi_auto",
             strategies=None if lines is None else lines[number],
         )
         return make_plan(
@@ -497,23 +499,27 @@ def make_pipeline(
         )
 
     once = PlanCache(planner, whole) if chosen is not None and stored is None else planner
-    return pipeline_plan(
-        graph,
-        wide,
-        devices,
-        parallel_mode,
-        settings.dataset_strategy,
-        planned,
-        modules,
-        once,
-        chosen=chosen,
-        sizes=None if chosen is None else chosen.sizes,
-        splits=splits,
-        on_missing_rule=settings.on_missing_rule,
-        uneven=settings.uneven,
-        cluster=settings.cluster,
-        optimizer=settings.optimizer,
-    )
+
+    def pipeline(by: Callable[[Graph, int, InputPlacement, int], Plan]) -> PipelinePlan:
+        return pipeline_plan(
+            graph,
+            wide,
+            devices,
+            parallel_mode,
+            settings.dataset_strategy,
+            planned,
+            modules,
+            by,
+            chosen=chosen,
+            sizes=None if chosen is None else chosen.sizes,
+            splits=splits,
+            on_missing_rule=settings.on_missing_rule,
+            uneven=settings.uneven,
+            cluster=settings.cluster,
+            optimizer=settings.optimizer,
+        )
+
+    return until_stopped(pipeline, once, partial(planner, mode="semi_auto"))
 
 
 @known_keywords(KEYWORDS_ELSEWHERE)
@@ -682,7 +688,8 @@ def _with_marks(graph: Graph, marks: Mapping[str, Any]) -> Graph:
     names = [op.name for op in graph.ops]
     for name, strategy in marks.items():
         if name not in names:
-            raise SettingError(f"marks: no operator is called {name!r}", strategy=strategy, legal=", ".join(names))
+            legal = ", ".join([op.name for op in graph.ops if op.module == name] or names)  # those that a module calls
+            raise SettingError(f"marks: no operator is called {name!r}", strategy=strategy, legal=legal)
     return graph.with_ops(
         tuple(
             replace(op, mark=MarkUse(marks[op.name], None, op.source, tuple(range(len(op.inputs)))))

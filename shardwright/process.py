@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import difflib
 import os
 import sys
 import time
@@ -143,6 +144,7 @@ def init(
             if named
             else "a whole number of at least 1",
         )
+    _check_backend(backend)
     before = _current[0] if _current else Runtime(False, None, 0, torch.device("cpu"))
     watched = before.watch if watch is None else watch
     if dist.is_available() and dist.is_initialized():
@@ -188,6 +190,22 @@ def _place_in_group() -> RankInRun | None:
     except SettingError:
         return None  # the group exists already, so that a faulty environment does not matter
     return place if place is not None and (place.rank, place.size) == (dist.get_rank(), dist.get_world_size()) else None
+
+
+def _check_backend(backend: str | None) -> None:
+    """Refuse a name that is no backend: in one process too, where none is needed.
+
+    Raises:
+        SettingError: the backend, and those that torch knows.
+    """
+    if backend is None or not dist.is_available():
+        return
+    known = sorted({"hccl", *dist.Backend.backend_list} - {"undefined"})
+    names = [part.rpartition(":")[2].lower() for part in str(backend).split(",")]  # "cpu:gloo,cuda:nccl"
+    if unknown := [name for name in names if name not in known]:
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        meant = f'did you mean "{near[0]}"? All: ' if near else ""
+        raise SettingError(f"init(backend={backend!r}): there is no such backend", legal=meant + ", ".join(known))
 
 
 def _join(place: RankInRun, device: torch.device, backend: str, timeout: timedelta, collectives: timedelta) -> None:

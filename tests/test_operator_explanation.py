@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.cli import main as cli
 from shardwright.cost.cost_model import CostModel
-from shardwright.operator_explanation import _Neighbourhood, explained, opened, shares_of
+from shardwright.operator_explanation import Holder, _Neighbourhood, explained, opened, shares_of
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import PlanningProblem
 from shardwright.planners.search_space import strategy_of
@@ -304,6 +304,28 @@ def test_what_runs_as_it_stands_has_no_alternatives() -> None:
     plan = sw.plan(nn.Linear(8, 8), (torch.empty(16, 8),), parallel_mode="hybrid_parallel", devices=4)
     said = explained(plan, "linear")
     assert not said.alternatives and said.missing and said.missing in text(said)
+
+
+def test_a_value_that_several_read_is_named_with_its_producer_and_its_readers() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act, self.q, self.k, self.v = nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.act(x)
+            return self.q(x) + self.k(x) + self.v(x)
+
+    plan = sw.plan(Net(), (torch.empty(16, 8),), parallel_mode="dynamic_programming", devices=4)
+    said = explained(plan, "q")
+    act = plan.operator("act").name
+    value = next(name for name, op in plan.graph.producers().items() if op.name == act)
+    for readers, named in ((("k", "v"), "k, v read too"), (("v",), "v reads too")):
+        operators = tuple(plan.operator(name).name for name in (*readers, "act"))  # the producer need not be the first
+        held = replace(said.alternatives[0], alone=1e-4, holder=Holder(value, operators, (), 1e-4))
+        out = " ".join(text(replace(said, alternatives=(held,))).split())
+        assert f"held there by the result of act, which {named}: +100 us" in out
+        assert f"since the redistribution of the result of act, which {named}, takes +100 us" in out
 
 
 def test_an_unknown_operator() -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "latest_checkpoint",
     "name_of",
     "prune",
+    "runs_inside",
     "steps_in",
 ]
 
@@ -80,12 +81,25 @@ def steps_in(path: str | Path) -> dict[int, Path]:
 def absent(path: Path, empty: str = "there is no checkpoint in it") -> str:
     """The reason why a path has no checkpoint: an empty folder (`empty`), a file, or no folder."""
     if path.is_dir():
-        return empty
+        inside = runs_inside(path)
+        return f"{empty}; {' and '.join(map(str, inside))} has one" if inside else empty
     return (
         f"it is a file, and not the folder of a checkpoint; its folder is {path.parent}"
         if path.is_file()
         else ("there is no such folder")
     )
+
+
+def runs_inside(path: Path) -> list[Path]:
+    """The first folder inside of `path` that is the folder of a run with checkpoints, as a list; empty: there is none.
+
+    A caller that meant this folder gets its name instead of an answer that nothing has been saved.
+    """
+    try:
+        folders = sorted(p for p in path.iterdir() if p.is_dir())
+    except OSError:
+        return []
+    return [folder for folder in folders if steps_in(folder)][:1]
 
 
 def latest_checkpoint(path: str | Path) -> Path | None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from ..errors import CheckpointError
 from ..json_files.json_reader import parse
 from ..json_files.json_values import dtype_named
 from ..runtime.distributed.coordination import ProcessRanks, SingleRank
-from .checkpoint_folders import absent, folder_of, steps_in
+from .checkpoint_folders import absent, folder_of, runs_inside, steps_in
 from .manifest import MANIFEST, Manifest, Piece, check_files, model_fingerprint, parsed
 from .state_file import STATE
 from .tensor_reader import HUGGING_FACE, StoredTensors, is_hugging_face
@@ -86,6 +87,13 @@ def seen_by_all(path: Any, step: int | None, missing_ok: bool, ranks: SingleRank
     first = next((rank for rank, other in enumerate(found) if other is not None), None)
     if first is None:
         ranks.agreed(failed or (None if missing_ok else _nothing(Path(path), step)))
+        if (inside := runs_inside(Path(path))) and not ranks.rank:
+            warnings.warn(
+                f"load_checkpoint: {path}: {absent(Path(path))}; nothing is loaded, as missing_ok=True asks\n"
+                f"  legal: the folder of the run, {inside[0]}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         return None
     stored: StoredTensors | None = None
     error: Exception | None = None

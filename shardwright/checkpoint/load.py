@@ -330,7 +330,7 @@ def load_checkpoint(
             they are.
         strict: names and dtypes must be those of the model; otherwise the tensors in common are loaded, and
             converted.
-        missing_ok: return None where `path` has no checkpoint.
+        missing_ok: return None where `path` has no checkpoint. A warning names a folder inside of it that has one.
 
     Returns:
         The step, the ``extra`` value and the folder; None where `missing_ok` is set and there is no checkpoint.

@@ -13,7 +13,9 @@ The parser of ``shardwright run``, in `launch.run`, is made in the same way.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -76,8 +78,17 @@ class Parser(argparse.ArgumentParser):
         lines = [part for line, meaning in self.examples for part in (f"  {line}", f"      {meaning}")]
         return super().format_help() + "".join(f"{line}\n" for line in (["", "examples:", *lines] if lines else ()))
 
+    def options_near(self, word: str) -> str:
+        """The option that a word such as ``--parallel_mode`` may stand for, or all options, as a sentence."""
+        options = [name for action in self.arguments for name in action.option_strings if name.startswith("--")]
+        near = difflib.get_close_matches(word.partition("=")[0], options, 1, 0.55)
+        return (f"did you mean {near[0]}? " if near else "") + f"the options are {', '.join(options)}"
+
     def error(self, message: str) -> NoReturn:
         """End with exit code 2 and one line."""
+        unknown = re.match(r"unrecognized arguments: (--\S+)", message)
+        if unknown:
+            message += f"; {self.options_near(unknown[1])}"
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 

@@ -18,7 +18,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,21 +177,25 @@ def _piped(pipeline: Any, asked: dict[str, Any] | None) -> dict[str, Any]:
     return {"pipeline": merged | {"stage_config": dict(merged.get("stage_config") or ())}}
 
 
-def _with_options_behind(arguments: argparse.Namespace) -> None:
+def _with_options_behind(arguments: argparse.Namespace, add_options: Callable[[argparse.ArgumentParser], None]) -> None:
     """Take options that stand behind the target out of the script's arguments."""
     words = arguments.script_args
     end = words.index("--") if "--" in words else len(words)
     parser = type(arguments.parser)(prog=arguments.parser.prog, add_help=False, allow_abbrev=False)
-    _add_options(parser)
+    add_options(parser)
     _, rest = parser.parse_known_args(words[:end], arguments)
+    unknown = next((word for word in rest if word.startswith("--")), None)
+    if unknown is not None and ":" in arguments.target:  # a function, which takes no arguments
+        legal = arguments.parser.options_near(unknown)
+        raise Nothing(f"{arguments.target} takes no arguments, but got {' '.join(rest)}; {legal}")
     arguments.script_args = rest + words[end + 1 :]
 
 
 def plan(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code. Errors of the script or function itself are raised as they are."""
-    _with_options_behind(arguments)
-    output = arguments.output or Path("plan.json")
     try:
+        _with_options_behind(arguments, _add_options)
+        output = arguments.output or Path("plan.json")
         import_modules(arguments.imports)
         if arguments.target == "diff":
             return diff(arguments)
@@ -525,15 +529,7 @@ def add_verify_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
             ("shardwright verify --devices 4 --cut model.py:build", "a function's model, cut wherever it can be"),
         ),
     )
-    parser.add_argument("--devices", type=positive, metavar="N", help="how many devices (default: as the target says)")
-    parser.add_argument("--steps", type=positive, metavar="K", help="steps of the optimizer (default: 3)")
-    add_quiet_option(parser)
-    parser.add_argument(
-        "--cut",
-        action="store_true",
-        help="plan on links that are next to free, so that searches cut whatever can be cut",
-    )
-    add_json_option(parser)
+    _add_verify_options(parser)
     parser.add_argument(
         "target",
         completes="file",
@@ -547,9 +543,23 @@ def add_verify_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
     parser.set_defaults(func=verify, parser=parser)
 
 
+def _add_verify_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--devices", type=positive, metavar="N", help="how many devices (default: as the target says)")
+    parser.add_argument("--steps", type=positive, metavar="K", help="steps of the optimizer (default: 3)")
+    add_quiet_option(parser)
+    parser.add_argument(
+        "--cut",
+        action="store_true",
+        help="plan on links that are next to free, so that searches cut whatever can be cut",
+    )
+    add_json_option(parser)
+
+
 def verify(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code. Errors of the script or function itself are raised as they are."""
     try:
+        if not os.path.isfile(arguments.target):  # behind a script stand its own
+            _with_options_behind(arguments, _add_verify_options)
         if os.path.isfile(arguments.target):
             report = verify_script(
                 arguments.target, arguments.script_args, arguments.devices, arguments.steps, arguments.cut

@@ -17,6 +17,7 @@ from ..capture.annotations import PipelineSettings
 from ..cluster import Cluster
 from ..errors import SettingError
 from ..graph import Graph, Value
+from ..launch.progress import keep, keeper
 from ..layout import Layout
 from ..partition.local_program import InputPlacement, description, find_batch_dims, place_inputs
 from ..partition.partitioner import arriving, neighbours
@@ -27,7 +28,7 @@ from .pipeline_plan import PipelinePlan, PipelineSearchResult, Stage
 from .schedules import Schedule, schedule
 from .stages import StageGraph, StageInput, cut
 
-__all__ = ["PlanCache", "pipeline_plan", "planned_stages", "schedule_of"]
+__all__ = ["PlanCache", "pipeline_plan", "planned_stages", "schedule_of", "until_stopped"]
 
 #: The planner of one stage: (graph, devices, fed, number) -> Plan.
 Planner = Callable[[Graph, int, InputPlacement, int], Plan]
@@ -175,6 +176,56 @@ def _feeding(
     return InputPlacement(
         tuple(layouts), input_placement.per_rank_batch, first if input_placement.per_rank_batch else ()
     )
+
+
+# -- Ctrl-C
+
+
+def until_stopped(make: Callable[[Planner], PipelinePlan], planner: Planner, quick: Planner) -> PipelinePlan:
+    """A pipeline, of which the command around keeps the best one so far at Ctrl-C: the stages that are planned, the
+    best plan so far of the stage that was being searched, and the rest by a quick planner.
+
+    Args:
+        make: the planner of one stage -> the pipeline; it plans the stages in order.
+        planner: of one stage. A search in it keeps the best plan so far of its stage (`keep`).
+        quick: of one stage, without a search.
+
+    Raises:
+        KeyboardInterrupt: at Ctrl-C.
+    """
+    done: dict[int, Plan] = {}
+
+    def noted(graph: Graph, devices: int, input_placement: InputPlacement, number: int) -> Plan:
+        made = planner(graph, devices, input_placement, number)
+        keep(None)  # what is kept now is of this stage
+        if number >= 0:
+            done[number] = made
+        return made
+
+    def so_far(best: Callable[[], Plan | None] | None) -> PipelinePlan:
+        whole = len(done)
+        begun = None if best is None else best()
+        known = done if begun is None else done | {whole: begun}
+
+        def stage(graph: Graph, devices: int, input_placement: InputPlacement, number: int) -> Plan:
+            if number in known:
+                return _taken(known[number], graph, input_placement)
+            return quick(graph, devices, input_placement, number)
+
+        made = make(stage)
+        note = f"stopped by Ctrl-C: {whole} of {len(made.stages)} stages were searched until then"
+        return replace(made, notes_of_its_own=(*made.notes_of_its_own, note))
+
+    keep(None)
+    try:
+        found = make(noted)
+    except KeyboardInterrupt:
+        command = keeper()
+        best = None if command is None else command.best
+        keep(lambda: so_far(best))
+        raise
+    keep(lambda: found)
+    return found
 
 
 # -- equal stages

@@ -276,10 +276,10 @@ def nothing_split(plan: Plan) -> str:
 
 
 def cluster_line(plan: Plan | PipelinePlan) -> str:
-    """The cluster that a plan is priced for, as a sentence; the one that is assumed where none is named says so."""
+    """The cluster that a plan is priced for, as a sentence; the one that is taken where none is named says so."""
     cluster = Cluster.of(plan.cluster, plan.devices)
     levels = ", ".join(f"{level.size} by {level.name} ({level.bandwidth / 1e9:.3g} GB/s)" for level in cluster.levels)
-    assumed = "; the one that is assumed where none is named (cluster=, --cluster)"
+    assumed = "; this one is taken too where none is named (cluster=, --cluster)"
     known = Cluster.of(None, plan.devices)
     return f"cluster: {cluster.name}, {levels}, {size_text(cluster.memory)} a device{assumed * (cluster == known)}"
 

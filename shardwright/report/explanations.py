@@ -12,7 +12,7 @@ from `shardwright.operator_explanation`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO
 
 from rich.table import Table
@@ -309,19 +309,31 @@ def _because(holder: Holder, names: OperatorNames) -> str:
         return f"its own work, and what it is fed, {more}"
     if not holder.operators:
         return f"the redistribution of {_value(holder.value, names)} {more}"
-    return f"the redistribution of {_theirs(holder, names)} between it and {_who(holder, names)} {more}"
+    if shared := _shared(holder, names):
+        return f"the redistribution of {shared}, {more}"
+    return (
+        f"the redistribution of {_theirs(holder, names)} between it and {_who(holder.operators, holder, names)} {more}"
+    )
 
 
 def _theirs(holder: Holder, names: OperatorNames) -> str:
     """The value of a holder, beside the operators at its other end."""
-    if names.producers.get(holder.value) in holder.operators:
-        return "its result" if len(holder.operators) == 1 else "the result of the first"
-    return _value(holder.value, names)
+    return "its result" if names.producers.get(holder.value) in holder.operators else _value(holder.value, names)
 
 
-def _who(holder: Holder, names: OperatorNames) -> str:
-    """The operators at the other end of a value; marked ones say so."""
-    holders = [names.path(o) + " (marked)" * (o in holder.marked) for o in holder.operators]
+def _shared(holder: Holder, names: OperatorNames) -> str:
+    """A value that another operator has produced and that others read as well, in words; "": it is none."""
+    producer = names.producers.get(holder.value)
+    readers = [o for o in holder.operators if o != producer]
+    if producer not in holder.operators or not readers:
+        return ""
+    read = "reads" if len(readers) == 1 else "read"
+    return f"the result of {_who([producer], holder, names)}, which {_who(readers, holder, names)} {read} too"
+
+
+def _who(operators: Sequence[str], holder: Holder, names: OperatorNames) -> str:
+    """Operators at the other end of a value; marked ones say so."""
+    holders = [names.path(o) + " (marked)" * (o in holder.marked) for o in operators]
     return ", ".join(holders[:3]) + (f" and {len(holders) - 3} more" if len(holders) > 3 else "")
 
 
@@ -403,7 +415,8 @@ def _holder(holder: Holder, names: OperatorNames) -> str:
     value = _value(holder.value, names)
     if not holder.operators:
         return f"{'' if value.startswith('the result') else 'the parameter '}{value}: {more}"
-    return f"{_who(holder, names)}, by {_theirs(holder, names)}: {more}"
+    shared = _shared(holder, names)
+    return f"{shared or f'{_who(holder.operators, holder, names)}, by {_theirs(holder, names)}'}: {more}"
 
 
 def _alone(other: Alternative) -> str:

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from rich import box
 from rich.console import Console
+from rich.containers import Lines
 from rich.table import Table
 from rich.text import Text
 
@@ -154,6 +155,33 @@ def rows(
     return [replace(out[group[0]], operator=text) for text, group in folded]
 
 
+class _Cell(Text):
+    """The text of a cell. A word that is too long for its column, such as a path, is cut behind a dot or a comma."""
+
+    def wrap(self, console: Console, width: int, **how: Any) -> Lines:
+        """Lines of at most `width` characters."""
+        cuts: list[int] = []
+        for word in () if how.get("no_wrap") else re.finditer(rf"\S{{{width + 1},}}", self.plain):
+            at = word.start()
+            while word.end() - at > width:
+                behind = max(self.plain.rfind(sign, at + width // 3, at + width) for sign in ".,") + 1
+                at = behind or at + width
+                cuts.append(at)
+        if not cuts:
+            return super().wrap(console, width, **how)
+        return Text("\n").join(self.divide(cuts)).wrap(console, width, **how)
+
+
+class _Table(Table):
+    """A table whose cells are `_Cell`s."""
+
+    def add_row(self, *cells: Any, **how: Any) -> None:
+        """Add a row."""
+        texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
+        made = [_Cell(t.plain, style=t.style, spans=t.spans) if isinstance(t, Text) else t for t in texts]
+        super().add_row(*made, **how)
+
+
 def table(*columns: str, right: tuple[str, ...] = (), lines: bool = False, wraps: tuple[str, ...] = ()) -> Table:
     """An empty table.
 
@@ -163,7 +191,7 @@ def table(*columns: str, right: tuple[str, ...] = (), lines: bool = False, wraps
         lines: True for a line between rows.
         wraps: the columns that give way where the table is too wide; empty: all.
     """
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_lines=lines)
+    made = _Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_lines=lines)
     for name in columns:
         fixed = bool(wraps) and name not in wraps
         made.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=fixed)

@@ -459,6 +459,11 @@ class Bound:
         return assignment
 
 
+def _many(operands: Sequence[object], noun: str) -> str:
+    """A number of operands in words: "1 input", "2 outputs"."""
+    return f"{len(operands)} {noun}{'s' * (len(operands) != 1)}"
+
+
 def bind(
     notation: Notation,
     in_shapes: Sequence[tuple[int, ...]],
@@ -484,15 +489,15 @@ def bind(
     def wrong(message: str) -> RuleError:
         return RuleError(
             f"the rule {notation.text!r} does not fit: {message}",
-            legal=f"shapes {tuple(in_shapes)} -> {tuple(out_shapes)}",
+            legal=f"a name for each dim of the shapes {tuple(in_shapes)} -> {tuple(out_shapes)}",
         )
 
     if notation.windowed - windows.keys():
         raise wrong(f"it has no windows for {', '.join(sorted(notation.windowed - windows.keys()))}")
     if len(notation.inputs) != len(in_shapes):
-        raise wrong(f"it has {len(notation.inputs)} inputs, the operator {len(in_shapes)}")
+        raise wrong(f"it describes {_many(notation.inputs, 'input')}, the operator has {len(in_shapes)}")
     if len(notation.outputs) != len(out_shapes):
-        raise wrong(f"it has {len(notation.outputs)} outputs, the operator {len(out_shapes)}")
+        raise wrong(f"it describes {_many(notation.outputs, 'output')}, the operator has {len(out_shapes)}")
     operands = list(zip(notation.inputs, in_shapes)) + list(zip(notation.outputs, out_shapes))
     ellipsis_rank = max((len(shape) - (len(dims) - 1) for dims, shape in operands if (_ELLIPSIS,) in dims), default=0)
 

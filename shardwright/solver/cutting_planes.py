@@ -474,9 +474,9 @@ class _PricedSearch:
             None
             if self.states is None
             else self.solution(
-                "prices of memory, each minimised exactly, then splicing"
+                "not proved to be the best: by prices of memory, each minimised exactly, then splicing"
                 if isinstance(self.pricing, Pricing)
-                else "prices of memory, bounded by sweeps, then splicing"
+                else "not proved to be the best: by prices of memory, bounded by sweeps, then splicing"
             )
         )
 

@@ -354,8 +354,14 @@ def test_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path:
     sw.load_checkpoint(part, path=tmp_path, strict=False)
     assert torch.equal(part[0].weight, net[0].weight)
     sw.save_checkpoint(net, path=tmp_path / "bare", step=1)
+    sw.save_checkpoint(net, path=tmp_path / "runs" / "7", step=1)
     refused("it has no state of an optimizer, and the SGD is to have one", other, path=tmp_path / "bare")
     assert sw.load_checkpoint(net, path=tmp_path / "none", missing_ok=True) is None
+    refused(r"no checkpoint in it; .*runs.7 has one\n", other, path=tmp_path / "runs")
+    with pytest.warns(
+        RuntimeWarning, match=r"nothing is loaded, as missing_ok=True asks\n.*the folder of the run, .*runs.7"
+    ):
+        assert sw.load_checkpoint(net, path=tmp_path / "runs", missing_ok=True) is None
     with pytest.raises(CheckpointError, match=r"path=None\n.*load_checkpoint\(model, optimizer, path\)"):
         sw.load_checkpoint(net, tmp_path)
 

@@ -288,7 +288,7 @@ def test_a_step_a_difference_and_a_verification_as_json(inside: Path, capsys: py
     assert cli.main(["plan", "--json", "diff", "plan.json", "edited.json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["equal"] and any("dynamic_programming -> data_parallel" in line for line in found["settings"])
-    report = as_json(capsys, "verify", "--devices", "4", "--cut", "model.py:build")
+    report = as_json(capsys, "verify", "--devices", "4", "model.py:build", "--cut")  # options before and behind it
     assert report["ok"] and report["steps"] == 3 and report["devices"] == 4
     assert report["dtypes"]["float64"]["losses"]["difference"] < 1e-12
     assert report["proved"] == (not report["unproved"])

@@ -147,6 +147,36 @@ def test_the_best_pipeline_so_far_is_written(
     assert best.devices == 4 and best.notes[0].startswith("stopped by Ctrl-C: the best pipeline until then")
 
 
+@pytest.mark.parametrize("searched", [0, 1, 2])
+def test_a_pipeline_of_given_stages_keeps_the_stages_that_are_searched(
+    searched: int, inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The others keep the best plan so far, or follow the batch."""
+    stages = 'stages=3, micro_batches=3, stage_config={"0": 0, "2": 1, "4": 2}'
+    wide = DEEP.replace("nn.Linear(64, 64)", "nn.Linear(2048, 2048)").replace("(64, 64)", "(48, 2048)")
+    (inside / "model.py").write_text(wide.replace('stages="auto", micro_batches=4', stages).replace("=4,", "=12,"))
+    assert cli.main(["plan", "model.py:model", "-o", "whole.json"]) == 0
+    capsys.readouterr()
+    real, left = searching.solve, [searched]
+
+    def stopped(*given: Any, **how: Any) -> Any:
+        left[0] -= 1
+        return ctrl_c() if left[0] == -1 else real(*given, **how)
+
+    monkeypatch.setattr(searching, "solve", stopped)
+    assert cli.main(["plan", "model.py:model", "-o", "best.json"]) == 130
+    best, whole = sw.Plan.load("best.json"), sw.Plan.load("whole.json")
+    assert capsys.readouterr().err.endswith(
+        f"; the best plan so far is in best.json: {best.cost * 1e3:.4g} ms a step, no bound is proved\n"
+    )
+    assert f"stopped by Ctrl-C: {searched} of 3 stages were searched until then" in best.notes
+    for number, (mine, theirs) in enumerate(zip(best.stages, whole.stages)):
+        assert mine.plan.devices == 4
+        equal = [o.in_strategy for o in mine.plan.operators] == [o.in_strategy for o in theirs.plan.operators]
+        assert equal or number >= searched
+    assert best.cost >= whole.cost
+
+
 def test_a_pipeline_that_does_not_fit_is_not_kept(
     inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -98,7 +98,7 @@ def test_a_function_s_model(model: Path, capsys: pytest.CaptureFixture) -> None:
     assert lines[0] == f"semi_auto on 16 devices of h100x8x2: {len(plan.operators)} operators, plan {plan.fingerprint}"
     assert lines[1:4] == ["the model: in parts", "    up: data 2 x tensor 4 (column) x 2 replicas", "    down: data 16"]
     known = "cluster: h100x8x2, 8 by NVLink 4 (450 GB/s), 2 by InfiniBand NDR (50 GB/s), 75 GiB a device"
-    assert lines[4] == f"{known}; the one that is assumed where none is named (cluster=, --cluster)"
+    assert lines[4] == f"{known}; this one is taken too where none is named (cluster=, --cluster)"
     assert lines[5].startswith('inputs: every rank is fed the whole batch (dataset_strategy="full_batch"')
     assert lines[6].startswith("a step takes ") and "communication" in lines[6]
     assert lines[7].startswith("with messages beside computation, as on a library such as NCCL, a step takes ")
@@ -328,8 +328,10 @@ def test_what_cannot_be_planned(
 def test_functions_that_return_something_else(model: Path, capsys: pytest.CaptureFixture) -> None:
     assert command(f"{model}:as_nothing") == 1
     assert "returns NoneType" in capsys.readouterr().err and not Path("plan.json").exists()
-    assert command(f"{model}:as_dict", "--steps") == 2
-    assert "takes no arguments" in capsys.readouterr().err
+    assert command(f"{model}:as_dict", "--zzz=9") == 2
+    assert "takes no arguments, but got --zzz=9; the options are --help, --devices, " in capsys.readouterr().err
+    assert command(f"{model}:as_dict", "--parallel_mode=data_parallel") == 2
+    assert "; did you mean --mode? the options are --help, " in capsys.readouterr().err
 
 
 def test_a_script_without_a_call(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

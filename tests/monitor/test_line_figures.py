@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -106,17 +107,30 @@ class Ticks:
         return self.now
 
 
-def lines_of(rank: int, world: int, compiled: bool | str = False) -> tuple[str, float, float]:
-    """Lines of four steps on a rank; figures of the last of them, by a clock of ticks."""
+def lines_of(
+    rank: int, world: int, compiled: bool | str = False, clip: float | None = None, scaled: bool = False
+) -> tuple[str, float, float]:
+    """Lines of four steps on a rank; figures of the last of them, by a clock of ticks.
+
+    Args:
+        clip: the order of the norms of `clip_grad_norm_`; None: nothing is clipped.
+        scaled: True: a `GradScaler` unscales the gradients.
+    """
     model = sw.AutoParallel(net(), nn.CrossEntropyLoss(), cluster=CLUSTER, compile=compiled)
-    model.dataset_strategy("full_batch")
+    model.dataset_strategy("full_batch").hsdp(optimizer_level="level2", threshold=0)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler("cpu", enabled=scaled)
     out, values = io.StringIO(), {}
     run = SimpleNamespace(log=values.update, define_metric=lambda tag, step_metric: None)
     with pytest.MonkeyPatch.context() as patch, sw.Monitor(model, every=2, wandb=run, out=out) as monitor:
         patch.setattr("time.perf_counter", Ticks())
         for _ in range(4):
             loss = model(draw(64, 8), labels(64))
-            loss.backward()
+            scaler.scale(loss).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0, clip)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
             monitor.step(loss)
         assert len(position.times) == (rank == 0 and world > 1 and not compiled)
     assert position.times == ()
@@ -125,7 +139,13 @@ def lines_of(rank: int, world: int, compiled: bool | str = False) -> tuple[str, 
 
 def on_ranks(rank: int, world: int) -> list[Any]:
     sw.init()
-    return [lines_of(rank, world), lines_of(rank, world, "eager")]
+    return [
+        lines_of(rank, world),
+        lines_of(rank, world, "eager"),
+        lines_of(rank, world, clip=2.0),
+        lines_of(rank, world, clip=math.inf),
+        lines_of(rank, world, scaled=True),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +162,12 @@ def test_ranks_measure_what_they_wait_for(ranks: list[Any]) -> None:
     # Each wait point is a tick from its begin to its end, and one to the next; each step begins and ends with another.
     assert exposed >= 2 and exposed == int(exposed), "the loss and the gradients are summed over the ranks"
     assert computation == exposed + 1
+
+
+def test_norms_of_gradients_and_the_check_of_a_scaler_are_exposed(ranks: list[Any]) -> None:
+    """Each is one all-reduce, and with it one wait point of a step more."""
+    plain, _, clipped, extreme, scaled = (exposed for _, _, exposed in ranks[0])
+    assert (clipped - plain, extreme - plain, scaled - plain) == (1, 1, 1)
 
 
 def test_a_compiled_program_is_not_measured(ranks: list[Any]) -> None:

@@ -79,6 +79,11 @@ WORDS: dict[str, tuple[Callable[[], Any], str, str]] = {
         "init.devices='nccl'.: the first argument is the number of devices",
         "init(backend='nccl')",
     ),
+    "a backend in another spelling": (
+        lambda: sw.init(devices=8, backend="ncll"),
+        "init.backend='ncll'.: there is no such backend",
+        '"nccl"',
+    ),
     "a launcher's word": (lambda: sw.init(device_num=8), "init has no argument 'device_num'", "devices="),
 }
 
@@ -140,7 +145,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "a function": (
         lambda: sw.AutoParallel(function),
-        r"function \(test_first_mistakes.py:95\) is not an nn.Module, and no step function",
+        r"function \(test_first_mistakes.py:100\) is not an nn.Module, and no step function",
         "a step that calls the model by such a variable",
     ),
     "a class": (lambda: sw.AutoParallel(Marked), "is not an nn.Module", "a model"),

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.text import Text
 from test_description import column_row, gpt, tower, transformer
 
 import shardwright as sw
@@ -16,6 +18,7 @@ from shardwright.cli import main as cli
 from shardwright.operator_explanation import explained, seconds_of
 from shardwright.report.explanations import costs, tell
 from shardwright.report.operator_names import OperatorNames
+from shardwright.report.table_parts import table
 from shardwright.report.tables import explain, summary
 
 
@@ -173,3 +176,23 @@ def test_a_plan_explains_itself(plan: sw.Plan, capsys: pytest.CaptureFixture) ->
     assert capsys.readouterr().out.startswith("blocks.2.attention: 13 operators, ")
     plan.explain()
     assert "blocks 0-2: data 2 x tensor 4" in capsys.readouterr().out
+
+
+def test_a_path_that_is_too_long_for_its_column_is_cut_behind_a_dot() -> None:
+    """A word without a dot, and a column that must not wrap, are as before."""
+    made = table("for", "strategy", wraps=("for",))
+    made.add_row("layers.{0-27}.mlp.gate_proj, layers.{0-26}.mlp.up_proj and 1 more", Text("((8, 1), (1, 1))"))
+    made.add_row("a_name_without_any_dot_in_it", "")
+    file = io.StringIO()
+    Console(file=file, width=37).print(made)
+    lines = [line.rstrip() for line in file.getvalue().splitlines()[3:]]
+    assert lines == [
+        " layers.{0-27}.     ((8, 1), (1, 1))",
+        " mlp.gate_proj,",
+        " layers.{0-26}.",
+        " mlp.up_proj and",
+        " 1 more",
+        " a_name_without_a",
+        " ny_dot_in_it",
+        "",
+    ]

@@ -107,8 +107,8 @@ def test_compound_sizes() -> None:
 @pytest.mark.parametrize(
     "text, ins, outs, said",
     [
-        ("a -> a", [(2,), (2,)], [(2,)], "1 inputs, the operator 2"),
-        ("a -> a, a", [(2,)], [(2,)], "2 outputs, the operator 1"),
+        ("a -> a", [(2,), (2,)], [(2,)], "describes 1 input, the operator has 2"),
+        ("a -> a, a", [(2,)], [(2,)], "describes 2 outputs, the operator has 1"),
         ("a b -> a", [(2,)], [(2,)], "2 dims where the operator has (2,)"),
         ("... a b -> a", [(2,)], [(2,)], "at least 2 dims, not (2,)"),
         ("a, a -> a", [(2,), (3,)], [(2,)], "'a' has sizes 2 and 3"),

@@ -19,8 +19,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...torch_private import foreach_norm, local_tensor, spec_of, unscale_
+from .watch.rank_positions import WaitPoint, waiting
 
-__all__ = ["norms", "unscale"]
+__all__ = ["NORMS", "norms", "unscale"]
+
+#: The wait points of the all-reduces of this module: exposed time counts them, and a rank that does not come is named.
+NORMS = WaitPoint("the all_reduce of norms of gradients")
+_UNSCALING = WaitPoint("the all_reduce of GradScaler's check for inf and NaN")
 
 
 def norms(
@@ -60,7 +65,8 @@ def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -
     slices = [x for x in map(_slice, gradients) if x.numel()]
     if slices:
         unscale_(slices, found_inf, inv_scale)
-    dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+    with waiting(_UNSCALING):
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX)
 
 
 def _slice(x: Tensor) -> Tensor:
@@ -100,11 +106,13 @@ def _over_ranks(mine: Tensor, counts: Sequence[bool], order: float) -> Tensor:
         own = torch.tensor(counts, device=mine.device)
         term = torch.where(own, term, math.inf if extreme and least else 0.0)
     if not extreme:
-        dist.all_reduce(term)
+        with waiting(NORMS):
+            dist.all_reduce(term)
         return term if order in (0, 1) else term.pow(1.0 / order)
     # The largest number of several may forget a NaN.
     missing = term.isnan()
     sent = torch.cat([term.nan_to_num(0.0, math.inf, -math.inf) * (-1 if least else 1), missing.to(term.dtype)])
-    dist.all_reduce(sent, dist.ReduceOp.MAX)
+    with waiting(NORMS):
+        dist.all_reduce(sent, dist.ReduceOp.MAX)
     found, missing = sent.chunk(2)
     return torch.where(missing > 0, math.nan, -found if least else found)

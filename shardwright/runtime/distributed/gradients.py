@@ -36,8 +36,9 @@ from ...torch_private import (
 )
 from ..optimizer_guard import not_summed
 from .gradient_edits import RANDOM, VIEWS, changes, drawn_like, is_copy, lost, part_of, put
-from .gradient_norms import norms, unscale
+from .gradient_norms import NORMS, norms, unscale
 from .parameter_hooks import call_after, put_within, seen_by_hooks
+from .watch.rank_positions import waiting
 
 __all__ = [
     "Gradient",
@@ -277,7 +278,8 @@ for _kind in (Gradient, StageGradient):
 def _norms_as_results(found: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
     """The norms that the counting ranks contribute, on every rank."""
     norms = torch.stack([n if getattr(g, "counts", True) else torch.zeros_like(n) for n, g in zip(found, gradients)])
-    dist.all_reduce(norms)
+    with waiting(NORMS):
+        dist.all_reduce(norms)
     return list(norms.unbind())
 
 

@@ -1,7 +1,8 @@
 """The time of a step by computation and exposed communication, as this rank measures it.
 
     exposed communication    the time at wait points (`rank_positions`): redistributions with the copies around their
-                             messages, sums of gradients, messages between stages and the wait for other stages
+                             messages, sums of gradients, their norms and GradScaler's check, messages between
+                             stages and the wait for other stages
     computation              the rest of the step
 
     HostTimes      the host itself waits: one clock
