@@ -327,6 +327,7 @@ class Program:
 
     def __init__(self, exported: Any) -> None:
         self.exported = exported
+        self.template: object = None  # the latest graph that was read of it, as a `GraphTemplate`
         self._by_meta: dict[Any, bool | None] = {}
         self._nodes: dict[Any, list[torch.fx.Node]] | None = None
 
