@@ -25,7 +25,7 @@ from torch.fx import Node
 from torch.fx.immutable_collections import immutable_list
 
 from ..autocast import Autocast
-from ..graph import Graph, Op, Value, changed, values_in
+from ..graph import Form, Graph, Op, Value, changed, form_of, share_form, values_in
 from ..torch_private import FakeTensor, OpOverload
 from .in_place_reader import tensors_of
 from .recapture import AsExported, says_nothing
@@ -85,6 +85,10 @@ class GraphTemplate:
     ) -> None:
         self._graph, self._sources, self._steps = graph, sources, steps
         self._outputs, self._kept, self._settings = outputs, kept, settings
+        forms: dict[Form, Form] = {}
+        self._forms = [
+            None if step.op is None else forms.setdefault(form_of(step.op), form_of(step.op)) for step in steps
+        ]
 
     @classmethod
     def of(
@@ -141,12 +145,13 @@ class GraphTemplate:
         values: dict[Node, Any] = {}
         inputs: list[Value] = []
         ops: list[Op] = []
+        forms: dict[tuple[int, int], Form] = {}  # equal layers are of one form here too
         grad, casting = torch.is_grad_enabled(), Autocast()
         for node, spec, before in self._sources:
             values[node] = _source(nodes.source(node, spec), before, spec.kind)
             if spec.kind is InputKind.USER_INPUT and type(before) is Value:
                 inputs.append(values[node])
-        for node, op, source, index, arguments in self._steps:
+        for (node, op, source, index, arguments), form in zip(self._steps, self._forms):
             if source is not None:
                 values[node] = values[source]
                 if index is None:
@@ -166,11 +171,18 @@ class GraphTemplate:
             args = tuple([_argument(*each, values) for each in zip(op.args, args, strict=True)])
             if kwargs:
                 kwargs = {name: _argument(op.kwargs.get(name), x, values) for name, x in kwargs.items()}
-            ops.append(changed(op, args=args, kwargs=kwargs, inputs=values_in((args, kwargs)), outputs=outputs))
-        results = [
+            op = changed(op, args=args, kwargs=kwargs, inputs=values_in((args, kwargs)), outputs=outputs)
+            ops.append(op)
+            if nodes.results is not None:
+                alike = id(form), id(nodes.results)
+                if alike in forms:
+                    share_form(op, forms[alike])
+                else:
+                    forms[alike] = form_of(op)
+        returned = [
             values[x] if type(x) is Node else x for x, kept in zip(nodes.outputs(self._outputs), self._kept) if kept
         ]
-        return replace(self._graph, inputs=tuple(inputs), ops=tuple(ops), outputs=tuple(results))
+        return replace(self._graph, inputs=tuple(inputs), ops=tuple(ops), outputs=tuple(returned))
 
 
 def _source(meta: Any, before: Any, kind: InputKind) -> Any:
@@ -226,8 +238,11 @@ def _argument(before: Any, now: Any, values: dict[Node, Any]) -> Any:
     kind = type(now)
     if kind is Node:
         return values[now]
-    if kind is int or kind is float:
-        if type(before) is kind:
+    if kind is int:
+        if type(before) is int:
+            return now
+    elif kind is float:  # forms of operators tell 0.0 from -0.0, which are equal
+        if type(before) is float and ((now and before) or now.hex() == before.hex()):
             return now
     elif kind in _SEQUENCES:
         if type(before) in _SEQUENCES and len(before) == len(now):

@@ -71,7 +71,6 @@ _MISTAKES = (AttributeError, LookupError, NameError, TypeError, AssertionError)
 
 #: Namespaces of operators that are no part of an exported program.
 _BESIDE = ("profiler", "prim")
-
 #: Operators to which export gives another name.
 _EXPORTED = {aten.lift_fresh.default: aten.lift_fresh_copy.default}
 
@@ -403,16 +402,15 @@ class OperatorCall(NamedTuple):
 
     Args:
         target, args, kwargs: as called.
-        made: the result: an outline, or several.
-        module: the innermost module that was running.
-        grad: True where gradients were on.
-        casting: the state of autocast.
+        made, results: the results: outlines, and the `_Result`s, which calls of one form share.
+        module, grad, casting: the innermost module that was running, True where gradients were on, and autocast.
     """
 
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     made: Any
+    results: Any
     module: nn.Module
     grad: bool
     casting: Any
@@ -520,7 +518,7 @@ class LightRun:
                 if x is not None and x.dtype.is_floating_point:
                     x.requires_grad = True
         if not facts.silent:
-            self._calls.append(OperatorCall(target, args, kwargs, made, self._running[-1], grad, casting))
+            self._calls.append(OperatorCall(target, args, kwargs, made, results, self._running[-1], grad, casting))
         return made
 
     def _results(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -558,6 +556,8 @@ class AsExported:
     def made(self, node: torch.fx.Node) -> Any:
         """The results of a node, as tensors without elements."""
         return node.meta.get("val")
+
+    results: Any = None  # the `_Result`s of the latest operator, which calls of one form share, where they are known
 
     def passed(self, node: torch.fx.Node, made: Any) -> None:
         """Note the results of a node that is no operator."""
@@ -623,7 +623,7 @@ class AsRun(AsExported):
             raise Differs(f"{target} is called in another module than {path!r}")
         args = self._positional(node, call.args)
         kwargs = self._matched(node, dict(node.kwargs), call.kwargs)
-        self._made[node] = call.made
+        self._made[node], self.results = call.made, call.results
         return args, kwargs
 
     def _positional(self, node: torch.fx.Node, theirs: tuple[Any, ...]) -> tuple[Any, ...]:
