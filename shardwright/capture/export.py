@@ -349,14 +349,14 @@ def _captured(
             [(mark, mark.in_strategy, mark.out_strategy, mark.source, mark.priority) for mark in marks],
         )
 
-        def read(program: Program, nodes: AsExported) -> _Exported:
+        def read(program: Program, nodes: AsExported) -> _Exported | None:
             template = program.template
             if isinstance(template, GraphTemplate) and not watch.outcome.updates:
                 graph = template.graph(nodes, decisive)
                 if graph is not None:
                     return _Exported(with_masters(graph), seen, watch.outcome, program, marks)
                 program.template = None
-                return traced.followed(read)
+                return None
             reader = GraphReader(
                 program.exported, nodes, marks, marked, prefix, aliases, called, [f for f, _ in applied], regions
             )
@@ -372,7 +372,7 @@ def _captured(
                 program.template = reader.template(graph, decisive)
             return _Exported(with_masters(graph), seen, watch.outcome, program, marks)
 
-        return traced.followed(read)
+        return traced.followed(read) or traced.followed(read)  # the second time without the template
 
     made: list[_Exported] = []
     try:

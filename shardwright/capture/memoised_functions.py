@@ -120,9 +120,10 @@ def computed_for_real(modules: list[tuple[str, nn.Module]], functions: list[Any]
     stand_ins: dict[int, _StandIn] = {}
 
     def stood_for(value: Any) -> Any:
-        if isinstance(value, (staticmethod, classmethod)):
-            return type(value)(stood_for(value.__func__))
-        return stand_ins.setdefault(id(value), _StandIn(value))
+        around = type(value) if isinstance(value, (staticmethod, classmethod)) else None
+        function = value if around is None else value.__func__
+        stand_in = stand_ins.setdefault(id(function), _StandIn(function))
+        return stand_in if around is None else around(stand_in)
 
     try:
         for place in _places(modules, functions):

@@ -30,6 +30,7 @@ from torch.export.graph_signature import InputKind
 from ..accelerator_api import default_device
 from ..autocast import current
 from ..errors import PACKAGE_FOLDER
+from ..graph import map_leaves
 from ..torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -208,9 +209,9 @@ def _computed(target: Any, args: Any, kwargs: Mapping[str, Any], device: torch.d
         if type(x) is torch.device:
             named_device.append(x)
             return x if device is None else device
-        return type(x)([stand_in(y) for y in x]) if isinstance(x, (list, tuple)) else x
+        return x
 
-    positional, named = [stand_in(x) for x in args], {name: stand_in(x) for name, x in kwargs.items()}
+    positional, named = map_leaves(stand_in, (args, dict(kwargs)))
     before = [_placed(t) for t in stand_ins] if written_names(target) else []
     made = target(*positional, **named)
     if before and [_placed(t) for t in stand_ins] != before:
@@ -220,8 +221,6 @@ def _computed(target: Any, args: Any, kwargs: Mapping[str, Any], device: torch.d
     def result(x: Any) -> Any:
         if x is None:
             return None
-        if isinstance(x, (list, tuple)):
-            return type(x)([result(y) for y in x])
         if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_conj() or x.is_neg():
             raise Differs(f"{target} gives what no outline can hold")
         itself = next((i for i, t in enumerate(stand_ins) if t is x), None)
@@ -231,7 +230,7 @@ def _computed(target: Any, args: Any, kwargs: Mapping[str, Any], device: torch.d
         form, offset = (tuple(x.shape), x.stride(), x.dtype, on), int(x.storage_offset())
         return _Result(form, x.requires_grad, offset, viewed, itself is not None)
 
-    return result(made)
+    return map_leaves(result, made)
 
 
 def _common_device(tensors: Sequence[torch.Tensor], named: Sequence[torch.device]) -> torch.device:
@@ -459,6 +458,7 @@ class LightRun:
             stack.enter_context(exporting())
             self._beneath = stack.enter_context(called_above_autograd(self._called))
             made = module(*args, **kwargs)
+            del self._beneath  # it holds this object
         if self._failed is not None:  # the model's code may have caught the error, and gone on
             raise Differs(self._failed)
         self._outputs = pytree.tree_leaves(made)
