@@ -191,7 +191,6 @@ class _File(NamedTuple):
         others: picks the other entries, which have to be of the same types. These are not kept alive.
         were, types: the objects and the types that were read.
         kept: the places of functions that cache their results.
-        functions: these functions.
         own: the classes of the file.
         classes: further classes of users in the file, as the keys of a dict.
         imported: the names of the users' files that the file's values come from.
@@ -204,7 +203,6 @@ class _File(NamedTuple):
     were: tuple[Any, ...]
     types: tuple[type, ...]
     kept: tuple[GuardedPlace, ...]
-    functions: tuple[Any, ...]
     own: tuple[type, ...]
     classes: dict[type, None]
     imported: tuple[str, ...]
@@ -221,7 +219,6 @@ class _File(NamedTuple):
             len(entries) == len(self.were) + len(self.types)
             and self.same(entries) == self.were
             and tuple(map(type, self.others(entries))) == self.types
-            and all(place.get() is function for place, function in zip(self.kept, self.functions))
         )
 
 
@@ -293,7 +290,6 @@ def _read_file(file: types.ModuleType) -> _File:
         pick(entries),
         tuple(map(type, rest(entries))),
         tuple(kept),
-        tuple([place.get() for place in kept]),
         own,
         classes,
         tuple(imported),
