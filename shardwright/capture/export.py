@@ -372,7 +372,9 @@ def _captured(
                 program.template = reader.template(graph, decisive)
             return _Exported(with_masters(graph), seen, watch.outcome, program, marks)
 
-        return traced.followed(read) or traced.followed(read)  # the second time without the template
+        one = traced.followed(read) or traced.followed(read)  # the second time without the template
+        assert one is not None
+        return one
 
     made: list[_Exported] = []
     try:
