@@ -22,6 +22,7 @@ from shardwright.capture.export import Recording, capture
 from shardwright.capture.graph_reader import GraphReader
 from shardwright.capture.kept_regions import Applied
 from shardwright.capture.recapture import Differs, Outline, Program
+from shardwright.graph import Form, form_of
 
 
 @pytest.fixture
@@ -87,6 +88,15 @@ def test_a_graph_is_filled_into_an_earlier_one_where_numbers_alone_differ(forwar
         made = capture(net, (x,), programs=programs)
         assert len(counted) == expected
         same(made, capture(net, (x,)))
+
+
+def test_operators_of_equal_layers_share_a_form_at_further_sizes():
+    net, programs = Language(layers=3), []
+    for rows in (4, 6):
+        made = capture(net, (labels(rows * 8, 16).view(rows, 8),), programs=programs)
+    forms = [form_of(op) for op in made.ops]
+    assert forms == [Form(op) for op in made.ops]
+    assert len({id(form) for form in forms}) == len(set(forms)) < len(forms) / 2
 
 
 # -- models that are followed at every size ----------------------------------------------------------------------------
