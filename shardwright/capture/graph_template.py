@@ -168,9 +168,11 @@ class GraphTemplate:
             made = nodes.made(node)
             outputs = _outputs(op, made)
             values[node] = outputs[0] if isinstance(made, torch.Tensor) else outputs
-            args = tuple([_argument(*each, values) for each in zip(op.args, args, strict=True)])
+            if len(args) != len(op.args) or kwargs.keys() != op.kwargs.keys():
+                raise _Other
+            args = tuple([_argument(*each, values) for each in zip(op.args, args)])
             if kwargs:
-                kwargs = {name: _argument(op.kwargs.get(name), x, values) for name, x in kwargs.items()}
+                kwargs = {name: _argument(op.kwargs[name], x, values) for name, x in kwargs.items()}
             op = changed(op, args=args, kwargs=kwargs, inputs=values_in((args, kwargs)), outputs=outputs)
             ops.append(op)
             if nodes.results is not None:
