@@ -140,10 +140,12 @@ CASES = {
 def added(model: sw.AutoParallel, batch: Sequence[Tensor]) -> tuple[float, float]:
     """Seconds that a call takes beyond one of the next two, and its loss.
 
-    What other models have left is collected before. The quicker one counts: in the other Python may look for cycles of
-    objects, which would make the first look cheap.
+    What other models have left is collected before, and the rest is frozen: Python looks for cycles among the objects
+    of this call alone. The quicker one counts: in the other Python may look for them too, which would make the first
+    look cheap.
     """
     gc.collect()
+    gc.freeze()
     start = time.process_time()
     loss = model(*batch).item()
     ends = [time.process_time()]

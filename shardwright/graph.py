@@ -19,6 +19,7 @@ from .torch_private import pytree, schema_of
 
 __all__ = [
     "SEED",
+    "Form",
     "Graph",
     "Master",
     "Op",
@@ -33,6 +34,7 @@ __all__ = [
     "leaves_of_type",
     "map_leaves",
     "map_values",
+    "share_form",
     "short_dtype",
     "types_of",
     "values_in",
@@ -193,19 +195,49 @@ def key_of(tree: Any, stand_in: Callable[[Any], Any] | None = None) -> tuple[Any
     return kind, tree if stand_in is None else stand_in(tree)
 
 
-def form_of(op: Op) -> tuple[Any, ...]:
+class Form:
     """A call without its names: equal for calls that rules treat alike, such as those of equal layers."""
-    places: dict[str, int] = {}
 
-    def place(x: Any) -> Any:
-        return places.setdefault(x.name, len(places)) if type(x) is Value else x
+    __slots__ = ("_hash", "_key")
 
-    def side(values: Sequence[Value | None]) -> tuple[Any, ...]:
-        return tuple([None if v is None else (v.shape, v.dtype, v.requires_grad) for v in values])
+    def __init__(self, op: Op) -> None:
+        places: dict[str, int] = {}
 
-    called = key_of((op.args, op.kwargs), place)
-    return op.target, called, tuple([place(v) for v in op.inputs]), side(op.inputs), side(op.outputs)
+        def place(x: Any) -> Any:
+            return places.setdefault(x.name, len(places)) if type(x) is Value else x
 
+        def side(values: Sequence[Value | None]) -> tuple[Any, ...]:
+            return tuple([None if v is None else (v.shape, v.dtype, v.requires_grad) for v in values])
+
+        called = key_of((op.args, op.kwargs), place)
+        key: Any = op.target, called, tuple([place(v) for v in op.inputs]), side(op.inputs), side(op.outputs)
+        try:
+            self._key, self._hash = key, hash(key)
+        except TypeError:  # an argument without a hash, such as a slice: the call is of a form of its own
+            self._key, self._hash = self, id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Form) and self._key is not self and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def form_of(op: Op) -> Form:
+    """The form of a call, which is found once."""
+    found: Form | None = op.__dict__.get(_FORM)
+    if found is None:
+        found = op.__dict__[_FORM] = Form(op)
+    return found
+
+
+def share_form(op: Op, form: Form) -> None:
+    """Note the form of a call, which is that of another call."""
+    op.__dict__[_FORM] = form
+
+
+#: Where an operator keeps its form, and the fields that decide the form.
+_FORM, _FORMING = "_form", frozenset({"target", "args", "kwargs", "inputs", "outputs"})
 
 #: The most frequent types of arguments that hold others.
 _SEQUENCES, _MAPPINGS = frozenset({tuple, list, immutable_list}), frozenset({dict, immutable_dict})
@@ -424,6 +456,8 @@ def changed(record: Record, **fields: Any) -> Record:
     made = object.__new__(type(record))
     made.__dict__.update(record.__dict__)
     made.__dict__.update(fields)
+    if not _FORMING.isdisjoint(fields):
+        made.__dict__.pop(_FORM, None)
     return made
 
 

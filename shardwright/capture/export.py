@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +56,7 @@ from ..torch_private import (
 from .annotations import Operator, collect_marks, mark_names, whole_shape
 from .enclosing_modules import WithLoss, scalers_refused, user_functions
 from .graph_reader import GraphReader, bare
+from .graph_template import GraphTemplate
 from .guards import GuardedPlace, Guards
 from .hybrid_models import refused_collective
 from .kept_regions import collect_functions, collect_regions
@@ -66,7 +66,7 @@ from .module_hooks import outermost_left_out
 from .python_state import Observation
 from .recapture import AsExported, Differs, LightRun, Outline, Program, is_mistake, memory_of, outline
 from .side_effects import Blamed, Effects, ForwardOutcome, LineFinder, counter, depends, judged, numbered
-from .source_lines import calling_line, is_users, user_frame
+from .source_lines import UsersLine, calling_line, innermost, is_users, user_frame
 from .watched_calls import refuse_backward_hooks, watched_calls
 
 __all__ = ["ModelAndLoss", "Recording", "capture", "captures"]
@@ -124,31 +124,6 @@ def _fake_state(
     finally:
         for held, name, tensor in saved:
             held[name] = tensor
-
-
-class _UsersLine:
-    """A stack of one line, in place of the whole Python stack.
-
-    Export formats the whole stack line by line for every operator, a sixth of its time.
-    """
-
-    @staticmethod
-    def extract() -> type[_UsersLine]:
-        return _UsersLine
-
-    @staticmethod
-    def summary() -> traceback.StackSummary:
-        """The user's innermost line alone."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not is_users(frame.f_code.co_filename):
-            frame = frame.f_back
-        lines = [] if frame is None else [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None)]
-        return traceback.StackSummary.from_list(lines)
-
-
-def _innermost(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
-    """The user's innermost line, which may be in a helper: export keeps lines in functions called ``forward``."""
-    return traceback.StackSummary.from_list([f for f in frames if is_users(f.filename)][-1:])
 
 
 @contextlib.contextmanager
@@ -368,20 +343,38 @@ def _captured(
             watch.outcome.effects.assign()
         called = _input_names(net, len(args) - 1) if loss_fn is not None else {}
 
-        def read(program: Program, nodes: AsExported) -> _Exported:
+        casting = current("cpu", device.type)  # an autocast around the call: its casts are written out too
+        decisive = (
+            (marked, prefix, aliases, called, stored, casting, torch.is_grad_enabled(), watch.out_spec),
+            [(mark, mark.in_strategy, mark.out_strategy, mark.source, mark.priority) for mark in marks],
+        )
+
+        def read(program: Program, nodes: AsExported) -> _Exported | None:
+            template = program.template
+            if isinstance(template, GraphTemplate) and not watch.outcome.updates:
+                graph = template.graph(nodes, decisive)
+                if graph is not None:
+                    return _Exported(with_masters(graph), seen, watch.outcome, program, marks)
+                program.template = None
+                return None
             reader = GraphReader(
                 program.exported, nodes, marks, marked, prefix, aliases, called, [f for f, _ in applied], regions
             )
-            reader.casting = current("cpu", device.type)  # an autocast around the call: its casts are written out too
+            reader.casting = casting
             owners = {id(buffer_table(m)): path for path, m in reversed(paths.items())} if watch.outcome.updates else {}
             for owner, key, *_ in watch.outcome.updates:
                 path = owners[id(owner)]
                 name = bare(f"{path}.{key}" if path else key, prefix)
                 reader.assigned.append(aliases.get(name, name))
             reader.out_spec, reader.masters = watch.out_spec, stored
-            return _Exported(with_masters(reader.graph()), seen, watch.outcome, program, marks)
+            graph = reader.graph()
+            if not watch.outcome.updates:
+                program.template = reader.template(graph, decisive)
+            return _Exported(with_masters(graph), seen, watch.outcome, program, marks)
 
-        return traced.followed(read)
+        one = traced.followed(read) or traced.followed(read)  # the second time without the template
+        assert one is not None
+        return one
 
     made: list[_Exported] = []
     try:
@@ -446,7 +439,7 @@ def _captured(
 
 def _program(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     """The exported program of a module on fake tensors."""
-    with stack_lines(_innermost, _UsersLine), attributes_unchecked(), code_written_late():
+    with stack_lines(innermost, UsersLine), attributes_unchecked(), code_written_late():
         return Program(torch.export.export(module, args, kwargs, strict=False))
 
 

@@ -25,6 +25,7 @@ from ..rules.normalization import without_side_effects
 from ..rules.recurrent import layer_by_layer, without_dropout
 from ..torch_private import FakeTensor, OpOverload, schema_of
 from .annotations import MARK, Operator
+from .graph_template import GraphTemplate, Step
 from .hybrid_models import refused_collective
 from .in_place_reader import InPlaceReader, metas_made, tensors_of
 from .kept_regions import EDGE, OPAQUE, Applied, RecomputeSettings, recomputed_ops, regions, written_out
@@ -115,6 +116,10 @@ class GraphReader(InPlaceReader):
         # Recomputed region -> number of operators, and the casts, before it.
         self.entered: dict[int, tuple[int, dict[tuple[object, ...], Value]]] = {}
         self.spans: list[tuple[int, int, int]] = []  # region, its first operator, one past its last
+        # As `GraphTemplate.of` takes them.
+        self.sources: list[tuple[torch.fx.Node, Any, Any]] = []
+        self.steps: list[tuple[Step, int | None]] = []
+        self.read_ops: list[Op] = []
 
     def unique(self, name: str) -> str:
         candidate, count = name, 1
@@ -135,6 +140,7 @@ class GraphReader(InPlaceReader):
             meta = self.nodes.source(node, spec)
             if not isinstance(meta, torch.Tensor):
                 self.cells[node] = meta if spec.kind is not InputKind.USER_INPUT else getattr(spec.arg, "value", meta)
+                self.sources.append((node, spec, self.cells[node]))
                 continue
             if spec.kind is InputKind.USER_INPUT:
                 value = Value(self.unique(node.name), tuple(meta.shape), meta.dtype, meta.requires_grad)
@@ -159,6 +165,7 @@ class GraphReader(InPlaceReader):
             owner = _OWNERS.get(spec.kind, "input")
             named = self.memories.setdefault if owner in ("parameter", "buffer") else lambda _, memory: memory
             self.cells[node] = Cell(named(value.name, Memory(value, owner, value.name)).whole)
+            self.sources.append((node, spec, value))
         for mark_path in self.mark_names.values():
             self.used.add(mark_path)
         result = self.walk(self.program.graph, self.program.graph_module)
@@ -172,12 +179,13 @@ class GraphReader(InPlaceReader):
             del kept[-len(self.assigned) :]
         changed = self.changed_inputs([v.name for v in inputs])
         kept += changed.values()
+        self.read_ops = recomputed_ops(self.ops, self.regions, self.spans, self.mark_names)
         graph = Graph(
             tuple(inputs),
             parameters,
             buffers,
             constants,
-            tuple(recomputed_ops(self.ops, self.regions, self.spans, self.mark_names)),
+            tuple(self.read_ops),
             tuple(kept),
             self.program.call_spec.in_spec,
             self.out_spec,
@@ -199,6 +207,10 @@ class GraphReader(InPlaceReader):
             if unseen
             else graph
         )
+
+    def template(self, graph: Graph, settings: object) -> GraphTemplate | None:
+        """`GraphTemplate.of` the graph that was read."""
+        return GraphTemplate.of(self.program, graph, self.sources, self.steps, self.read_ops, settings)
 
     def changed_inputs(self, names: list[str]) -> dict[int, Value]:
         """Index of an input that the model changed in place -> the final value of the input.
@@ -270,6 +282,7 @@ class GraphReader(InPlaceReader):
             source, index = _args(node)
             self.cells[node] = self.cells[source][index]
             self.nodes.passed(node, self.nodes.made(source)[index])
+            self.steps.append((Step(node, source=source, index=index), None))
         elif target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             self.grad_mode(node)
         elif target is torch.ops.higher_order.wrap_with_autocast:
@@ -409,6 +422,7 @@ class GraphReader(InPlaceReader):
     def mark(self, node: torch.fx.Node) -> None:
         source, call, place = self.args
         self.cells[node] = self.cells[source]
+        self.steps.append((Step(node, source=source, arguments=(call, place)), None))
         if place >= 0:
             self.begun.setdefault(call, len(self.ops))
             self.entries[node] = place
@@ -540,6 +554,8 @@ class GraphReader(InPlaceReader):
             self.find_views(node, target, tuple(args), kwargs, cells)
         if _is_view(target) and self.args and self.args[0] in self.entries:
             self.entries[node] = self.entries[self.args[0]]
+        if not self.casting:
+            self.steps.append((Step(node), len(self.ops) - 1))
         self.cells[node] = cells[0] if isinstance(self.nodes.made(node), torch.Tensor) else cells
 
     def emit(self, target: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Value]:

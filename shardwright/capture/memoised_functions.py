@@ -120,9 +120,10 @@ def computed_for_real(modules: list[tuple[str, nn.Module]], functions: list[Any]
     stand_ins: dict[int, _StandIn] = {}
 
     def stood_for(value: Any) -> Any:
-        if isinstance(value, (staticmethod, classmethod)):
-            return type(value)(stood_for(value.__func__))
-        return stand_ins.setdefault(id(value), _StandIn(value))
+        around = type(value) if isinstance(value, (staticmethod, classmethod)) else None
+        function = value if around is None else value.__func__
+        stand_in = stand_ins.setdefault(id(function), _StandIn(function))
+        return stand_in if around is None else around(stand_in)
 
     try:
         for place in _places(modules, functions):
@@ -190,7 +191,6 @@ class _File(NamedTuple):
         others: picks the other entries, which have to be of the same types. These are not kept alive.
         were, types: the objects and the types that were read.
         kept: the places of functions that cache their results.
-        functions: these functions.
         own: the classes of the file.
         classes: further classes of users in the file, as the keys of a dict.
         imported: the names of the users' files that the file's values come from.
@@ -203,7 +203,6 @@ class _File(NamedTuple):
     were: tuple[Any, ...]
     types: tuple[type, ...]
     kept: tuple[GuardedPlace, ...]
-    functions: tuple[Any, ...]
     own: tuple[type, ...]
     classes: dict[type, None]
     imported: tuple[str, ...]
@@ -220,7 +219,6 @@ class _File(NamedTuple):
             len(entries) == len(self.were) + len(self.types)
             and self.same(entries) == self.were
             and tuple(map(type, self.others(entries))) == self.types
-            and all(place.get() is function for place, function in zip(self.kept, self.functions))
         )
 
 
@@ -292,7 +290,6 @@ def _read_file(file: types.ModuleType) -> _File:
         pick(entries),
         tuple(map(type, rest(entries))),
         tuple(kept),
-        tuple([place.get() for place in kept]),
         own,
         classes,
         tuple(imported),

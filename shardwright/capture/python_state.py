@@ -526,9 +526,23 @@ class NameRead(NamedTuple):
     chain: tuple[str, ...]
 
 
-@functools.lru_cache(maxsize=4096)
+#: Id of a code object -> itself, and the names in it. Hashing a code object takes longer than a walk of its names.
+_NAMES: dict[int, tuple[types.CodeType, tuple[NameRead, ...]]] = {}
+#: The number of code objects that are remembered.
+_KEPT_NAMES = 4096
+
+
 def names_read(code: types.CodeType) -> tuple[NameRead, ...]:
     """The names that a code object refers to, and the functions that it defines inside, each with its longest chain."""
+    known = _NAMES.get(id(code))
+    if known is None:
+        if len(_NAMES) >= _KEPT_NAMES:
+            _NAMES.clear()
+        known = _NAMES[id(code)] = code, _names_in(code)
+    return known[1]
+
+
+def _names_in(code: types.CodeType) -> tuple[NameRead, ...]:
     found: dict[NameRead, None] = {}
     for each in code.co_consts:
         if isinstance(each, types.CodeType):

@@ -30,6 +30,7 @@ from torch.export.graph_signature import InputKind
 from ..accelerator_api import default_device
 from ..autocast import current
 from ..errors import PACKAGE_FOLDER
+from ..graph import map_leaves
 from ..torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -71,7 +72,6 @@ _MISTAKES = (AttributeError, LookupError, NameError, TypeError, AssertionError)
 
 #: Namespaces of operators that are no part of an exported program.
 _BESIDE = ("profiler", "prim")
-
 #: Operators to which export gives another name.
 _EXPORTED = {aten.lift_fresh.default: aten.lift_fresh_copy.default}
 
@@ -209,9 +209,9 @@ def _computed(target: Any, args: Any, kwargs: Mapping[str, Any], device: torch.d
         if type(x) is torch.device:
             named_device.append(x)
             return x if device is None else device
-        return type(x)([stand_in(y) for y in x]) if isinstance(x, (list, tuple)) else x
+        return x
 
-    positional, named = [stand_in(x) for x in args], {name: stand_in(x) for name, x in kwargs.items()}
+    positional, named = map_leaves(stand_in, (args, dict(kwargs)))
     before = [_placed(t) for t in stand_ins] if written_names(target) else []
     made = target(*positional, **named)
     if before and [_placed(t) for t in stand_ins] != before:
@@ -221,8 +221,6 @@ def _computed(target: Any, args: Any, kwargs: Mapping[str, Any], device: torch.d
     def result(x: Any) -> Any:
         if x is None:
             return None
-        if isinstance(x, (list, tuple)):
-            return type(x)([result(y) for y in x])
         if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_conj() or x.is_neg():
             raise Differs(f"{target} gives what no outline can hold")
         itself = next((i for i, t in enumerate(stand_ins) if t is x), None)
@@ -232,7 +230,7 @@ def _computed(target: Any, args: Any, kwargs: Mapping[str, Any], device: torch.d
         form, offset = (tuple(x.shape), x.stride(), x.dtype, on), int(x.storage_offset())
         return _Result(form, x.requires_grad, offset, viewed, itself is not None)
 
-    return result(made)
+    return map_leaves(result, made)
 
 
 def _common_device(tensors: Sequence[torch.Tensor], named: Sequence[torch.device]) -> torch.device:
@@ -327,6 +325,7 @@ class Program:
 
     def __init__(self, exported: Any) -> None:
         self.exported = exported
+        self.template: object = None  # the latest graph that was read of it, as a `GraphTemplate`
         self._by_meta: dict[Any, bool | None] = {}
         self._nodes: dict[Any, list[torch.fx.Node]] | None = None
 
@@ -402,16 +401,15 @@ class OperatorCall(NamedTuple):
 
     Args:
         target, args, kwargs: as called.
-        made: the result: an outline, or several.
-        module: the innermost module that was running.
-        grad: True where gradients were on.
-        casting: the state of autocast.
+        made, results: the results: outlines, and the `_Result`s, which calls of one form share.
+        module, grad, casting: the innermost module that was running, True where gradients were on, and autocast.
     """
 
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     made: Any
+    results: Any
     module: nn.Module
     grad: bool
     casting: Any
@@ -460,6 +458,7 @@ class LightRun:
             stack.enter_context(exporting())
             self._beneath = stack.enter_context(called_above_autograd(self._called))
             made = module(*args, **kwargs)
+            del self._beneath  # it holds this object
         if self._failed is not None:  # the model's code may have caught the error, and gone on
             raise Differs(self._failed)
         self._outputs = pytree.tree_leaves(made)
@@ -519,7 +518,7 @@ class LightRun:
                 if x is not None and x.dtype.is_floating_point:
                     x.requires_grad = True
         if not facts.silent:
-            self._calls.append(OperatorCall(target, args, kwargs, made, self._running[-1], grad, casting))
+            self._calls.append(OperatorCall(target, args, kwargs, made, results, self._running[-1], grad, casting))
         return made
 
     def _results(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -557,6 +556,8 @@ class AsExported:
     def made(self, node: torch.fx.Node) -> Any:
         """The results of a node, as tensors without elements."""
         return node.meta.get("val")
+
+    results: Any = None  # the `_Result`s of the latest operator, which calls of one form share, where they are known
 
     def passed(self, node: torch.fx.Node, made: Any) -> None:
         """Note the results of a node that is no operator."""
@@ -622,7 +623,7 @@ class AsRun(AsExported):
             raise Differs(f"{target} is called in another module than {path!r}")
         args = self._positional(node, call.args)
         kwargs = self._matched(node, dict(node.kwargs), call.kwargs)
-        self._made[node] = call.made
+        self._made[node], self.results = call.made, call.results
         return args, kwargs
 
     def _positional(self, node: torch.fx.Node, theirs: tuple[Any, ...]) -> tuple[Any, ...]:

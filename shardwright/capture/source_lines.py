@@ -7,12 +7,22 @@ import sys
 import sysconfig
 import traceback
 from types import FrameType
+from typing import Any
 
 import torch
 
 from ..errors import PACKAGE_FOLDER, place_text
 
-__all__ = ["calling_line", "is_users", "module_path", "source_of", "stack_level", "user_frame"]
+__all__ = [
+    "UsersLine",
+    "calling_line",
+    "innermost",
+    "is_users",
+    "module_path",
+    "source_of",
+    "stack_level",
+    "user_frame",
+]
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
@@ -75,3 +85,28 @@ def module_path(node: torch.fx.Node, prefix: str) -> str:
         stack = node.meta.get("nn_module_stack")
         path = node.meta[_PATH] = stack[next(reversed(stack))][0] if stack else ""
     return path.removeprefix(prefix).removeprefix(".") if path.startswith(prefix) else path
+
+
+class UsersLine:
+    """A stack of one line, in place of the whole Python stack.
+
+    Export formats the whole stack line by line for every operator, a sixth of its time.
+    """
+
+    @staticmethod
+    def extract() -> type[UsersLine]:
+        return UsersLine
+
+    @staticmethod
+    def summary() -> traceback.StackSummary:
+        """The user's innermost line alone."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not is_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        lines = [] if frame is None else [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None)]
+        return traceback.StackSummary.from_list(lines)
+
+
+def innermost(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+    """The user's innermost line, which may be in a helper: export keeps lines in functions called ``forward``."""
+    return traceback.StackSummary.from_list([f for f in frames if is_users(f.filename)][-1:])

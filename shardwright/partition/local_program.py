@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import MissingRuleError, SettingError, ShardwrightError
-from ..graph import Graph, Op, Recompute, Value, changed, leaves_of_type, types_of
+from ..graph import Graph, Op, Recompute, Value, changed, form_of, leaves_of_type, types_of
 from ..layout import Digit, Digits, Layout, digits_size
 from ..mixed_precision import narrowed_to
 from ..redistribution import Redistribution
@@ -294,23 +294,29 @@ def description(op: Op, on_missing_rule: str, devices: int, uneven: bool = False
                 legal='a model without it, or parallel_mode="stand_alone"',
             )
         found, note = whole_rule(op), f"{op.kind} has no rule: it runs whole on every device"
-    return (*_bound(op, found, uneven), note)
+    bound = bound_rule(op, found, uneven)
+    assert found is not None
+    return found, bound, note
+
+
+def descriptions(
+    ops: Sequence[Op], on_missing_rule: str, devices: int, uneven: bool = False
+) -> list[tuple[Rule, Bound, str | None]]:
+    """The `description` of each operator, found once for all of one form."""
+    forms, known = [(form_of(op), op.micro, op.fast) for op in ops], {}
+    for op, form in zip(ops, forms):
+        if form not in known:
+            known[form] = description(op, on_missing_rule, devices, uneven)
+    return [known[form] for form in forms]
 
 
 def unrepeatable(op: Op) -> str | None:
-    """The harm of running this call whole on every device; None where there is none, as for a dropout in
-    evaluation."""
+    """The harm of running this call whole on every device; None without one, as for a dropout in evaluation."""
     trains = op.argument("train", op.argument("training", True))
-    if torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ()):
-        share = next((op.argument(name) for name in ("p", "dropout_p", "dropout") if name in op.argument_names), 1)
-        return "draw other random numbers on each" if trains and share else None
-    return None
-
-
-def _bound(op: Op, found: Rule | None, uneven: bool) -> tuple[Rule, Bound]:
-    bound = bound_rule(op, found, uneven)
-    assert found is not None
-    return found, bound
+    if torch.Tag.nondeterministic_seeded not in getattr(op.target, "tags", ()):
+        return None
+    share = next((op.argument(name) for name in ("p", "dropout_p", "dropout") if name in op.argument_names), 1)
+    return "draw other random numbers on each" if trains and share else None
 
 
 @dataclass(frozen=True)
@@ -560,12 +566,8 @@ class _Operator:
 
 @dataclass(frozen=True)
 class PortableDecisions:
-    """A `Decisions` without its graph. One rank sends `encoded` to the others, which `read` them.
-
-    Attributes:
-        operators: by name, in program order.
-        carries, found, hsdp: as in `Decisions`.
-    """
+    """A `Decisions` without its graph: `operators` by name, in program order. One rank sends them `encoded` to the
+    others, which `read` them."""
 
     operators: dict[str, _Operator]
     batch_dims: dict[str, int]
@@ -632,9 +634,8 @@ class PortableDecisions:
         """
         decisions: dict[str, Decision] = {}
         assignments: dict[tuple[int, tuple[Digits, ...]], Assignment] = {}  # equal layers share their bound rules
-        for op in graph.ops:
+        for op, (rule, bound, _) in zip(graph.ops, descriptions(graph.ops, on_missing_rule, devices, uneven)):
             portable = self.operators[op.name]
-            rule, bound, _ = description(op, on_missing_rule, devices, uneven)
             assignment = assignments.get((id(bound), portable.digits))
             if assignment is None:
                 assignment = replace(bound.whole(devices), digits=portable.digits)

@@ -19,7 +19,7 @@ from ..errors import SettingError
 from ..graph import Graph, Value
 from ..launch.progress import keep, keeper
 from ..layout import Layout
-from ..partition.local_program import InputPlacement, description, find_batch_dims, place_inputs
+from ..partition.local_program import InputPlacement, descriptions, find_batch_dims, place_inputs
 from ..partition.partitioner import arriving, neighbours
 from ..sharded_plan import Plan
 from ..torch_private import pytree
@@ -93,7 +93,8 @@ def pipeline_plan(
             legal='dataset_strategy("full_batch"), or stages of one size',
         )
     micro = split(graph, planned.micro_batches, wide, parts)
-    bounds = {op.name: description(op, on_missing_rule, devices, uneven)[1] for op in micro.graph.ops}
+    described = descriptions(micro.graph.ops, on_missing_rule, devices, uneven)
+    bounds = {op.name: bound for op, (_, bound, _) in zip(micro.graph.ops, described)}
     graphs = cut(micro.graph, modules, planned.stages, find_batch_dims(micro.graph, bounds))
     made = planned_stages(graphs, graph.inputs, micro.counts, planned.placement, sizes, input_placement, planner)
     return PipelinePlan(

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..capture.export import Recording
-from ..graph import Graph, Op, Value, changed, leaves, map_leaves
+from ..graph import Form, Graph, Op, Value, changed, form_of, leaves, map_leaves, share_form
 from ..torch_private import pytree
 
 __all__ = ["DerivedCaptures"]
@@ -135,14 +135,18 @@ def _derived(earlier: Graph, wide: Graph, graph: Graph, shapes: Sequence[Shape])
         raise _Unknown
     explained = _Numbers(earlier, wide, graph)
     ops = []
+    forms: dict[tuple[Form, Form, Form], Form] = {}  # equal layers are of one form here too
     for a, b, op in zip(earlier.ops, wide.ops, graph.ops):
         outputs = tuple(map(widened, a.outputs, b.outputs, op.outputs))
         args, kwargs = explained.arguments(a, b, op, grown)
-        ops.append(
-            changed(
-                op, args=args, kwargs=kwargs, inputs=tuple([grown.get(v.name, v) for v in op.inputs]), outputs=outputs
-            )
-        )
+        inputs_of = tuple([grown.get(v.name, v) for v in op.inputs])
+        made = changed(op, args=args, kwargs=kwargs, inputs=inputs_of, outputs=outputs)
+        alike = form_of(a), form_of(b), form_of(op)
+        if alike in forms:
+            share_form(made, forms[alike])
+        else:
+            forms[alike] = form_of(made)
+        ops.append(made)
     return replace(
         graph,
         inputs=inputs,

@@ -285,11 +285,7 @@ class MicrobatchRewriter:
             SettingError: an argument depends on the size of the batch.
         """
         form = form_of(op), form_of(wide_op), tuple(inputs)
-        try:
-            known = self.known_calls.get(form)
-        except TypeError:  # an argument that cannot be looked up, such as a slice
-            self._same_numbers(op, wide_op)
-            return self._of_rows(op, wide_op, inputs)
+        known = self.known_calls.get(form)
         if known is not None:
             return op, known
         self._same_numbers(op, wide_op)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..graph import Graph, Op
+from ..graph import Form, Graph, Op, form_of
 from ..partition.local_program import Decisions, PortableDecisions
 from ..rules import Bound
 from ..sharded_plan import Plan
@@ -40,12 +40,17 @@ def at_other_sizes(
     Returns:
         The decisions; None where the plan does not fit.
     """
-    if (
-        plan.devices != devices
-        or len(plan.graph.ops) != len(graph.ops)
-        or not all(_alike(mine, theirs, devices) for mine, theirs in zip(plan.graph.ops, graph.ops))
-    ):
+    if plan.devices != devices or len(plan.graph.ops) != len(graph.ops):
         return None
+    alike: dict[tuple[Form, Form], bool] = {}  # equal layers have operators of one form
+    for mine, theirs in zip(plan.graph.ops, graph.ops):
+        if (mine.name, mine.target, mine.mark) != (theirs.name, theirs.target, theirs.mark):
+            return None
+        forms = form_of(mine), form_of(theirs)
+        if forms not in alike:
+            alike[forms] = _alike(mine, theirs, devices)
+        if not alike[forms]:
+            return None
     found = plan.found
     if found is not None:
         sizes = ", ".join(str(list(v.shape)) for v in plan.graph.inputs)
@@ -71,8 +76,6 @@ def _of_one_form(mine: Bound, theirs: Bound) -> bool:
 
 def _alike(mine: Op, theirs: Op, devices: int) -> bool:
     """True where two captures of an operator differ in sizes alone, and in no size that matters to its cuts."""
-    if (mine.name, mine.target, mine.mark) != (theirs.name, theirs.target, theirs.mark):
-        return False
     for a, b in zip((*mine.inputs, *mine.outputs), (*theirs.inputs, *theirs.outputs)):
         if (a is None) != (b is None):
             return False

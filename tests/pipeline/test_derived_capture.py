@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 
 import shardwright as sw
 from shardwright.capture.export import captures
-from shardwright.graph import values_in
+from shardwright.graph import Form, form_of, values_in
 from shardwright.pipeline.derived_capture import DerivedCaptures
 from tests.support.capture_count import counted_captures
 
@@ -90,6 +90,7 @@ def test_a_derived_capture_is_that_of_a_run():
             (op.name, op.args, op.kwargs, op.inputs, op.outputs) for op in wide.ops
         ]
         assert values_in(made.outputs) == values_in(wide.outputs) and made.inputs == wide.inputs
+        assert [form_of(op) for op in made.ops] == [Form(op) for op in made.ops]
 
 
 def test_a_branch_between_the_micro_batch_and_the_wide_capture_is_seen():
