@@ -46,10 +46,8 @@ from ..sharded_plan import Plan
 from ..torch_private import pytree
 from .absent_ranks import AbsentStages, NamedGroups, Slept, alone
 from .drawn_values import DrawnValues
-from .held_memory import memory_of, most_held
-from .measured_table import OperatorSeconds, folded
-from .operator_clock import OperatorClock
-from .rehearsal_report import Rehearsal
+from .rehearsal_report import OperatorSeconds, Rehearsal, folded
+from .step_measurement import OperatorClock, memory_of, most_held
 
 __all__ = ["rehearse"]
 

@@ -43,7 +43,7 @@ from ..runtime.profile_ranges import (
     scatter_text,
 )
 from ..sharded_plan import Plan
-from .measured_table import OperatorSeconds, figure_line, folded, measured_table, ratio_of, table_text, together
+from .rehearsal_report import OperatorSeconds, figure_line, folded, measured_table, ratio_of, table_text, together
 from .trace_reading import TracedStep, read_trace
 
 __all__ = ["TraceComparison", "compare_trace"]

@@ -1,4 +1,4 @@
-"""Parts that the tables of plans (`tables`) and of pipelines (`pipeline_tables`) share.
+"""Parts that the tables of plans and of pipelines (`tables`) share.
 
 1. A table of operators: `rows`, laid out by `wide` (a line each) or `narrow` (a few lines each).
 2. A table of `parameters`, and the lines `memory_line` and `total`.
