@@ -48,9 +48,11 @@ from .accelerator_api import is_accelerator, on_host_soon, peak_allocated
 from .cluster import Cluster
 from .cost.primitive_costs import work_of
 from .errors import SettingError
+from .pipeline.pipeline_plan import PipelinePlan
 from .process import current, rank
 from .report.format import size_text, time_text
 from .runtime.distributed.watch.wait_times import MeasuredStep, WaitTimes, times_on
+from .sharded_plan import Plan
 
 __all__ = ["Monitor"]
 
@@ -69,7 +71,7 @@ class Figure(NamedTuple):
     text: str
 
 
-def plan_of(model: nn.Module | None) -> Any:
+def plan_of(model: nn.Module | None) -> Plan | PipelinePlan | None:
     """The plan of a model's latest program; None while it has none, and for a model that is not parallel."""
     return getattr(model, "plan", None) if getattr(model, "_programs", None) else None
 
@@ -96,7 +98,7 @@ class PlanWork:
         assumed: the name of the cluster, where it is the one that is assumed; else "".
     """
 
-    def __init__(self, plan: Any, named: bool) -> None:
+    def __init__(self, plan: Plan | PipelinePlan, named: bool) -> None:
         cluster = Cluster.of(plan.cluster, plan.devices)
         works = [work_of(op) for op in plan.graph.ops]
         times = getattr(plan, "micro_batches", 1)
@@ -148,7 +150,7 @@ def time_figures(steps: Sequence[MeasuredStep]) -> list[Figure]:
     ]
 
 
-def memory_figures(device: torch.device, plan: Any) -> list[Figure]:
+def memory_figures(device: torch.device, plan: Plan | PipelinePlan | None) -> list[Figure]:
     """The memory that was in use at most, and what the plan of this rank's process says of it.
 
     Args:
@@ -228,7 +230,7 @@ class _WandB(MetricWriter):
             self._run.finish(exit_code=int(failed))
 
 
-def check_tensorboard(setting: Any) -> None:
+def check_tensorboard(setting: object) -> None:
     """Check the argument ``tensorboard=`` of a monitor.
 
     Raises:
@@ -240,7 +242,7 @@ def check_tensorboard(setting: Any) -> None:
         )
 
 
-def check_wandb(setting: Any) -> None:
+def check_wandb(setting: object) -> None:
     """Check the argument ``wandb=`` of a monitor.
 
     Raises:
@@ -474,7 +476,7 @@ class Monitor:
         ready = self._times[-1].ready if ready is None and self._times else ready
         return _Line(step, loss, self._rates(now, plan), memory, self._times, scalars, ready)
 
-    def _rates(self, now: float, plan: Any) -> list[Figure]:
+    def _rates(self, now: float, plan: Plan | PipelinePlan | None) -> list[Figure]:
         if not self._steps or self._since is None:
             return []
         if plan is not None and (self._work is None or self._work.plan is not plan):

@@ -153,7 +153,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add_import_option(parser)
 
 
-def pipeline_of(text: str) -> dict[str, Any]:
+def pipeline_of(text: str) -> dict[str, object]:
     """The arguments of `AutoParallel.pipeline` that ``STAGES[:MICRO[:SCHEDULER]]`` gives; a number may be "auto".
 
     Raises:
@@ -166,7 +166,7 @@ def pipeline_of(text: str) -> dict[str, Any]:
     return dict(zip(("stages", "micro_batches", "scheduler"), (*counts, *parts[2:])))
 
 
-def _piped(pipeline: Any, asked: dict[str, Any] | None) -> dict[str, Any]:
+def _piped(pipeline: object, asked: dict[str, object] | None) -> dict[str, object]:
     """The setting of a pipeline as a keyword argument. The command line's setting overrides the target's. Where
     neither gives the number of micro-batches, it is the number of stages."""
     if asked is None:
@@ -276,7 +276,7 @@ def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
             building.enter_context(without_weights())
         if os.path.isfile(arguments.target):
 
-            def take(model: AutoParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | PipelinePlan:
+            def take(model: AutoParallel, args: tuple[object, ...], kwargs: dict[str, object]) -> Plan | PipelinePlan:
                 building.close()  # the model is built; capture makes modules of its own
                 piped = _piped(model.settings.pipeline, arguments.pipeline)
                 return plan_call(model, args, kwargs, devices, **keywords | piped)
@@ -291,8 +291,8 @@ def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
 
 def plan_call(
     model: AutoParallel,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
+    args: tuple[object, ...],
+    kwargs: dict[str, object] | None = None,
     devices: int | None = None,
     **settings: Any,
 ) -> Plan | PipelinePlan:

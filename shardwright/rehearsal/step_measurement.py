@@ -42,7 +42,7 @@ __all__ = ["OperatorClock", "memory_of", "most_held"]
 class _Span:
     operator: str
     half: str
-    start: Any
+    start: Any  # seconds, or an event of the device
     stop: Any = None
     inside: list[_Span] = field(default_factory=list)
 
@@ -63,7 +63,7 @@ class OperatorClock:
         self._open: list[_Span] = []
         self._spans: list[_Span] = []
 
-    def timed(self, instruction: LocalOp) -> Callable[..., Any]:
+    def timed(self, instruction: LocalOp) -> Callable[..., object]:
         """The function of a local operator, which measures itself."""
         target, operator = PLAIN.get(instruction.target, instruction.target), instruction.operator
 
@@ -96,7 +96,7 @@ class OperatorClock:
         while self._open and self._open.pop() is not span:
             pass
 
-    def _now(self) -> Any:
+    def _now(self) -> object:
         if self._module is None:
             return time.perf_counter()
         event = self._module.Event(enable_timing=True)
@@ -154,7 +154,11 @@ class _Alive(TorchDispatchMode):
         self.peak = self._now()
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # a DTensor: the operators on its slice come here again

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import IO, Any
+from typing import IO
 
 from rich import box
 from rich.console import Console
@@ -115,7 +115,7 @@ def rows(
     plan: Plan,
     sent: Iterable[Collective],
     names: OperatorNames,
-    without: Collection[Any] = (),
+    without: Collection[object] = (),
     only: Collection[str] | None = None,
 ) -> list[_Row]:
     """A row for each operator; operators of equal layers share a row where all their cells are equal. A further row has
