@@ -163,7 +163,7 @@ class UnderAutocast:
 
 
 @lru_cache(maxsize=1 << 12)
-def under(inner: Any, state: Autocast) -> UnderAutocast:
+def under(inner: object, state: Autocast) -> UnderAutocast:
     """The target that runs `inner` under autocast: one object for equal arguments."""
     return UnderAutocast(inner, state)
 
@@ -195,7 +195,7 @@ class Casts(NamedTuple):
     made: tuple[torch.dtype, ...] | None = None
 
 
-def casts_of(target: Any, args: tuple[object, ...], kwargs: dict[str, Any], state: Autocast) -> Casts:
+def casts_of(target: object, args: tuple[object, ...], kwargs: dict[str, object], state: Autocast) -> Casts:
     """The casts that autocast makes for one operator call.
 
     Args:
@@ -212,7 +212,7 @@ def casts_of(target: Any, args: tuple[object, ...], kwargs: dict[str, Any], stat
 
 
 @lru_cache(maxsize=1 << 12)
-def _casts(target: Any, leaves: tuple[object, ...], spec: Any, kinds: tuple[type, ...], state: Autocast) -> Casts:
+def _casts(target: object, leaves: tuple[object, ...], spec: object, kinds: tuple[type, ...], state: Autocast) -> Casts:
     likes = [x for x in leaves if isinstance(x, Like)]
     plain = (None,) * len(likes)
     call = _Call(target, leaves, spec, state)
@@ -258,8 +258,8 @@ def _forms(
 
 
 def with_dtype(
-    target: Any, args: tuple[object, ...], kwargs: dict[str, Any], dtype: torch.dtype
-) -> tuple[tuple[object, ...], dict[str, Any]]:
+    target: object, args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """The arguments of an operator with its argument ``dtype`` set."""
     at = [a.name for a in schema_of(target).arguments].index("dtype")
     if at < len(args):
@@ -270,7 +270,7 @@ def with_dtype(
 class _Call:
     """One operator call that can be run on fake tensors."""
 
-    def __init__(self, target: Any, leaves: tuple[object, ...], spec: Any, state: Autocast) -> None:
+    def __init__(self, target: Any, leaves: tuple[object, ...], spec: object, state: Autocast) -> None:
         self.target, self.leaves, self.spec, self.state = target, leaves, spec, state
         schema = schema_of(target)
         self.names = [a.name for a in schema.arguments] if schema is not None else []
@@ -345,7 +345,7 @@ class _Trace(TorchDispatchMode):
         super().__init__()
         self.inputs, self.call = inputs, call
         self.roots = {id(x): i for i, x in enumerate(inputs)}
-        self.held: list[Any] = []  # keeps tensors alive, so that their ids are not used again
+        self.held: list[object] = []  # keeps tensors alive, so that their ids are not used again
         self.exact: list[str] = []
         self.work: list[str] = []
         self.casts: dict[int, set[torch.dtype]] = {}
@@ -383,7 +383,7 @@ def _floating(*tensors: Tensor) -> bool:
     return all(x.dtype.is_floating_point for x in tensors)
 
 
-def _moves(func: Any) -> bool:
+def _moves(func: object) -> bool:
     """True where an operator only moves the elements of its first input."""
     returned = schema_of(func).returns
     return func in _COPIES or (
@@ -391,10 +391,10 @@ def _moves(func: Any) -> bool:
     )
 
 
-def _passed_arguments(func: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _passed_arguments(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
     """The arguments of a call by name, without those that have their default."""
     arguments = schema_of(func).arguments
-    passed: dict[str, Any] = dict(zip([a.name for a in arguments], args)) | kwargs
+    passed: dict[str, object] = dict(zip([a.name for a in arguments], args)) | kwargs
     return {
         a.name: passed[a.name]
         for a in arguments
@@ -403,12 +403,12 @@ def _passed_arguments(func: Any, args: tuple[object, ...], kwargs: dict[str, Any
     }
 
 
-def _of_call(func: Any, args: tuple[object, ...], kwargs: dict[str, Any], of: Callable[[Tensor], Any]) -> str:
+def _of_call(func: object, args: tuple[object, ...], kwargs: dict[str, object], of: Callable[[Tensor], object]) -> str:
     """A call as text, with `of` each tensor in its place."""
     return repr((func, pytree.tree_map_only(Tensor, of, _passed_arguments(func, args, kwargs))))
 
 
-def _worked(func: Any, args: tuple[object, ...], kwargs: dict[str, Any], results: Sequence[Tensor]) -> str:
+def _worked(func: object, args: tuple[object, ...], kwargs: dict[str, object], results: Sequence[Tensor]) -> str:
     """An operator call as dtypes, equal for all overloads. An argument ``dtype`` stands for the dtype of the floating
     inputs."""
     passed = {a.name: a.default_value for a in schema_of(func).arguments if a.has_default_value()} | _passed_arguments(

@@ -225,7 +225,7 @@ class Cluster:
 
     @classmethod
     def of(
-        cls, cluster: Cluster | str | os.PathLike[str] | Mapping[str, Any] | None, devices: int | None = None
+        cls, cluster: Cluster | str | os.PathLike[str] | Mapping[str, object] | None, devices: int | None = None
     ) -> Cluster:
         """The cluster of a setting.
 
@@ -275,7 +275,7 @@ class Cluster:
         return cls.from_dict(held, f"cluster file {os.fspath(path)!r}")
 
     @classmethod
-    def from_dict(cls, held: Any, where: str = "cluster") -> Cluster:
+    def from_dict(cls, held: object, where: str = "cluster") -> Cluster:
         """The cluster of a dict with the fields of `Cluster` and `Level`; "schema" may give the version.
 
         Args:
@@ -313,19 +313,19 @@ class Cluster:
         write_text(path, json.dumps(self.to_dict(), indent=2) + "\n", SettingError, "the cluster")
 
 
-def _check_name(value: Any, where: str, field: str) -> None:
+def _check_name(value: object, where: str, field: str) -> None:
     if not isinstance(value, str) or not value:
         raise SettingError(f"{where}: {field!r} is {shown(value)}", legal="a name")
 
 
-def _check_positive(value: Any, where: str, field: str, whole: bool = False) -> None:
+def _check_positive(value: object, where: str, field: str, whole: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < math.inf:
         raise SettingError(
             f"{where}: {field!r} is {shown(value)}", legal=f"a {'whole ' if whole else ''}number above 0"
         )
 
 
-def _known(held: Any, where: str, names: Iterable[str], optional: Iterable[str]) -> Mapping[str, Any]:
+def _known(held: object, where: str, names: Iterable[str], optional: Iterable[str]) -> Mapping[str, Any]:
     names, optional = list(names), list(optional)
     if not isinstance(held, Mapping):
         raise SettingError(f"{where}: {shown(held)} is no description", legal=f"the fields {', '.join(names)}")
@@ -473,7 +473,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "M
 LEGAL = '"70GB", "64GiB", a number of bytes, or "cluster" for that of its devices'
 
 
-def memory_of(setting: Any, cluster: Cluster) -> float | None:
+def memory_of(setting: object, cluster: Cluster) -> float | None:
     """The bytes that a device may hold; None: no limit is requested.
 
     Args:
@@ -490,7 +490,7 @@ def memory_of(setting: Any, cluster: Cluster) -> float | None:
     return parse_bytes(setting, "memory", LEGAL)
 
 
-def parse_bytes(amount: Any, name: str, legal: str) -> float:
+def parse_bytes(amount: object, name: str, legal: str) -> float:
     """The bytes of a number or of text such as "70GB".
 
     Args:

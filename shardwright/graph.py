@@ -7,7 +7,7 @@ The records are small, immutable and free of torch.fx. Shapes are global: those 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -105,12 +105,12 @@ Leaf = TypeVar("Leaf")
 SEED = Value("<seed>", (4,), torch.int64)
 
 
-def values_in(tree: Any) -> tuple[Value, ...]:
+def values_in(tree: object) -> tuple[Value, ...]:
     """The values among the leaves of nested arguments, in call order."""
     return tuple(leaves_of_type(tree, Value))
 
 
-def leaves_of_type(tree: Any, wanted: type[Leaf]) -> list[Leaf]:
+def leaves_of_type(tree: object, wanted: type[Leaf]) -> list[Leaf]:
     """The leaves of one type of nested arguments, in call order."""
     found: list[Leaf] = []
     _collect(tree, wanted, found)
@@ -132,7 +132,7 @@ def _collect(tree: Any, wanted: type[Leaf], found: list[Leaf]) -> None:
         found.extend(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, wanted))
 
 
-def map_values(tree: Any, change: Callable[[Value], Any]) -> Any:
+def map_values(tree: Any, change: Callable[[Value], object]) -> Any:
     """Nested arguments with every value replaced."""
     kind = type(tree)
     if kind is Value:
@@ -164,7 +164,7 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield from pytree.tree_leaves(tree)
 
 
-def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+def map_leaves(change: Callable[[Any], object], tree: Any) -> Any:
     """Nested arguments with every leaf replaced, in call order: `pytree.tree_map`, as fast as `leaves`."""
     kind = type(tree)
     if kind in _SEQUENCES:
@@ -176,7 +176,7 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
     return pytree.tree_map(change, tree)
 
 
-def key_of(tree: Any, stand_in: Callable[[Any], Any] | None = None) -> tuple[Any, ...]:
+def key_of(tree: Any, stand_in: Callable[[Any], object] | None = None) -> tuple[Any, ...]:
     """Nested arguments as a dictionary key. 1, 1.0 and True are equal in Python, as 0.0 and -0.0 are, but not to an
     operator.
 
@@ -203,10 +203,10 @@ class Form:
     def __init__(self, op: Op) -> None:
         places: dict[str, int] = {}
 
-        def place(x: Any) -> Any:
+        def place(x: Any) -> Hashable:
             return places.setdefault(x.name, len(places)) if type(x) is Value else x
 
-        def side(values: Sequence[Value | None]) -> tuple[Any, ...]:
+        def side(values: Sequence[Value | None]) -> tuple[Hashable, ...]:
             return tuple([None if v is None else (v.shape, v.dtype, v.requires_grad) for v in values])
 
         called = key_of((op.args, op.kwargs), place)
@@ -343,7 +343,7 @@ class Op:
         """Names of the operator's arguments by its schema."""
         return argument_names(self.target)
 
-    def argument(self, name: str, default: Any = None) -> Any:
+    def argument(self, name: str, default: object = None) -> Any:
         """An argument by its schema's name, given by position, by name or by default."""
         if name in self.kwargs:
             return self.kwargs[name]
@@ -379,7 +379,7 @@ class Op:
 
 
 @lru_cache(1 << 12)
-def argument_names(target: Any) -> tuple[str, ...]:
+def argument_names(target: object) -> tuple[str, ...]:
     """Names of the arguments of an operator by its schema."""
     schema = schema_of(target)
     return tuple(a.name for a in schema.arguments) if schema is not None else ()
@@ -415,7 +415,7 @@ class Graph:
     batch: dict[str, int] | None = None
     changed: tuple[int, ...] = ()
 
-    def result(self, outputs: Sequence[Any]) -> Any:
+    def result(self, outputs: Sequence[object]) -> Any:
         """The outputs of a run in the nesting of the user's model."""
         return pytree.tree_unflatten(list(outputs[: len(outputs) - len(self.changed)]), self.out_spec)
 

@@ -222,7 +222,7 @@ def digits_of(ranks: Sequence[int]) -> Digits | None:
     return made if numbers == list(ranks) else None
 
 
-def _axes_of(matrix: tuple[int, ...], rank_list: Any) -> tuple[Digits, ...]:
+def _axes_of(matrix: tuple[int, ...], rank_list: object) -> tuple[Digits, ...]:
     """The digits of each axis of a device matrix, where `rank_list` has the ranks in the order of its positions.
 
     Along an axis the ranks are those of a mixed-radix number: on the axis of size 4 of (0, 2, 1, 3) the minor digit is

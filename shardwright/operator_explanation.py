@@ -27,7 +27,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -497,7 +496,7 @@ class _Neighbourhood:
                 return f"the strategy of {name} is not among the {len(self.made.options[name])} of the search"
         return None if np.isfinite(self.cost) else "the search allows no plan like this one, and has no price for it"
 
-    def _mark(self, op: Op, decision: Decision) -> Any:
+    def _mark(self, op: Op, decision: Decision) -> object:
         """The part of a mark that stays fixed.
 
         None where the plan does not keep the mark, as in data_parallel. For the explained operator only the

@@ -40,7 +40,7 @@ NAMED = {
     "autocast.py": "the kinds of devices whose autocast lists are read",
     "launch/device_choice.py": "examples in messages",
     "cli/doctor_command.py": "the vendor for which torch is built",
-    "cli/rehearse_command.py": "examples in messages",
+    "cli/rehearsal_command.py": "examples in messages",
     "rehearsal/rehearse.py": "torch's own default of fork_rng",
     "runtime/compilation.py": "torch's own names of inductor's modes",
     "rules/random_numbers/dropout_kernel.py": "the kinds of devices for which Triton compiles",

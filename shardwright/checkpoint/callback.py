@@ -13,7 +13,6 @@ import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -103,8 +102,8 @@ class CheckpointCallback:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         *,
-        schedulers: Any = (),
-        data: Any = None,
+        schedulers: object = (),
+        data: object = None,
     ) -> None:
         if not isinstance(config, CheckpointConfig):
             raise SettingError(f"CheckpointCallback({config!r})", legal='a CheckpointConfig("path", every_n_steps=100)')
@@ -115,7 +114,7 @@ class CheckpointCallback:
         self._began = time.monotonic()
         self._ending: Ending | None = None
 
-    def step(self, step: int, extra: Any = None) -> BackgroundSave | None:
+    def step(self, step: int, extra: object = None) -> BackgroundSave | None:
         """Save if a save is due. With several processes every rank calls it, after each step.
 
         Args:
@@ -139,7 +138,7 @@ class CheckpointCallback:
             self._ending.leave()
         return saving
 
-    def _if_due(self, step: int, extra: Any, ends: bool) -> BackgroundSave | None:
+    def _if_due(self, step: int, extra: object, ends: bool) -> BackgroundSave | None:
         every = self.config.every_n_steps
         due = every is not None and step > 0 and step % every == 0
         if self.config.every_n_minutes is not None:
@@ -150,7 +149,7 @@ class CheckpointCallback:
             return None
         return self.save(step, extra)
 
-    def save(self, step: int, extra: Any = None) -> BackgroundSave:
+    def save(self, step: int, extra: object = None) -> BackgroundSave:
         """Save now, whatever the config's times are.
 
         Args:

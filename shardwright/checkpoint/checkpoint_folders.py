@@ -201,7 +201,7 @@ def folder_of_files(checkpoint: Any) -> Path:
     return folder
 
 
-def begin(path: Path, step: int, save_id: str, model: Any) -> Path:
+def begin(path: Path, step: int, save_id: str, model: object) -> Path:
     """Make a new folder to write a checkpoint of a model into, and return it.
 
     Raises:

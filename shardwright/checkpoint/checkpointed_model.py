@@ -16,7 +16,7 @@ programs that draw random numbers, and the generators of torch, its accelerator,
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,7 @@ class TensorPlacement:
     holders: tuple[int, ...]
 
     @property
-    def encoded(self) -> dict[str, Any] | None:
+    def encoded(self) -> dict[str, object] | None:
         """The placement in the form of `manifest.TensorEntry.layout`."""
         if self.layout is None:
             return None
@@ -136,7 +136,7 @@ class CheckpointedModel:
         self.tensors: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self.extra: dict[str, nn.Module] = {}
-        self._places: dict[tuple[Any, ...], TensorPlacement] = {}
+        self._places: dict[tuple[Hashable, ...], TensorPlacement] = {}
         loss = self.wrapper.loss_fn if self.wrapper is not None else None
         names: dict[int, str] = {}
         for prefix, module in (("model.", self.net), *((("loss_fn.", loss),) if isinstance(loss, nn.Module) else ())):
@@ -283,7 +283,7 @@ def state_names(subject: CheckpointedModel, optimizer: torch.optim.Optimizer) ->
 
 def optimizer_state(
     subject: CheckpointedModel, optimizer: torch.optim.Optimizer
-) -> tuple[list[LocalTensor], dict[str, dict[str, Any]]]:
+) -> tuple[list[LocalTensor], dict[str, dict[str, object]]]:
     """The state of an optimizer: its tensors, and parameter -> key -> value for everything that is not a tensor.
 
     Raises:
@@ -291,7 +291,7 @@ def optimizer_state(
     """
     names = state_names(subject, optimizer)
     tensors: list[LocalTensor] = []
-    others: dict[str, dict[str, Any]] = {}
+    others: dict[str, dict[str, object]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]

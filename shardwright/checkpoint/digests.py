@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -74,7 +74,7 @@ class Algorithm:
         begin: the sum of a block, before its bytes.
     """
 
-    encoded: Mapping[str, Any]
+    encoded: Mapping[str, object]
     digits: int
     begin: Callable[[], _Sum]
 

@@ -58,7 +58,7 @@ class _Lock:
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / LOCK
-        self.models: list[weakref.ref[Any]] = []
+        self.models: list[weakref.ref[object]] = []
         self.document: dict[str, Any] = {
             "host": socket.gethostname(),
             "kernel": _kernel(),
@@ -118,7 +118,7 @@ class _Lock:
             file.write(json.dumps(self.document))
         return True
 
-    def _bury(self, other: dict[str, Any]) -> None:
+    def _bury(self, other: dict[str, object]) -> None:
         """Remove the lock of a dead run, and no other that has been made meanwhile."""
         grave = self.file.with_name(f"{LOCK}.{self.document['id']}.dead")
         with contextlib.suppress(FileNotFoundError):  # another run has removed it
@@ -140,7 +140,7 @@ class _Lock:
             os.utime(self.file)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> dict[str, object]:
     """The content of a lock; {} where it cannot be read."""
     try:
         encoded = json.loads(file.read_bytes()[:4096])
@@ -149,7 +149,7 @@ def _read(file: Path) -> dict[str, Any]:
     return encoded if isinstance(encoded, dict) else {}
 
 
-def _lives(other: dict[str, Any], file: Path) -> bool:
+def _lives(other: dict[str, object], file: Path) -> bool:
     """True where the process that made a lock lives, or may live."""
     pid = other.get("pid")
     if other.get("kernel") == _kernel() and isinstance(pid, int) and not isinstance(pid, bool):
@@ -219,7 +219,7 @@ _guard = threading.RLock()
 _beating: list[threading.Thread] = []
 
 
-def hold(folder: Path, model: Any) -> None:
+def hold(folder: Path, model: object) -> None:
     """Take the lock of a folder for this process, or keep it, as long as the model is there.
 
     Args:

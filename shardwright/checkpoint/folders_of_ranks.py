@@ -116,7 +116,7 @@ def seen_by_all(path: Any, step: int | None, missing_ok: bool, ranks: SingleRank
     return _together(Path(found[first][0]) if stored is None else stored.folder, visible, manifest, ranks)
 
 
-def _found(path: Any, step: int | None) -> Path | None:
+def _found(path: object, step: int | None) -> Path | None:
     """The folder to load; None where there is no checkpoint.
 
     Raises:
@@ -154,7 +154,7 @@ def _step_of(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def _visible(path: Any, mine: Path | None, found: Iterable[list[Any] | None], step: int | None) -> list[Path]:
+def _visible(path: object, mine: Path | None, found: Iterable[list[Any] | None], step: int | None) -> list[Path]:
     """The folders of the checkpoint that this rank sees: its own first, then those that other ranks have named."""
     own = mine if mine is not None and _step_of(mine) == step else None
     if own is None and step is not None and isinstance(path, (str, os.PathLike)):

@@ -191,7 +191,7 @@ class LoadPlan:
         parameter: Tensor,
         place: TensorPlacement,
         local: Tensor,
-        group: Mapping[str, Any],
+        group: Mapping[str, object],
         kept: Any,
     ) -> Tensor:
         """A tensor of an optimizer's state, placed as its parameter where it has the parameter's shape.
@@ -235,7 +235,7 @@ class LoadPlan:
         return made
 
 
-def _as_it_lies(kept: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
+def _as_it_lies(kept: object, parameter: Tensor, dtype: torch.dtype) -> bool:
     """True where `kept` is a tensor of this dtype, placed as its parameter, in contiguous memory of its own.
 
     Its memory is then reused: allocating fresh memory takes longer than the reading.
@@ -293,7 +293,7 @@ class Restored:
     """
 
     step: int | None
-    extra: Any
+    extra: object
     path: Path
 
 
@@ -304,8 +304,8 @@ def load_checkpoint(
     path: str | os.PathLike[str] | None = None,
     *,
     step: int | None = None,
-    schedulers: Any = (),
-    data: Any = None,
+    schedulers: object = (),
+    data: object = None,
     strict: bool = True,
     missing_ok: bool = False,
 ) -> Restored | None:
@@ -425,7 +425,7 @@ class _Loaded:
             self._give(subject.extra[name].set_extra_state, value, name)
         restore_generators(self.random)
 
-    def _give(self, take: Callable[[Any], Any], state: Any, name: str) -> None:
+    def _give(self, take: Callable[[object], object], state: object, name: str) -> None:
         """Give an object of the user its state.
 
         Raises:
@@ -453,7 +453,7 @@ class _Loaded:
     def _wrong(self, what: str, legal: str) -> NoReturn:
         raise CheckpointError(what, source=str(self.folder), legal=legal)
 
-    def _groups(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    def _groups(self) -> list[tuple[dict[str, object], dict[str, object]]]:
         """Each of the optimizer's parameter groups, with the saved settings.
 
         Raises:
@@ -489,7 +489,7 @@ class _Loaded:
             made.append((group, check_settings(group, settings, number, self.folder)))
         return made
 
-    def _scheduled(self) -> list[Any]:
+    def _scheduled(self) -> list[object]:
         """The saved states of the schedulers.
 
         Raises:
@@ -523,7 +523,7 @@ class _Loaded:
             self._wrong(f"its {key} is {shown(held)}", "a checkpoint that is whole")
         return held
 
-    def _generators(self, ranks: SingleRank) -> dict[str, Any]:
+    def _generators(self, ranks: SingleRank) -> dict[str, object]:
         """The random states that this rank continues with."""
         saved = self.state.get("random")
         if saved is None:

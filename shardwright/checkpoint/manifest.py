@@ -115,7 +115,7 @@ class TensorEntry:
 
     shape: tuple[int, ...]
     dtype: str
-    layout: dict[str, Any] | None
+    layout: dict[str, object] | None
     pieces: tuple[Piece, ...]
 
     @property
@@ -197,11 +197,11 @@ class Manifest:
         return f'{body},\n "seal": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
-def _json(x: Any) -> str:
+def _json(x: object) -> str:
     return json.dumps(x, ensure_ascii=False)
 
 
-def _section(name: str, lines: Mapping[str, Any]) -> str:
+def _section(name: str, lines: Mapping[str, object]) -> str:
     body = ",\n".join(f"  {_json(key)}: {_json(value)}" for key, value in lines.items())
     return f' "{name}": {{\n{body}\n }}' if body else f' "{name}": {{}}'
 
@@ -247,7 +247,7 @@ def read(folder: str | Path) -> Manifest:
     return parsed(*read_object(path, CheckpointError, "the checkpoint's manifest", _LEGAL, _LARGEST), str(path))
 
 
-def parsed(text: str, encoded: dict[str, Any], source: str) -> Manifest:
+def parsed(text: str, encoded: dict[str, object], source: str) -> Manifest:
     """The manifest of a text, and of the object in it.
 
     Raises:
@@ -270,7 +270,7 @@ def _damaged(source: str, what: str) -> CheckpointError:
     return CheckpointError(f"the manifest is damaged: {what}", source=source, legal=_LEGAL)
 
 
-def is_plain_name(name: Any) -> bool:
+def is_plain_name(name: object) -> bool:
     """True for the name of a file in a folder, which leads to no other folder."""
     return (
         isinstance(name, str)
@@ -294,18 +294,18 @@ class _Reading:
     def _fault(self, place: Sequence[str | int], what: str) -> NoReturn:
         raise _damaged(self._source, f"{''.join(map(step, place)).removeprefix('.')}: {what}")
 
-    def _whole(self, place: Sequence[str | int], value: Any, low: int = 0, high: int = (1 << 63) - 1) -> int:
+    def _whole(self, place: Sequence[str | int], value: object, low: int = 0, high: int = (1 << 63) - 1) -> int:
         if type(value) is not int or not low <= value <= high:
             self._fault(place, f"{shown(value)} is no whole number from {low} to {high:,}")
         return value
 
-    def _hex(self, place: Sequence[str | int], value: Any, digits: int | None = None) -> str:
+    def _hex(self, place: Sequence[str | int], value: object, digits: int | None = None) -> str:
         if not isinstance(value, str) or not _HEX.fullmatch(value) or (digits is not None and len(value) != digits):
             count = "a number of" if digits is None else digits
             self._fault(place, f"{shown(value)} is not {count} hexadecimal digits")
         return value
 
-    def _fields(self, place: Sequence[str | int], value: Any, names: Iterable[str]) -> dict[str, Any]:
+    def _fields(self, place: Sequence[str | int], value: object, names: Iterable[str]) -> dict[str, object]:
         if not isinstance(value, dict) or set(value) != set(names):
             self._fault(place, f"{shown(value)} is no object with {', '.join(names)}")
         return value
@@ -346,7 +346,7 @@ class _Reading:
             size, self._hex([*place, "digest"], entry["digest"], ALGORITHMS[schema].digits * blocks_of(size))
         )
 
-    def _places(self, files: Mapping[str, CheckpointFile], entry: Any) -> dict[str, tuple[str, ...]]:
+    def _places(self, files: Mapping[str, CheckpointFile], entry: object) -> dict[str, tuple[str, ...]]:
         if not isinstance(entry, dict):
             self._fault(["places"], f"it is {kind_of(entry)}, and no object")
         for place, names in entry.items():
@@ -392,7 +392,7 @@ class _Reading:
             self._fault(place, f"{shown(entry)} is no layout")
 
     def _piece(
-        self, place: Sequence[str | int], files: Mapping[str, CheckpointFile], dims: int, size: int, entry: Any
+        self, place: Sequence[str | int], files: Mapping[str, CheckpointFile], dims: int, size: int, entry: object
     ) -> Piece:
         if not isinstance(entry, list) or len(entry) != 4:
             self._fault(place, f"{shown(entry)} is no [file, offset, starts, sizes]")

@@ -335,9 +335,9 @@ def save_checkpoint(
     path: str | Path | None = None,
     *,
     step: int,
-    extra: Any = None,
-    schedulers: Any = (),
-    data: Any = None,
+    extra: object = None,
+    schedulers: object = (),
+    data: object = None,
     integrated_save: bool = True,
     keep_checkpoint_max: int | None = 5,
     asynchronous: bool = False,
@@ -434,12 +434,12 @@ def _complete(copies: HostCopies, job: SaveJob) -> None:
     job.write()
 
 
-def several(objects: Any) -> list[Any]:
+def several(objects: Any) -> list[object]:
     """The given object as a list: one object with a ``state_dict``, or several."""
     return [objects] if hasattr(objects, "state_dict") else list(objects or ())
 
 
-def _check(path: Any, step: Any, keep: Any) -> None:
+def _check(path: object, step: object, keep: object) -> None:
     if not isinstance(path, (str, os.PathLike)):
         raise CheckpointError(f"path={path!r}", source="save_checkpoint", legal="the folder of a run's checkpoints")
     if os.path.isfile(path):
@@ -459,7 +459,7 @@ def _collected(
     step: int,
     whole: bool,
     keep: int | None,
-    extra: Any,
+    extra: object,
     schedulers: Sequence[Any],
     data: Any,
 ) -> tuple[SaveJob, dict[str, Tensor]]:
@@ -485,7 +485,7 @@ def _collected(
             legal="a save after the first call of the model",
         )
 
-    def encoded(value: Any, what: str) -> Any:
+    def encoded(value: object, what: str) -> object:
         try:
             return encode(value, what)
         except (TypeError, RecursionError) as error:
@@ -497,8 +497,8 @@ def _collected(
             ) from None
 
     held: list[LocalTensor] = list(subject.held())
-    others: dict[str, dict[str, Any]] = {}
-    state: dict[str, Any] = {"step": step, "extra": encoded(extra, "extra"), "optimizer": None}
+    others: dict[str, dict[str, object]] = {}
+    state: dict[str, object] = {"step": step, "extra": encoded(extra, "extra"), "optimizer": None}
     if optimizer is not None:
         more, others = optimizer_state(subject, optimizer)
         held += more

@@ -50,7 +50,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 }
 
 
-def state_text(save_id: str, state: Mapping[str, Any], source: str) -> bytes:
+def state_text(save_id: str, state: Mapping[str, object], source: str) -> bytes:
     """The text of ``state.json``, one member a line, its id first.
 
     Raises:
@@ -83,11 +83,11 @@ def read_state(folder: Path, manifest: Manifest, text: str | None = None) -> dic
         else parse(text, CheckpointError, name, str(path), _LEGAL)
     )
 
-    def check(good: bool, place: str, value: Any, legal: str) -> None:
+    def check(good: bool, place: str, value: object, legal: str) -> None:
         if not good:
             raise CheckpointError(f"the state of the run: {place} is {shown(value)}", source=str(path), legal=legal)
 
-    def texts(value: Any) -> bool:
+    def texts(value: object) -> bool:
         return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
     state = {
@@ -138,7 +138,7 @@ def read_state(folder: Path, manifest: Manifest, text: str | None = None) -> dic
     return state
 
 
-def value_of(encoded: Any, place: str, folder: Path) -> Any:
+def value_of(encoded: object, place: str, folder: Path) -> Any:
     """A value of the state.
 
     Args:
@@ -160,7 +160,7 @@ def value_of(encoded: Any, place: str, folder: Path) -> Any:
 # -- settings of an optimizer ------------------------------------------------------------------------------------------
 
 
-def check_settings(present: Mapping[str, Any], saved: Any, number: int, folder: Path) -> dict[str, Any]:
+def check_settings(present: Mapping[str, object], saved: object, number: int, folder: Path) -> dict[str, object]:
     """The saved settings of a parameter group, with the types and bounds of the present ones.
 
     Args:
@@ -173,7 +173,7 @@ def check_settings(present: Mapping[str, Any], saved: Any, number: int, folder: 
         CheckpointError: a setting of another kind, or out of its bounds.
     """
 
-    def wrong(key: str, value: Any, legal: str) -> NoReturn:
+    def wrong(key: str, value: object, legal: str) -> NoReturn:
         raise CheckpointError(
             f"the optimizer's group {number}: {key} is {shown(value)}", source=str(folder / STATE), legal=legal
         )
@@ -195,7 +195,7 @@ def check_settings(present: Mapping[str, Any], saved: Any, number: int, folder: 
     return saved
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(one: object, other: object) -> bool:
     """True where a setting may take the place of another."""
     if one is None or other is None:
         return True
@@ -204,13 +204,13 @@ def _alike(one: Any, other: Any) -> bool:
     return _kind(one) == _kind(other)
 
 
-def _kind(value: Any) -> Any:
+def _kind(value: object) -> object:
     if isinstance(value, (bool, np.bool_)):
         return bool
     return Number if isinstance(value, Number) or (isinstance(value, Tensor) and value.numel() == 1) else type(value)
 
 
-def _numbers(value: Any) -> Sequence[Any]:
+def _numbers(value: object) -> Sequence[Any]:
     """The numbers of a setting: itself, or those of a list."""
     if isinstance(value, (list, tuple)):
         return [x for inner in value for x in _numbers(inner)]
@@ -222,7 +222,7 @@ def _numbers(value: Any) -> Sequence[Any]:
 # -- random states -----------------------------------------------------------------------------------------------------
 
 
-def check_generators(state: Mapping[str, Any], folder: Path) -> None:
+def check_generators(state: Mapping[str, object], folder: Path) -> None:
     """Check that the random states can be set, on generators of their own.
 
     Raises:

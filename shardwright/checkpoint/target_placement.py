@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -41,7 +41,7 @@ class TargetPlacement(NamedTuple):
     own: bool
 
     @property
-    def described(self) -> tuple[tuple[int, ...], str, dict[str, Any] | None]:
+    def described(self) -> tuple[tuple[int, ...], str, dict[str, object] | None]:
         """Shape, dtype and layout, in the form in which a save describes a tensor."""
         held = self.storage
         return held.shape, held.dtype, TensorPlacement(held.shape, held.layout, held.first, self.own, None, ()).encoded

@@ -264,7 +264,7 @@ def header_of(path: Path) -> Header:
     return Header(tensors, metadata)
 
 
-def _is_span(value: Any) -> TypeGuard[list[int]]:
+def _is_span(value: object) -> TypeGuard[list[int]]:
     """True for ``[begin, end]`` of a run of bytes."""
     return isinstance(value, list) and [type(x) for x in value] == [int, int] and 0 <= value[0] <= value[1] < 1 << 63
 

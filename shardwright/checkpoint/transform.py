@@ -606,7 +606,9 @@ def load_distributed_checkpoint(
     substitute(subject.net, successors)
 
 
-def _slices(strategies_of: Any, rank: int) -> dict[str, tuple[tuple[int, ...], Box]]:
+def _slices(
+    strategies_of: Mapping[str, TensorStorage | ParameterPlan] | str | os.PathLike[str], rank: int
+) -> dict[str, tuple[tuple[int, ...], Box]]:
     """The whole shape of each parameter and buffer, and the box of it that a rank has.
 
     Raises:

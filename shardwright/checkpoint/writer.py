@@ -57,7 +57,7 @@ PLAN, CONFIG = "plan.json", "config.json"
 Described = Mapping[str, tuple[tuple[int, ...], str, dict[str, object] | None]]
 
 
-def located(error: Exception, path: Any) -> Exception:
+def located(error: Exception, path: object) -> Exception:
     """The error of a save in the form that users see."""
     if isinstance(error, OSError):
         return CheckpointError(
@@ -179,8 +179,8 @@ class SaveJob:
     plan: Plan | PipelinePlan | None
     written: list[WrittenBox]
     description: dict[str, Any]
-    random: dict[str, Any]
-    data: dict[str, Any] | None
+    random: dict[str, object]
+    data: dict[str, object] | None
     state: dict[str, Any]
     texts: dict[str, bytes]
     tensors: Described = field(default_factory=dict)
@@ -288,7 +288,7 @@ class SaveJob:
 
     def _gather(self) -> None:
         """Gather the random state and the data position of each rank on rank 0."""
-        own: dict[str, Any] = {}
+        own: dict[str, object] = {}
         try:
             own = {"random": {key: encode(value) for key, value in self.random.items()}, "data": self.data}
         except Exception as error:  # raised later, in an agreement of all ranks
@@ -303,7 +303,7 @@ class SaveJob:
         if self.ranks.rank == 0 or self.leads:
             shutil.rmtree(self.part, ignore_errors=True)
 
-    def _each(self, work: Callable[[], Any]) -> list[Any]:
+    def _each(self, work: Callable[[], object]) -> list[Any]:
         """The results of `work` on each rank, by rank.
 
         Raises:
@@ -528,7 +528,7 @@ def _warn_once(places: Sequence[str]) -> None:
 _warned: set[tuple[str, ...]] = set()
 
 
-def _by_rank(states: list[Any]) -> dict[str, Any] | None:
+def _by_rank(states: list[object]) -> dict[str, object] | None:
     """The ranks' own states, equal ones stored once: ``{"ranks": [0, 0, 1], "states": [...]}``.
 
     Returns:

@@ -1,13 +1,11 @@
-"""The command line. `main` has the parser; each other module adds one command, or one family of commands.
+"""The command line. Each module of commands adds one, or a family of them.
 
-    plan_command         plan, plan diff, explain, simulate, verify
-    report_command       report
-    rehearse_command     rehearse
-    compare_trace_command  compare-trace
+    main                 the parser of the whole command line; completion
+    plan_command         plan, plan diff, explain, report, simulate, verify
+    rehearsal_command    rehearse, compare-trace
     calibrate_command    calibrate
     checkpoint_command   checkpoint info, verify, merge, transform
     doctor_command       doctor
-    completion_command   completion
     command_line         what commands share: the parser with its examples, --json, --import
     forked_ranks         forked processes with a time limit, two of them as ranks, for doctor
     checkpoint_tables    a checkpoint in a terminal

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import PACKAGE_FOLDER, SettingError, ShardwrightError
 from .command_line import add_quiet_option
@@ -115,7 +115,7 @@ def _by_rank_0(runtime: Runtime, act: Callable[[], None]) -> None:
     """
     from ..runtime.distributed.coordination import error_of, error_words, from_first  # noqa: PLC0415  imports torch
 
-    failed: dict[str, Any] | None = None
+    failed: dict[str, object] | None = None
     if runtime.rank == 0:
         try:
             act()

@@ -140,7 +140,7 @@ def verify(arguments: argparse.Namespace) -> int:
         folders = to_verify(arguments.path, arguments.step)
     except ShardwrightError as error:
         return failed("checkpoint verify", error, WRONG)
-    checked: list[dict[str, Any]] = []
+    checked: list[dict[str, object]] = []
     for folder in folders:
         problems = problems_of(folder)
         sizes = [file.stat().st_size for file in folder.iterdir()]

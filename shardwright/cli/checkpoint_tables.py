@@ -24,7 +24,7 @@ def encoded(stored: StoredTensors) -> dict[str, Any]:
         name: {"shape": list(e.shape), "dtype": e.dtype, "layout": e.layout, "bytes": e.bytes}
         for name, e in stored.entries.items()
     }
-    head: dict[str, Any] = {"path": str(stored.folder), "kind": "Hugging Face"}
+    head: dict[str, object] = {"path": str(stored.folder), "kind": "Hugging Face"}
     if made is not None:
         head |= {
             "kind": made.kind,

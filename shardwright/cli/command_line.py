@@ -114,7 +114,7 @@ def add_quiet_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def print_json(value: dict[str, Any]) -> None:
+def print_json(value: dict[str, object]) -> None:
     """Print a value on standard output as one JSON object. A number that is infinite or unknown is None."""
     print(json.dumps(value, indent=1, allow_nan=False), flush=True)
 

@@ -84,7 +84,7 @@ class Finding:
     state: str
     found: str
     mend: str = ""
-    figures: list[dict[str, Any]] = field(default_factory=list)
+    figures: list[dict[str, object]] = field(default_factory=list)
 
 
 _version, _device, _variable = (partial(Finding, area) for area in ("versions", "devices", "launcher"))
@@ -354,7 +354,7 @@ def devices() -> Iterator[Finding]:
         yield _device("this process", OK, f"would take {mine.value}")
 
 
-def seen_accelerators() -> list[dict[str, Any]]:
+def seen_accelerators() -> list[dict[str, object]]:
     """Name and memory of each accelerator that torch sees; touches them all."""
     import torch  # noqa: PLC0415  takes seconds
 
@@ -519,7 +519,7 @@ def two_ranks(backend: str, interface: str) -> Finding:
     failed = [f"rank {rank}: {answer.error}" for rank, answer in enumerate(done) if answer.error]
     if failed:
         return _collective(check, PROBLEM, "; ".join(failed), mend)
-    figures: list[dict[str, Any]] = done[0].value
+    figures: list[dict[str, object]] = done[0].value
     lines = [f"of {4 * SHORT} bytes, of {4 * LONG // MIB} MiB:"]
     for name in dict.fromkeys(row["operation"] for row in figures):
         short, long = (row for row in figures if row["operation"] == name)

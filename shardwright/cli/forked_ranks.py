@@ -43,7 +43,7 @@ class ForkedAnswer:
     mend: str = ""
 
 
-def in_children(functions: Sequence[Callable[[], Any]], seconds: float) -> list[ForkedAnswer]:
+def in_children(functions: Sequence[Callable[[], object]], seconds: float) -> list[ForkedAnswer]:
     """Call each function in a forked process of its own, all at once. Processes that have not answered after `seconds`,
     or one second after another has failed, are killed.
 
@@ -92,7 +92,7 @@ def in_children(functions: Sequence[Callable[[], Any]], seconds: float) -> list[
     return answers
 
 
-def _answer(connection: Connection, function: Callable[[], Any]) -> None:
+def _answer(connection: Connection, function: Callable[[], object]) -> None:
     """Send the result of a function; the main function of a forked process, whose own messages are not shown."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -119,7 +119,7 @@ def words(error: BaseException) -> str:
 # -- two ranks ---------------------------------------------------------------------------------------------------------
 
 
-def played(backend: str, interface: str, rank: int, port: int, limit: float) -> list[dict[str, Any]]:
+def played(backend: str, interface: str, rank: int, port: int, limit: float) -> list[dict[str, object]]:
     """The part of one of two ranks: medians of an all-reduce, an all-gather and a send.
 
     Args:
@@ -150,15 +150,15 @@ def played(backend: str, interface: str, rank: int, port: int, limit: float) -> 
         both = [torch.zeros_like(mine), torch.zeros_like(mine)]
         result = torch.zeros_like(mine)
 
-        def all_reduce(mine: Any = mine, result: Any = result) -> bool:
+        def all_reduce(mine: torch.Tensor = mine, result: torch.Tensor = result) -> bool:
             dist.all_reduce(result.copy_(mine))
             return bool((result == 3).all())
 
-        def all_gather(mine: Any = mine, both: Any = both) -> bool:
+        def all_gather(mine: torch.Tensor = mine, both: list[torch.Tensor] = both) -> bool:
             dist.all_gather(both, mine)
             return all(bool((row == k + 1).all()) for k, row in enumerate(both))
 
-        def send(mine: Any = mine, result: Any = result) -> bool:
+        def send(mine: torch.Tensor = mine, result: torch.Tensor = result) -> bool:
             for source in range(2):  # there and back
                 if rank == source:
                     dist.send(mine, 1 - rank)

@@ -1,4 +1,4 @@
-"""The commands about plans: ``plan``, ``plan diff``, ``explain``, ``simulate`` and ``verify``.
+"""The commands about plans: ``plan``, ``plan diff``, ``explain``, ``simulate``, ``verify`` and ``report``.
 
 1. ``shardwright plan``: plan a training script as it stands, or a function's model, for any number of devices. It
    needs no process group, no devices and no weights: the model is built on the meta device.
@@ -6,6 +6,7 @@
 3. ``shardwright explain``: the cost of a plan, and the reasons for an operator's strategy.
 4. ``shardwright simulate``: a step of a plan over time, as text, as a trace and as a picture.
 5. ``shardwright verify``: compare a plan with one device.
+6. ``shardwright report``: a plan, or two side by side, as one HTML file.
 
 For a script, ``plan`` and ``verify`` take the first call of its `AutoParallel` model, with its model, loss, settings
 and batch.
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, ShardwrightError
 from ..launch.progress import keeper, showing
-from .command_line import add_import_option, add_json_option, add_quiet_option, failed, print_json, refused
+from .command_line import Parser, add_import_option, add_json_option, add_quiet_option, failed, print_json, refused
 from .script import Nothing, arguments_of, first_call, import_modules, positive, without_weights
 
 if TYPE_CHECKING:
@@ -36,15 +37,18 @@ if TYPE_CHECKING:
 __all__ = [
     "add_explain_parser",
     "add_plan_parser",
+    "add_report_parser",
     "add_simulate_parser",
     "add_verify_parser",
     "diff",
     "explain",
     "plan",
     "plan_call",
+    "report",
     "simulate",
     "verify",
 ]
+
 
 #: The exit codes of ``plan diff``.
 EQUAL, DIFFERENT, FAILED = 0, 1, 2
@@ -149,7 +153,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add_import_option(parser)
 
 
-def pipeline_of(text: str) -> dict[str, Any]:
+def pipeline_of(text: str) -> dict[str, object]:
     """The arguments of `AutoParallel.pipeline` that ``STAGES[:MICRO[:SCHEDULER]]`` gives; a number may be "auto".
 
     Raises:
@@ -162,7 +166,7 @@ def pipeline_of(text: str) -> dict[str, Any]:
     return dict(zip(("stages", "micro_batches", "scheduler"), (*counts, *parts[2:])))
 
 
-def _piped(pipeline: Any, asked: dict[str, Any] | None) -> dict[str, Any]:
+def _piped(pipeline: object, asked: dict[str, object] | None) -> dict[str, object]:
     """The setting of a pipeline as a keyword argument. The command line's setting overrides the target's. Where
     neither gives the number of micro-batches, it is the number of stages."""
     if asked is None:
@@ -276,7 +280,7 @@ def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
             building.enter_context(without_weights())
         if os.path.isfile(arguments.target):
 
-            def take(model: AutoParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | PipelinePlan:
+            def take(model: AutoParallel, args: tuple[object, ...], kwargs: dict[str, object]) -> Plan | PipelinePlan:
                 building.close()  # the model is built; capture makes modules of its own
                 piped = _piped(model.settings.pipeline, arguments.pipeline)
                 return plan_call(model, args, kwargs, devices, **keywords | piped)
@@ -291,8 +295,8 @@ def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
 
 def plan_call(
     model: AutoParallel,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
+    args: tuple[object, ...],
+    kwargs: dict[str, object] | None = None,
     devices: int | None = None,
     **settings: Any,
 ) -> Plan | PipelinePlan:
@@ -625,3 +629,55 @@ def verify_function(
     options = (("devices", devices), ("steps", steps), ("cut", cut or None))
     keywords |= {key: value for key, value in options if value is not None}
     return compare(**keywords)
+
+
+def add_report_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add ``report`` to the commands."""
+    parser = subparsers.add_parser(
+        "report",
+        allow_abbrev=False,
+        help="a plan as one HTML file, or two plans side by side",
+        description="Write plans as one HTML file: layers, operators, slices on the device mesh, parameters, memory, "
+        "collectives, the step in time, the certificate. It opens without a network. Needs Jinja2 (pip install "
+        "shardwright[report]). Exit code 0: written, 2: a plan cannot be read, or the file cannot be written.",
+        examples=(
+            ("shardwright report plan.json -o plan.html", "one plan, as a page that opens without a network"),
+            ("shardwright report plan.json edited.json -o both.html", "two plans side by side, and their differences"),
+        ),
+    )
+    parser.add_argument(
+        "-o", "--output", required=True, metavar="FILE.html", help="the file to write", completes="file"
+    )
+    parser.add_argument(
+        "--explain",
+        type=int,
+        metavar="N",
+        help="price the alternatives of the N most expensive operators (default: 3 in a small plan, otherwise none)",
+    )
+    add_import_option(parser)
+    parser.add_argument(
+        "plans", nargs="+", metavar="plan", help="one or two files of shardwright plan or Plan.save", completes="file"
+    )
+    add_quiet_option(parser)
+    parser.set_defaults(func=report, parser=parser)
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write the page, and return the exit code."""
+    from ..planning import Plan  # noqa: PLC0415  imports torch; registers how plans are read
+    from ..report.html_report import write  # noqa: PLC0415  imports torch
+
+    if len(arguments.plans) > 2:
+        arguments.parser.error(f"{len(arguments.plans)} plans: a report has one, or two side by side")
+    if arguments.explain is not None and arguments.explain < 0:
+        arguments.parser.error(f"--explain={arguments.explain} is below 0")
+    try:
+        import_modules(arguments.imports)
+        plans = [Plan.load(path) for path in arguments.plans]
+        write(plans, arguments.output, arguments.plans, arguments.explain)
+    except Nothing as error:
+        refused(arguments, error)
+    except (ShardwrightError, OSError) as error:
+        return failed("report", error, 2)
+    print(f"written to {arguments.output}")
+    return 0

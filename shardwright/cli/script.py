@@ -16,6 +16,7 @@ import runpy
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, ShardwrightError
@@ -35,7 +36,7 @@ class Nothing(Exception):
 class _Stop(BaseException):
     """Ends the script. It is no Exception, so that the script does not catch it."""
 
-    def __init__(self, result: Any, error: ShardwrightError | KeyboardInterrupt | None = None) -> None:
+    def __init__(self, result: object, error: ShardwrightError | KeyboardInterrupt | None = None) -> None:
         self.result, self.error = result, error
 
 
@@ -43,7 +44,7 @@ def first_call(
     script: str,
     script_args: Sequence[str],
     devices: int | None,
-    take: Callable[[AutoParallel, tuple[Any, ...], dict[str, Any]], Any],
+    take: Callable[[AutoParallel, tuple[object, ...], dict[str, object]], object],
 ) -> Any:
     """Run a script until it first calls an `AutoParallel` model.
 
@@ -62,7 +63,7 @@ def first_call(
     """
     from ..parallel.auto_parallel import observed  # noqa: PLC0415  imports torch
 
-    def observer(model: AutoParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def observer(model: AutoParallel, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         try:
             result = take(model, args, kwargs)
         except (ShardwrightError, KeyboardInterrupt) as error:  # a script may catch Ctrl-C
@@ -117,7 +118,7 @@ def arguments_of(target: str, rest: Sequence[str], taker: str) -> dict[str, Any]
     return result
 
 
-def _module(place: str) -> Any:
+def _module(place: str) -> ModuleType:
     if not place.endswith(".py"):
         sys.path[0] = os.getcwd()  # as python -m does
         if importlib.util.find_spec(place.partition(".")[0]) is None:
@@ -148,7 +149,7 @@ def without_weights() -> Iterator[None]:
     from torch.nn.modules.module import register_module_parameter_registration_hook  # noqa: PLC0415  imports torch
 
     #: id of a parameter -> the parameter, to tell another one that got its id later, and its meta parameter.
-    shells: dict[int, tuple[weakref.ref[Any], nn.Parameter]] = {}
+    shells: dict[int, tuple[weakref.ref[object], nn.Parameter]] = {}
 
     def shell(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta or nn.parameter.is_lazy(parameter):

@@ -106,7 +106,7 @@ def held_optimizer(optimizers: Iterable[Optimizer], parameters: Iterable[Tensor]
     Returns:
         None: no optimizer holds a parameter of the model.
     """
-    groups: dict[int, tuple[Optimizer, Mapping[str, Any]]] = {}
+    groups: dict[int, tuple[Optimizer, Mapping[str, object]]] = {}
     for optimizer in sorted(optimizers, key=lambda one: bool(one.state)):  # the last one that has state counts
         groups.update({id(p): (optimizer, group) for group in optimizer.param_groups for p in group["params"]})
     names: dict[str, None] = {}

@@ -54,7 +54,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -299,9 +299,9 @@ class OperatorWork:
         return (self.flops[0] * part, forward), (self.flops[1] * part, backward)
 
 
-def signature(op: Op) -> tuple[Any, ...]:
+def signature(op: Op) -> tuple[Hashable, ...]:
     """A key that is equal for two operators with the same work."""
-    called: Any = key_of((op.args, op.kwargs), lambda x: _described(x) if type(x) is Value else x)
+    called: Hashable = key_of((op.args, op.kwargs), lambda x: _described(x) if type(x) is Value else x)
     try:
         hash(called)
     except TypeError:  # an argument that cannot be looked up, such as a slice
@@ -314,7 +314,7 @@ def signature(op: Op) -> tuple[Any, ...]:
     )
 
 
-def _described(value: Value) -> tuple[Any, ...]:
+def _described(value: Value) -> tuple[object, ...]:
     return value.shape, value.dtype, value.requires_grad
 
 
@@ -364,7 +364,7 @@ def work_of(op: Op) -> OperatorWork:
 _Dispatched = tuple[tuple[bool, bool], tuple[float, float], tuple[tuple[int, ...], tuple[int, ...]]]
 
 #: Recent dispatches by signature, because other plans have most of the same operators; None: the call failed.
-_LATELY: OrderedDict[tuple[Any, ...], _Dispatched | None] = OrderedDict()
+_LATELY: OrderedDict[tuple[Hashable, ...], _Dispatched | None] = OrderedDict()
 _MOST = 4096
 
 

@@ -32,8 +32,7 @@ from ..errors import SettingError
 from ..parallel.auto_parallel import AutoParallel
 from ..process import init
 from ..torch_private import pytree
-from .feeding import check_feeding
-from .monitored_loop import MonitoredLoop
+from .library_loops import MonitoredLoop, check_feeding
 
 __all__ = ["LightningMonitor", "ShardwrightStrategy"]
 

@@ -175,7 +175,7 @@ def check_fields(
         )
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """The kind of a JSON value, for errors."""
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
     return kinds.get(type(value), "a number")
@@ -196,10 +196,10 @@ def _check_depth(marks: bytes) -> None:
         raise _Fault(f"objects and lists are more than {DEPTH} deep", lambda token: False)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        seen: dict[str, Any] = {}
+        seen: dict[str, object] = {}
         for key, value in pairs:
             if key in seen:
                 raise _Fault(f"{short(key)} stands twice in one object: {short(seen[key])} and {short(value)}")
@@ -212,7 +212,7 @@ def step(key: str | int) -> str:
     return f".{key}" if isinstance(key, str) and _PLAIN.fullmatch(key) else f"[{short(key)}]"
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """A value as JSON for a message, cut after 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -242,7 +242,7 @@ def _shortened(token: str) -> str:
     return token if len(token) <= 30 else f"{token[:27]}..."
 
 
-def _check_strings(encoded: Any) -> None:
+def _check_strings(encoded: object) -> None:
     left = [encoded]
     while left:
         value = left.pop()
@@ -265,7 +265,7 @@ def section_places(text: str, section: str) -> list[int]:
     return [found.start() for found in re.finditer(rf'(?<!\\)"{section}"\s*:\s*[\[{{]', text)]
 
 
-def field_line(text: str, name: str, value: Any) -> int:
+def field_line(text: str, name: str, value: object) -> int:
     """The line number of the first field of this name and value in a text; 1 where there is none."""
     decoder = json.JSONDecoder()
     for found in re.finditer(rf'(?<!\\)"{name}"\s*:\s*', text):

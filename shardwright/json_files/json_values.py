@@ -42,7 +42,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_named(word: Any) -> torch.dtype:
+def dtype_named(word: object) -> torch.dtype:
     """The dtype of a name.
 
     Raises:
@@ -56,7 +56,7 @@ def dtype_named(word: Any) -> torch.dtype:
     return dtype
 
 
-def is_shape(value: Any) -> TypeGuard[list[int]]:
+def is_shape(value: object) -> TypeGuard[list[int]]:
     """True for a list of sizes that a tensor may have: at most 64, with fewer than 2^63 elements in all."""
     return (
         isinstance(value, list)
@@ -66,7 +66,7 @@ def is_shape(value: Any) -> TypeGuard[list[int]]:
     )
 
 
-def encode(value: Any, where: str = "") -> Any:
+def encode(value: object, where: str = "") -> object:
     """A value in the form that `json.dumps` takes.
 
     Args:
@@ -88,10 +88,10 @@ class _NoForm(Exception):
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.keys: list[Any] = []
+        self.keys: list[object] = []
 
 
-def _encoded(value: Any) -> Any:
+def _encoded(value: Any) -> object:
     if type(value) in _LEAVES:
         return value
     if isinstance(value, (tuple, list)):
@@ -131,7 +131,7 @@ def _encoded(value: Any) -> Any:
     raise _NoForm(type(value).__name__)
 
 
-def _inside(value: Any, key: Any) -> Any:
+def _inside(value: object, key: object) -> object:
     """The form of a value that a container has under `key`."""
     try:
         return _encoded(value)
@@ -140,7 +140,7 @@ def _inside(value: Any, key: Any) -> Any:
         raise
 
 
-def decode(encoded: Any) -> Any:
+def decode(encoded: object) -> Any:
     """The value that `encode` wrote.
 
     Args:
@@ -155,7 +155,7 @@ def decode(encoded: Any) -> Any:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
-def _decoded(encoded: Any) -> Any:
+def _decoded(encoded: object) -> Any:
     if isinstance(encoded, list):
         return encoded if _PLAIN.issuperset(map(type, encoded)) else [_decoded(w) for w in encoded]
     if not isinstance(encoded, dict):
@@ -181,7 +181,7 @@ def _decoded(encoded: Any) -> Any:
     return {key: _decoded(held) for key, held in encoded.items()}
 
 
-def _sized(encoded: dict[str, Any], text: Any, size: int) -> bytearray:
+def _sized(encoded: dict[str, object], text: Any, size: int) -> bytearray:
     """The bytes of a tensor or an array with elements of `size` bytes."""
     data, shape = bytearray(_bytes(text)), encoded["shape"]
     if set(encoded) - {"tensor", "array"} != {"dtype", "shape"} or not is_shape(shape):
@@ -191,7 +191,7 @@ def _sized(encoded: dict[str, Any], text: Any, size: int) -> bytearray:
     return data
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: object) -> bytes:
     """A value as the text of a message.
 
     Raises:
@@ -254,11 +254,11 @@ def _bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def _pairs(held: list[Any]) -> dict[Any, Any]:
+def _pairs(held: list[Any]) -> dict[object, object]:
     return {_decoded(k): _decoded(v) for k, v in held}
 
 
-def _count(held: list[Any]) -> collections.Counter[Any]:
+def _count(held: list[object]) -> collections.Counter[object]:
     made = _pairs(held)
     if not all(isinstance(count, (int, float)) for count in made.values()):
         raise ValueError("a counter of what are no numbers")
@@ -269,7 +269,7 @@ def _float(held: str) -> float:
     return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[held]
 
 
-_READERS: dict[str, Callable[[Any], Any]] = {
+_READERS: dict[str, Callable[[Any], object]] = {
     "tuple": lambda held: tuple(_decoded(held)),
     "dict": _pairs,
     "set": lambda held: set(map(_decoded, held)),

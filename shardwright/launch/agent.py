@@ -111,7 +111,7 @@ class Agent(LocalElasticAgent):
             self._nodes.tell(128 + stop.sigval, f"got {stop.sigval.name}", kind="signal")
             raise
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
         pids = super()._start_workers(worker_group)
         workers = worker_processes(self)
         workers.close = partial(self._end_workers, workers.close)  # the engine calls it from several places

@@ -29,9 +29,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from .run_settings import RunSettings
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = [
     "PREFIX",
@@ -303,7 +306,7 @@ class Progress:
         self._settings = settings
         self._out = out
         self._stack = ExitStack()
-        self._console: Any = None
+        self._console: Console | None = None
         self._lock = threading.RLock()
         self._began = time.monotonic()
         # Replaced, never mutated: the live line's thread reads them without this lock. It holds rich's lock at that
@@ -317,10 +320,10 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._out.isatty():
-            from rich.console import Console  # noqa: PLC0415  for terminals alone
+            from rich import console  # noqa: PLC0415  for terminals alone
             from rich.live import Live  # noqa: PLC0415  for terminals alone
 
-            self._console = Console(file=self._out, highlight=False, markup=False)
+            self._console = console.Console(file=self._out, highlight=False, markup=False)
             self._stack.enter_context(
                 Live(
                     get_renderable=self._state,

@@ -28,7 +28,8 @@ import socket
 import sys
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from .run_settings import bound
 
@@ -58,7 +59,7 @@ class _Line:
             if hasattr(socket, option):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
-    def read(self) -> tuple[list[dict[str, Any]], bool]:
+    def read(self) -> tuple[list[dict[str, object]], bool]:
         """The messages that have come, and True where the other side has ended."""
         ended = False
         try:
@@ -74,7 +75,7 @@ class _Line:
         *whole, self.held = self.held.split(b"\n")
         return [_message(line) for line in whole], ended
 
-    def write(self, message: dict[str, Any]) -> None:
+    def write(self, message: dict[str, object]) -> None:
         with contextlib.suppress(OSError):  # the other side has ended
             self.connection.send(json.dumps(message).encode() + b"\n")
 
@@ -109,7 +110,7 @@ class Lifelines:
 
     def _open(self, several: bool) -> None:
         self._key = secrets.token_hex(16)
-        place: dict[str, Any] = {"port": 0}
+        place: dict[str, object] = {"port": 0}
         with contextlib.suppress(OSError):  # no port is left: there are no lifelines
             self._listener = bound(self._address, 0, several)
             self._listener.listen(self._world)
@@ -197,7 +198,7 @@ class Lifelines:
             self._listener.close()
 
 
-def _message(line: bytes) -> dict[str, Any]:
+def _message(line: bytes) -> dict[str, object]:
     """A message; {} where the line is none."""
     try:
         message = json.loads(line)
@@ -218,7 +219,7 @@ def _last_words(earlier: BaseException | None) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[: _LONGEST // 8]
 
 
-def _at_exit(call: weakref.WeakMethod[Any]) -> None:
+def _at_exit(call: weakref.WeakMethod[Callable[[], object]]) -> None:
     """Call a method at the end of this process, if its object is still there."""
 
     def run() -> None:

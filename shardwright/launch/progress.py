@@ -25,8 +25,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from functools import wraps
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, TextIO, TypeVar, cast
+from typing import Any, Generic, Protocol, TextIO, TypeVar, cast
 
 from ..errors import SettingError
 from .console import PREFIX
@@ -42,6 +43,19 @@ logger = logging.getLogger("shardwright.progress")
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class BestPlan(Protocol):
+    """A plan, as a command that keeps the best one so far sees it; cost and bound in seconds."""
+
+    @property
+    def cost(self) -> float: ...
+    @property
+    def bound(self) -> float | None: ...
+    @property
+    def gap(self) -> float | None: ...
+
+    def save(self, path: str | Path) -> None: ...
 
 
 class Work:
@@ -170,7 +184,7 @@ class Display:
         self.stack: list[Work] = []
         self.muted = 0
         self.stopped = self.kept = ""
-        self.best: Callable[[], Any] | None = None
+        self.best: Callable[[], BestPlan | None] | None = None
         self.process = os.getpid()
         self._stream, self._log, self._speaks, self._clock = stream, log, speaks, clock
         self._live = (stream is not None and stream.isatty()) if live is None else live
@@ -359,7 +373,7 @@ def commanded(silent: bool = False) -> Iterator[Display]:
 
 
 @contextlib.contextmanager
-def showing(setting: Any) -> Iterator[None]:
+def showing(setting: object) -> Iterator[None]:
     """Let work inside the ``with`` block be shown, or not.
 
     Args:
@@ -383,7 +397,7 @@ def showing(setting: Any) -> Iterator[None]:
             _SETTING.set(before)
 
 
-def phase(name: str, setting: Callable[..., Any] = lambda *_, **__: None) -> Callable[[F], F]:
+def phase(name: str, setting: Callable[..., object] = lambda *_, **__: None) -> Callable[[F], F]:
     """A decorator: the function is a phase, which is shown as its arguments say.
 
     Args:
@@ -422,7 +436,7 @@ def quiet() -> contextlib.AbstractContextManager[None]:
     return showing(False)
 
 
-def keep(best: Callable[[], Any] | None) -> None:
+def keep(best: Callable[[], BestPlan | None] | None) -> None:
     """Tell the command around, where there is one, how to make the best result so far.
 
     Args:

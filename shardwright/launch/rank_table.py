@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ..errors import SettingError
 from ..json_files.json_reader import MIB, kind_of, read_object, short
@@ -94,7 +94,7 @@ class _Reading:
     def __init__(self, path: str) -> None:
         self._path = path
 
-    def devices(self, table: dict[str, Any]) -> tuple[TableDevice, ...]:
+    def devices(self, table: dict[str, object]) -> tuple[TableDevice, ...]:
         version = self._field(table, "the table", "version", "1.0")
         if version != VERSION:
             self._fault("version", f"unknown version {short(version)}", f'"{VERSION}"')
@@ -129,7 +129,9 @@ class _Reading:
                 )
         return tuple(device for device, _ in devices)
 
-    def _server(self, server: Any, where: str, ids: dict[str, str], found: dict[int, tuple[TableDevice, str]]) -> None:
+    def _server(
+        self, server: object, where: str, ids: dict[str, str], found: dict[int, tuple[TableDevice, str]]
+    ) -> None:
         if not isinstance(server, dict):
             self._fault(where, f"it is {kind_of(server)}", "an object with server_id and device")
         name = self._text(server, where, "server_id", "the server's address, such as 10.0.0.1")
@@ -170,12 +172,12 @@ class _Reading:
             indices[device.device] = addresses[device.ip] = f"device[{index}]"
             found[device.rank] = (device, place)
 
-    def _field(self, entry: dict[str, Any], where: str, name: str, example: str) -> Any:
+    def _field(self, entry: dict[str, object], where: str, name: str, example: str) -> object:
         if name not in entry:
             self._fault(where, f"{name} is missing", f'"{name}": "{example}"')
         return entry[name]
 
-    def _list(self, entry: dict[str, Any], where: str, name: str) -> list[Any]:
+    def _list(self, entry: dict[str, object], where: str, name: str) -> list[object]:
         value = self._field(entry, where, name, "[...]")
         if not isinstance(value, list) or not value:
             self._fault(
@@ -185,13 +187,13 @@ class _Reading:
             )
         return value
 
-    def _text(self, entry: dict[str, Any], where: str, name: str, legal: str) -> str:
+    def _text(self, entry: dict[str, object], where: str, name: str, legal: str) -> str:
         value = self._field(entry, where, name, "...")
         if not isinstance(value, str) or not value:
             self._fault(f"{where}, {name}", "it is empty" if value == "" else f"it is {kind_of(value)}", legal)
         return value
 
-    def _number(self, entry: dict[str, Any], where: str, name: str, example: str) -> int:
+    def _number(self, entry: dict[str, object], where: str, name: str, example: str) -> int:
         value = self._field(entry, where, name, example)
         found = whole_number(value) if isinstance(value, str) else value
         if isinstance(found, int) and not isinstance(found, bool) and 0 <= found <= MOST:

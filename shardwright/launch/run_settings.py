@@ -12,7 +12,6 @@ import os
 import secrets
 import socket
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import SettingError
 from .environment import is_loopback
@@ -182,7 +181,7 @@ class _NotHere(Exception):
     """An address that this host does not have."""
 
 
-def _bound(family: int, target: tuple[Any, ...]) -> socket.socket:
+def _bound(family: int, target: tuple[object, ...]) -> socket.socket:
     try:
         made = socket.socket(family, socket.SOCK_STREAM)
     except OSError:

@@ -37,7 +37,7 @@ from ..planners.planning_problem import warn_of_ignored_marks
 from ..planning import make_pipeline, make_plan
 from ..process import Runtime, current, stream
 from ..pytree_objects import opened, with_tensors
-from ..rules.random_numbers.fast_attention import with_fast_attention
+from ..rules.attention import with_fast_attention
 from ..runtime.deferred_init import beginnings
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram

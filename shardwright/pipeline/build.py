@@ -203,10 +203,10 @@ def until_stopped(make: Callable[[Planner], PipelinePlan], planner: Planner, qui
             done[number] = made
         return made
 
-    def so_far(best: Callable[[], Plan | None] | None) -> PipelinePlan:
+    def so_far(best: Callable[[], object] | None) -> PipelinePlan:
         whole = len(done)
         begun = None if best is None else best()
-        known = done if begun is None else done | {whole: begun}
+        known = done | {whole: begun} if isinstance(begun, Plan) else done
 
         def stage(graph: Graph, devices: int, input_placement: InputPlacement, number: int) -> Plan:
             if number in known:

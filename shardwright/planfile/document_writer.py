@@ -26,6 +26,7 @@ from .encoding import fingerprint, packed, spell_assignment, spell_digits, spell
 
 if TYPE_CHECKING:
     from ..pipeline.pipeline_plan import PipelinePlan, Stage
+    from ..pipeline.stages import StageInput
     from ..sharded_plan import Plan
 
 __all__ = [
@@ -83,9 +84,9 @@ class Parts(NamedTuple):
         held: the content of the packed line.
     """
 
-    head: dict[str, Any]
-    operators: list[dict[str, Any]]
-    parameters: list[dict[str, Any]]
+    head: dict[str, object]
+    operators: list[dict[str, object]]
+    parameters: list[dict[str, object]]
     held: dict[str, Any]
 
 
@@ -105,7 +106,7 @@ def parts_of(plan: Plan, word: bool = True) -> Parts:
         word: True: the dataset_strategy is written as one word, where a word gives it.
     """
     setting = plan.hsdp
-    head: dict[str, Any] = {
+    head: dict[str, object] = {
         "graph": fingerprint(plan.graph),
         "devices": plan.devices,
         "mode": plan.mode,
@@ -156,23 +157,23 @@ def parts_of(plan: Plan, word: bool = True) -> Parts:
     )
 
 
-def fields_of(head: Mapping[str, Any], indent: str) -> list[str]:
+def fields_of(head: Mapping[str, object], indent: str) -> list[str]:
     """Fields as text, one a line."""
     return [f"{indent}{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
 
 
-def section(name: str, lines: Iterable[dict[str, Any]], indent: str = "  ") -> str:
+def section(name: str, lines: Iterable[dict[str, object]], indent: str = "  ") -> str:
     """A section's lines as text."""
     body = ",\n".join(f"{indent}  {json.dumps(line, ensure_ascii=False)}" for line in lines)
     return f'{indent}"{name}": [\n{body}\n{indent}]' if body else f'{indent}"{name}": []'
 
 
-def placement_under(graph: Graph, devices: int, mode: str, strategy: Any) -> InputPlacement:
+def placement_under(graph: Graph, devices: int, mode: str, strategy: object) -> InputPlacement:
     """The placement of the inputs under a dataset_strategy, in a parallel mode."""
     return (place_whole_inputs if mode == "hybrid_parallel" else place_inputs)(graph, devices, strategy)
 
 
-def dataset_strategy(plan: Plan) -> Any:
+def dataset_strategy(plan: Plan) -> object:
     """The dataset_strategy that gives the plan's placement of the inputs: a word where there is one, else layouts."""
     for word in ("full_batch", "data_parallel"):
         try:
@@ -183,7 +184,7 @@ def dataset_strategy(plan: Plan) -> Any:
     return [spell_layout(layout) for layout in plan.input_placement.inputs]
 
 
-def _operator(op: Op, decision: Decision, seconds: float, closed: bool) -> dict[str, Any]:
+def _operator(op: Op, decision: Decision, seconds: float, closed: bool) -> dict[str, object]:
     line = {"name": op.name, "op": op.kind, **spell_assignment(decision.bound, decision.assignment)}
     if decision.out is not None:
         line["out_strategy"] = [spell_layout(layout) for layout in decision.out]
@@ -206,7 +207,7 @@ def _operator(op: Op, decision: Decision, seconds: float, closed: bool) -> dict[
     return line | {"seconds": float(f"{seconds:.4g}")}
 
 
-def _parameters(plan: Plan) -> Iterator[dict[str, Any]]:
+def _parameters(plan: Plan) -> Iterator[dict[str, object]]:
     values = plan.graph.parameters | plan.graph.buffers
     for name, value in values.items():
         held = plan.parameters[name]
@@ -223,7 +224,7 @@ def _parameters(plan: Plan) -> Iterator[dict[str, Any]]:
         yield line
 
 
-def head_digest(head: Mapping[str, Any]) -> str:
+def head_digest(head: Mapping[str, object]) -> str:
     """A digest of the head's fields that a search depends on."""
     keys = ("graph", "devices", "dataset_strategy", "hsdp", "uneven", "optimizer", "cluster")
     settings = [head.get(key) for key in keys]
@@ -244,7 +245,7 @@ def digest(op: Op, decision: Decision) -> str:
 def pipeline_written(plan: PipelinePlan) -> str:
     """A pipeline's plan as the text of its document: the same text for the same plan."""
     parts = [parts_of(stage.plan, word=False) for stage in plan.stages]
-    head: dict[str, Any] = {
+    head: dict[str, object] = {
         "schema": PIPELINE_SCHEMA,
         "graph": fingerprint(plan.graph),
         "devices": plan.devices,
@@ -294,16 +295,16 @@ def _stage(plan: PipelinePlan, stage: Stage, parts: Parts) -> str:
     return "    {\n" + ",\n".join(body) + "\n    }"
 
 
-def _from(source: Any) -> str:
+def _from(source: StageInput) -> str:
     return {"input": "the batch", "stage": f"stage {source.index}", "parameter": f"stage {source.index}, a parameter"}[
         source.kind
     ]
 
 
-def pipeline_words(plan: PipelinePlan) -> dict[str, Any]:
+def pipeline_words(plan: PipelinePlan) -> dict[str, object]:
     """The fields of the pipeline itself; with its actions, where no schedule name gives them."""
     made = plan.schedule
-    out: dict[str, Any] = {"stages": made.groups, "scheduler": made.name, "micro_batches": made.micro_batches}
+    out: dict[str, object] = {"stages": made.groups, "scheduler": made.name, "micro_batches": made.micro_batches}
     if made.stages != made.groups:
         out["chunks"] = made.stages // made.groups
     out |= {"placement": list(made.placement), "split": list(plan.split)}
@@ -339,7 +340,7 @@ def layouts_of_inputs(plan: PipelinePlan) -> dict[int, Layout]:
     return out
 
 
-def pipeline_dataset_strategy(plan: PipelinePlan) -> Any:
+def pipeline_dataset_strategy(plan: PipelinePlan) -> object:
     """The dataset_strategy that gives the stages' placement of the inputs; an input that no stage reads is whole."""
     inputs = plan.graph.inputs[: len(plan.graph.inputs) - len(plan.micro.totals)]
     alone, found = Graph(inputs, {}, {}, {}, (), ()), layouts_of_inputs(plan)
@@ -367,7 +368,7 @@ def _fits(word: str, alone: Graph, stage: Stage) -> bool:
 # -- the graph of a micro-batch, which is nearly that of its stages ----------------------------------------------------
 
 
-def _beside(encoded: dict[str, Any], stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _beside(encoded: dict[str, Any], stages: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """A written graph reduced by its stages' graphs.
 
     An operator that a stage has is replaced by its name, a value that a stage has by None.
@@ -379,7 +380,7 @@ def _beside(encoded: dict[str, Any], stages: Sequence[Mapping[str, Any]]) -> dic
     }
 
 
-def whole_graph(encoded: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def whole_graph(encoded: Mapping[str, Any], stages: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """The written graph that `_beside` has reduced to `encoded`."""
     ops, values = _of_stages(stages)
     return {
@@ -389,7 +390,7 @@ def whole_graph(encoded: Mapping[str, Any], stages: Sequence[Mapping[str, Any]])
     }
 
 
-def _of_stages(stages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _of_stages(stages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, object], dict[str, object]]:
     """The operators and values of all stages, by name."""
     return (
         {op["name"]: op for part in stages for op in part["ops"]},

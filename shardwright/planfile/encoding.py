@@ -81,7 +81,7 @@ class UnsavedObject:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _leaf(x: Any) -> Any:
+def _leaf(x: object) -> object:
     if x is None or isinstance(x, (bool, int, str)):
         return x
     if isinstance(x, float):
@@ -104,7 +104,7 @@ def _leaf(x: Any) -> Any:
     return {"object": repr(x)}
 
 
-def _target(target: Any) -> Any:
+def _target(target: object) -> object:
     if isinstance(target, UnderAutocast):
         return {
             "autocast": [[name, _leaf(dtype)] for name, dtype in target.state.dtypes],
@@ -123,7 +123,7 @@ def _target(target: Any) -> Any:
     return str(target)
 
 
-def _spec(spec: Any) -> str | None:
+def _spec(spec: object) -> str | None:
     """The nesting of a tree as text; None where it has a class that cannot be written."""
     if spec is None:
         return None
@@ -138,14 +138,14 @@ def _value(value: Value) -> list[object]:
     return [list(value.shape), str(value.dtype).removeprefix("torch."), value.requires_grad, *master]
 
 
-def write_recompute(setting: Recompute) -> dict[str, Any]:
+def write_recompute(setting: Recompute) -> dict[str, object]:
     """The recomputation of an operator as a dict: ``call``, and the fields that differ from their default."""
     held = {f.name: (getattr(setting, f.name), f.default) for f in fields(setting)}
     return {name: value for name, (value, default) in held.items() if name == "call" or value != default}
 
 
-def _op(op: Op) -> dict[str, Any]:
-    out: dict[str, Any] = {"name": op.name, "target": _target(op.target), "args": [_leaf(x) for x in op.args]}
+def _op(op: Op) -> dict[str, object]:
+    out: dict[str, object] = {"name": op.name, "target": _target(op.target), "args": [_leaf(x) for x in op.args]}
     if op.kwargs:
         out["kwargs"] = {key: _leaf(x) for key, x in op.kwargs.items()}
     if op.inputs != values_in((op.args, op.kwargs)):
@@ -159,7 +159,7 @@ def _op(op: Op) -> dict[str, Any]:
     return out
 
 
-def write_graph(graph: Graph) -> dict[str, Any]:
+def write_graph(graph: Graph) -> dict[str, object]:
     """A graph as lists, dicts, numbers and strings; without marks and recomputation, which a plan's lines hold."""
     values = {
         v.name: v
@@ -202,7 +202,7 @@ def fingerprint_of(encoded: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps({**encoded, "ops": ops}, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def packed(encoded: Any) -> str:
+def packed(encoded: object) -> str:
     """JSON as one line of base64, compressed."""
     text = json.dumps(encoded, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
@@ -243,7 +243,7 @@ def unpacked(text: str, source: str = "", legal: str = "a file that Plan.save wr
     return parse(encoded, PlanError, "the captured graph", source, legal, lines=False)
 
 
-def _read_spec(text: str | None, source: str) -> Any:
+def _read_spec(text: str | None, source: str) -> object:
     """The nesting that `_spec` has written.
 
     torch's own reader imports the modules of enums and of defaults of dicts. A plan that names a class which is not
@@ -270,10 +270,10 @@ def _read_spec(text: str | None, source: str) -> Any:
 def _classes_of(text: str, source: str) -> Iterator[tuple[type, str, str]]:
     """The classes that a nesting names: `Enum` or `dict`, the module, the name of the class in it."""
 
-    def read(encoded: str) -> Any:
+    def read(encoded: str) -> object:
         return parse(encoded, PlanError, "the nesting of a value", source, "a file that Plan.save wrote", lines=False)
 
-    left: list[Any] = [read(text)]
+    left: list[object] = [read(text)]
     while left:
         encoded = left.pop()
         if isinstance(encoded, list):
@@ -290,7 +290,7 @@ def _classes_of(text: str, source: str) -> Iterator[tuple[type, str, str]]:
             left += encoded.values()
 
 
-def _leaf_of(x: Any, values: dict[str, Value]) -> Any:
+def _leaf_of(x: object, values: dict[str, Value]) -> Any:
     if isinstance(x, list):
         return [_leaf_of(y, values) for y in x]
     if not isinstance(x, dict):
@@ -329,13 +329,13 @@ def _loaded(module: str, path: str) -> Any:
     Nothing is imported: names are looked up where they are, and a module that would import them at their first use is
     not asked.
     """
-    found: Any = sys.modules.get(module)
+    found: object = sys.modules.get(module)
     for part in path.split("."):
         found = vars(found).get(part) if isinstance(found, (ModuleType, type)) else None
     return found if isinstance(found, type) else None
 
 
-def _target_of(encoded: Any, name: str, source: str | None) -> Any:
+def _target_of(encoded: Any, name: str, source: str | None) -> object:
     """The operator of a written target.
 
     Raises:
@@ -394,7 +394,7 @@ def recompute_of(encoded: dict[str, Any] | None) -> Recompute | None:
     return made
 
 
-def read_graph(encoded: dict[str, Any], source: str = "", expected: str | None = None) -> Graph:
+def read_graph(encoded: dict[str, object], source: str = "", expected: str | None = None) -> Graph:
     """The graph that `write_graph` wrote, constants as meta tensors. Nothing is imported.
 
     Args:
@@ -533,7 +533,7 @@ def spell_assignment(bound: Bound, assignment: Assignment) -> dict[str, Any]:
     return encoded
 
 
-def read_assignment(bound: Bound, encoded: Mapping[str, Any], devices: int) -> Assignment:
+def read_assignment(bound: Bound, encoded: Mapping[str, object], devices: int) -> Assignment:
     """The assignment that the fields of a line describe.
 
     Args:
@@ -588,7 +588,7 @@ def _splittable(bound: Bound) -> str:
     return ", ".join(f"{f.name} ({f.size})" for f in bound.factors if f.splittable and f.size > 1) or "none"
 
 
-def _matrix(encoded: Mapping[str, Any]) -> Layout | None:
+def _matrix(encoded: Mapping[str, object]) -> Layout | None:
     """The named device matrix of a line, or None.
 
     Raises:
@@ -602,7 +602,7 @@ def _matrix(encoded: Mapping[str, Any]) -> Layout | None:
         raise LayoutError(error.message, legal=error.legal) from None  # without the source line of this reader
 
 
-def _entry(matrix: Layout | None, entry: Any) -> Any:
+def _entry(matrix: Layout | None, entry: object) -> Any:
     """The entry of one tensor: cuts as a tuple, or a `Layout` where it names axes."""
     if not isinstance(entry, list) or not any(isinstance(part, (str, list)) for part in entry):
         return tuple(entry) if isinstance(entry, list) else entry
@@ -617,7 +617,7 @@ def _entry(matrix: Layout | None, entry: Any) -> Any:
         raise LayoutError(error.message, strategy=entry, legal=error.legal) from None
 
 
-def spell_layout(layout: Layout) -> Any:
+def spell_layout(layout: Layout) -> object:
     """A layout without partial sums, as a list of cuts, or else with named axes:
     ``{"device_matrix": ..., "alias_name": ..., "layout": [...]}``.
     """
@@ -667,7 +667,7 @@ def spell_digits(devices: int, digits: Digits) -> Any:
     return axes.encoded | {"axes": [named] if isinstance(named, str) else named}
 
 
-def read_digits(encoded: Any, devices: int) -> Digits:
+def read_digits(encoded: object, devices: int) -> Digits:
     """The digits that `spell_digits` wrote.
 
     Raises:

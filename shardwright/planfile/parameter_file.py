@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ..cluster import MOST_DEVICES
 from ..errors import LayoutError, PlanError, SettingError, ShardwrightError, shown
@@ -206,7 +206,7 @@ class ParameterStrategies:
 
     def text(self) -> str:
         """The text of the file."""
-        head: dict[str, Any] = {"schema": SCHEMA, "kind": KIND, "devices": self.devices}
+        head: dict[str, object] = {"schema": SCHEMA, "kind": KIND, "devices": self.devices}
         if any(s.layout.padded(s.shape) != s.shape for s in self.all.values()):
             head["uneven"] = True
         parts = [*fields_of(head, "  "), section("parameters", self._lines(self.parameters))]
@@ -214,7 +214,7 @@ class ParameterStrategies:
             parts.append(section("buffers", self._lines(self.buffers)))
         return "{\n" + ",\n".join(parts) + "\n}\n"
 
-    def _lines(self, table: Mapping[str, TensorStorage]) -> Iterator[dict[str, Any]]:
+    def _lines(self, table: Mapping[str, TensorStorage]) -> Iterator[dict[str, object]]:
         for name, held in table.items():
             line = {"name": name, "shape": list(held.shape), "dtype": held.dtype, "storage": spell_layout(held.layout)}
             if len(held.ranks) != self.devices:
@@ -313,7 +313,7 @@ class ParameterStrategies:
         return {**(stored or {}), **{name: held.layout for name, held in self.parameters.items()}}
 
     def check_names(
-        self, parameters: Sequence[str] | Mapping[str, Any], buffers: Sequence[str] | Mapping[str, Any]
+        self, parameters: Sequence[str] | Mapping[str, object], buffers: Sequence[str] | Mapping[str, object]
     ) -> None:
         """Check that every line names a parameter or buffer of a model.
 

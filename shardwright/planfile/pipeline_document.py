@@ -62,7 +62,7 @@ class PipelineDocument:
     line: str
 
     @classmethod
-    def of(cls, path: Path, text: str, encoded: dict[str, Any]) -> PipelineDocument:
+    def of(cls, path: Path, text: str, encoded: dict[str, object]) -> PipelineDocument:
         """The document of a JSON object.
 
         Args:
@@ -89,7 +89,7 @@ class PipelineDocument:
             )
         check_fields(encoded, PIPELINE_FIELDS, PlanError, "the plan", str(path))
         head = PlanDocument(path, encoded, {}, {}, captured[-1])
-        shared: dict[str, Any] = {"mode": encoded.get("mode"), "optimizer": encoded.get("optimizer", "adam")}
+        shared: dict[str, object] = {"mode": encoded.get("mode"), "optimizer": encoded.get("optimizer", "adam")}
         documents = []
         for number, written in enumerate(stages):
             if type(written.get("stage")) is not int or written["stage"] != number:

@@ -295,7 +295,7 @@ def called(op: Op) -> str | None:
     return op.where["operator"]
 
 
-def read_lines(path: Path, text: str, lines: Any, section: str, number: int = -1) -> dict[str, DocumentLine]:
+def read_lines(path: Path, text: str, lines: object, section: str, number: int = -1) -> dict[str, DocumentLine]:
     """The lines of a section by name, each with its place in the file.
 
     Args:
@@ -346,7 +346,7 @@ class PlanDocument(DocumentHead):
     captured: str
 
     @classmethod
-    def of(cls, path: Path, text: str, encoded: dict[str, Any], number: int = -1) -> PlanDocument:
+    def of(cls, path: Path, text: str, encoded: dict[str, object], number: int = -1) -> PlanDocument:
         """The document of a JSON object.
 
         Args:
@@ -690,7 +690,7 @@ class PlanDocument(DocumentHead):
         return graph, mode, dict(stored) if stored else None
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     """True for the same JSON. In Python true equals 1."""
     return one == other and json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 

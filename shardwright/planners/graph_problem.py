@@ -41,6 +41,7 @@ from .search_space import EdgeCosts, OpCost, OperatorTable, Strategy, op_cost, s
 __all__ = ["CostGraph", "SharedState", "StorageState", "cost_graph"]
 
 Table = TypeVar("Table")
+Part = TypeVar("Part", bound=Hashable)
 
 #: Most uses of a shared value, in each layout that it may be left in, that are tried as the use that is served once.
 MOST_SHARED = 8
@@ -367,14 +368,14 @@ class _Builder:
 
     @staticmethod
     def _distinct(
-        known: dict[tuple[int, int], tuple[tuple[Any, ...], np.ndarray]],
+        known: dict[tuple[int, int], tuple[tuple[Part, ...], np.ndarray]],
         prints: tuple[OpCost, ...],
         index: int,
-        part: Any,
-    ) -> tuple[tuple[Any, ...], np.ndarray]:
+        part: Callable[[OpCost], Part],
+    ) -> tuple[tuple[Part, ...], np.ndarray]:
         key = (id(prints), index)
         if key not in known:
-            place: dict[Any, int] = {}
+            place: dict[Part, int] = {}
             which = [place.setdefault(part(p), len(place)) for p in prints]
             known[key] = tuple(place), np.array(which)
         return known[key]
@@ -451,7 +452,7 @@ class _Builder:
             self._later(reader, own, self._spread(table, None, taken))
 
     @staticmethod
-    def _several(asked: Sequence[tuple[tuple[Uses, ...], Any]]) -> Uses:
+    def _several(asked: Sequence[tuple[tuple[Uses, ...], object]]) -> Uses:
         """The uses that two consumers may make."""
         times = Counter(some for uses, _ in asked for some in uses if len(some) == 1)
         return frozenset(use for some, count in times.items() if count > 1 for use in some)

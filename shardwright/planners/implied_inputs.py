@@ -7,7 +7,6 @@ and 6 devices imply 24 together.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +50,9 @@ def implied_devices(graph: Graph) -> int:
     return math.lcm(*counts)
 
 
-def devices_of_call(net: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> int:
+def devices_of_call(
+    net: nn.Module, loss_fn: object, args: tuple[object, ...], kwargs: dict[str, object] | None = None
+) -> int:
     """The number of devices that the marks of the operators in one call of a model imply.
 
     Args:
@@ -64,14 +65,14 @@ def devices_of_call(net: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs:
     return implied_devices(capture(net, args, kwargs, loss_fn=loss_fn))
 
 
-def _product(cuts: Any) -> int:
+def _product(cuts: object) -> int:
     return math.prod(c for c in cuts if isinstance(c, int) and c > 0) if isinstance(cuts, (tuple, list)) else 1
 
 
 def _devices_of(op: Op) -> int:
     """The number of devices that the tuples of a mark cut for: the product of the cuts over the operator's factors."""
     described = find_rule(op)
-    cuts: dict[Any, Any] = {}
+    cuts: dict[object, object] = {}
     if described is not None and isinstance(op.mark.in_strategy, (tuple, list)):
         inputs = bound_rule(op, described).inputs
         for place, entry in zip(op.mark.order, op.mark.in_strategy):
@@ -81,8 +82,8 @@ def _devices_of(op: Op) -> int:
 
 
 def global_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], devices: int, dataset: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: tuple[object, ...], kwargs: dict[str, object], devices: int, dataset: object
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """The whole batch of which a process feeds a part, as meta tensors.
 
     Args:
@@ -99,7 +100,7 @@ def global_inputs(
         return args, kwargs
     tensors = iter(range(1_000_000))
 
-    def whole(leaf: Any) -> Any:
+    def whole(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         index, shape = next(tensors), list(leaf.shape)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from ..cluster import format_bytes
 from ..cost.memory_timeline import MemoryTimeline, OptimizerSetting, optimizer_bytes
@@ -67,8 +66,10 @@ class TooLittleMemoryError(PlanError):
     least: float = float("inf")
     bound: float | None = None
 
-    def located(self, **where: Any) -> TooLittleMemoryError:
-        out = super().located(**where)
+    def located(
+        self, *, operator: str | None = None, source: str | None = None, strategy: object | None = None
+    ) -> TooLittleMemoryError:
+        out = super().located(operator=operator, source=source, strategy=strategy)
         out.least, out.bound = self.least, self.bound
         return out
 

@@ -156,14 +156,14 @@ class _MemoryProblemBuilder:
             for v, to in zip(outputs, output_layouts(outputs, devices, input_placement, dict(batch_dims)))
             if to is not None
         }
-        self.usages: list[tuple[tuple[Any, ...], int, int, np.ndarray, str]] = []
+        self.usages: list[tuple[tuple[object, ...], int, int, np.ndarray, str]] = []
         self.remat = RematStates(self.memory, self.segments)
         #: By operator that may run again, a value whose dropping makes it run again.
         self.run_with = {op.name: value for value, ops in self.remat.recompute_sets.items() for op in ops}
 
     # -- usages --
 
-    def use(self, node: Any, start: int, stop: int, amount: np.ndarray, what: str) -> None:
+    def use(self, node: object, start: int, stop: int, amount: np.ndarray, what: str) -> None:
         """Add a usage.
 
         Args:
@@ -438,7 +438,7 @@ class _MemoryProblemBuilder:
         until = self.back(min([moment] if mine else savers or places)) + 1
         after = max(places) + 1
 
-        def by_state(how: str, one: Any) -> np.ndarray:
+        def by_state(how: str, one: object) -> np.ndarray:
             return self.memory.once(
                 ("amounts", states, how, one is None),
                 lambda: np.array(
@@ -492,7 +492,7 @@ class _MemoryProblemBuilder:
             prints, moment = self.memory.prints(reader), self.place[reader.name]
 
             def count() -> np.ndarray:
-                place: dict[Any, int] = {}
+                place: dict[frozenset[Layout], int] = {}
                 which = [place.setdefault(frozenset(use.want for use in p.input_uses[i]), len(place)) for p in prints]
                 layouts = {want: n for n, want in enumerate(dict.fromkeys(want for wants in place for want in wants))}
                 absent = np.ones((len(states), len(layouts)))  # by state of the value and layout

@@ -355,7 +355,7 @@ class RematStates:
         self.memory, self.cost_graph, self.segments = memory, memory.cost_graph, segments
         self.states: dict[str, tuple[SaveOrRecompute, ...]] = {}
         self.recompute_sets: dict[str, tuple[Op, ...]] = {}
-        self.edges: dict[tuple[Any, Any], np.ndarray] = {}
+        self.edges: dict[tuple[Hashable, Hashable], np.ndarray] = {}
         self._inner = {name for name in memory.made_by if self._is_inner(name)}
         self.as_left: set[str] = set()
         for op in memory.graph.ops:
@@ -609,7 +609,7 @@ class RematStates:
                 if table.any():
                     self._edge(("kept", value.name), ("kept", name), table)
 
-    def _edge(self, i: Any, j: Any, table: np.ndarray) -> None:
+    def _edge(self, i: object, j: object, table: np.ndarray) -> None:
         known = self.edges.get((i, j))
         self.edges[i, j] = (
             table

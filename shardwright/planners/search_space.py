@@ -182,7 +182,7 @@ class EdgeCosts:
         self.known: dict[tuple[Hashable, ...], np.ndarray] = {}
         self.op_costs: dict[Hashable, dict[Strategy, OpCost]] = {}  # by kind of operator
         self.terms: dict[
-            tuple[Any, ...], tuple[list[tuple[Redistribution, bool]], np.ndarray, np.ndarray, np.ndarray]
+            tuple[object, ...], tuple[list[tuple[Redistribution, bool]], np.ndarray, np.ndarray, np.ndarray]
         ] = {}
 
     def price(self, source: Layout, uses: Iterable[Use], value: Value, parameter: bool = False) -> float:
@@ -631,7 +631,7 @@ class _Program:
         return isinstance(other, _Program) and self.key == other.key
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[Hashable, ...]:
         forms = []
         for i in self.cost.program:
             made = i.outputs if isinstance(i, LocalOp) else (i.target,)

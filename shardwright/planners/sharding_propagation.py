@@ -28,7 +28,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
+
+import numpy as np
 
 from ..errors import PlanError
 from ..graph import Graph, Op, Value
@@ -318,7 +319,7 @@ class _Prices:
 
     def __init__(self, found: CostGraph, states: Sequence[int]) -> None:
         self.found, self.states = found, states
-        self.edges: dict[int, list[tuple[int, Any]]] = {}
+        self.edges: dict[int, list[tuple[int, np.ndarray]]] = {}
         for (i, j), table in found.problem.edges.items():
             self.edges.setdefault(i, []).append((j, table))
             self.edges.setdefault(j, []).append((i, table.T))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -100,13 +100,13 @@ class Slept(TorchDispatchMode):
         self.seconds = 0.0
 
     def __torch_dispatch__(
-        self, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, function: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         if function.namespace in ("c10d", "_c10d_functional"):
             self._collective(function, args)
         return function(*args, **(kwargs or {}))
 
-    def _collective(self, function: Any, args: tuple[Any, ...]) -> None:
+    def _collective(self, function: Any, args: tuple[object, ...]) -> None:
         name = function.overloadpacket.__name__.strip("_")
         kind, place = next((c for start, c in _COLLECTIVES.items() if name.startswith(start)), (None, 0))
         tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
@@ -121,7 +121,7 @@ class Slept(TorchDispatchMode):
         self.seconds += seconds
 
 
-def _names(arguments: tuple[Any, ...]) -> Iterator[str]:
+def _names(arguments: tuple[object, ...]) -> Iterator[str]:
     """Yield the texts among a collective's arguments, and the names of its process groups."""
     for argument in arguments:
         if isinstance(argument, str):
@@ -152,8 +152,8 @@ class AbsentStages:
     ) -> None:
         self.plan, self.rank, self.values, self.joined, self.slept = plan, rank, values, joined, slept
         self.mine = {stage.number for stage in plan.of_rank(rank)}
-        self._inside: dict[tuple[Any, ...], Tensor] = {}
-        self._drawn: dict[tuple[Any, ...], Tensor] = {}
+        self._inside: dict[tuple[Hashable, ...], Tensor] = {}
+        self._drawn: dict[tuple[Hashable, ...], Tensor] = {}
 
     def begin(self, schedule: Schedule) -> None:
         """Begin a step."""

@@ -27,6 +27,7 @@ from ..cost.memory_timeline import optimizer_bytes
 from ..errors import PlanError, SettingError
 from ..launch.device_choice import accelerators, asked_device
 from ..launch.progress import phase
+from ..layout import Layout
 from ..partition.gradient_fusion import Fusion
 from ..partition.local_program import LocalOp
 from ..partition.padded_dims import true_slice
@@ -46,10 +47,8 @@ from ..sharded_plan import Plan
 from ..torch_private import pytree
 from .absent_ranks import AbsentStages, NamedGroups, Slept, alone
 from .drawn_values import DrawnValues
-from .held_memory import memory_of, most_held
-from .measured_table import OperatorSeconds, folded
-from .operator_clock import OperatorClock
-from .rehearsal_report import Rehearsal
+from .rehearsal_report import OperatorSeconds, Rehearsal, folded
+from .step_measurement import OperatorClock, memory_of, most_held
 
 __all__ = ["rehearse"]
 
@@ -159,7 +158,7 @@ class _DrawnState(ShardedState):
         self.holder, self.groups, self.absent = holder, groups, {}
         self.buffers = dict(holder.named_buffers())
 
-    def take_buffers(self, holder: Any, device: torch.device) -> None:
+    def take_buffers(self, holder: object, device: torch.device) -> None:
         """Nothing: the buffers are those that were drawn."""
 
 
@@ -242,7 +241,7 @@ class _Rehearsed:
             return
         plan, count = self.plan, self.plan.micro_batches
         names = [v.name for v in plan.graph.inputs]
-        layouts: dict[int, Any] = {}
+        layouts: dict[int, Layout] = {}
         for stage in plan.of_rank(self.rank):
             entries = list(zip(stage.sources, stage.plan.input_placement.inputs))
             layouts |= {source.index: layout for source, layout in entries if source.kind == "input"}

@@ -22,7 +22,7 @@ from typing import Any
 from ..cluster import Cluster
 from ..errors import PlanError
 from ..partition.gradient_fusion import Fusion
-from ..partition.local_program import LocalOp, Redistribute
+from ..partition.local_program import GlobalExtreme, LocalOp, Redistribute
 from ..partition.rematerialization import RecomputedInstruction, Regather
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, moments
 from ..planfile.load_save import load_plan
@@ -43,7 +43,7 @@ from ..runtime.profile_ranges import (
     scatter_text,
 )
 from ..sharded_plan import Plan
-from .measured_table import OperatorSeconds, figure_line, folded, measured_table, ratio_of, table_text, together
+from .rehearsal_report import OperatorSeconds, figure_line, folded, measured_table, ratio_of, table_text, together
 from .trace_reading import TracedStep, read_trace
 
 __all__ = ["TraceComparison", "compare_trace"]
@@ -275,7 +275,7 @@ class _Promises:
                 half = "backward" if message.again or message.role != "gather" else "forward"
                 self.buckets.setdefault(bucket_text(number, message), (half, members))
 
-    def _label(self, instruction: Any) -> str:
+    def _label(self, instruction: Redistribute | GlobalExtreme) -> str:
         """The row of a redistribution: its text without the words that all rows have."""
         text = self.names.redistribution(instruction) or self.names.value(instruction)
         return text.removeprefix("redistribute: ").removeprefix("the result of ")

@@ -15,7 +15,7 @@ import gzip
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def read_trace(path: str | Path) -> Trace:
             "the profile" + (f"; it has ranges such as {ranges[0]['name']!r}" if ranges else ""),
             legal="a trace of torch.profiler.profile() around steps of an AutoParallel model",
         )
-    threads: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
+    threads: dict[tuple[Hashable, Hashable], list[Mapping[str, object]]] = {}
     for e in ranges:
         threads.setdefault((e.get("pid"), e.get("tid")), []).append(e)
     rows = {thread: _Row(each) for thread, each in threads.items()}
@@ -139,7 +139,7 @@ def _seconds(event: Mapping[str, Any]) -> float:
     return float(event.get("dur", 0.0)) * 1e-6
 
 
-def _text(event: Mapping[str, Any]) -> str:
+def _text(event: Mapping[str, object]) -> str:
     return str(event["name"])[len(PREFIX) :]
 
 
@@ -151,7 +151,7 @@ class _Row:
         texts: of the innermost range in each piece; "": none.
     """
 
-    def __init__(self, ranges: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, ranges: Iterable[Mapping[str, object]]) -> None:
         self.starts: list[float] = []
         self.texts: list[str] = []
         open_: list[tuple[float, str]] = []
@@ -186,7 +186,7 @@ def _step_at(steps: Sequence[TracedStep], starts: Sequence[float], time: float) 
     return steps[place] if place >= 0 else None
 
 
-def _count_host(steps: Sequence[TracedStep], rows: Mapping[Any, _Row]) -> None:
+def _count_host(steps: Sequence[TracedStep], rows: Mapping[tuple[Hashable, Hashable], _Row]) -> None:
     starts = [step.start for step in steps]
     for row in rows.values():
         for begin, stop, text in zip(row.starts, row.starts[1:], row.texts):
@@ -197,12 +197,12 @@ def _count_host(steps: Sequence[TracedStep], rows: Mapping[Any, _Row]) -> None:
 
 def _count_device(
     steps: Sequence[TracedStep],
-    rows: Mapping[Any, _Row],
-    events: Iterable[Mapping[str, Any]],
+    rows: Mapping[tuple[Hashable, Hashable], _Row],
+    events: Iterable[Mapping[str, object]],
     kernels: Iterable[Mapping[str, Any]],
 ) -> None:
-    launches: dict[Any, Mapping[str, Any]] = {}
-    operators: dict[Any, Mapping[str, Any]] = {}
+    launches: dict[Hashable, Mapping[str, object]] = {}
+    operators: dict[Hashable, Mapping[str, object]] = {}
     for e in events:
         arguments = e.get("args")
         if not isinstance(arguments, dict) or e.get("cat") in DEVICE or e.get("cat") == COPIED:

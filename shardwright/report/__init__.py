@@ -3,9 +3,8 @@
 description          a plan in the field's words, by groups of equal layers
 operator_cuts        the cuts of operators in the field's words
 operator_names       operators by their paths in the model
-tables               a plan in a terminal
-pipeline_tables      a pipeline in a terminal
-table_parts          rows, columns and notes that both have
+tables               a plan or a pipeline in a terminal
+table_parts          rows, columns and notes of these tables
 explanations         the reasons for a plan, in a terminal
 ir_dump              the program of one rank as plain text, one operator a line
 format               units, types, layouts and numbers in these texts

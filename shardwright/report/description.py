@@ -23,7 +23,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from ..cluster import Cluster
 from ..graph import Op
@@ -284,7 +283,7 @@ def cluster_line(plan: Plan | PipelinePlan) -> str:
     return f"cluster: {cluster.name}, {levels}, {size_text(cluster.memory)} a device{assumed * (cluster == known)}"
 
 
-def _feeding(plan: Plan | PipelinePlan) -> Any:
+def _feeding(plan: Plan | PipelinePlan) -> object:
     """The dataset_strategy of a plan."""
     return pipeline_dataset_strategy(plan) if isinstance(plan, PipelinePlan) else dataset_strategy(plan)
 

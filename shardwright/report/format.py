@@ -154,7 +154,7 @@ def layout_text(layout: Layout) -> str:
     return "[" + ", ".join("·".join(map(repr, digits)) or "-" for digits in layout.dims or ()) + "]"
 
 
-class ValueNumbers(dict[str, Any]):
+class ValueNumbers(dict[str, str]):
     """Name of a value -> its text in a dump: ``%4`` for a produced value, ``%w1`` for a fed or stored one.
 
     Args:
@@ -175,12 +175,12 @@ class ValueNumbers(dict[str, Any]):
         return self[name]
 
 
-def arguments(args: tuple[Any, ...], kwargs: dict[str, Any], names: dict[str, str]) -> list[str]:
+def arguments(args: tuple[object, ...], kwargs: dict[str, object], names: dict[str, str]) -> list[str]:
     """An operator's arguments as text, values by their text in `names`."""
     return [_argument(a, names) for a in args] + [f"{k}={_argument(a, names)}" for k, a in kwargs.items()]
 
 
-def _argument(leaf: Any, names: dict[str, str]) -> str:
+def _argument(leaf: object, names: dict[str, str]) -> str:
     if isinstance(leaf, (Ref, Value)):
         return names[leaf.name]
     if isinstance(leaf, (list, tuple)):
@@ -191,7 +191,7 @@ def _argument(leaf: Any, names: dict[str, str]) -> str:
 
 
 def results_lines(
-    keys: Sequence[Any], outputs: Sequence[Any], updates: dict[str, str], names: dict[str, str]
+    keys: Sequence[Any], outputs: Sequence[object], updates: dict[str, str], names: dict[str, str]
 ) -> list[str]:
     """The line of the results, and a line for the new value of each buffer."""
     shown = [names[k] if isinstance(o, (Value, PlacedValue)) else _argument(o, names) for k, o in zip(keys, outputs)]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
 
+from ..capture.annotations import Operator
 from ..cluster import Cluster
 from ..layout import Layout, digits_size
 from ..pipeline.pipeline_plan import PipelinePlan, moments
@@ -102,7 +102,7 @@ def operator_html(operator: OperatorPlan) -> str:
     return html_table(title, head, rows, [operator.note] if operator.note else [])
 
 
-def mark_html(mark: Any, name: str) -> str:
+def mark_html(mark: Operator, name: str) -> str:
     """A mark (`Operator`): the strategy of each input and output."""
     strategies = (("in", mark.in_strategy), ("out", mark.out_strategy))
     rows = [(f"{side} {i}", repr(entry)) for side, entries in strategies for i, entry in enumerate(entries or ())]

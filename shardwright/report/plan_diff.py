@@ -108,11 +108,11 @@ def _parts(plan: Plan | PipelinePlan) -> dict[int | None, Plan]:
     return {stage.number: stage.plan for stage in plan.stages} if isinstance(plan, PipelinePlan) else {None: plan}
 
 
-def _strategy_of_inputs(plan: Plan | PipelinePlan) -> Any:
+def _strategy_of_inputs(plan: Plan | PipelinePlan) -> object:
     return pipeline_dataset_strategy(plan) if isinstance(plan, PipelinePlan) else dataset_strategy(plan)
 
 
-def _hsdp(plan: Plan | PipelinePlan) -> Any:
+def _hsdp(plan: Plan | PipelinePlan) -> object:
     """The optimizer-parallel setting; where the stages have several, a list of them."""
     found = list(dict.fromkeys(part.hsdp for part in _parts(plan).values()))
     return found[0] if len(found) == 1 else found
@@ -125,7 +125,7 @@ def _memory(plan: Plan | PipelinePlan) -> str:
     return ", ".join(texts)
 
 
-def _pipeline(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[tuple[str, Any, Any]]:
+def _pipeline(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[tuple[str, object, object]]:
     """The settings of two plans that concern pipelines alone: (name, first, second)."""
     one, other = ({} if isinstance(plan, Plan) else pipeline_words(plan) for plan in (before, after))
     encoded = {
@@ -214,7 +214,7 @@ def _stored(parameter: ParameterPlan) -> str:
     return f"{list(parameter.shape)} {_layout(spell_layout(parameter.storage))}{on}"
 
 
-def _place(parameter: ParameterPlan) -> tuple[Any, ...]:
+def _place(parameter: ParameterPlan) -> tuple[object, ...]:
     """The layout, shape and stage of a parameter's storage."""
     staged = (parameter.stage, parameter.ranks) if isinstance(parameter, StageParameter) else ()
     return parameter.storage, parameter.shape, *staged
@@ -228,7 +228,7 @@ def _layout(encoded: Any) -> str:
     )
 
 
-def _entries(entry: list[Any]) -> str:
+def _entries(entry: list[object]) -> str:
     return repr(tuple(tuple(e) if isinstance(e, list) else e for e in entry))
 
 

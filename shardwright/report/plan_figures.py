@@ -26,7 +26,7 @@ from .plan_diff import Difference, strategy_text
 __all__ = ["difference_figures", "figures", "module_figures", "operator_figures", "ranks_of_groups", "step_figures"]
 
 
-def figures(plan: Plan | PipelinePlan) -> dict[str, Any]:
+def figures(plan: Plan | PipelinePlan) -> dict[str, object]:
     """The figures of a plan.
 
     Returns:
@@ -62,7 +62,7 @@ def figures(plan: Plan | PipelinePlan) -> dict[str, Any]:
     }
 
 
-def module_figures(plan: Plan | PipelinePlan, operators: Sequence[str]) -> dict[str, Any]:
+def module_figures(plan: Plan | PipelinePlan, operators: Sequence[str]) -> dict[str, object]:
     """The figures of some operators of a plan, such as those of a module.
 
     Args:
@@ -79,7 +79,7 @@ def module_figures(plan: Plan | PipelinePlan, operators: Sequence[str]) -> dict[
     return {"operators": found, "seconds": math.fsum(one["seconds"] for one in found)}
 
 
-def operator_figures(explanation: Explanation) -> dict[str, Any]:
+def operator_figures(explanation: Explanation) -> dict[str, object]:
     """The figures of an operator's explanation.
 
     Returns:
@@ -105,7 +105,7 @@ def operator_figures(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def step_figures(plan: Plan | PipelinePlan) -> dict[str, Any]:
+def step_figures(plan: Plan | PipelinePlan) -> dict[str, object]:
     """The figures of a step in time, by group of ranks: seconds of work and of waiting, bytes at the peak."""
     made = timeline_of(plan)
     return {
@@ -130,7 +130,7 @@ def ranks_of_groups(plan: Plan | PipelinePlan, schedule: Schedule) -> list[range
     return [plan.stages[schedule.placement.index(group)].ranks for group in range(schedule.groups)]
 
 
-def difference_figures(found: Difference) -> dict[str, Any]:
+def difference_figures(found: Difference) -> dict[str, object]:
     """Two plans compared: a line for each setting, operator and parameter that differs."""
     return {
         "equal": found.equal,
@@ -156,7 +156,7 @@ def _operator(plan: Plan, name: str, names: OperatorNames, stage: int | None) ->
     }
 
 
-def _alternative(one: Alternative) -> dict[str, Any]:
+def _alternative(one: Alternative) -> dict[str, object]:
     return {
         "strategy": strategy_text(one.decision),
         "total": _number(one.total),

@@ -23,7 +23,7 @@ from ..operator_explanation import Explanation, explained, seconds_of, shares_of
 from ..pipeline.pipeline_plan import PipelinePlan, moments, timeline_of
 from ..redistribution import CollectiveKind
 from ..sharded_plan import Collective, OperatorPlan, ParameterPlan, Plan
-from . import pipeline_tables, tables
+from . import tables
 from .description import cluster_line, describe, inputs_line
 from .explanations import alternatives_table, cause, decided, next_best, shares_table
 from .format import layout_text, size_text, time_text
@@ -394,7 +394,7 @@ class PlanContent:
                 rows.append(f"{text}: {shape}, on a device {mine}" + "".join(f"; {note}" for note in notes))
             cluster = self.clusters[stage]
             at = (
-                f", stage {stage} on ranks {pipeline_tables.ranks_text(plan.stages[stage].ranks)}"
+                f", stage {stage} on ranks {tables.ranks_text(plan.stages[stage].ranks)}"
                 if isinstance(plan, PipelinePlan)
                 else ""
             )
@@ -411,7 +411,7 @@ class PlanContent:
         if isinstance(plan, PipelinePlan):
             simulation = plan.simulation
             console = console_of(None, UNLIMITED)
-            grids += [Grid.of(t, "stages") for t in pipeline_tables.stages(plan, simulation, console)]
+            grids += [Grid.of(t, "stages") for t in tables.stages(plan, simulation, console)]
             lines.append(f"the most that a device holds is {size_text(plan.peak)}")
         for stage, each in self.plans.items():
             line = each.memory_under(each.stage_schedule) if self.staged else each.timeline
@@ -504,7 +504,7 @@ class PlanContent:
             if isinstance(self.plan, Plan):
                 lines += list(beside_lines(each))[1:]
         if isinstance(self.plan, PipelinePlan) and self.plan.transfers:
-            grids.append(Grid.of(pipeline_tables.crossing(self.plan), "between stages"))
+            grids.append(Grid.of(tables.crossing(self.plan), "between stages"))
         if self.left_rest:
             lines.append(self.left_rest)
         return Section(tuple(lines), tuple(grids))
@@ -540,7 +540,7 @@ class PlanContent:
                 missing=f"{len(simulation.spans):,} actions are too many to draw here: shardwright simulate "
                 f"{self.file} --picture step.svg draws them",
             )
-        named = [f"ranks {pipeline_tables.ranks_text(r)}" if len(r) > 1 else f"rank {r[0]}" for r in ranks]
+        named = [f"ranks {tables.ranks_text(r)}" if len(r) > 1 else f"rank {r[0]}" for r in ranks]
         drawn = picture(simulation, named, beside=plan.in_time if isinstance(plan, Plan) else None)
         waits = [
             (

@@ -1,4 +1,4 @@
-"""Parts that the tables of plans (`tables`) and of pipelines (`pipeline_tables`) share.
+"""Parts that the tables of plans and of pipelines (`tables`) share.
 
 1. A table of operators: `rows`, laid out by `wide` (a line each) or `narrow` (a few lines each).
 2. A table of `parameters`, and the lines `memory_line` and `total`.
@@ -12,11 +12,12 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import IO, Any
+from typing import IO
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod, OverflowMethod, RenderableType
 from rich.containers import Lines
+from rich.style import StyleType
 from rich.table import Table
 from rich.text import Text
 
@@ -116,7 +117,7 @@ def rows(
     plan: Plan,
     sent: Iterable[Collective],
     names: OperatorNames,
-    without: Collection[Any] = (),
+    without: Collection[object] = (),
     only: Collection[str] | None = None,
 ) -> list[_Row]:
     """A row for each operator; operators of equal layers share a row where all their cells are equal. A further row has
@@ -158,28 +159,38 @@ def rows(
 class _Cell(Text):
     """The text of a cell. A word that is too long for its column, such as a path, is cut behind a dot or a comma."""
 
-    def wrap(self, console: Console, width: int, **how: Any) -> Lines:
+    def wrap(
+        self,
+        console: Console,
+        width: int,
+        *,
+        justify: JustifyMethod | None = None,
+        overflow: OverflowMethod | None = None,
+        tab_size: int = 8,
+        no_wrap: bool | None = None,
+    ) -> Lines:
         """Lines of at most `width` characters."""
         cuts: list[int] = []
-        for word in () if how.get("no_wrap") else re.finditer(rf"\S{{{width + 1},}}", self.plain):
+        for word in () if no_wrap else re.finditer(rf"\S{{{width + 1},}}", self.plain):
             at = word.start()
             while word.end() - at > width:
                 behind = max(self.plain.rfind(sign, at + width // 3, at + width) for sign in ".,") + 1
                 at = behind or at + width
                 cuts.append(at)
         if not cuts:
-            return super().wrap(console, width, **how)
-        return Text("\n").join(self.divide(cuts)).wrap(console, width, **how)
+            return super().wrap(console, width, justify=justify, overflow=overflow, tab_size=tab_size, no_wrap=no_wrap)
+        lines = Text("\n").join(self.divide(cuts))
+        return lines.wrap(console, width, justify=justify, overflow=overflow, tab_size=tab_size, no_wrap=no_wrap)
 
 
 class _Table(Table):
     """A table whose cells are `_Cell`s."""
 
-    def add_row(self, *cells: Any, **how: Any) -> None:
+    def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
         """Add a row."""
         texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
         made = [_Cell(t.plain, style=t.style, spans=t.spans) if isinstance(t, Text) else t for t in texts]
-        super().add_row(*made, **how)
+        super().add_row(*made, style=style, end_section=end_section)
 
 
 def table(*columns: str, right: tuple[str, ...] = (), lines: bool = False, wraps: tuple[str, ...] = ()) -> Table:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import IO
 from xml.sax.saxutils import escape, quoteattr
 
 from rich import box
@@ -69,7 +69,7 @@ def trace(
     ranks: Sequence[Sequence[int]] | None = None,
     operators: Mapping[int, Sequence[Moment]] | None = None,
     beside: Mapping[str, StepInTime] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """A step in the Trace Event Format: complete events for actions, counters for bytes.
 
     Args:
@@ -81,7 +81,7 @@ def trace(
         beside: title -> a step, or a micro-batch of a stage, whose messages travel beside computation: a process with
             a row for the computation and one for each level of links.
     """
-    events: list[dict[str, Any]] = []
+    events: list[dict[str, object]] = []
     for group in range(simulation.schedule.groups):
         named = {"process_name": {"name": _name(simulation, group, names)}, "process_sort_index": {"sort_index": group}}
         events += [{"ph": "M", "name": what, "pid": group, "args": values} for what, values in named.items()]
@@ -155,8 +155,8 @@ def _counts(simulation: Simulation, group: int) -> Iterator[tuple[float, float]]
 
 
 def _event(
-    name: str, kind: str, start: float, stop: float, group: int, row: int, values: dict[str, Any]
-) -> dict[str, Any]:
+    name: str, kind: str, start: float, stop: float, group: int, row: int, values: dict[str, object]
+) -> dict[str, object]:
     begin = _stamp(start)
     return {
         "ph": "X",

@@ -4,33 +4,121 @@
 2. Queries may be split too: the causal mask is then computed explicitly, and each rank takes the rows of its queries.
 3. Where the keys or the width of the scores are split too, or weights are dropped, the attention is expanded: the
    softmax over split keys and the sums over ranks follow from the operators of the expansion.
-4. Weights that are dropped by torch's own numbers (``random="fast"``) stay inside one attention (`fast_attention`),
-   where keys and widths are whole and no key head serves several query heads.
+4. Weights that are dropped by torch's own numbers (``random="fast"``) stay inside one attention
+   (`attention_with_dropout`), where keys and widths are whole and no key head serves several query heads.
 5. With grouped queries a head of the queries is a pair (head of the keys, member of its group). Heads may be split
    further than there are key heads; the keys are then repeated.
 
 A row whose every key is masked gives zeros.
+
+The operator of case 4:
+
+    out = scaled_dot_product_attention(q, k, v, mask, p)      with the generator of the device seeded before
+
+torch takes its fused kernel where the device has one, and the scores [l, s] are never stored. The seed follows from the
+operator's number and from the start of the rank's slice, as for every fast number (`random_numbers.counter_rng`):
+replicas agree, slices differ, and a recomputed attention drops the same weights. The state of the generator is the same
+before and after.
+
+Example: 8 rows and 4 heads, rows cut in 4 parts and heads in 2. Each of 8 ranks calls torch with [2, 2, l, d] and a
+seed of its own; two ranks that hold the same rows and heads have the same seed.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from ..graph import Op, Value
+from ..graph import Graph, Op, Value
 from ..layout import Digits
+from ..torch_private import FakeTensor
 from .dims import cut_size, named, operand, operands, positions, wide
 from .notation import Assignment, Bound
-from .random_numbers.fast_attention import attention_with_dropout
+from .random_numbers.counter_rng import PLAIN, fast_seed
 from .random_operators import dropped, numbers_of, pieces, placed
 from .registry import Builder, Expansion, Rule, register
+
+__all__ = ["attention_with_dropout", "with_fast_attention"]
+
 
 aten = torch.ops.aten
 
 GROUPED = "(h g)"
+
+
+def with_fast_attention(graph: Graph) -> Graph:
+    """The graph of a model whose random numbers are "fast": its attentions with dropout say so (`Op.fast`)."""
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    drops = [op.target is attention and bool(op.argument("dropout_p")) for op in graph.ops]
+    if not any(drops):
+        return graph
+    return graph.with_ops(tuple(replace(op, fast=True) if d else op for op, d in zip(graph.ops, drops)))
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed the default generator of a device inside the ``with`` block."""
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            yield
+        return
+    with torch.random.fork_rng(devices=[device.index or 0], device_type=device.type):
+        torch.get_device_module(device).manual_seed(seed)
+        yield
+
+
+def _attention(
+    seed: Tensor,
+    starts: Sequence[Tensor],
+    dims: Sequence[int],
+    whole: Sequence[int],
+    number: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    micro: Sequence[int] = (),
+) -> Tensor:
+    """The attention of a rank's slice.
+
+    Args:
+        seed, starts, micro: see `counter_rng`.
+        dims: the cut dims of the result [..., l, e].
+        whole: sizes of the whole result without its last dim.
+        number: of the random operator.
+    """
+    attend = torch.nn.functional.scaled_dot_product_attention
+    if query.is_meta or isinstance(query, FakeTensor):
+        # No numbers without values. Without dropout a CPU has a fused kernel too, which saves what a device's saves.
+        return attend(query, key, value, attn_mask, 0.0, is_causal, scale=scale)
+    rows = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    size = (*rows, query.shape[-2])
+    with _seeded(query.device, fast_seed(seed, starts, dims, size, whole, number, micro)):
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+
+
+_library = torch.library.Library("shardwright", "FRAGMENT")
+_library.define(
+    "attention_with_dropout(Tensor seed, Tensor[] starts, int[] dims, int[] whole, int number, Tensor query, "
+    "Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, int[] micro=[]) "
+    "-> Tensor"
+)
+_library.impl("attention_with_dropout", _attention, "CompositeImplicitAutograd")
+
+#: Its gradient is that of the operators it calls.
+attention_with_dropout = torch.ops.shardwright.attention_with_dropout.default
+
+PLAIN[attention_with_dropout] = _attention
 
 
 def _grouping(op: Op) -> tuple[int, int]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -186,11 +185,11 @@ def refine(before: Sequence[int], after: Sequence[int]) -> tuple[list[str], list
 _LIBRARY = torch.library.Library("shardwright", "FRAGMENT")
 
 
-def local_operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
+def local_operator(schema: str) -> Callable[[Callable[..., object]], object]:
     """Define an operator ``torch.ops.shardwright.…`` by torch's own operators, which give its gradient."""
     name = schema[: schema.index("(")]
 
-    def define(function: Callable[..., Any]) -> Any:
+    def define(function: Callable[..., object]) -> object:
         _LIBRARY.define(schema)
         _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
         return getattr(torch.ops.shardwright, name).default

@@ -19,7 +19,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -219,7 +218,7 @@ def index_place(at: Sequence[int]) -> int:
     return at[0] if list(at) == list(range(at[0], at[-1] + 1)) else 0
 
 
-def is_mask(index: Any) -> bool:
+def is_mask(index: object) -> bool:
     """True for a mask, an index of true and false: the shape of its result depends on its values."""
     return isinstance(index, Value) and index.dtype in (torch.bool, torch.uint8)
 
@@ -371,10 +370,10 @@ def write_part(
     dim: int,
     index: torch.Tensor,
     source: torch.Tensor | None,
-    value: Any,
+    value: object,
     reduce: str | None,
     include_self: bool | None,
-    alpha: Any,
+    alpha: object,
     starts: torch.Tensor,
     size: int,
 ) -> torch.Tensor:
@@ -593,21 +592,21 @@ def overwritten(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 class _Assigned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
 
 
 class _Overwritten(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return value.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(gradient), gradient
 
 

@@ -352,7 +352,7 @@ def _class_sums_shape(
     return x.new_empty((2, *target.shape), dtype=wide(x.dtype))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple[object, ...], output: torch.Tensor) -> None:
     x, highest, target, starts, ctx.dim, _ = inputs
     ctx.save_for_backward(x, highest, target, starts)
 

@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -123,7 +122,7 @@ def _expand_added(
     return expand
 
 
-def _called(target: Any) -> Callable[[Builder, Value, Value], Value]:
+def _called(target: object) -> Callable[[Builder, Value, Value], Value]:
     return lambda b, left, right: b.call(target, left, right)
 
 

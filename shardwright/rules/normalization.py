@@ -54,10 +54,10 @@ aten = torch.ops.aten
 _LIBRARY = torch.library.Library("shardwright", "FRAGMENT")
 
 
-def _operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
+def _operator(schema: str) -> Callable[[Callable[..., object]], Any]:
     """Define an operator of that schema, differentiated through the operators that its function calls."""
 
-    def make(function: Callable[..., Any]) -> Any:
+    def make(function: Callable[..., object]) -> object:
         _LIBRARY.define(schema)
         name = schema.partition("(")[0]
         _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
@@ -310,7 +310,7 @@ _SILENT = {
 }
 
 
-def without_side_effects(target: Any, arguments: dict[str, Any]) -> Any | None:
+def without_side_effects(target: Any, arguments: dict[str, object]) -> object | None:
     """The operator that returns the running statistics which this call would change; None where it changes none."""
     when, plain = _SILENT.get(target, ("", None))
     return plain if plain is not None and arguments[when] and arguments["running_mean"] is not None else None

@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..graph import Op, Value
@@ -22,7 +20,7 @@ from .registry import POINTWISE, Builder, Expansion, Local, Rule, local_output_s
 aten = torch.ops.aten
 
 
-def _untagged() -> tuple[Any, ...]:
+def _untagged() -> tuple[object, ...]:
     names = """leaky_relu ldexp.Tensor hardswish log_sigmoid rsub.Tensor floor_divide floor_divide.Scalar absolute fix
         where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Tensor special_erf special_expit
         special_expm1 special_log1p special_xlogy arcsin arccos arctan arctan2 arcsinh arccosh arctanh

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,7 +131,7 @@ class _Place:
         return cls(b, op, x.shape, b.layouts[x.name].tensor_dims, x)
 
     @property
-    def where(self) -> tuple[Any, ...]:
+    def where(self) -> tuple[object, ...]:
         return SEED, self.starts, self.like, self.dims, self.shape, self.shape, self.op.number
 
     def kept(self, p: float, dtype: torch.dtype = torch.bool) -> Value:
@@ -168,7 +167,7 @@ def _cut(b: Builder, shape: Sequence[int], dims: Sequence[Digits]) -> tuple[list
     return cut, [_starts(b, shape[d], dims[d]) for d in cut]
 
 
-def numbers_of(b: Builder, op: Op, shape: Sequence[int], dims: Sequence[Digits]) -> tuple[Any, ...]:
+def numbers_of(b: Builder, op: Op, shape: Sequence[int], dims: Sequence[Digits]) -> tuple[object, ...]:
     """The first arguments of an operator that draws its numbers inside: seed, starts, cut dims, whole sizes, number.
 
     Args:
@@ -301,7 +300,7 @@ def _bernoulli(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     return b.to(b.call(aten.lt.Tensor, place.numbers("uniform", wide(p.dtype)), p), dtype)
 
 
-_Maker = Callable[[Any, Op, _Place, torch.dtype], Value]
+_Maker = Callable[[Builder, Op, _Place, torch.dtype], Value]
 
 
 def _with_rule(text: Callable[[Op], Described], make: _Maker) -> Rule:

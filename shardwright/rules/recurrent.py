@@ -37,7 +37,7 @@ def lstm(
     return aten.lstm.input(x, hx, params, biases, layers, 0.0, False, bidirectional, batch_first)
 
 
-def _simple(name: str) -> Any:
+def _simple(name: str) -> object:
     plain = getattr(aten, name).input
 
     def run(
@@ -57,7 +57,7 @@ def _simple(name: str) -> Any:
 _OURS = {aten.lstm.input: lstm} | {getattr(aten, name).input: _simple(name) for name in ("gru", "rnn_tanh", "rnn_relu")}
 
 
-def without_dropout(target: Any, arguments: dict[str, Any]) -> tuple[Any, tuple[Any, ...], float] | None:
+def without_dropout(target: object, arguments: dict[str, Any]) -> tuple[object, tuple[object, ...], float] | None:
     """The dropout-free operator for a recurrent operator of torch.
 
     Returns:
@@ -71,8 +71,8 @@ def without_dropout(target: Any, arguments: dict[str, Any]) -> tuple[Any, tuple[
 
 
 def layer_by_layer(
-    emit: Callable[[Any, tuple[Any, ...], dict[str, Any]], Sequence[Value]],
-    target: Any,
+    emit: Callable[[object, tuple[object, ...], dict[str, object]], Sequence[Value]],
+    target: object,
     args: tuple[Any, ...],
     drops: float,
 ) -> list[Value]:

@@ -28,7 +28,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -510,7 +509,7 @@ def _expand_extreme(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
         return None
     x, (dim,) = op.inputs[0], reduced_dims(op)
 
-    def work(b: Builder) -> list[Any]:
+    def work(b: Builder) -> list[Value]:
         found = _first(b, x, dim, op.kind == "max")
         pair = [gathered(b, x, dim, found), found]
         return pair if op.argument("keepdim") else [b.call(aten.squeeze.dim, part, dim) for part in pair]

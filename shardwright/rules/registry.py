@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -48,8 +48,8 @@ class Local:
     """
 
     target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
 
 
 #: A notation; with the sizes of factors that occur only in compound dims; with the windows of factors.
@@ -105,10 +105,10 @@ class Rule:
 #: A function that records an operator as simpler operators: takes a builder, returns the outputs' values.
 Expansion = Callable[["Builder"], Value | Sequence[Any]]
 
-_RULES: dict[Any, Rule] = {}
+_RULES: dict[Hashable, Rule] = {}
 
 
-def _keys(target: Any) -> list[Any]:
+def _keys(target: object) -> list[object]:
     """Registry keys of a user's target: an overload, a packet (all overloads), a custom op, a function."""
     if isinstance(target, str):
         return [target]
@@ -127,7 +127,7 @@ def _keys(target: Any) -> list[Any]:
     )
 
 
-def register(targets: Sequence[Any], described: Rule) -> None:
+def register(targets: Sequence[object], described: Rule) -> None:
     """Register a rule for operators. A later rule for the same operator replaces the earlier one.
 
     Args:
@@ -148,7 +148,9 @@ def register(targets: Sequence[Any], described: Rule) -> None:
             _RULES[key] = described
 
 
-def rule(op: Any, notation: str, *, reduction: str = "sum", linear: bool = False, neutral: float | None = None) -> None:
+def rule(
+    op: object, notation: str, *, reduction: str = "sum", linear: bool = False, neutral: float | None = None
+) -> None:
     """Describe an operator of your own, so that it can be split and planned.
 
     Args:
@@ -301,12 +303,12 @@ class _Like(NamedTuple):
 
 
 #: Call -> its outputs. Searches expand the same operator under hundreds of cuts, with much the same parts.
-_RESULTS: dict[Any, tuple[_Like, ...]] = {}
+_RESULTS: dict[Hashable, tuple[_Like, ...]] = {}
 #: The number of calls that are remembered.
 KEPT = 1 << 14
 
 
-def _results(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Like, ...]:
+def _results(target: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[_Like, ...]:
     """The outputs of a call."""
     key = target, key_of((args, kwargs), lambda x: _Like(x.shape, x.dtype) if type(x) is Value else x)
     known = _RESULTS.get(key)
@@ -331,7 +333,7 @@ class Builder:
         self.layouts = dict(layouts)
         self.steps: list[tuple[Op, Rule, Bound, Assignment]] = []
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, target: object, *args: Any, **kwargs: Any) -> Any:
         """Record ``target(*args, **kwargs)``; returns its output value, or a tuple of output values."""
         inputs = values_in((args, kwargs))
         results = _results(target, args, kwargs)

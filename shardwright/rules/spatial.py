@@ -85,7 +85,7 @@ def spatial(op: Op) -> int:
     return next(int(letter) for letter in op.kind if letter.isdigit())
 
 
-def per_dim(argument: Any, count: int) -> tuple[Any, ...]:
+def per_dim(argument: object, count: int) -> tuple[Any, ...]:
     """An argument with one entry for each spatial dim; one given entry holds for all dims."""
     listed = tuple(argument) if isinstance(argument, (tuple, list)) else (argument,)
     return listed * count if len(listed) == 1 else listed
@@ -156,7 +156,7 @@ def _halo_dims(bound: Bound, assignment: Assignment) -> list[int]:
     return [int(bound.factors[f].name[1:]) for f in sorted(bound.windowed) if assignment.digits[f]]
 
 
-def _without(numbers: Any, dims: Sequence[int], count: int) -> list[int]:
+def _without(numbers: object, dims: Sequence[int], count: int) -> list[int]:
     """An argument with one number for each of `count` spatial dims, 0 in `dims`."""
     return [0 if i in dims else number for i, number in enumerate(per_dim(numbers, count))]
 

@@ -18,7 +18,7 @@ from .notation import Assignment, Bound
 __all__ = ["assignment_of", "held_layouts", "in_order", "output_layouts_of"]
 
 
-def _nearest(bound: Bound, strategy: Sequence[Any], devices: int) -> str:
+def _nearest(bound: Bound, strategy: Sequence[object], devices: int) -> str:
     """The text of a legal tuple strategy close to the given one.
 
     A cut that does not divide its dim becomes the nearest one that does and that fits the devices beside the others;
@@ -88,7 +88,7 @@ def _gathers(bound: Bound, strategy: Sequence[Any]) -> tuple[int, int] | None:
     return first if bound.outputs[0] == (rows, columns) and rows != columns else None
 
 
-def in_order(bound: Bound, strategy: Any, order: Sequence[int]) -> Any:
+def in_order(bound: Bound, strategy: object, order: Sequence[int]) -> Any:
     """An in_strategy in the order of the operator's inputs.
 
     Args:
@@ -103,7 +103,7 @@ def in_order(bound: Bound, strategy: Any, order: Sequence[int]) -> Any:
     return strategy
 
 
-def held_layouts(bound: Bound, strategy: Any, devices: int) -> tuple[Layout, Layout] | None:
+def held_layouts(bound: Bound, strategy: object, devices: int) -> tuple[Layout, Layout] | None:
     """The layouts of the two operands of a product that gathers the contracted dim of both, before they are gathered.
 
     Args:
@@ -116,7 +116,7 @@ def held_layouts(bound: Bound, strategy: Any, devices: int) -> tuple[Layout, Lay
     return None if cuts is None else (Layout.from_cuts(devices, cuts),) * 2
 
 
-def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
+def assignment_of(bound: Bound, strategy: object, devices: int) -> Assignment:
     """Check an ``in_strategy`` against one operator call and put it into normal form.
 
     Args:
@@ -353,7 +353,7 @@ def _on_own_matrix(natural: Layout, cuts: tuple[int, ...]) -> Layout | None:
 
 
 def output_layouts_of(
-    bound: Bound, strategy: Any, devices: int, assignment: Assignment | None = None
+    bound: Bound, strategy: object, devices: int, assignment: Assignment | None = None
 ) -> tuple[Layout, ...]:
     """Check an ``out_strategy``: one entry per output, a tuple of cuts or a Layout.
 

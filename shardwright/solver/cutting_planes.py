@@ -139,7 +139,7 @@ def cheapest(cuts: Sequence[Cut], limit: float, most: float) -> tuple[np.ndarray
 
 
 def ascend(
-    pricing: Any,
+    pricing: _Priced | _InUnits,
     prices: Prices,
     *,
     cap: float,
@@ -508,7 +508,7 @@ class _PricedSearch:
         best, bound = None if self.states is None else self.cost, self.prices.bound
         current().watch("prices of memory", best, None if bound == -np.inf else bound)
 
-    def keep(self, part: Any) -> None:
+    def keep(self, part: _Priced) -> None:
         """Add states within the limit: those that are least at higher prices than the best ones."""
         spliced = False
         for times in HIGHER if self.swept_at is None else (*FINER, *HIGHER):

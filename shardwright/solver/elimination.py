@@ -33,7 +33,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -91,7 +91,8 @@ class Facts:
     """Properties of single tables, remembered by identity, with those of `known`. Such a table is kept alive."""
 
     def __init__(self, known: Facts | None = None) -> None:
-        self._columns: dict[tuple[int, int], tuple[Any, ...]] = {} if known is None else dict(known._columns)
+        self._columns: dict[tuple[int, int], tuple[np.ndarray, np.ndarray | None, np.ndarray]] = {}
+        self._columns |= {} if known is None else known._columns
         self._shares: dict[int, tuple[float, np.ndarray]] = {} if known is None else dict(known._shares)
 
     def share(self, table: np.ndarray) -> float:
@@ -340,7 +341,7 @@ class Tables:
         self.facts = Facts(facts)
         self.left = math.inf if most is None else most
         self.budget = current()
-        self._made: dict[tuple[Any, ...], tuple[np.ndarray, tuple[Any, ...]]] = {}
+        self._made: dict[tuple[Hashable, ...], tuple[np.ndarray, tuple[object, ...]]] = {}
         self._vectors: dict[bytes, np.ndarray] = {}
 
     def vector(self, values: np.ndarray) -> np.ndarray:
@@ -483,7 +484,7 @@ def _by_group(tables: Sequence[np.ndarray], dims: int, dim: int, which: np.ndarr
     shape = np.broadcast_shapes(*(table.shape for table in tables))
     least = np.empty(shape[1:])
     finite = np.isfinite(which).reshape(which.shape[0], -1)
-    at: tuple[Any, ...] = (slice(None),) * (dim + 1)
+    at: tuple[slice | int, ...] = (slice(None),) * (dim + 1)
     for state in range(finite.shape[1]):
         rows = np.flatnonzero(finite[:, state])
         if not len(rows):
@@ -563,11 +564,11 @@ class Eliminated:
         """
         made, every = self._made, slice(None)
         for v, tables in reversed(self._back):
-            costs: Any = 0.0
+            costs: np.ndarray = np.zeros(())
             for number, before, after in tables:
                 of_v = made[number]
                 if before or after:
-                    at: tuple[Any, ...] = (*[states[u] for u in before], every, *[states[u] for u in after])
+                    at: tuple[int | slice, ...] = (*[states[u] for u in before], every, *[states[u] for u in after])
                     of_v = of_v[at]
                 costs = costs + of_v
             states[v] = int(costs.argmin())

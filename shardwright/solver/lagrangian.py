@@ -34,9 +34,9 @@ The file has four parts:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
@@ -280,7 +280,7 @@ def bound_of(
         if key not in known:
             known[key] = float((table - down[:, None] - up).min())
         total += known[key]
-    sums: dict[tuple[Any, ...], float] = {}
+    sums: dict[tuple[Hashable, ...], float] = {}
     for own, mine in zip(costs, thetas):
         alike = (own.tobytes(), *map(id, mine))
         if alike not in sums:
@@ -292,6 +292,16 @@ def bound_of(
 # -- easy nodes --
 
 AT_ONCE = 2**20  # entries of joints made at once; above it state by state
+
+
+#: An eliminated node, its neighbours, the places of the tables between, and that of the table that is added to, or -1.
+_Step: TypeAlias = tuple[int, tuple[int, ...], list[int], int]
+
+#: The level of a step, the states of its node and of its neighbours, and which tables are transposed.
+_Shape: TypeAlias = tuple[int, int, tuple[int, ...], tuple[bool, ...]]
+
+#: Of one neighbour: see `_Steps.near`.
+_Near: TypeAlias = tuple[np.ndarray, np.ndarray, tuple[int, int], np.ndarray, bool]
 
 
 @dataclass
@@ -313,7 +323,7 @@ class _Steps:
     around: tuple[int, ...]
     nodes: np.ndarray
     at: np.ndarray
-    near: list[tuple[np.ndarray, np.ndarray, tuple[int, int], np.ndarray, bool]]
+    near: list[_Near]
     out: tuple[tuple[int, int], np.ndarray] | None
     single: bool
 
@@ -353,8 +363,8 @@ class Batched:
 
         for a, b in problem.edges:
             slot(a, b)
-        level_of: dict[object, int] = {}  # by node or pair, the level of its last change
-        found: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
+        level_of: dict[Hashable, int] = {}  # by node or pair, the level of its last change
+        found: dict[_Shape, list[_Step]] = {}
         for v, around in order.steps:
             if sizes[v] == 1:  # no joint is made: each neighbour is a step
                 for u in around:
@@ -380,8 +390,8 @@ class Batched:
 
     def _step(
         self,
-        found: dict[tuple[Any, ...], list[tuple[Any, ...]]],
-        level_of: dict[object, int],
+        found: dict[_Shape, list[_Step]],
+        level_of: dict[Hashable, int],
         slot: Callable[[int, int], int],
         v: int,
         around: tuple[int, ...],
@@ -398,7 +408,7 @@ class Batched:
             (v, around, [slot(*pair) for pair in pairs], slot(*around) if len(around) == 2 else -1)
         )
 
-    def _packed(self, key: tuple[Any, ...], mine: list[tuple[Any, ...]]) -> _Steps:
+    def _packed(self, key: _Shape, mine: list[_Step]) -> _Steps:
         _, size, around, turned = key
         nodes = np.array([step[0] for step in mine])
         near = []
@@ -452,7 +462,7 @@ class Batched:
             {pair: tables[shape][at] for pair, shape, at in self._pairs},
         )
 
-    def _between(self, near: tuple[Any, ...]) -> np.ndarray:
+    def _between(self, near: _Near) -> np.ndarray:
         """The tables between a step's nodes and one neighbour each: (steps, own states, its states)."""
         _, _, shape, at, turn = near
         tables = self._tables[shape][at]

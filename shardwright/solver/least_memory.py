@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -53,8 +52,10 @@ class InfeasibleMemoryError(PlanError):
     states: tuple[int, ...] | None = None
     bound: float | None = None
 
-    def located(self, **where: Any) -> InfeasibleMemoryError:
-        out = super().located(**where)
+    def located(
+        self, *, operator: str | None = None, source: str | None = None, strategy: object | None = None
+    ) -> InfeasibleMemoryError:
+        out = super().located(operator=operator, source=source, strategy=strategy)
         out.moments, out.least, out.enough = self.moments, self.least, self.enough
         out.states, out.bound = self.states, self.bound
         return out

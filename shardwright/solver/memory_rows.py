@@ -21,9 +21,8 @@ A run ends at a moment with a price: prices of memory differ between its two sid
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -103,7 +102,7 @@ class _Extremes:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._allowed = [np.isfinite(own) for own in problem.costs]
-        self._known: dict[tuple[Any, ...], tuple[tuple[float, float], object]] = {}
+        self._known: dict[tuple[Hashable, ...], tuple[tuple[float, float], object]] = {}
 
     def of(self, use: MemoryUsage) -> tuple[float, float]:
         problem = self.problem
@@ -311,7 +310,7 @@ def kinds(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray]) -> np.n
 
 def _kinds(costs: Sequence[np.ndarray], looks: Sequence[Sequence[tuple[int, ...]]]) -> np.ndarray:
     """By node, a number that it shares with the nodes of equal costs and equal looks."""
-    number: dict[tuple[Any, ...], int] = {}
+    number: dict[tuple[Hashable, ...], int] = {}
     return np.array([number.setdefault((own.tobytes(), *sorted(mine)), len(number)) for own, mine in zip(costs, looks)])
 
 

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import PlanError
 from .problem import Problem, Solution
+
+if TYPE_CHECKING:
+    import highspy
 
 __all__ = ["WORK", "NoAssignmentError", "milp", "moments", "quiet_highs"]
 
@@ -74,7 +77,7 @@ def _classes(table: np.ndarray, amounts: Sequence[np.ndarray] = ()) -> tuple[np.
     return number.reshape(-1), shift, first
 
 
-def quiet_highs() -> Any:
+def quiet_highs() -> highspy.Highs:
     """A new HiGHS that prints nothing. HiGHS prints its banner while it is made, as it switches its callbacks on."""
     import highspy  # noqa: PLC0415  4 MiB a process, and few plans need it
 
@@ -133,7 +136,7 @@ def milp(problem: Problem, *, seconds: float | None = None, work: float | None =
         mine = where[where >= 0].tolist()
         rows.add(1.0, 1.0, mine, [1.0] * len(mine))
     paid: list[float] = []  # by y
-    known: dict[tuple[int, ...], tuple[Any, ...]] = {}
+    known: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}
     between: dict[tuple[int, int], list[np.ndarray]] = {}  # by edge, the amounts that both nodes decide
     for use in problem.usages if problem.limit is not None else ():
         if use.other is not None:

@@ -31,7 +31,7 @@ where state 1 of i costs the same. State 1 stays: with state 1 of j, state 0 of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,7 +84,7 @@ class RestrictedProblem:
 
 def interned(problem: Problem) -> Problem:
     """The same problem with equal tables as one object: operations on them are then computed once."""
-    known: dict[tuple[Any, ...], np.ndarray] = {}
+    known: dict[tuple[Hashable, ...], np.ndarray] = {}
     by_id: dict[int, np.ndarray] = {}
 
     def one(table: np.ndarray) -> np.ndarray:
@@ -103,7 +103,7 @@ def restrict(problem: Problem, alive: Sequence[np.ndarray]) -> RestrictedProblem
     """The problem with the states that are marked alive (bool, by node). Equal cuts of one table are one table."""
     marks = [mark.tobytes() for mark in alive]
     full = [bool(mark.all()) for mark in alive]
-    cut: dict[tuple[Any, ...], np.ndarray] = {}
+    cut: dict[tuple[Hashable, ...], np.ndarray] = {}
     numbers = {}
     for text, mark in zip(marks, alive):
         if text not in numbers:
@@ -277,7 +277,7 @@ def undominated(problem: Problem, *, rounds: int = 3) -> RestrictedProblem:
     for use in problem.usages if problem.limit is not None else ():
         for axis, v in enumerate(use.nodes):
             uses[v].append((np.asarray(use.amount), axis, None if use.other is None else use.nodes[1 - axis]))
-    known: dict[tuple[Any, ...], np.ndarray] = {}  # the states that stay; equal layers are compared once
+    known: dict[tuple[Hashable, ...], np.ndarray] = {}  # the states that stay; equal layers are compared once
     held = []  # keeps alive the tables that `known` identifies by id
     total = RestrictedProblem(problem, tuple(np.arange(len(own)) for own in problem.costs))
     changed: Collection[int] = range(len(problem.costs))
@@ -537,9 +537,9 @@ def merged(problem: Problem, into: Mapping[int, int]) -> Merged:
         problem: the problem.
         into: node -> the neighbour to merge it into; a node takes part once.
     """
-    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    known: dict[tuple[Hashable, ...], tuple[object, ...]] = {}
 
-    def once(key: tuple[Any, ...], make: Callable[[], Any], *held: Any) -> Any:
+    def once(key: tuple[Hashable, ...], make: Callable[[], Any], *held: np.ndarray | None) -> Any:
         if key not in known:
             known[key] = (make(), *held)
         return known[key][0]

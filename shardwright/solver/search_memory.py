@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..launch.progress import Work
 
@@ -72,7 +72,7 @@ class SearchBudget:
             else: `spending` shows the progress as that of any long work.
     """
 
-    def __init__(self, allowed: float | None = None, progress: Callable[[SearchProgress], Any] | bool | None = None):
+    def __init__(self, allowed: float | None = None, progress: Callable[[SearchProgress], object] | bool | None = None):
         self.allowed = min(SHARE * free_memory(), MOST) if allowed is None else float(allowed)
         self.progress = progress
         self._began = self._announced = time.monotonic()

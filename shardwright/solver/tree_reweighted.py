@@ -33,7 +33,7 @@ from the nodes after it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,11 @@ class Messages:
     """
 
     def __init__(
-        self, problem: Problem, order: Sequence[int] | None = None, best: float = np.inf, dtype: Any = np.float64
+        self,
+        problem: Problem,
+        order: Sequence[int] | None = None,
+        best: float = np.inf,
+        dtype: type[np.floating[Any]] = np.float64,
     ) -> None:
         self.problem, self.best, self.bound, self.dtype = problem, best, -np.inf, dtype
         self.order = list(range(len(problem.costs))) if order is None else list(order)
@@ -113,7 +117,7 @@ class Messages:
             for u, table in sorted(near[v], key=lambda arc: place[arc[0]]):
                 sides[v][place[u] > place[v]].append((u, table))
         row = [{u: n for two in sides[v] for n, (u, _) in enumerate(two)} for v in range(len(self.order))]
-        stacked: dict[tuple[Any, ...], np.ndarray] = {}
+        stacked: dict[tuple[Hashable, ...], np.ndarray] = {}
         budget = current()
         self._sides = []
         for v, two in enumerate(sides):

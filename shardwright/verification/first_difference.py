@@ -41,8 +41,8 @@ def find_first_difference(
     program: StepProgram | PipelineProgram,
     state: dict[str, Tensor],
     inputs: Sequence[Tensor],
-    plain: Any,
-    loss_of: Callable[[Any], Tensor | None],
+    plain: object,
+    loss_of: Callable[[object], Tensor | None],
     allowed: Allowed,
 ) -> FirstDifference | None:
     """Search the first step of a plan for the first difference from one device.
@@ -68,7 +68,7 @@ class _Search:
         program: Any,
         state: dict[str, Tensor],
         inputs: Sequence[Tensor],
-        loss_of: Callable[[Any], Tensor | None],
+        loss_of: Callable[[object], Tensor | None],
         allowed: Allowed,
     ) -> None:
         self.program, self.plan, self.graph = program, program.plan, program.plan.graph
@@ -81,7 +81,7 @@ class _Search:
             (t.dtype for t in (*state.values(), *inputs) if t.is_floating_point()), torch.get_default_dtype()
         )
 
-    def run(self, plain: Any) -> FirstDifference | None:
+    def run(self, plain: object) -> FirstDifference | None:
         self.reference = Reference(self.graph, self.state, self.inputs, self.seed)
         if (found := self.captured(self.reference.outputs, plain)) is not None:
             return found
@@ -96,7 +96,7 @@ class _Search:
             body.record = None
         return made.found or made.buffers(self.state) or self.backward(made, result)
 
-    def captured(self, outputs: Sequence[Any], plain: Any) -> FirstDifference | None:
+    def captured(self, outputs: Sequence[Any], plain: object) -> FirstDifference | None:
         """The first result of the captured graph that is not the model's; None: all agree."""
         for output, value, result in zip(self.graph.outputs, outputs, pytree.tree_leaves(opened(plain))):
             if not isinstance(output, Value):
@@ -119,7 +119,7 @@ class _Search:
                 )
         return None
 
-    def backward(self, made: Comparison, result: Any) -> FirstDifference | None:
+    def backward(self, made: Comparison, result: object) -> FirstDifference | None:
         expected = self.loss_of(self.graph.result(self.reference.outputs))
         loss = self.loss_of(result)
         if expected is None or loss is None or not expected.requires_grad:
@@ -143,7 +143,7 @@ class _Search:
 class _OfStages(_Search):
     """The search in a pipeline."""
 
-    def run(self, plain: Any) -> FirstDifference | None:
+    def run(self, plain: object) -> FirstDifference | None:
         plan = self.plan
         self.references, after = self.micro_references()
         joined = [
@@ -211,7 +211,7 @@ class _OfStages(_Search):
         they agree."""
         return next((self.made[key].found for key in sorted(self.played) if self.made[key].found is not None), None)
 
-    def backwards(self, program: PipelineProgram, result: Any) -> FirstDifference | None:
+    def backwards(self, program: PipelineProgram, result: object) -> FirstDifference | None:
         loss = self.loss_of(result)
         if program.loss is None or loss is None or not loss.requires_grad:
             return None

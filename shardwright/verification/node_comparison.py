@@ -22,7 +22,7 @@ from ..accelerator_api import sum_type
 from ..errors import ShardwrightError
 from ..graph import SEED, Graph, Op, Value, map_values
 from ..layout import Layout
-from ..partition.local_program import InputPlacement, LocalOp, PlacedValue, Redistribute, made_by
+from ..partition.local_program import InputPlacement, Instruction, LocalOp, PlacedValue, Redistribute, made_by
 from ..redistribution import Halo
 from ..rules import expand, find_rule, has_rule
 from ..rules.random_operators import run_on_one
@@ -210,7 +210,7 @@ class Comparison:
 
     def at(
         self,
-        instruction: Any,
+        instruction: Instruction,
         phase: str,
         apart: float,
         op: Op | None,
@@ -293,7 +293,7 @@ class Comparison:
         )
         return difference(reference, whole, self.reference.scales.get(name, 0.0)), message
 
-    def keep(self, name: str, shards: Sequence[Tensor], instruction: Any, instance: PlacedValue) -> None:
+    def keep(self, name: str, shards: Sequence[Tensor], instruction: object, instance: PlacedValue) -> None:
         """Make the shards of an operator's result retain their gradients."""
         if isinstance(instruction, Redistribute) or (
             isinstance(instruction, LocalOp) and instance.layout.reduction != "sum"
@@ -495,7 +495,7 @@ def read_with_halos(whole: Tensor, layout: Layout, halos: Sequence[Halo], rank: 
     return torch.nn.functional.pad(whole[tuple(index)], amounts, value=halos[0].fill)
 
 
-def _of(node: Node) -> tuple[Any, PlacedValue | None]:
+def _of(node: Node) -> tuple[Instruction, PlacedValue | None]:
     """The instruction of a program's node, and its value; None for a node whose value is a tuple of outputs."""
     instruction = node.meta.get("instruction")
     if instruction is None:

@@ -74,10 +74,10 @@ _OVERFLOW = (
 @known_keywords({word: meant for word, meant in KEYWORDS_ELSEWHERE.items() if not meant.startswith("hsdp")})
 def verify(
     net: nn.Module,
-    inputs: tuple[Any, ...] | Tensor,
-    targets: Any = None,
+    inputs: tuple[object, ...] | Tensor,
+    targets: object = None,
     *,
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., object] | None = None,
     devices: int = 8,
     parallel_mode: ParallelMode = "semi_auto",
     steps: int = 3,
@@ -150,7 +150,7 @@ def verify(
 
     policy = MixedPrecision.of(mixed_precision)
 
-    def wrap(copied: nn.Module, loss: Any, runtime: Runtime) -> AutoParallel:
+    def wrap(copied: nn.Module, loss: object, runtime: Runtime) -> AutoParallel:
         wrapped = _OnOneMachine(
             copied,
             loss,
@@ -173,7 +173,7 @@ def verify(
 
 def verify_call(
     model: AutoParallel,
-    args: tuple[Any, ...],
+    args: tuple[object, ...],
     kwargs: dict[str, Any] | None = None,
     *,
     devices: int | None = None,
@@ -194,7 +194,7 @@ def verify_call(
     """
     devices = devices or current().devices or devices_of_call(model.net, model.loss_fn, args, kwargs)
 
-    def wrap(copied: nn.Module, loss: Any, runtime: Runtime) -> AutoParallel:
+    def wrap(copied: nn.Module, loss: object, runtime: Runtime) -> AutoParallel:
         wrapped = _OnOneMachine(copied, loss, runtime=runtime)
         cluster = model.settings.cluster
         # "fast" random numbers differ from plan to plan; the statistics of each device's part do as well
@@ -237,12 +237,12 @@ class _ModelCopy:
     """A copy of the model, the loss and the inputs in one dtype."""
 
     net: nn.Module
-    loss_fn: Any
-    args: tuple[Any, ...]
+    loss_fn: Callable[..., object] | None
+    args: tuple[object, ...]
     kwargs: dict[str, Any]
     policy: MixedPrecision | None
 
-    def plain(self) -> Any:
+    def plain(self) -> object:
         if self.loss_fn is None:
             return one_device(self.policy, self.net, self.args, self.kwargs)
         return self.loss_fn(one_device(self.policy, self.net, self.args[:-1], self.kwargs), self.args[-1])
@@ -271,10 +271,10 @@ class _Verification:
     def __init__(
         self,
         net: nn.Module,
-        loss_fn: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        wrap: Callable[[nn.Module, Any, Runtime], AutoParallel],
+        loss_fn: Callable[..., object] | None,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        wrap: Callable[[nn.Module, object, Runtime], AutoParallel],
         devices: int,
         steps: int,
         optimizer: Callable[..., torch.optim.Optimizer] | None,
@@ -326,9 +326,7 @@ class _Verification:
     def copied(self, dtype: torch.dtype) -> _ModelCopy:
         """Fresh copies of model, loss and inputs. Tensors that the model shares are shared in its copy."""
 
-        def cast(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
+        def cast(x: Tensor) -> Tensor:
             return x.detach().to(dtype if x.is_floating_point() else x.dtype, copy=True)
 
         memo: dict[int, object] = {}
@@ -344,7 +342,7 @@ class _Verification:
             raise SettingError(
                 f"the model cannot be copied: {error}", legal="a model that copy.deepcopy copies"
             ) from error
-        args, kwargs = closed(pytree.tree_map(cast, opened((self.args, self.kwargs))))
+        args, kwargs = closed(pytree.tree_map_only(Tensor, cast, opened((self.args, self.kwargs))))
         return _ModelCopy(net, loss_fn, args, kwargs, self.policy)
 
     def compare(self, dtype: torch.dtype, notes: dict[str, None]) -> tuple[Differences, Plan | PipelinePlan]:
@@ -393,7 +391,7 @@ class _Verification:
             copied.args, copied.kwargs, hooks_around=False
         )
 
-    def on_one_device(self, one: _ModelCopy, program: StepProgram | PipelineProgram) -> Callable[[], Any]:
+    def on_one_device(self, one: _ModelCopy, program: StepProgram | PipelineProgram) -> Callable[[], object]:
         """The call on one device: in plain PyTorch, or, where the model draws random numbers, under a plan for one
         device."""
         if not program.plan.draws:
@@ -408,7 +406,7 @@ class _Verification:
         stream.load_state_dict(self.stream)
         torch.set_rng_state(self.random)
 
-    def train(self, copied: _ModelCopy, call: Callable[[], Any], catch: bool = False) -> _Run:
+    def train(self, copied: _ModelCopy, call: Callable[[], object], catch: bool = False) -> _Run:
         self.rewind()
         run = _Run()
         parameters, _ = copied.named()
@@ -452,7 +450,7 @@ class _Verification:
         )
 
 
-def _values(net: nn.Module, loss_fn: Any, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+def _values(net: nn.Module, loss_fn: object, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """(tensor, its value) of each parameter, buffer and tensor attribute. Parameters without values are initialised."""
     values: dict[int, tuple[Tensor, Tensor]] = {}
     for part in (net, loss_fn):
@@ -470,7 +468,7 @@ def _values(net: nn.Module, loss_fn: Any, device: torch.device) -> list[tuple[Te
     return list(values.values())
 
 
-def _loss_of(result: Any) -> Tensor | None:
+def _loss_of(result: object) -> Tensor | None:
     """The start of the backward: the only number of a result, else the sum of the mean squares of its floating
     tensors."""
     tensors = [x for x in pytree.tree_leaves(opened(result)) if isinstance(x, Tensor) and x.is_floating_point()]
@@ -480,7 +478,7 @@ def _loss_of(result: Any) -> Tensor | None:
     return sum(squares[1:], squares[0]) if squares else None
 
 
-def _loss_among(result: Any, index: int | None) -> Tensor | None:
+def _loss_among(result: object, index: int | None) -> Tensor | None:
     """The loss of a pipeline: its result at `index`; None without one."""
     return None if index is None else pytree.tree_leaves(opened(result))[index]
 

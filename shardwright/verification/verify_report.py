@@ -244,7 +244,7 @@ class VerifyReport:
         """The report as JSON: differences relative to the largest value of a tensor, with the tolerance of each; a
         difference that is infinite is None."""
 
-        def worst(found: Worst) -> dict[str, Any]:
+        def worst(found: Worst) -> dict[str, object]:
             difference = found.difference if math.isfinite(found.difference) else None
             return {"difference": difference, "tolerance": found.tolerance, "tensor": found.tensor, "ok": found.ok}
 

@@ -254,9 +254,11 @@ def in_a_browser(text: str, folder: Path, word: str, *flags: str) -> dict:
     path = folder / "page.html"
     path.write_text(text.replace("</body>", DRIVE.replace("WORD", json.dumps(word))))
     base = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", *flags]
+    base.append("--disable-dev-shm-usage")  # ranks of other tests may have filled /dev/shm
     done = subprocess.run([browser, *base, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=120)
-    (seen,) = re.findall(r'<pre id="seen">(.*?)</pre>', done.stdout, re.S)
-    return json.loads(seen.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    seen = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.S)
+    assert seen, f"exit code {done.returncode}: {done.stderr[-2000:]}"
+    return json.loads(seen[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
 
 
 def held_by_ranks(plan: sw.Plan) -> Iterator[tuple[str, list[str]]]:

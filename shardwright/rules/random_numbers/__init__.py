@@ -3,5 +3,4 @@
 counter_rng       a word for each position of the whole tensor, equal on every rank
 dropout_kernel    the mask of a dropout in one kernel, on devices for which Triton compiles
 traced_dropout    the mask of a dropout in operators that a compiler sees through
-fast_attention    attention with dropout in one operator of torch, with torch's own numbers
 """

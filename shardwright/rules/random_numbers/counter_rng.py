@@ -34,9 +34,9 @@ part of a dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -161,6 +161,10 @@ def _right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << 32 - bits) - 1)
 
 
+#: Numbers of rows: one, an array, or a tensor on any device.
+Rows = TypeVar("Rows", int, np.ndarray, Tensor)
+
+
 class DimRows(NamedTuple):
     """The rows of a slice along one dim.
 
@@ -178,7 +182,7 @@ class DimRows(NamedTuple):
     piece: int = 0
     micros: int = 1
 
-    def distances(self, numbers: Any) -> Any:
+    def distances(self, numbers: Rows) -> Rows:
         """The positions from the first row to each row.
 
         Args:
@@ -186,7 +190,7 @@ class DimRows(NamedTuple):
         """
         return self.rows(numbers) * self.stride
 
-    def rows(self, numbers: Any) -> Any:
+    def rows(self, numbers: Rows) -> Rows:
         """The rows of the whole tensor from the first row to each row; arguments as of `distances`."""
         if not self.piece:
             return numbers * self.lot
@@ -361,7 +365,7 @@ def fill_in_halves(out: Tensor, at: Slice, stream: tuple[int, int], below: int) 
 
 
 def _filled(
-    out: Tensor, at: Slice, stream: tuple[int, int], halves: bool, put: Callable[[Tensor, Tensor], Any]
+    out: Tensor, at: Slice, stream: tuple[int, int], halves: bool, put: Callable[[Tensor, Tensor], object]
 ) -> Tensor:
     """Fill `out` by ``put(words, into)``, (rows, elements) at a time.
 
@@ -600,7 +604,7 @@ def _choose(
 
 #: Operator -> the function that does its work, for callers that skip torch's dispatch: a call through torch costs as
 #: much as all the words of a small dropout.
-PLAIN: dict[Any, Callable[..., Tensor]] = {}
+PLAIN: dict[Hashable, Callable[..., Tensor]] = {}
 
 _library = torch.library.Library("shardwright", "FRAGMENT")
 

@@ -12,8 +12,7 @@ A seed that says "fast" gets these numbers too: they cost no more here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -94,4 +93,4 @@ def _ones(z: Tensor) -> Tensor:
 
 
 #: Operator -> the function that a compiled program calls in its place.
-TRACED: dict[Any, Callable[..., Tensor]] = {torch.ops.shardwright.mask.default: traced_mask}
+TRACED: dict[Hashable, Callable[..., Tensor]] = {torch.ops.shardwright.mask.default: traced_mask}

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwright as sw
+from shardwright.rules.attention import attention_with_dropout
 from shardwright.rules.random_numbers.counter_rng import PLAIN
-from shardwright.rules.random_numbers.fast_attention import attention_with_dropout
 
 D = torch.float64
 BATCH, HEADS, QUERIES, KEYS, P = 8, 4, 16, 16, 0.25

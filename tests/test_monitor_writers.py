@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.monitor import step_monitor
-from shardwright.monitor.line_figures import Figure
+from shardwright import monitor as room
+from shardwright.monitor import Figure
 
 
 @pytest.fixture(autouse=True)
 def known_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = [Figure("memory/peak_resident_bytes", 2.0**20, "peak 1.0 MiB resident")]
-    monkeypatch.setattr(step_monitor, "memory_figures", lambda device, plan: figures)
+    monkeypatch.setattr(room, "memory_figures", lambda device, plan: figures)
 
 
 def two_lines(**given: Any) -> list[str]:
@@ -149,13 +149,13 @@ def test_without_wandb_a_line_says_so(monkeypatch) -> None:
 
 
 def test_other_ranks_open_nothing(monkeypatch, runs, tmp_path: Path) -> None:
-    monkeypatch.setattr(step_monitor, "rank", lambda: 1)
+    monkeypatch.setattr(room, "rank", lambda: 1)
     assert two_lines(wandb=True, tensorboard=tmp_path / "none") == []
     assert not runs and not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("given", [{"tensorboard": 3}, {"wandb": "gpt"}, {"wandb": 1.0}])
 def test_what_is_no_writer_is_refused_on_each_rank(monkeypatch, given: dict[str, Any]) -> None:
-    monkeypatch.setattr(step_monitor, "rank", lambda: 1)
+    monkeypatch.setattr(room, "rank", lambda: 1)
     with pytest.raises(sw.SettingError, match=rf"(?s)Monitor\({next(iter(given))}=.*legal"):
         sw.Monitor(**given)

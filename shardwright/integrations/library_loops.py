@@ -1,4 +1,5 @@
-"""A `Monitor` that another library's training loop drives; what the callbacks for these loops have in common.
+"""The part that the training loops of other libraries have in common: the check of the batches that they hand to
+processes, and a `Monitor` that they drive.
 
     loss        of a step: the sum of its micro-batches' losses, which the libraries divide by their number
     samples     rows of ``input_ids``, or else of the first tensor of a batch
@@ -22,7 +23,24 @@ from ..monitor import Monitor
 from ..parallel.auto_parallel import AutoParallel
 from ..torch_private import pytree
 
-__all__ = ["MonitoredLoop"]
+__all__ = ["MonitoredLoop", "check_feeding"]
+
+
+def check_feeding(model: AutoParallel, library: str) -> None:
+    """Check that all ranks of a pipeline's stages are fed the same batch.
+
+    The check runs now, and again when a call of the model is planned, because settings may still change until then.
+
+    Args:
+        model: the parallel model.
+        library: the library's name, for errors.
+
+    Raises:
+        SettingError: each process is handed its own part of a batch, so that the stages would get different ones.
+    """
+    wrapper = library, model.settings.dataset_strategy
+    model._check_wrapper(wrapper)
+    model._wrapper = wrapper
 
 
 class MonitoredLoop:

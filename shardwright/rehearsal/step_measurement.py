@@ -1,36 +1,48 @@
-"""Seconds of each operator of a rank's program, in the forward and in the backward.
+"""The measurement of a rank's step on one device: seconds of each operator, and the most bytes that are held.
 
-    forward     around each call of a local operator
-    backward    around each function of autograd that the call has made; a call that recomputes counts here too
+Seconds (`OperatorClock`), in the forward and in the backward:
+
+    forward        around each call of a local operator
+    backward       around each function of autograd that the call has made; a call that recomputes counts here too
 
 A span is exclusive: an operator that is recomputed inside another one's backward is taken off from that. On the CPU
 the clock is the process's; on an accelerator spans lie between two events of its stream, which are read after the
 step. What is in no span (copies of redistributions, sums of gradients, autograd itself) is the rest of the step.
+
+Bytes (`most_held`), at any moment of a step:
+
+    accelerator    the allocator's own count
+    CPU            the memory of all tensors that are alive, counted after each operator; what an operator holds only
+                   while it runs is not seen
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..partition.local_program import LocalOp
 from ..rules.random_numbers.counter_rng import PLAIN
 from ..runtime.profile_ranges import around_backward
-from ..torch_private import backward_number
+from ..solver.search_memory import free_memory
+from ..torch_private import TorchDispatchMode, backward_number, local_tensor, pytree, storage_id
 
-__all__ = ["OperatorClock"]
+__all__ = ["OperatorClock", "memory_of", "most_held"]
 
 
 @dataclass
 class _Span:
     operator: str
     half: str
-    start: Any
+    start: Any  # seconds, or an event of the device
     stop: Any = None
     inside: list[_Span] = field(default_factory=list)
 
@@ -51,7 +63,7 @@ class OperatorClock:
         self._open: list[_Span] = []
         self._spans: list[_Span] = []
 
-    def timed(self, instruction: LocalOp) -> Callable[..., Any]:
+    def timed(self, instruction: LocalOp) -> Callable[..., object]:
         """The function of a local operator, which measures itself."""
         target, operator = PLAIN.get(instruction.target, instruction.target), instruction.operator
 
@@ -84,7 +96,7 @@ class OperatorClock:
         while self._open and self._open.pop() is not span:
             pass
 
-    def _now(self) -> Any:
+    def _now(self) -> object:
         if self._module is None:
             return time.perf_counter()
         event = self._module.Event(enable_timing=True)
@@ -129,3 +141,67 @@ def _all(spans: list[_Span]) -> Iterator[_Span]:
     for span in spans:
         yield span
         yield from _all(span.inside)
+
+
+class _Alive(TorchDispatchMode):
+    """The memory of the tensors that operators have seen or made, and that are still alive."""
+
+    def __init__(self, standing: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._memory: dict[int, tuple[StorageWeakRef, int]] = {}
+        for x in standing:
+            self._note(x)
+        self.peak = self._now()
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # a DTensor: the operators on its slice come here again
+        result = function(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(result):
+            if isinstance(x, Tensor):
+                self._note(x)
+        self.peak = max(self.peak, self._now())
+        return result
+
+    def _note(self, x: Tensor) -> None:
+        if x.is_meta or isinstance(x, DTensor):
+            return
+        storage = x.untyped_storage()
+        self._memory.setdefault(storage_id(storage), (StorageWeakRef(storage), storage.nbytes()))
+
+    def _now(self) -> int:
+        self._memory = {key: (ref, size) for key, (ref, size) in self._memory.items() if not ref.expired()}
+        return sum(size for _, size in self._memory.values())
+
+
+def most_held(play: Callable[[], None], standing: Iterable[Tensor], device: torch.device) -> int:
+    """The most bytes held while `play` runs.
+
+    Args:
+        play: runs once.
+        standing: the tensors that are there before. Other tensors from before are counted on an accelerator alone.
+        device: on which they are.
+    """
+    if device.type == "cpu":
+        with _Alive(local_tensor(x) if isinstance(x, DTensor) else x for x in standing) as alive:
+            play()
+        return alive.peak
+    module = torch.get_device_module(device)
+    module.synchronize()
+    module.reset_peak_memory_stats(device)
+    play()
+    module.synchronize()
+    return module.max_memory_allocated(device)
+
+
+def memory_of(device: torch.device) -> float:
+    """Bytes that are free on a device."""
+    if device.type == "cpu":
+        return free_memory()
+    return float(torch.get_device_module(device).mem_get_info(device)[0])

@@ -17,7 +17,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright import accelerator_api
-from shardwright.monitor.line_figures import PlanWork, memory_figures
+from shardwright.monitor import PlanWork, memory_figures
 from shardwright.process import Runtime, playing
 from shardwright.runtime.distributed.watch.rank_positions import WaitPoint, position, waiting
 

@@ -12,8 +12,9 @@ from small_networks import D, draw, labels
 from torch import nn
 
 import shardwright as sw
-from shardwright import process as runtime_init
-from shardwright.monitor import line_figures, step_monitor as room
+from shardwright import monitor as room, process as runtime_init
+
+MEMORY_FIGURES = room.memory_figures
 
 
 class Clock:
@@ -166,7 +167,7 @@ def test_what_is_no_training_is_left_out_of_rates(monkeypatch) -> None:
 
 
 def test_the_most_memory_is_on_the_line() -> None:
-    room.memory_figures = line_figures.memory_figures  # undone by the fixture
+    room.memory_figures = MEMORY_FIGURES  # undone by the fixture
     out = io.StringIO()
     with sw.Monitor(every=1, out=out) as monitor:
         monitor.step(1.0)
