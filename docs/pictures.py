@@ -4,13 +4,14 @@
 
 1. `slices`: a tensor under a `Layout`, one box for each slice, with the ranks that hold it.
 2. `memory`: the memory of a device in plans of one model, by kind.
-3. `host_time`, `searches`: figures of the tables of benchmarks/README.md.
+3. `host_time`, `redistributions`, `searches`, `further_sizes`: figures of the last recorded runs of the benchmarks
+   (benchmarks/results, in JSON).
 4. `report`: the HTML report of the plan of docs/how-to/read-a-plan.md, as a browser shows it.
 """
 
 from __future__ import annotations
 
-import re
+import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from torch import nn
 import shardwright as sw
 
 DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
 CELL, MARGIN = 48, 8  # pixels
 
@@ -51,7 +53,7 @@ def bars(rows: Mapping[str, Mapping[str, float]], title: str, unit: str, digits:
     """An SVG of horizontal bars, each of which is a sum of kinds."""
     kinds = list(dict.fromkeys(kind for row in rows.values() for kind in row))
     most = max(sum(row.values()) for row in rows.values())
-    names, length = 190, 420
+    names, length = 240, 420
     width, height = names + length + 90, 60 + 30 * len(rows) + 24
     parts = [_head(width, height, title), f'<text x="{MARGIN}" y="20" class="title">{escape(title)}</text>']
     for number, (name, row) in enumerate(rows.items()):
@@ -90,32 +92,56 @@ def memory() -> str:
     return bars(rows, "A device's memory, summed by kind, of 8: four layers of 1024 x 4096, batch 2048, Adam", "MiB")
 
 
-def measured(script: str, pattern: str) -> dict[str, dict[str, float]]:
-    """Figures of a script, as the table of benchmarks/README.md has them: name -> {"": figure}.
+def figures(script: str, section: str) -> dict[str, float]:
+    """Medians of one section of a script's last recorded run: name -> figure.
 
     Args:
-        script: its name.
-        pattern: of a name and its figure in the script's row.
+        script: its name without its ending; the run is benchmarks/results/<script>.json.
+        section: the section.
     """
-    text = (DOCS.parent / "benchmarks" / "README.md").read_text(encoding="utf-8").split("## Measured")[1]
-    (row,) = (line for line in text.splitlines() if line.startswith(f"| `{script}` |"))
-    found = {name: {"": float(figure)} for name, figure in re.findall(pattern, row)}
+    found = {
+        each["name"]: float(each["spread"]["median"])
+        for each in json.loads((RESULTS / f"{script}.json").read_text(encoding="utf-8"))["figures"]
+        if each["section"] == section
+    }
     if not found:
-        raise ValueError(f"benchmarks/README.md: no figure of {script} is found by {pattern!r}")
+        raise ValueError(f"benchmarks/results/{script}.json has no figures of {section!r}")
     return found
 
 
 def host_time() -> str:
     """The host's time of a step over that of plain torch."""
-    rows = measured("accelerator.py", r"(dp2 x tp4|data_parallel|hsdp level\d|FSDP2) (\d\.\d+) \(")
+    found = figures("accelerator", "host ms of a step")
+    rows = {name.removesuffix(" / eager"): {"": ratio} for name, ratio in found.items()}
     return bars(rows, "Host time of a step of GPT, one rank of eight, as a multiple of plain torch's", "x", 2)
+
+
+def redistributions() -> str:
+    """The host's time of a redistribution, in units of `torch.add`."""
+    found = figures("accelerator", "units of torch.add")
+    rows = {name.removesuffix(", forward"): {"": units} for name, units in found.items() if name.endswith(", forward")}
+    return bars(rows, "Host time of a redistribution's forward, as a multiple of one torch.add", "x", 0)
 
 
 def searches() -> str:
     """Seconds of searches within limits of memory."""
-    rows = measured("planning_limits.py", r"(Llama without a limit|within \d\d GB) (\d+) s, ")
-    rows = {name.replace("Llama without", "without"): row for name, row in list(rows.items())[:3]}
-    return bars(rows, "A search for Llama of 96 layers on 64 devices: seconds of one core", "s", 0)
+    names = {"gpt": "GPT", "llama": "Llama", "mixtral": "mixture of experts"}
+    rows = {}
+    for case in json.loads((RESULTS / "planning_limits.json").read_text(encoding="utf-8")):
+        if case["mode"] == "dynamic_programming":
+            limit = f"{case['GB']:g} GB" if case["GB"] else "no limit"
+            name = f"{names[case['model']]}, {limit}{', refused' if 'error' in case else ''}"
+            rows[name] = {"": case["seconds"]}
+    return bars(rows, "dynamic_programming, 96 layers on 64 devices: seconds of one core", "s", 0)
+
+
+def further_sizes() -> str:
+    """Seconds of a model's first call, and of a call at further sizes."""
+    kinds = {"first": "first, s", "further": "further sizes, s"}
+    run = json.loads((RESULTS / "further_sizes.json").read_text(encoding="utf-8"))["figures"]
+    found = {case: figures("further_sizes", case) for case in dict.fromkeys(each["section"] for each in run)}
+    rows = {f"{case}, {name}": {"": row[kind]} for case, row in found.items() for name, kind in kinds.items()}
+    return bars(rows, "Models of 12 layers: seconds of planning at the first sizes, and at further ones", "s", 2)
 
 
 def _head(width: int, height: int, title: str) -> str:
@@ -137,7 +163,9 @@ def made() -> dict[Path, str]:
         folder / "mp-dp-sp.svg": slices(layout("mp", ("dp", "sp")), (2, 4), '("mp", ("dp", "sp")), 2 x 4'),
         folder / "memory.svg": memory(),
         DOCS / "understand" / "pictures" / "host-time.svg": host_time(),
+        DOCS / "understand" / "pictures" / "redistributions.svg": redistributions(),
         DOCS / "understand" / "pictures" / "searches.svg": searches(),
+        DOCS / "understand" / "pictures" / "further-sizes.svg": further_sizes(),
     }
 
 
