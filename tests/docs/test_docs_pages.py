@@ -10,11 +10,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from doc_pages import PYTHON, RUN, anchors, broken_links, links, run
+import torch
+from doc_pages import PYTHON, RUN, SHOWN, anchors, broken_links, commands_of, links, recorded_differences, run
 from paths import DOCS, ROOT
 
 import shardwright as sw
 from shardwright import errors
+from shardwright.cli.main import main as cli
 from shardwright.planners.planning_problem import PLANNERS
 from shardwright.rules import registry
 
@@ -90,6 +92,49 @@ def test_a_block_that_is_wrong_is_found(block: str, found: str, tmp_path: Path) 
     page.write_text(f"# Page\n\n{block}\n")
     with pytest.raises((AssertionError, ValueError), match=found):
         run(page)
+
+
+def test_commands_that_take_long_are_shown_as_they_were_recorded() -> None:
+    pages = [page for page in PAGES if SHOWN.search(page.read_text(encoding="utf-8"))]
+    records = {page: DOCS / "recorded" / f"{page.stem}.txt" for page in pages}
+    assert [named(page) for page, record in records.items() if not record.exists()] == []
+    assert {
+        named(page): found for page, record in records.items() if (found := recorded_differences(page, record))
+    } == {}
+
+
+def test_a_figure_that_was_not_recorded_is_found(tmp_path: Path) -> None:
+    page, record = tmp_path / "page.md", tmp_path / "page.txt"
+    page.write_text(
+        "# Page\n\n```text\n$ shardwright plan a.py\n...\na step takes 2 ms\n$ shardwright explain b\n```\n"
+    )
+    record.write_text("$ shardwright plan a.py\nplan\na step takes 1 ms\n")
+    assert recorded_differences(page, record) == ["shardwright plan a.py", "shardwright explain b"]
+    record.write_text("$ shardwright plan a.py\nplan\na step takes 2 ms\n$ shardwright explain b\n")
+    assert recorded_differences(page, record) == []
+
+
+@pytest.mark.long
+def test_the_large_model_of_a_page_is_planned_as_it_was_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page's own code with two layers: its parameters are bfloat16, and its plan costs what the record says. Where
+    it does not, all figures of the page are to be recorded again (docs/recorded)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    text = (DOCS / "how-to" / "hugging-face.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n# file: llama8b.py\n(.*?)```", text, re.DOTALL)
+    assert "num_hidden_layers=32" in code
+    Path("llama2.py").write_text(code.replace("num_hidden_layers=32", "num_hidden_layers=2"))
+    with torch.device("meta"):
+        net = importlib.import_module("llama2").build()["net"]
+    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+    words = ["llama2.py:build", "--devices", "8", "--cluster", "h100x8", "--hsdp", "level3"]
+    assert cli(["plan", *words]) == 0
+    (step,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a step takes")]
+    known = dict(commands_of((DOCS / "recorded" / "hugging-face.txt").read_text(encoding="utf-8")))
+    assert step in known[" ".join(["shardwright", "plan", *words])]
 
 
 def test_every_page_is_in_a_list_of_contents() -> None:
