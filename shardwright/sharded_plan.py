@@ -145,8 +145,8 @@ class SavedPlan:
 
         Args:
             path: of the file.
-            explain: the number of operators, the most expensive first, whose alternatives are priced; None: three in a
-                small plan, otherwise none.
+            explain: the number of operators, the most expensive first, whose alternatives are priced; None: three,
+                in a large plan while nothing else changes.
 
         Raises:
             PlanError: the file cannot be written.

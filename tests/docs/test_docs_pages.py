@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from doc_pages import PYTHON, RUN, SHOWN, anchors, broken_links, commands_of, links, recorded_differences, run
+from doc_pages import PYTHON, RUN, anchors, broken_links, commands_of, links, recorded_differences, run, shown
 from paths import DOCS, ROOT
 
 import shardwright as sw
@@ -95,7 +96,7 @@ def test_a_block_that_is_wrong_is_found(block: str, found: str, tmp_path: Path) 
 
 
 def test_commands_that_take_long_are_shown_as_they_were_recorded() -> None:
-    pages = [page for page in PAGES if SHOWN.search(page.read_text(encoding="utf-8"))]
+    pages = [page for page in PAGES if shown(page)]
     records = {page: DOCS / "recorded" / f"{page.stem}.txt" for page in pages}
     assert [named(page) for page, record in records.items() if not record.exists()] == []
     assert {
@@ -121,7 +122,7 @@ def test_the_large_model_of_a_page_is_planned_as_it_was_recorded(
     """The page's own code with two layers: its parameters are bfloat16, and its plan costs what the record says. Where
     it does not, all figures of the page are to be recorded again (docs/recorded)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(sys, "argv", sys.argv[:])
     text = (DOCS / "how-to" / "hugging-face.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n# file: llama8b.py\n(.*?)```", text, re.DOTALL)
@@ -205,6 +206,19 @@ def test_pictures_are_those_of_the_program(monkeypatch: pytest.MonkeyPatch) -> N
     assert {path for path, text in made.items() if path.read_text(encoding="utf-8") != text} == set(), (
         "python docs/pictures.py"
     )
+
+
+def test_pictures_of_reports_show_the_page_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest of each page is that of its picture; another torch may plan otherwise."""
+    monkeypatch.setattr(sys, "path", [str(DOCS), *sys.path])
+    pictures = importlib.import_module("pictures")
+    known = json.loads((pictures.REPORTS / "reports.json").read_text(encoding="utf-8"))
+    shown = pictures.reports()
+    assert set(known["pages"]) == set(shown) == {path.stem for path in pictures.REPORTS.glob("report*.png")}
+    if known["torch"] == torch.__version__.partition("+")[0]:
+        assert known["pages"] == pictures.digests(shown), "python docs/pictures.py --report"
+    changed = {name: each._replace(text=f"{each.text} ") for name, each in shown.items()}
+    assert not set(pictures.digests(changed).values()) & set(pictures.digests(shown).values())
 
 
 def test_figures_of_the_readme_are_measured() -> None:

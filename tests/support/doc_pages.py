@@ -6,7 +6,8 @@ written into that file. Blocks of other languages (```` ```py ````, ```` ```text
 blocks of a page share one namespace and one folder.
 
 A block ```` ```text ```` that begins with ``$ shardwright`` shows commands that take too long for a test: its lines are
-compared with the output that docs/recorded/<page>.txt has of them (`recorded_differences`).
+compared with the output that docs/recorded/<page>.txt has of them (`recorded_differences`), but for one that
+is stopped (^C).
 """
 
 from __future__ import annotations
@@ -76,18 +77,19 @@ def commands_of(text: str) -> list[tuple[str, str]]:
     return [(command, output) for command, _, output in (part.partition("\n") for part in parts)]
 
 
+def shown(page: Path) -> list[tuple[str, str]]:
+    """The commands of a page's blocks ```` ```text ````, each with its output, but for those that are stopped."""
+    blocks = (textwrap.dedent(block[2]) for block in SHOWN.finditer(page.read_text(encoding="utf-8")))
+    return [pair for block in blocks if "^C" not in block for pair in commands_of(block)]
+
+
 def recorded_differences(page: Path, record: Path) -> list[str]:
     """The commands of a page's blocks ```` ```text ```` whose output is not that of the record."""
     checker = doctest.OutputChecker()
     known = dict(commands_of(record.read_text(encoding="utf-8")))
-    shown = [
-        pair
-        for block in SHOWN.finditer(page.read_text(encoding="utf-8"))
-        for pair in commands_of(textwrap.dedent(block[2]))
-    ]
     return [
         command
-        for command, output in shown
+        for command, output in shown(page)
         if command not in known
         or not checker.check_output(output.rstrip() + "\n", known[command].rstrip() + "\n", FLAGS)
     ]
