@@ -39,7 +39,7 @@ def test_it_ends_with_the_losses_the_bytes_and_the_peak(printed: str) -> None:
 
 
 def test_its_bars_add_up_to_the_peak(printed: str) -> None:
-    bars = re.findall(r"^ (?:one device|each of 8)\s.*?([\d.]+) MiB$", printed, re.MULTILINE)
+    bars = re.findall(r"^ *(?:one device|each of 8)\s.*?([\d.]+) MiB *$", printed, re.MULTILINE)
     eight, one = re.findall(r"(\d+\.\d) MiB(?: a device \(|\))", printed)
     assert bars == [one, eight]
 
