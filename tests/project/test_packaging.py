@@ -92,6 +92,9 @@ def test_its_page_in_a_registry(wheel: zipfile.ZipFile) -> None:
     for target in re.findall(r'<a href="([^"]*)"', page):
         assert target.startswith(("https://", "#")), target
     shown = [re.sub("<[^>]*>", "", block) for block in re.findall(r"<pre.*?</pre>", page, re.S)]
+    text = message.get_payload(decode=True).decode()
+    assert "`docs/models.md`" in text and "(docs/models.md)" not in text, "links to files are plain code there"
+    assert "[docs/models.md](docs/models.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
     picture = drawn((ROOT / "docs" / "pipeline.svg").read_text())
     assert picture.count("▓") > 100 and any(picture in block for block in shown)
 
