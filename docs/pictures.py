@@ -6,7 +6,8 @@
 2. `memory`: the memory of a device in plans of one model, by kind.
 3. `host_time`, `redistributions`, `searches`, `further_sizes`: figures of the last recorded runs of the benchmarks
    (benchmarks/results, in JSON).
-4. `reports`: HTML reports of the plans of docs/how-to/read-a-plan.md and docs/learn/pipelines.md, as a browser shows
+4. `pipeline`: a simulated step of four stages, which the README has as text.
+5. `reports`: HTML reports of the plans of docs/how-to/read-a-plan.md and docs/learn/pipelines.md, as a browser shows
    them. docs/how-to/pictures/reports.json has a digest of each page whose picture is there, so that a test finds
    pictures that are stale.
 """
@@ -30,6 +31,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.report.html_report import page
+from shardwright.report.timeline import picture
 
 DOCS = Path(__file__).parent
 REPORTS = DOCS / "how-to" / "pictures"
@@ -159,6 +161,18 @@ def _head(width: int, height: int, title: str) -> str:
     )
 
 
+def pipeline() -> str:
+    """The step in time of sixteen layers of GPT-3's width, on four stages of sixteen devices."""
+    sys.path.insert(0, str(DOCS.parent / "examples"))
+    import gpt3  # noqa: PLC0415  an example, found by the path above
+
+    stages = {"tokens": 0, "positions": 0, "norm": 3, "head": 3} | {f"blocks.{i}": i // 4 for i in range(16)}
+    asked = gpt3.gpt3(16, 64) | {"parallel_mode": "recursive_programming"}
+    schedule = {"stages": 4, "micro_batches": 8, "scheduler": "1f1b", "stage_config": stages}
+    plan = sw.plan(**asked, devices=64, cluster="h200x8x8", pipeline=schedule)
+    return picture(plan.simulation, [f"ranks {stage.ranks[0]}-{stage.ranks[-1]}" for stage in plan.stages])
+
+
 def made() -> dict[Path, str]:
     """Every picture of the pages, by its file."""
     layout = sw.Layout((2, 2, 2), ("dp", "sp", "mp"))
@@ -168,6 +182,7 @@ def made() -> dict[Path, str]:
         folder / "mp-sp-dp.svg": slices(layout("mp", ("sp", "dp")), (2, 4), '("mp", ("sp", "dp")), 2 x 4'),
         folder / "mp-dp-sp.svg": slices(layout("mp", ("dp", "sp")), (2, 4), '("mp", ("dp", "sp")), 2 x 4'),
         folder / "memory.svg": memory(),
+        DOCS / "pipeline.svg": pipeline(),
         DOCS / "understand" / "pictures" / "host-time.svg": host_time(),
         DOCS / "understand" / "pictures" / "redistributions.svg": redistributions(),
         DOCS / "understand" / "pictures" / "searches.svg": searches(),

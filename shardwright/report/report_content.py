@@ -305,7 +305,9 @@ class PlanContent:
         title = path if self.names.kinds[name] in path else f"{path} ({self.names.kinds[name]})"
         stages = sorted({self.stage_of[n] for n in group})
         why, priced, alternatives = self._why(name, explain)
-        said = (why,) if isinstance(why, str) else self._sentences(why, name) if isinstance(why, Explanation) else why
+        sentences = (
+            (why,) if isinstance(why, str) else self._sentences(why, name) if isinstance(why, Explanation) else why
+        )
         recomputed = decision.op.recompute is not None and not decision.op.recompute.keep
         notes = [*filter(None, (operator.note,)), *(["recomputed in the backward"] if recomputed else [])]
         if times < len(group):
@@ -326,7 +328,7 @@ class PlanContent:
             together / self.whole if self.whole else 0.0,
             tuple(sent for _, sent in figures.values()),
             decided(why, self.names) if isinstance(why, Explanation) else cause(decision, self.names),
-            said,
+            sentences,
             priced,
             alternatives,
             Grid.of(shares_table(shares_of(plan, name, costs[stage]), self.names)),

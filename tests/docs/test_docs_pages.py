@@ -256,7 +256,7 @@ def unmeasured(text: str, kept: str) -> list[str]:
 
 
 def test_figures_of_pages_are_measured() -> None:
-    """As those of the README: each stands where the scripts' figures are kept."""
+    """Each stands where the scripts' figures are kept, as those of the README do."""
     kept = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     pages = [page for folder in ("learn", "how-to", "understand") for page in sorted((DOCS / folder).glob("*.md"))]
     texts = {named(page): page.read_text(encoding="utf-8") for page in pages}
