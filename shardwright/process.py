@@ -98,7 +98,7 @@ def init(
     """Find out the runtime of this process. May be called again.
 
     Under a launcher (torchrun, ``shardwright run``, mpirun, Slurm's srun, msrun, a rank table) it joins the process
-    group of the processes that were started; `launch.environment` says which variables are read, and which take
+    group of the processes that were started; the page on launching says which variables are read, and which take
     precedence. Otherwise all devices are in this process, and no launcher is needed. The scheduler that msrun starts
     beside the workers ends here, with exit code 0.
 
@@ -111,8 +111,8 @@ def init(
             operation.
         watch: True: ranks watch one another while they run: all run the same program, and a missing rank is named.
             False: a collective only fails after the timeout. None: True, or as before.
-        device: the device on which this process computes, such as "cuda", "cuda:1" or "cpu". None: with processes, see
-            `launch.device_choice`; in one process, that of the model.
+        device: the device on which this process computes, such as "cuda", "cuda:1" or "cpu". None: with processes, the
+            accelerator of the rank's place on its host, or the CPU; in one process, that of the model.
 
     Returns:
         The runtime.
