@@ -368,19 +368,6 @@ class AutoParallel(CallPlanning, nn.Module):
         call = self._running.buckets.padded(self.net, self.loss_fn, args, kwargs, self._agreed_bucket)
         return call.cropped(self._between_hooks(call.args, call.kwargs))
 
-    def _agreed_bucket(self, index: int) -> int:
-        """The index of the longest bucket that any process needs, where processes feed different parts of the batch."""
-        runtime = self._runtime()
-        settings = self._settings
-        whole = settings.dataset_strategy == "full_batch" or settings.parallel_mode == "stand_alone"
-        if not runtime.processes or whole:
-            return index
-        from torch import distributed  # noqa: PLC0415  needed by runs in processes alone
-
-        needed = torch.tensor(index, device=runtime.device)
-        distributed.all_reduce(needed, distributed.ReduceOp.MAX)
-        return int(needed)
-
     def _between_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call with the hooks of the outermost module around it."""
         net = self.net
