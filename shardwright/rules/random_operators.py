@@ -263,14 +263,27 @@ def _exponential(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value
     return b.call(aten.div.Tensor, drawn, rate) if rate != 1 else drawn
 
 
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers are computed: float64 only for results that it alone can hold, as not every device has
+    it."""
+    return torch.float32 if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float64
+
+
+#: The probability above which float32 has every whole number that a geometric draw can give: 2⁻⁵⁴ ≤ u, and
+#: log(2⁵⁴) / p < 2²⁴.
+_LIKELY = 54 * math.log(2) / 2**24
+
+
 def _geometric(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     p = op.argument("p")
-    waited = b.call(aten.div.Tensor, place.numbers("exponential", torch.float64), -math.log1p(-p))
+    computed = torch.float32 if p > _LIKELY else _computed_in(dtype)
+    waited = b.call(aten.div.Tensor, place.numbers("exponential", computed), -math.log1p(-p))
     return b.to(b.call(aten.clamp_min.default, b.call(aten.ceil.default, waited), 1), dtype)
 
 
 def _cauchy(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value:
-    turned = b.call(aten.mul.Tensor, b.call(aten.sub.Tensor, place.numbers("uniform", torch.float64), 0.5), math.pi)
+    drawn = place.numbers("uniform", _computed_in(dtype))
+    turned = b.call(aten.mul.Tensor, b.call(aten.sub.Tensor, drawn, 0.5), math.pi)
     made = b.call(aten.mul.Tensor, b.call(aten.tan.default, turned), op.argument("sigma"))
     return b.to(b.call(aten.add.Tensor, made, op.argument("median")), dtype)
 

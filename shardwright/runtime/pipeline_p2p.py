@@ -24,7 +24,7 @@ from ..process import Runtime
 from ..redistribution import digits_value
 from ..torch_private import number_of_groups
 from .compilation import Compilation
-from .device_seed import place_seed
+from .device_seed import trace_random_numbers
 from .distributed.buckets import GradientSums
 from .distributed.gradients import of_stage
 from .distributed.parameters import ParameterPlacement, ShardedState
@@ -71,7 +71,7 @@ def process_pipeline(
     for stage in stages:
         groups = held.groups
         lowered = lower(stage.plan, plan)
-        seed_device = place_seed(lowered, runtime.device) if compiled else None
+        seed_device = trace_random_numbers(lowered, runtime.device) if compiled else None
         trained = [name for name, p in parameters.items() if name in lowered.parameters and p.requires_grad]
         schedule = stage.plan.scheduled(not groups.exchanges, fusion, trained, stage=True)
         outside = stage.plan.gathered_once

@@ -31,7 +31,7 @@ from ..sharded_plan import Plan
 from .call_boundary import handings, leading_on, put_back, shared, tensors_of
 from .compilation import Compilation, keep_in_place
 from .deferred_init import materialize, put_in_place
-from .device_seed import place_seed
+from .device_seed import trace_random_numbers
 from .distributed.parameter_hooks import with_rank_dim
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lowering import Lowered, lower
@@ -176,7 +176,7 @@ def make_program(
     lowered = lower(plan)
     single = plan.devices == 1 and (compiled or not plan.regions)
     of_ranks = runtime.processes and plan.devices > 1
-    seed_device = place_seed(lowered, runtime.device) if compiled and (single or of_ranks) else None
+    seed_device = trace_random_numbers(lowered, runtime.device) if compiled and (single or of_ranks) else None
     if of_ranks:
         return _on_processes(
             lowered, holder, runtime, gradients_mean, before, fusion, accumulation, broadcast, compiled, seed_device

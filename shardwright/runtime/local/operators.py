@@ -39,7 +39,6 @@ from ...partition.local_program import LocalOp
 from ...rules import Bound, Rule, bound_rule, find_rule
 from ...rules.loss import SUM
 from ...rules.random_numbers.counter_rng import PLAIN
-from ...rules.random_numbers.traced_dropout import TRACED
 from ...rules.registry import POINTWISE
 from ...torch_private import OpOverload, overload_name, schema_of, torch_function
 from ..lowering import Node
@@ -589,17 +588,16 @@ class SameOnAllRanks(torch.autograd.Function):
         return gradient.reshape((*ctx.held, *gradient.shape[len(ctx.out) :])), None, None, None, None
 
 
-def plain_function(node: Node, compiled: bool = False) -> Any:
+def plain_function(node: Node) -> Any:
     """The function that a node calls, without the Python layer of its overload object: ``torch.relu`` for
     ``aten.relu.default``; ``torch.mm`` for a matmul of two matrices, to which it reduces; plain functions for this
     package's random operators.
 
     The function replaces the overload only where its name means this function in `torch` itself, because code that fx
     writes calls it by its name (``torch.broadcast_tensors`` takes its tensors one by one), and where its arguments
-    determine the overload. An overload object takes 6 µs a call longer. In a compiled program masks are computed by
-    operators that the compiler sees through.
+    determine the overload. An overload object takes 6 µs a call longer.
     """
-    target = (TRACED.get(node.target) if compiled else None) or PLAIN.get(node.target) or node.target
+    target = PLAIN.get(node.target) or node.target
     if target is aten.matmul.default and all(len(a.meta["instance"].value.shape) == 2 for a in node.all_input_nodes):
         return torch.mm
     if (

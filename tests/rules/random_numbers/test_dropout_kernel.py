@@ -16,7 +16,8 @@ DRAWN = """
 import random
 import torch
 from shardwright.rules.random_numbers import dropout_kernel
-from shardwright.rules.random_numbers.counter_rng import Slice, _signed, host_words, key
+from shardwright.rules.random_numbers.counter_rng import Slice, host_words, key
+from shardwright.rules.random_numbers.words import signed
 
 random.seed(0)
 for turn in range(40):
@@ -29,7 +30,7 @@ for turn in range(40):
     below = -(1 << 31) + 1 if turn % 5 == 0 else round(random.random() * 2**32) - (1 << 31)
     out = torch.zeros(size, dtype=torch.bool)
     rows = at.offsets_on(torch.device("cpu")) if at.rows else at.first
-    dropout_kernel.store_mask(out, rows, at.run, _signed(start), _signed(step), below)
+    dropout_kernel.store_mask(out, rows, at.run, signed(start), signed(step), below)
     positions = torch.tensor(at.offsets())[:, None] + torch.arange(at.run)
     words = host_words(start, step, (positions.ravel() // 2).numpy(), 1).view(torch.int32)
     halves = words.gather(1, positions.view(-1, 1) % 2)
