@@ -73,7 +73,7 @@ def test_one_operator_and_its_gradient(mark: str, how: str) -> None:
     model = model_of(MARKS[mark], causal=how == "causal", masked=how == "masked")
     torch.manual_seed(4)
     out = model(ROWS)
-    assert "attention_with_dropout" in kinds(model) and not {"matmul", "mask"} & kinds(model)
+    assert "attention_with_dropout" in kinds(model) and not {"matmul", "drop"} & kinds(model)
     net = model.net
     allowed = (
         torch.ones(QUERIES, KEYS).tril().bool()
@@ -168,7 +168,7 @@ def test_exact_numbers_and_compiled_programs_are_expanded() -> None:
     with pytest.warns(UserWarning, match="operator by operator"):
         compiled(ROWS)
     for model in (exact, compiled):
-        assert "mask" in kinds(model) and not any(op.fast for op in model.plan.graph.ops)
+        assert "drop" in kinds(model) and not any(op.fast for op in model.plan.graph.ops)
 
 
 def test_shared_key_heads_are_expanded() -> None:

@@ -57,6 +57,7 @@ __all__ = [
     "has_words",
     "host_words",
     "key",
+    "placed_stream",
 ]
 
 _BITS = (1 << 64) - 1
@@ -354,7 +355,7 @@ def _filled(
     return out
 
 
-def _state(
+def placed_stream(
     seed: Tensor,
     starts: Sequence[Tensor],
     dims: Sequence[int],
@@ -384,7 +385,7 @@ def fast_seed(
     micro: Sequence[int] = (),
 ) -> int:
     """The seed of torch's generator for an operator that draws inside torch; arguments as of ``shardwright.mask``."""
-    at, stream, _ = _state(seed, starts, dims, size, whole, number, micro)
+    at, stream, _ = placed_stream(seed, starts, dims, size, whole, number, micro)
     return _of_slice(at, stream)
 
 
@@ -409,7 +410,7 @@ def _mask(
 ) -> Tensor:
     """1 with probability p, else 0: most often booleans."""
     on = _made_on(seed, like, device)
-    at, stream, fast = _state(seed, starts, dims, size, whole, number, micro)
+    at, stream, fast = placed_stream(seed, starts, dims, size, whole, number, micro)
     below, number_type = round(p * 2**32) - (1 << 31), _NUMPY.get(dtype) if on.type == "cpu" else None
     simple = fast is None and -1 << 31 < below < 1 << 31 and at.aligned
     if simple and number_type is not None and 0 < math.prod(size) <= 2 * _CHUNK:
@@ -461,7 +462,7 @@ def _draw(
     out = torch.empty(size, dtype=dtype, device=on)
     if not out.numel():
         return out
-    at, stream, fast = _state(seed, starts, dims, size, whole, number, micro)
+    at, stream, fast = placed_stream(seed, starts, dims, size, whole, number, micro)
     if fast is not None:
         generator = torch.Generator(out.device).manual_seed(fast)
         if kind == "integer":
@@ -531,7 +532,7 @@ def _permutation(seed: Tensor, number: int, count: int, dtype: torch.dtype, devi
     if on.type in ("cpu", "meta") or has_words(on.type):
         drawn = _draw(seed, [], None, [], [count], [count], number, "integer", torch.int64, on)
         return drawn.argsort(stable=True).to(dtype)
-    at, stream, fast = _state(seed, [], [], [count], [count], number, ())
+    at, stream, fast = placed_stream(seed, [], [], [count], [count], number, ())
     if fast is not None:
         return torch.randperm(count, generator=torch.Generator(on).manual_seed(fast), dtype=dtype, device=on)
     word = _words_in_halves(at, stream, on)

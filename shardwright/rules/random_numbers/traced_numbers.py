@@ -1,7 +1,7 @@
 """The numbers of `counter_rng` in operators that a compiler sees through, and fuses with what reads them.
 
-The bits are those of the operators ``shardwright.mask``, ``draw``, ``permutation`` and ``choose``; of normal and
-exponential numbers the compiler's logarithm may round the last place otherwise. Seed, starts and positions stay
+The bits are those of the operators ``shardwright.mask``, ``drop``, ``draw``, ``permutation`` and ``choose``; of normal
+and exponential numbers the compiler's logarithm may round the last place otherwise. Seed, starts and positions stay
 tensors: the traced program is the same in every step, reads no value of the seed, and makes no copy of its own on the
 host.
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .counter_rng import chosen, has_doubles, has_words
+from .dropout import drop, scale_of
 from .words import GOLDEN, MIX_GAMMA, Halves, Whole
 
 __all__ = ["Ability", "is_traced", "key_of", "traced"]
@@ -183,9 +184,26 @@ def _choose(
     return chosen(weights.to(ability.widest), drawn, count, replacement)
 
 
+def _drop(
+    ability: Ability,
+    seed: Tensor,
+    starts: Sequence[Tensor],
+    x: Tensor,
+    dims: Sequence[int],
+    size: Sequence[int],
+    whole: Sequence[int],
+    number: int,
+    p: float,
+    micro: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:
+    mask = _mask(ability, seed, starts, x, dims, size, whole, number, 1 - p, torch.bool, None, micro)
+    return x * mask * scale_of(p), mask
+
+
 _operators = torch.ops.shardwright
-_TRACED: dict[Hashable, Callable[..., Tensor]] = {
+_TRACED: dict[Hashable, Callable[..., Any]] = {
     _operators.mask.default: _mask,
+    drop: _drop,
     _operators.draw.default: _draw,
     _operators.permutation.default: _permutation,
     _operators.choose.default: _choose,
@@ -197,7 +215,7 @@ def is_traced(target: Hashable) -> bool:
     return target in _TRACED
 
 
-def traced(target: Hashable, device: torch.device) -> Callable[..., Tensor]:
+def traced(target: Hashable, device: torch.device) -> Callable[..., Any]:
     """The function that a compiled program calls in place of an operator.
 
     Args:
@@ -208,10 +226,10 @@ def traced(target: Hashable, device: torch.device) -> Callable[..., Tensor]:
 
 
 @lru_cache
-def _bound(target: Hashable, ability: Ability) -> Callable[..., Tensor]:
+def _bound(target: Hashable, ability: Ability) -> Callable[..., Any]:
     function = _TRACED[target]
 
-    def call(*args: Any) -> Tensor:
+    def call(*args: Any) -> Any:
         return function(ability, *args)
 
     call.__name__ = call.__qualname__ = f"traced{function.__name__}"

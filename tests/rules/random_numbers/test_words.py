@@ -13,7 +13,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.rules.random_numbers import counter_rng
-from shardwright.rules.random_numbers.counter_rng import KINDS, _state, chosen, fill_as_able, fill_in_halves, host_words
+from shardwright.rules.random_numbers.counter_rng import (
+    KINDS,
+    chosen,
+    fill_as_able,
+    fill_in_halves,
+    host_words,
+    placed_stream,
+)
 from shardwright.rules.random_numbers.words import Halves
 from shardwright.torch_private import pytree
 
@@ -58,7 +65,7 @@ def both(seed: Tensor, dims: list[int], starts: list[int], size: list[int], whol
     """The mask of the operator, and the mask in halves."""
     begins = [torch.tensor([start]) for start in starts]
     expected = mask(seed, begins, None, dims, size, whole, 3, p, torch.bool, None, *micro)
-    at, stream, _ = _state(seed, begins, dims, size, whole, 3, *(micro or ((),)))
+    at, stream, _ = placed_stream(seed, begins, dims, size, whole, 3, *(micro or ((),)))
     out = torch.empty(size, dtype=torch.bool)
     with Narrow():
         fill_in_halves(out, at, stream, round(p * 2**32) - (1 << 31))
@@ -164,7 +171,7 @@ def test_a_device_without_float64_draws_the_same(kind: str, words: bool) -> None
     args = torch.tensor([7, 1, 1, 0]), [torch.tensor([3])], [1], [4, 50], [4, 90]
     dtype = torch.int64 if kind == "integer" else torch.float32
     expected = torch.ops.shardwright.draw.default(*args[:2], None, *args[2:], 3, kind, dtype, None)
-    at, stream, _ = _state(*args, 3, ())
+    at, stream, _ = placed_stream(*args, 3, ())
     out = torch.empty(4, 50, dtype=dtype)
     with Narrow(looks=True, words=words):
         fill_as_able(out, at, stream, kind, words, False)
