@@ -34,6 +34,7 @@ CASES = [
     *("pipeline, parts of the batch", "blocks recomputed"),
     *("numbers without float64", "numbers without float64 and words"),
     *("compiled", "compiled, with other random numbers", "compiled, pipeline"),
+    "compiled, attention with fast dropout",
     *(f"default device, {how}" for how in ("late", "built on it", "pipeline")),
     *(
         f"one process, {how}{pipeline}"

@@ -138,8 +138,8 @@ class AutoParallel(CallPlanning, nn.Module):
         compile: True: ``torch.compile`` compiles the planned program; a text: the same, with the backend of that
             name; a dict: with its arguments "backend", "mode" and "options", such as {"mode": "max-autotune"}. A
             process that plays several devices warns and runs the program operator by operator. On NCCL and HCCL the
-            program sums gradients itself, in every backward, also under `no_sync`. Masks of dropout are exact there
-            under either `random`.
+            program sums gradients itself, in every backward, also under `no_sync`. Masks of dropout outside of
+            attention are exact there under either `random`.
         cluster: the devices and their links, which the cost model uses: a `Cluster`, the name of a preset, a JSON
             file; None: see `Cluster.of`.
         memory: the memory limit of a device, in the modes that search: bytes, "70GB", or "cluster" for the device's

@@ -177,8 +177,7 @@ class CallPlanning(SettingMethods):
                         partial(captures, self.net, **how),
                     )
                 graph = with_policy(graph, settings.recompute)
-                # A compiler's own masks cost no more than fast ones, and fuse (`rules.random_numbers.traced_numbers`).
-                fast = self._running.random == "fast" and not self._running.compiled
+                fast = self._running.random == "fast"
                 return with_fast_attention(graph) if fast else graph, wide[0] if wide else None
 
             automatic = (

@@ -163,7 +163,7 @@ def as_compiled(make: Callable[[], nn.Module], **given: Any) -> dict[str, Any]:
         result = fake.outcome(make, MANY_ROWS, nn.MSELoss, parallel_mode="data_parallel", compile=True, **given)
     assert programs
     made = {str(node.kwargs["device"]) for p in programs for node in p.graph.nodes if node.kwargs.get("device")}
-    assert made <= {"npu:0"} and (made or "prepared" in given), made
+    assert made <= {"npu:0"} and (made or {"prepared", "random"} & {*given}), made
     return result
 
 
@@ -295,6 +295,8 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     yield "moved after the first call", moved_away
     yield "compiled", partial(as_compiled, partial(Layers, 2), dataset="data_parallel", inputs="device")
     yield "compiled, with other random numbers", partial(as_compiled, Noise, dataset="data_parallel", inputs="device")
+    fast = {"dataset": "data_parallel", "inputs": "device", "random": "fast"}
+    yield "compiled, attention with fast dropout", partial(as_compiled, Attention, **fast)
     piped_and_compiled = {"dataset": "data_parallel", "inputs": "device", "prepared": piped("1f1b", 2)}
     yield "compiled, pipeline", partial(as_compiled, partial(Layers, 2), **piped_and_compiled)
     yield "numbers without float64", partial(drawn_numbers, True)
