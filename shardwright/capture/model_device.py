@@ -6,7 +6,8 @@ forward is then captured for it, and so are the casts of its autocast.
     parameters have values     their device
     parameters have none       that of the first input with values, else torch's default device, else the CPU
 
-Processes take the device of the process instead, and move what is elsewhere.
+Processes take the device of the process instead, and move there a model or an input that is elsewhere. A model on
+several devices is an error in processes too.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ ON_RANKS = (
 OF_ENVIRONMENT = {
     "launch/run.py",
     "launch/agent.py",
+    "launch/device_choice.py",
     "process.py",
     "launch/progress.py",
     "cli/doctor_command.py",
