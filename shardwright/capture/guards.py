@@ -29,7 +29,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["CONTAINERS", "HOOKS", "MISSING", "TABLES", "GuardedPlace", "Guards", "contents", "is_simple", "spelled"]
+from ..torch_private import hook_tables, parameter_table, part_tables
+
+__all__ = ["CONTAINERS", "HOOKS", "MISSING", "GuardedPlace", "Guards", "contents", "is_simple", "spelled"]
 
 
 class _Missing:
@@ -44,9 +46,8 @@ class _Missing:
 
 MISSING = _Missing()
 
-#: The dicts of a module that hold its parts, and the dicts of hooks on which a captured program depends.
-TABLES = ("_parameters", "_buffers", "_modules")
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Kinds of hooks on which a captured program depends.
+HOOKS = ("forward-pre hooks", "forward hooks", "backward hooks", "backward-pre hooks")
 
 CONTAINERS = (list, dict, set, collections.deque)
 
@@ -196,14 +197,16 @@ class Guards:
     def settle(self) -> None:
         """Record the present values of all places."""
         own = [vars(module) for _, module in self._modules]
-        tables, paths = [], []
-        for (path, module), attributes in zip(self._modules, own):
+        tables: list[dict[Any, Any]] = []
+        paths = []
+        for path, module in self._modules:
             around = self._around.get(id(module), ())
-            for kind in (*TABLES, *(h for h in HOOKS if h not in around)):
-                tables.append(attributes[kind])
-                paths.append((path, kind))
-        for kind in HOOKS:
-            tables.append(getattr(nn.modules.module, f"_global{kind}"))  # private torch name
+            for kind, table in (part_tables(module) | hook_tables(module)).items():
+                if kind not in around:
+                    tables.append(table)
+                    paths.append((path, kind))
+        for kind, table in hook_tables(None).items():
+            tables.append(table)
             paths.append(("the whole of torch.nn", kind))
         self._tables, self._paths = tables, paths
         self._lengths = list(map(len, tables))
@@ -213,7 +216,7 @@ class Guards:
         self._counts = list(map(len, self._full))
         self._members = list(chain.from_iterable(map(dict.values, self._full)))
         self._keys = [tuple(t) for t in self._full]
-        self._parameters = [p for a in own for p in a["_parameters"].values() if p is not None]
+        self._parameters = [p for _, m in self._modules for p in parameter_table(m).values() if p is not None]
         self._trained = list(map(_requires_grad, self._parameters))
         found = {
             place.identity: place
@@ -296,14 +299,14 @@ class Guards:
         """
         for (path, kind), table, length in zip(self._paths, self._tables, self._lengths):
             if len(table) != length:
-                return f"{path} has {len(table)} {_KINDS[kind]} and had {length}"
+                return f"{path} has {len(table)} {kind} and had {length}"
         was = iter(self._members)
         for (path, kind), table, keys in zip(self._full_paths, self._full, self._keys):
             for (key, now), before in zip(table.items(), was):
                 if now is not before:
-                    return f"{path}.{key} is another one" if kind in TABLES else f"{path} has other {_KINDS[kind]}"
+                    return f"{path}.{key} is another one" if kind not in HOOKS else f"{path} has other {kind}"
             if tuple(table) != keys:
-                return f"{path} names its {_KINDS[kind]} differently"
+                return f"{path} names its {kind} differently"
         for parameter, before in zip(self._parameters, self._trained):
             if parameter.requires_grad is not before:
                 return f"{self._name(parameter)}.requires_grad was {before} and is {parameter.requires_grad}"
@@ -365,14 +368,5 @@ class Guards:
         )
 
 
-_KINDS = {
-    "_parameters": "parameters",
-    "_buffers": "buffers",
-    "_modules": "submodules",
-    "_forward_pre_hooks": "forward-pre hooks",
-    "_forward_hooks": "forward hooks",
-    "_backward_hooks": "backward hooks",
-    "_backward_pre_hooks": "backward-pre hooks",
-}
 _requires_grad = attrgetter("requires_grad")
 _cell_contents = attrgetter("cell_contents")

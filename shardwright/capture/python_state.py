@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..torch_private import hooks_of_all_modules
+from ..torch_private import hooks_of, hooks_of_all_modules, is_part, part_tables
 from .annotations import Operator
-from .guards import CONTAINERS, HOOKS, MISSING, TABLES, GuardedPlace, is_simple
+from .guards import CONTAINERS, MISSING, GuardedPlace, is_simple
 from .source_lines import is_users
 
 __all__ = ["Change", "NameRead", "Observation", "names_read", "user_function"]
@@ -122,7 +122,7 @@ class Observation:
 
     def __enter__(self) -> Observation:
         for path, module in self._modules:
-            self._space(vars(module), path)
+            self._space(vars(module), path, module)
         _generators(self)
         for path, function in self._functions:
             self._found(function, path)
@@ -133,8 +133,8 @@ class Observation:
                 for cls in type(module).__mro__:
                     self._class_containers(cls)
                 self._class_place(type(module), "forward", path)
-            for hooks in HOOKS[:2]:
-                for hook in vars(module)[hooks].values():
+            for hooks in (hooks_of(module).forward_pre, hooks_of(module).forward):
+                for hook in hooks.values():
                     self._found(hook, f"a hook of {path}")
         for table in (hooks_of_all_modules().forward_pre, hooks_of_all_modules().forward):
             for hook in table.values():
@@ -233,7 +233,7 @@ class Observation:
         if name in attributes:
             self._note(GuardedPlace(attributes, name, f"{path}.{name}"))
             return
-        if isinstance(obj, nn.Module) and any(name in attributes[table] for table in TABLES):
+        if isinstance(obj, nn.Module) and is_part(attributes, name):
             return
         self._note(GuardedPlace(attributes, name, f"{path}.{name}"))
         self._class_place(type(obj), name, path)
@@ -299,7 +299,7 @@ class Observation:
             if id(vars(value)) not in self._paths:  # a module outside of the model
                 for inner, module in value.named_modules():
                     self._modules.append((f"{path}.{inner}" if inner else path, module))
-                    self._space(vars(module), f"{path}.{inner}" if inner else path)
+                    self._space(vars(module), f"{path}.{inner}" if inner else path, module)
             return
         attributes = getattr(value, "__dict__", None)
         cls = type(value)
@@ -395,15 +395,15 @@ class Observation:
 
     # -- writes --
 
-    def _space(self, attributes: dict[str, object], path: str) -> None:
+    def _space(self, attributes: dict[str, object], path: str, module: nn.Module | None = None) -> None:
         if id(attributes) in self._paths:
             return
         self._paths[id(attributes)] = path
         self._spaces.append(self._kept(attributes, path))
+        for table in () if module is None else part_tables(module).values():
+            self._spaces.append(self._kept(table, path))
         for name, value in attributes.items():
-            if name in TABLES and isinstance(value, dict):
-                self._spaces.append(self._kept(value, path))
-            elif name not in _STANDARD and isinstance(value, CONTAINERS):
+            if name not in _STANDARD and isinstance(value, CONTAINERS):
                 self._found(value, f"{path}.{name}")
 
     def changes(self) -> Iterator[Change]:

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from ..errors import place_text
+from ..torch_private import buffer_table, part_tables
 from .guards import CONTAINERS, MISSING, GuardedPlace, contents, is_simple, spelled
 from .python_state import Change, Observation
 from .source_lines import is_users
@@ -336,15 +337,15 @@ def judged(seen: Observation, effects: Effects) -> ForwardOutcome:
             drawn[1],
         )
     outcome, done = ForwardOutcome(effects=Effects(list(effects.entries))), set()
-    buffers = {id(vars(m)["_buffers"]): m for _, m in seen.modules}
-    parts = {id(vars(m)[t]): t for _, m in seen.modules for t in ("_parameters", "_modules")}
+    buffers = {id(buffer_table(m)) for _, m in seen.modules}
+    parts = {id(table): kind for _, m in seen.modules for kind, table in part_tables(m).items()}
     for change in list(seen.changes()):
         place, new = change.place, change.new
         done.add(place.identity)
         if id(place.owner) in buffers:
             outcome.updates.append(_update(change))
         elif id(place.owner) in parts:
-            what = "parameter" if parts[id(place.owner)] == "_parameters" else "submodule"
+            what = parts[id(place.owner)].removesuffix("s")
             raise Blamed(
                 f"the forward replaces, adds or deletes its {what} {place.path}",
                 "changes of the model outside of its forward",

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ..errors import PACKAGE_FOLDER, CaptureError, place_text
-from ..torch_private import hooks_of_all_modules
+from ..torch_private import hooks_of, hooks_of_all_modules
 from .hybrid_models import refused_collective
 from .side_effects import Effects, Logged, Printed
 from .source_lines import calling_line, is_users
@@ -209,11 +209,10 @@ def refuse_backward_hooks(modules: list[tuple[str, nn.Module]]) -> None:
     Raises:
         CaptureError: with the line of the hook.
     """
-    everyones = hooks_of_all_modules()
     for path, hooks in [
-        *((path, vars(m)[kind]) for path, m in modules for kind in ("_backward_hooks", "_backward_pre_hooks")),
-        ("all modules", everyones.backward),
-        ("all modules", everyones.backward_pre),
+        *((path, table) for path, m in modules for table in (hooks_of(m).backward, hooks_of(m).backward_pre)),
+        ("all modules", hooks_of_all_modules().backward),
+        ("all modules", hooks_of_all_modules().backward_pre),
     ]:
         for hook in hooks.values():
             code = getattr(getattr(hook, "__func__", hook), "__code__", None)

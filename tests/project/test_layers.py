@@ -29,7 +29,7 @@ ON_RANKS = (
     "cli/",
     "process.py",
     "ops.py",
-    "torch_private.py",
+    "torch_private/",
     "pipeline/schedules.py",
 )  # takes the orders of torch's own schedules; needs no process group
 #: Files that read or set variables of the environment. `launch.environment` says what they mean.
