@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
@@ -177,8 +178,10 @@ def called_above_autograd(handle: Callable[..., Any]) -> Iterator[Callable[[], c
     """Call ``handle(operator, args, kwargs)`` in place of every operator that is called inside the ``with`` block.
 
     The operators are those of an exported program: above autograd and autocast, and not taken apart. Inside of the
-    context manager that the yielded function makes, `handle` calls operators itself.
+    context manager that the yielded function makes, `handle` calls operators itself. A function of ``sys.settrace``
+    does not see what `handle` calls.
     """
+    handle = _out_of_sight(handle)
     feature, mode, key = "a captured model at other sizes", _watching()(handle), torch._C.DispatchKey.PreDispatch
     plain = getattr(version_lookup.lookup("torch._library.utils"), "handle_dispatch_mode", None)
     pop, put = (
@@ -209,6 +212,22 @@ def called_above_autograd(handle: Callable[..., Any]) -> Iterator[Callable[[], c
         mode,
     ):
         yield beneath
+
+
+def _out_of_sight(handle: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls `handle` with Python's tracing off."""
+
+    def call(func: Any, args: Any, kwargs: Any) -> Any:
+        traced = sys.gettrace()
+        if traced is None:
+            return handle(func, args, kwargs)
+        sys.settrace(None)
+        try:
+            return handle(func, args, kwargs)
+        finally:
+            sys.settrace(traced)
+
+    return call
 
 
 @functools.cache

@@ -124,7 +124,7 @@ def part_tables(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 def is_part(attributes: dict[str, Any], name: str) -> bool:
     """True for the name of a parameter, buffer or submodule of the module that has these attributes."""
-    return any(name in attributes[table] for table in _PARTS.values())
+    return name in attributes["_modules"] or name in attributes["_parameters"] or name in attributes["_buffers"]
 
 
 def hook_tables(module: nn.Module | None) -> dict[str, dict[int, Any]]:

@@ -34,6 +34,7 @@ ON_RANKS = (
 )  # takes the orders of torch's own schedules; needs no process group
 #: Files that read or set variables of the environment. `launch.environment` says what they mean.
 OF_ENVIRONMENT = {
+    "capture/observed/stand_ins.py",  # records what the forward of a model reads and sets
     "launch/run.py",
     "launch/agent.py",
     "process.py",
