@@ -375,8 +375,9 @@ def _captured(
                 program.template = reader.template(graph, decisive)
             return Captured(with_masters(graph), seen, watch.outcome, program, marks)
 
-        one = traced.followed(read) or traced.followed(read)  # the second time without the template
-        assert one is not None
+        one = None
+        while one is None:  # once more for each program whose template does not fit, and is dropped
+            one = traced.followed(read)
         return one
 
     made: list[Captured] = []

@@ -98,6 +98,27 @@ def test_a_graph_is_filled_into_an_earlier_one_where_numbers_alone_differ(forwar
         same(made, capture(net, (x,)))
 
 
+def test_two_programs_whose_templates_do_not_fit():
+    """A frozen parameter fits neither template: each program is read anew."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.head, self.k = nn.Linear(8, 8, dtype=D), nn.Linear(8, 8, dtype=D), 1
+
+        def forward(self, x):
+            h = self.fc(x)
+            return self.head(torch.relu(h) if self.k > 2 else torch.sigmoid(h))
+
+    net, programs, x = Net(), [], draw(8, 8)
+    for k in (1, 4):
+        net.k = k
+        capture(net, (x,), programs=programs)
+    net.head.requires_grad_(False)
+    net.k = 1
+    same(capture(net, (x,), programs=programs), capture(net, (x,)))
+
+
 def test_operators_of_equal_layers_share_a_form_at_further_sizes():
     net, programs = Language(layers=3), []
     for rows in (4, 6):

@@ -66,7 +66,7 @@ class Descriptor:
         self.store: dict[int, float] = {}
 
     def __get__(self, owner: Any, kind: type) -> float:
-        return self.store[id(owner)]
+        return self.store.get(id(owner), 1.0)
 
     def __set__(self, owner: Any, value: float) -> None:
         self.store[id(owner)] = value
