@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..autocast import current
 from ..errors import CaptureError, ShardwrightError
-from ..garbage_collection import gc_paused
+from ..garbage_collection import gc_paused, roomy_stack
 from ..graph import Graph, values_in
 from ..launch.progress import Work
 from ..mixed_precision import MixedPrecision, captured_types, casts, masters, with_masters
@@ -268,6 +268,7 @@ def captures(
     return graphs
 
 
+@roomy_stack
 @gc_paused()
 @layouts_unrecorded()
 def _captured(

@@ -33,7 +33,7 @@ from ..capture.model_device import check_inputs, check_values, place_of
 from ..capture.module_hooks import has_global_hooks, hooked
 from ..capture.source_lines import stack_level
 from ..errors import SettingError, known_keywords
-from ..garbage_collection import gc_paused
+from ..garbage_collection import gc_paused, roomy_stack
 from ..layout import Layout
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..pytree_objects import opened, with_tensors
@@ -516,6 +516,7 @@ class AutoParallel(CallPlanning, nn.Module):
             )
         return change or ""
 
+    @roomy_stack
     @gc_paused()
     def _build(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "", hooks_around: bool = True
