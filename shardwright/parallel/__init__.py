@@ -2,6 +2,7 @@
 
 auto_parallel        `AutoParallel`: plans at the first call, then runs
 call_planning        the plan of one call, on which all ranks agree
+kept_programs        the programs of a model: one for each kind of inputs and state of the model
 data_shards          the part of the data that each process reads
 train_step           step functions in place of a model, whose models are parallel while they run
 step_models          the models that a step function calls

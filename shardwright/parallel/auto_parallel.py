@@ -2,7 +2,8 @@
 
 The first call captures the model, plans it, lowers the plan and runs it. Later calls run the program that was built:
 
-1. the inputs' structure, shapes, dtypes and the autocast type select the programs built for such inputs (`_found`);
+1. the inputs' structure, shapes, dtypes and the autocast type select the programs built for such inputs
+   (`kept_programs`);
 2. the guards of a program hold: the program runs;
 3. no guards hold: the model is captured and planned anew (`_build`). `_announce` warns of it, but for a mere change
    between training and evaluation.
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,7 +31,6 @@ from ..capture.export import ModelAndLoss, Recording
 from ..capture.guards import HOOKS, Guards
 from ..capture.model_device import check_inputs, check_values, place_of
 from ..capture.module_hooks import has_global_hooks, hooked
-from ..capture.source_lines import stack_level
 from ..errors import SettingError, known_keywords
 from ..garbage_collection import gc_paused
 from ..layout import Layout
@@ -57,9 +56,9 @@ from ..settings import Settings
 from ..sharded_plan import Plan
 from ..solver.search_memory import SearchProgress
 from ..torch_private import MODULE_TABLES, hooks_of, pytree, transforms
-from .call_planning import CallPlanning
 from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch_wrapping
 from .graph_cache import GraphCache
+from .kept_programs import KeptPrograms, RecaptureWarning
 from .model_copies import Followers, copied
 from .setting_methods import MODEL_KEYWORDS, ProgramSettings
 from .torch_func_calls import called_in_transform
@@ -89,12 +88,7 @@ def observed(observer: Callable[[AutoParallel, tuple[Any, ...], dict[str, Any]],
         _OBSERVER.reset(token)
 
 
-class RecaptureWarning(UserWarning):
-    """Warned when a further program is built: the inputs have other shapes, or something that the forward reads was
-    changed."""
-
-
-class AutoParallel(CallPlanning, nn.Module):
+class AutoParallel(KeptPrograms, nn.Module):
     """A model trained on all devices, used like the model that it wraps.
 
     ``state_dict``, ``parameters`` and names are those of the wrapped model. The first call captures and plans the
@@ -449,85 +443,12 @@ class AutoParallel(CallPlanning, nn.Module):
                     check_inputs(self._where, leaves)
                 break
 
-    def _found(self, feed: tuple[Any, ...]) -> StepProgram | PipelineProgram | None:
-        """The program whose guards hold, of those built for such inputs; None: no guards hold.
-
-        Programs of equal inputs differ in the state of the model that they were captured in.
-
-        Args:
-            feed: the inputs' structure, the type of autocast and the function that is called, and the inputs' shapes
-                and dtypes.
-        """
-        states = self._states.get(feed)
-        if states is None:
-            return None
-        for i, guards in enumerate(states):
-            if guards.hold():
-                if i:
-                    states.insert(0, states.pop(i))
-                key = (*feed, guards)
-                self._programs.move_to_end(key)
-                return self._programs[key]
-        return None
-
-    def _keep(self, feed: tuple[Any, ...], program: StepProgram | PipelineProgram) -> None:
-        """Keep a new program, and load the values of a checkpoint that waited for the first plan."""
-        self._programs[(*feed, program.guards)] = program
-        self._states.setdefault(feed, []).insert(0, program.guards)
-        settles = bool(self._awaited) or len(self._programs) == 1
-        try:
-            while self._awaited:
-                self._awaited[0]()
-                del self._awaited[0]
-            if settles:  # values were loaded, or the first program has placed the parameters
-                program.guards.settle()
-        except BaseException:
-            self._forget((*feed, program.guards))  # no call may run without the values of the checkpoint
-            raise
-        while len(self._programs) > self._running.max_programs:
-            self._forget(next(iter(self._programs)))
-
-    def _forget(self, key: tuple[Any, ...]) -> None:
-        """Drop a program."""
-        *feed, guards = key
-        del self._programs[key]
-        states = self._states[tuple(feed)]
-        states.remove(guards)
-        if not states:
-            del self._states[tuple(feed)]
-
     def train(self, mode: bool = True) -> AutoParallel:
         """Set training or evaluation mode, for the wrapped model too."""
         super().train(mode)
         for model in [self.net] if self._step is None else self._step.models.values():
             model.train(mode)
         return self
-
-    def _announce(self, feed: tuple[Any, ...]) -> str:
-        """Warn that the model is captured anew: once for inputs of other shapes, and once for each change of its
-        state. The change of state is returned; "": none."""
-        if not self._programs:
-            return ""
-        others = [key for key in self._programs if key[1][1] is self._entry]
-        known = [key for key in others if _shapes(key) != _shapes(feed) and key[3].hold()]
-        if known:
-            before, now = _shapes(known[0]), _shapes(feed)
-            if not self._warned and not _differing(before, now) <= self._varying():
-                self._warned = True
-                warnings.warn(
-                    f"inputs of shapes {now} after {before}: a program is planned for each set of shapes; further ones "
-                    "are not announced. AutoParallel(…, varying=(0, 1)) says which dims vary",
-                    RecaptureWarning,
-                    stacklevel=stack_level(),
-                )
-            return ""
-        states = self._states.get(feed) or [key[3] for key in reversed(self._programs)]
-        change = states[0].change()
-        if change is not None and not any(guards.only_mode_changed() for guards in states):
-            warnings.warn(
-                f"{change}: the model is captured and planned anew", RecaptureWarning, stacklevel=stack_level()
-            )
-        return change or ""
 
     @gc_paused()
     def _build(
@@ -685,14 +606,3 @@ class AutoParallel(CallPlanning, nn.Module):
                 self._check_together(name)
                 raise
             return attribute_of_net(self, name)
-
-
-def _differing(before: list[tuple[int, ...]], now: list[tuple[int, ...]]) -> set[int]:
-    """The dims in which the shapes of two calls differ; -1 where the calls have other tensors."""
-    if [len(shape) for shape in before] != [len(shape) for shape in now]:
-        return {-1}
-    return {d for a, b in zip(before, now) for d, (x, y) in enumerate(zip(a, b)) if x != y}
-
-
-def _shapes(key: tuple[Any, ...]) -> list[tuple[int, ...]]:
-    return [tuple(entry[0]) for entry in key[2] if isinstance(entry[0], torch.Size)]
