@@ -12,6 +12,7 @@ setting_methods      the settings of `AutoParallel` that are methods, and those 
 graph_cache          captured graphs of one model, one for each set of input sizes
 sequence_buckets     sequences padded to one of a few lengths
 whole_model          the plain model with whole parameters, inside a ``with`` block
+net_attributes       which attributes of a wrapper are those of its model, read and written
 model_copies         ``copy.deepcopy`` of a wrapped model
 foreign_wrappers     DDP, FSDP2 and torch.compile around or inside the model: errors
 """

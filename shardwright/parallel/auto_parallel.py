@@ -60,10 +60,11 @@ from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch
 from .graph_cache import GraphCache
 from .kept_programs import KeptPrograms, RecaptureWarning
 from .model_copies import Followers, copied
+from .net_attributes import assigned, attribute_of_net, deleted, signed_as_net
 from .setting_methods import MODEL_KEYWORDS, ProgramSettings
 from .torch_func_calls import called_in_transform
 from .train_step import StepFunction
-from .whole_model import WholeModel, attribute_of_net, refuse_calls_of_parts, signed_as_net
+from .whole_model import WholeModel, refuse_calls_of_parts
 
 __all__ = ["AutoParallel", "RecaptureWarning", "observed"]
 
@@ -91,8 +92,10 @@ def observed(observer: Callable[[AutoParallel, tuple[Any, ...], dict[str, Any]],
 class AutoParallel(KeptPrograms, nn.Module):
     """A model trained on all devices, used like the model that it wraps.
 
-    ``state_dict``, ``parameters`` and names are those of the wrapped model. The first call captures and plans the
-    model; all errors in marks and settings are raised at that call, before anything runs, on every rank alike.
+    ``state_dict``, ``parameters`` and names are those of the wrapped model. An attribute that is not the wrapper's own
+    is read from the model, written to it and deleted from it: ``model.beta = 5.0`` sets that of the model. The first
+    call captures and plans the model; all errors in marks and settings are raised at that call, before anything runs,
+    on every rank alike.
 
     A step function may stand in the place of the model: the user's Python for one step, written for one device. Calls
     of the wrapper then run the function, in which the models that it calls are parallel (`train_step`).
@@ -231,9 +234,7 @@ class AutoParallel(KeptPrograms, nn.Module):
         # The wrapper has the model's own tables of parameters, buffers and submodules, hence its names and state.
         for table in MODULE_TABLES:
             self.__dict__[table] = net.__dict__[table]
-        self.__dict__["net"], self.__dict__["loss_fn"] = net, loss_fn
-        self.__dict__["_step"], self.__dict__["_entry"] = step, None
-        self._note_parameters()
+        self.__dict__["loss_fn"], self.__dict__["_step"], self.__dict__["_entry"] = loss_fn, step, None
         self._loss_trains = isinstance(loss_fn, nn.Module)
         self.training = net.training
         self.__dict__["_accumulation"] = Accumulation()
@@ -247,6 +248,8 @@ class AutoParallel(KeptPrograms, nn.Module):
         self._stored: dict[str, Layout] | None = None
         self._used: dict[str, Layout] | None = None
         self._warned, self._kind = False, "cpu"
+        self.__dict__["net"] = net  # from here on, attributes that are not those above are the model's
+        self._note_parameters()
         if step is not None and step.apart:
             del self.__dict__["net"]
             step.begin(self.with_same_settings)
@@ -588,11 +591,12 @@ class AutoParallel(KeptPrograms, nn.Module):
         return cast("AutoParallel", copied(self, memo))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "__class__":
-            refuse_class(value)
-        if name == "full_batch":
-            raise SettingError(f"full_batch={value!r} is no attribute of the model", legal=MODEL_KEYWORDS[name])
-        super().__setattr__(name, value)
+        if not assigned(self, name, value):
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if not deleted(self, name):
+            super().__delattr__(name)
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **kwargs: Any) -> Any:
         refuse_class(type(getattr(hook, "__self__", None)))  # the first thing that ``fully_shard`` does to a module
