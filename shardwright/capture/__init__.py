@@ -13,6 +13,7 @@ python_state         Python state that the forward reads and writes
 side_effects         effects of a forward besides its result
 watched_calls        prints, logs and hooks of a forward
 guards               the Python state that was read, checked before each call
+conditions           questions of a forward to torch (gradients, values, strides), which guards repeat
 memoised_functions   functions that cache their results, such as `functools.lru_cache`
 model_device         the device of a model
 enclosing_modules    the model with its loss, or a function of models, as one module

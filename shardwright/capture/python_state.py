@@ -120,6 +120,12 @@ class Observation:
         """All modules that the forward uses, including modules outside of the model."""
         return self._modules
 
+    @property
+    def files(self) -> list[dict[str, Any]]:
+        """The globals of the user's functions that the forward names."""
+        found = (getattr(function, "__globals__", None) for function in self._scanned.values())
+        return list({id(names): names for names in found if names is not None}.values())
+
     def __enter__(self) -> Observation:
         for path, module in self._modules:
             self._space(vars(module), path)

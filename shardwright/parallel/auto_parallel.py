@@ -26,6 +26,7 @@ from torch import nn
 
 from .. import autocast
 from ..capture.annotations import note_planned
+from ..capture.conditions import check_layouts
 from ..capture.enclosing_modules import FunctionOfModels
 from ..capture.export import ModelAndLoss, Recording
 from ..capture.guards import HOOKS, Guards
@@ -411,6 +412,8 @@ class AutoParallel(KeptPrograms, nn.Module):
         if program is None:
             program = self._build(args, kwargs, self._announce(feed))
             self._keep(feed, program)
+        if program.strides.line or program.plan.graph.changed:
+            self._check_layouts(program, leaves)
         if torch.is_autocast_enabled(self._kind):
             with torch.autocast(self._kind, enabled=False):  # the program contains the casts
                 result = program(*leaves)
@@ -445,6 +448,12 @@ class AutoParallel(KeptPrograms, nn.Module):
                 if self._stays:
                     check_inputs(self._where, leaves)
                 break
+
+    def _check_layouts(self, program: StepProgram | PipelineProgram, leaves: Sequence[Any]) -> None:
+        try:
+            check_layouts(leaves, program.strides, program.plan.graph.changed)
+        except SettingError as error:
+            raise self._heard(error) from None
 
     def train(self, mode: bool = True) -> AutoParallel:
         """Set training or evaluation mode, for the wrapped model too."""
@@ -495,7 +504,9 @@ class AutoParallel(KeptPrograms, nn.Module):
             recording.reads.values(),
             around,
             {place.identity for place in recording.effects.advanced()},
+            recording.conditions,
         )
+        program.strides = recording.strides
         for _, part in module.tables:
             note_planned(self, part, recording.operators)
         self._place, self._where = place_of(module), runtime.device

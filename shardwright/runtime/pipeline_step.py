@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .. import torch_private
+from ..capture.conditions import StridesAsked
 from ..capture.guards import Guards
 from ..capture.side_effects import Effects
 from ..errors import SettingError
@@ -548,7 +549,7 @@ class PipelineProgram:
         absent: parameters of other stages, which are empty here, and get empty gradients.
 
     Attributes:
-        exact, begin, guards, effects: as in `StepProgram`.
+        exact, begin, guards, effects, strides: as in `StepProgram`.
     """
 
     def __init__(
@@ -566,7 +567,7 @@ class PipelineProgram:
         self.plan, self.bodies, self.link, self.held, self.device = plan, bodies, link, held, device
         self.exact, self.absent = True, absent
         self.begin: Callable[[], None] | None = None
-        self.guards, self.effects = Guards((), ()), Effects()
+        self.guards, self.effects, self.strides = Guards((), ()), Effects(), StridesAsked()
         self.batch_parts, self.made_parts = parts_of(plan, parts)
         self.forwards = forward_only(plan.schedule.placement, plan.micro_batches)
         outputs = plan.graph.outputs

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..capture.conditions import StridesAsked
 from ..capture.export import ModelAndLoss
 from ..capture.guards import Guards
 from ..capture.side_effects import Effects
@@ -57,6 +58,7 @@ class StepProgram:
         begin: called at the begin of each call, or None.
         guards: the state of the model that the program was captured for.
         effects: the side effects of a call besides its result.
+        strides: the forward's question for strides of its inputs.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class StepProgram:
     ) -> None:
         self.plan, self.body, self.held, self.exact = plan, body, held, True
         self.begin: Callable[[], None] | None = None
-        self.guards, self.effects = Guards((), ()), Effects()
+        self.guards, self.effects, self.strides = Guards((), ()), Effects(), StridesAsked()
         self._draws = plan.program.seed is not None
         self._state, self._updated, self._device, self._seed_device = state, updated, device, seed_device
         self._outputs = plan.graph.outputs
