@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from ..torch_private import FakeTensor, buffer_table, parameter_table, version_o
 from .guards import CONTAINERS, Condition, GuardedPlace, contents
 from .recapture import Outline, memory_of
 from .source_lines import calling_line, is_users
+from .watched_calls import in_all_files
 
 __all__ = ["Conditions", "StridesAsked", "check_layouts", "watched_conditions"]
 
@@ -191,7 +192,7 @@ class _Relevant(dict[str, bool]):
 
 @contextlib.contextmanager
 def watched_conditions(
-    found: Conditions, running: Callable[[], bool], files: Iterable[Mapping[str, Any]]
+    found: Conditions, running: Callable[[], bool], files: Iterable[dict[str, Any]]
 ) -> Iterator[None]:
     """Note the questions of a forward in `found`.
 
@@ -200,7 +201,6 @@ def watched_conditions(
         running: returns True while the forward runs.
         files: the globals of the user's files, which may have torch's functions by names of their own.
     """
-    _know_methods()
     relevant = _Relevant()
 
     def of_mode(name: str) -> Callable[[], bool]:
@@ -252,14 +252,8 @@ def watched_conditions(
 
     functions: dict[str, Any] = {name: of_mode(name) for name in _MODES}
     functions |= {name: of_values(getattr(torch, name)) for name in _VALUE_FUNCTIONS}
-    by_id = {id(getattr(torch, name)): ours for name, ours in functions.items()}
     with contextlib.ExitStack() as stack:
-        for file in files:
-            assert isinstance(file, dict)
-            for key, value in list(file.items()):
-                if id(value) in by_id:
-                    stack.callback(file.__setitem__, key, value)
-                    file[key] = by_id[id(value)]
+        in_all_files(stack, files, [(getattr(torch, name), ours) for name, ours in functions.items()])
         for owner, name, ours in (
             *((torch, name, ours) for name, ours in functions.items()),
             *((torch.Tensor, name, of_gradient(name)) for name in _GRADIENT_ATTRIBUTES),
@@ -273,13 +267,6 @@ def watched_conditions(
                 stack.callback(delattr, owner, name)
             setattr(owner, name, ours)
         yield
-
-
-@functools.cache
-def _know_methods() -> None:
-    """Let torch make its tables of the methods of tensors, which it keeps, before any method is replaced."""
-    torch.overrides.get_testing_overrides()
-    torch.overrides.is_tensor_method_or_property(torch.Tensor.add)
 
 
 # -- inputs of a call --------------------------------------------------------------------------------------------------

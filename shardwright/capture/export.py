@@ -341,7 +341,7 @@ def _captured(
             collect_functions(calling_line) as applied,
             collect_regions(module, prefix) as regions,
             seen,
-            watched_calls(watch.effects, lambda: watch.running),
+            watched_calls(watch.effects, lambda: watch.running, seen.files),
             watched_conditions(watch.asked, lambda: watch.running, seen.files),
             watch,
             _objects_opened(module),

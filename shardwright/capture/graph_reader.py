@@ -498,6 +498,14 @@ class GraphReader(InPlaceReader):
         placed = refused_collective(name, source_of(node)) if "c10d" in space else None
         if placed is not None:
             raise placed
+        if space == "aten" and self.kwargs.get("generator") is not None:
+            raise CaptureError(
+                f"{target} draws from a torch.Generator, whose state a program neither keeps nor begins anew",
+                operator=node.name,
+                source=source_of(node) or None,
+                legal="the same operator without generator=, which draws by the seed of the process; or the numbers as "
+                "a buffer or an input",
+            )
         written = written_names(target)
         args, kwargs = self.taken((self.args, self.kwargs))
         if self.casting:

@@ -122,8 +122,10 @@ class Observation:
 
     @property
     def files(self) -> list[dict[str, Any]]:
-        """The globals of the user's functions that the forward names."""
-        found = (getattr(function, "__globals__", None) for function in self._scanned.values())
+        """The globals of the user's functions that the forward names, or that are attributes of the modules."""
+        held = (value for _, module in self._modules for value in vars(module).values())
+        functions = [*self._scanned.values(), *filter(None, map(user_function, held))]
+        found = (getattr(function, "__globals__", None) for function in functions)
         return list({id(names): names for names in found if names is not None}.values())
 
     def __enter__(self) -> Observation:

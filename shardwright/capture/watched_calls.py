@@ -5,6 +5,8 @@ out of tensors.
     the same of a tensor's values   an error: no tensor has values while a model is captured. A number that was taken
                                     out of a tensor by ``item()`` is a symbol of torch then, such as ``zuf0``
     a hook on a tensor or module    an error
+    a seed, a generator's state     an error: random numbers of a program are those of the process's seed at each call
+    set_autocast_enabled            an error: the casts of a program are those of its contexts
     a collective of torch           an error (`hybrid_models.refused_collective`)
 """
 
@@ -12,13 +14,15 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
+import importlib
 import io
 import logging
 import re
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -26,12 +30,12 @@ import torch
 from torch import nn
 
 from ..errors import PACKAGE_FOLDER, CaptureError, place_text
-from ..torch_private import hooks_of_all_modules
+from ..torch_private import COMPILER, hooks_of_all_modules
 from .hybrid_models import refused_collective
 from .side_effects import Effects, Logged, Printed
 from .source_lines import calling_line, is_users
 
-__all__ = ["refuse_backward_hooks", "watched_calls"]
+__all__ = ["in_all_files", "refuse_backward_hooks", "watched_calls"]
 
 _PYTHON = sysconfig.get_path("stdlib") + "/"
 _VALUELESS = re.compile(r"(Fake|Functional)Tensor\(")
@@ -41,12 +45,15 @@ _UNKNOWN = "FakeTensor(a number)"
 
 
 @contextlib.contextmanager
-def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[None]:
+def watched_calls(
+    effects: Effects, running: Callable[[], bool], files: Iterable[dict[str, Any]] = ()
+) -> Iterator[None]:
     """Record prints and logs of a forward in `effects` instead of writing them, and refuse hooks on its tensors.
 
     Args:
         effects: receives the texts.
         running: returns True while the forward runs.
+        files: the globals of the user's files.
     """
 
     def note_text(stream: Any, text: str) -> None:
@@ -82,6 +89,7 @@ def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[Non
 
         return call
 
+    _make_tables()
     thread = threading.get_ident()  # other threads, of a save in the background say, go on
     groups = getattr(sys.modules.get("torch.distributed"), "ProcessGroup", None)
     plain_print, plain_handle = builtins.print, logging.Logger.handle
@@ -122,8 +130,27 @@ def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[Non
 
         return call
 
+    def without_state(owner: Any, name: str, problem: str, legal: str) -> Callable[..., Any]:
+        plain = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if running() and _by_user():
+                raise CaptureError(f"the forward calls {name}(), {problem}", legal=legal)
+            return plain(*args, **kwargs)
+
+        return call
+
+    states = [
+        (owner, name, without_state(owner, name, problem, legal))
+        for problem, legal, owners in _STATES
+        for owner, names in owners
+        for name in names
+        if hasattr(owner, name)  # some are deprecated
+    ]
     with contextlib.ExitStack() as stack:
+        in_all_files(stack, files, [(getattr(owner, name), ours) for owner, name, ours in states])
         for owner, name, ours in (
+            *states,
             (builtins, "print", print_),
             (logging.Logger, "handle", handle),
             *((torch.Tensor, n, refused(n)) for n in _TENSOR_HOOKS),
@@ -153,8 +180,63 @@ _COLLECTIVES = (
     "scatter",
     "send",
 )
+#: Functions that set a state of torch: what is wrong, what the user writes instead, and the names by their owners.
+_STATES: tuple[tuple[str, str, tuple[tuple[Any, tuple[str, ...]], ...]], ...] = (
+    (
+        "which a program does not repeat: its random numbers follow from the seed of the process, and differ at each "
+        "call",
+        "torch.manual_seed before the call of the model; numbers that stay the same as a buffer, or as an input",
+        (
+            (torch, ("manual_seed", "seed", "set_rng_state")),
+            (torch.random, ("manual_seed", "seed", "set_rng_state", "fork_rng")),
+            (torch.cuda, ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")),
+        ),
+    ),
+    (
+        "which the capture does not see: the casts of a program are those of the contexts around its operators",
+        "with torch.autocast(device_type, dtype, enabled=…): around the operators",
+        (
+            (
+                torch,
+                (
+                    "set_autocast_enabled",
+                    "set_autocast_dtype",
+                    "set_autocast_cpu_enabled",
+                    "set_autocast_cpu_dtype",
+                    "set_autocast_gpu_dtype",
+                ),
+            ),
+        ),
+    ),
+)
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+
+
+@functools.cache
+def _make_tables() -> None:
+    """Let torch make its tables of functions and methods, which it keeps, before any of these is replaced."""
+    importlib.import_module(COMPILER)
+    torch.overrides.get_testing_overrides()
+    torch.overrides.is_tensor_method_or_property(torch.Tensor.add)
+
+
+def in_all_files(
+    stack: contextlib.ExitStack, files: Iterable[dict[str, Any]], functions: Iterable[tuple[Any, Any]]
+) -> None:
+    """Put functions in the places of others, whatever their names are in the user's files.
+
+    Args:
+        stack: puts the others back.
+        files: the globals of the files: ``from torch import manual_seed as seed`` is an entry.
+        functions: (the other function, the function in its place) of each.
+    """
+    by_id = {id(plain): ours for plain, ours in functions}
+    for file in files:
+        for key, value in list(file.items()):
+            if id(value) in by_id:
+                stack.callback(file.__setitem__, key, value)
+                file[key] = by_id[id(value)]
 
 
 class _Stream:
