@@ -41,6 +41,7 @@ from ..runtime.compilation import Compilation
 from ..runtime.deferred_init import optimizer_finder
 from ..runtime.optimizer_guard import Accumulation, watch_steps
 from ..runtime.pipeline_step import PipelineProgram
+from ..runtime.saved_tensors import hooks_aside
 from ..runtime.step_program import StepProgram, make_program
 from ..setting_types import (
     ClusterSetting,
@@ -410,7 +411,8 @@ class AutoParallel(KeptPrograms, nn.Module):
         feed = spec, (autocast.current("cpu", self._kind), self._entry), signature
         program = self._found(feed)
         if program is None:
-            program = self._build(args, kwargs, self._announce(feed))
+            with hooks_aside():
+                program = self._build(args, kwargs, self._announce(feed))
             self._keep(feed, program)
         if program.strides.line or program.plan.graph.changed:
             self._check_layouts(program, leaves)

@@ -44,6 +44,7 @@ from .distributed.watch.rank_positions import position
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lowering import Lowered, lower
 from .profile_ranges import action_range, gather_text, range_of, scatter_text, step_range
+from .saved_tensors import check_checkpointed
 
 __all__ = [
     "LocalStageLink",
@@ -592,6 +593,7 @@ class PipelineProgram:
         }
 
     def __call__(self, *leaves: Any) -> Any:
+        check_checkpointed("runs its backward in the call, as a pipeline does")
         if self.begin is not None:
             self.begin()
         originals, tensors = tensors_of(leaves, self.plan.graph.changed, self.device)

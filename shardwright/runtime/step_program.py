@@ -39,6 +39,7 @@ from .lowering import Lowered, lower
 from .optimizer_guard import Accumulation
 from .pipeline_step import PipelineProgram, local_pipeline
 from .profile_ranges import step_range
+from .saved_tensors import check_checkpointed
 
 if TYPE_CHECKING:
     from .distributed.parameters import ShardedState
@@ -99,6 +100,8 @@ class StepProgram:
             self._handings = [partial(shared, parts=n) if n > 1 else None for n in parts]
 
     def __call__(self, *leaves: Any) -> Any:
+        if self._updated or self.effects.entries:
+            check_checkpointed("updates its buffers" if self._updated else "counts, prints or sets attributes")
         if self.begin is not None:
             self.begin()
         originals, tensors = tensors_of(leaves, self.plan.graph.changed, self._device)
