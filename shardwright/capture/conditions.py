@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +27,12 @@ from torch import nn
 from ..errors import SettingError
 from ..graph import Graph, values_in
 from ..torch_private import FakeTensor, buffer_table, parameter_table, version_of
-from .guards import CONTAINERS, Condition, GuardedPlace, contents
+from .guards import CONTAINERS, Condition, GuardedPlace
 from .recapture import Outline, memory_of
 from .source_lines import calling_line, is_users
 from .watched_calls import in_all_files
 
-__all__ = ["Conditions", "StridesAsked", "check_layouts", "watched_conditions"]
+__all__ = ["Conditions", "StridesAsked", "check_layouts", "path_of", "watched_conditions"]
 
 #: The most elements of a tensor whose values are compared; more are compared by the number of changes in place.
 FEW = 64
@@ -167,8 +167,17 @@ def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, to
         yield path, value
     elif isinstance(value, (tuple, *CONTAINERS)) and id(value) not in seen:
         seen.add(id(value))
-        for entry in contents(value):
-            yield from _tensors_in(entry, path, seen)
+        for key, entry in [*dict.items(value)] if isinstance(value, dict) else enumerate(list(value)):
+            yield from _tensors_in(entry, f"{path}[{key!r}]", seen)
+
+
+def path_of(reads: Mapping[Any, GuardedPlace], tensor: object) -> str | None:
+    """The user's name of a tensor that the forward has read: that of its attribute, list or variable."""
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    memory = memory_of(tensor)
+    found = (named for place in reads.values() for named in _tensors_in(place.get(), place.path, set()))
+    return next((path for path, held in found if memory_of(held) == memory), None)
 
 
 def _values(tensor: torch.Tensor) -> str:

@@ -54,7 +54,7 @@ from ..torch_private import (
     without_cudnn,
 )
 from .annotations import Operator, collect_marks, mark_names, whole_shape
-from .conditions import Conditions, StridesAsked, watched_conditions
+from .conditions import Conditions, StridesAsked, path_of, watched_conditions
 from .enclosing_modules import WithLoss, scalers_refused, user_functions
 from .graph_reader import GraphReader, bare
 from .graph_template import GraphTemplate
@@ -370,7 +370,7 @@ def _captured(
             reader = GraphReader(
                 program.exported, nodes, marks, marked, prefix, aliases, called, [f for f, _ in applied], regions
             )
-            reader.casting = casting
+            reader.casting, reader.path_of = casting, partial(path_of, seen.reads)
             owners = {id(buffer_table(m)): path for path, m in reversed(paths.items())} if watch.outcome.updates else {}
             for owner, key, *_ in watch.outcome.updates:
                 path = owners[id(owner)]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -249,7 +249,7 @@ class AutoParallel(KeptPrograms, nn.Module):
         self._where, self._stays = torch.device("cpu"), True
         self._stored: dict[str, Layout] | None = None
         self._used: dict[str, Layout] | None = None
-        self._warned, self._kind = False, "cpu"
+        self._warned, self._kind, self._number_changes = False, "cpu", Counter()
         self.__dict__["net"] = net  # from here on, attributes that are not those above are the model's
         self._note_parameters()
         if step is not None and step.apart:

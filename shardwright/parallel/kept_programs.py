@@ -9,6 +9,7 @@ A further program is announced by a `RecaptureWarning` (`_announce`). The least 
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -25,6 +26,13 @@ __all__ = ["KeptPrograms", "RecaptureWarning"]
 class RecaptureWarning(UserWarning):
     """Warned when a further program is built: the inputs have other shapes, or something that the forward reads was
     changed."""
+
+
+#: A change of a number, as guards say it.
+_NUMBER = re.compile(r"(.*) was (?:-?[\d.]+(?:e[-+]?\d+)?|-?inf|nan) and is (?:-?[\d.]+(?:e[-+]?\d+)?|-?inf|nan)")
+
+#: The change of one number whose warning advises a tensor in its place.
+ADVISED = 3
 
 
 class KeptPrograms(CallPlanning):
@@ -98,10 +106,30 @@ class KeptPrograms(CallPlanning):
         states = self._states.get(feed) or [key[3] for key in reversed(self._programs)]
         change = states[0].change()
         if change is not None and not any(guards.only_mode_changed() for guards in states):
-            warnings.warn(
-                f"{change}: the model is captured and planned anew", RecaptureWarning, stacklevel=stack_level()
-            )
+            advice = self._advice(change)
+            if advice is not None:
+                warnings.warn(
+                    f"{change}: the model is captured and planned anew{advice}",
+                    RecaptureWarning,
+                    stacklevel=stack_level(),
+                )
         return change or ""
+
+    def _advice(self, change: str) -> str | None:
+        """The advice of a warning about a number that changes again and again; "": none, None: no warning."""
+        number = _NUMBER.fullmatch(change)
+        if number is None:
+            return ""
+        self._number_changes[number[1]] += 1
+        times = self._number_changes[number[1]]
+        if times < ADVISED:
+            return ""
+        if times > ADVISED:
+            return None
+        return (
+            f", for the {ADVISED}rd time. Where it changes at each step, a registered buffer, or a tensor as an input, "
+            f"costs no plan: operators read it at each call. Further changes of {number[1]} are not announced"
+        )
 
 
 def _differing(before: list[tuple[int, ...]], now: list[tuple[int, ...]]) -> set[int]:

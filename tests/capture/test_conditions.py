@@ -188,6 +188,24 @@ def test_a_value_that_changes_while_training(devices: int) -> None:
     assert len(model._programs) == 3
 
 
+SHIFT = torch.ones(8, dtype=D)
+
+CHANGING: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "an attribute": (lambda m, h: h * m.half.add_(1), "net.half"),
+    "in a list": (lambda m, h: h * m.held["scale"][0].add_(1), "net.held['scale'][0]"),
+    "a global": (lambda m, h: h + SHIFT.mul_(2), "test_conditions.SHIFT"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_plain_tensors_that_a_forward_changes(name: str) -> None:
+    f, path = CHANGING[name]
+    with pytest.raises(sw.CaptureError, match=r"a plain tensor of shape") as raised:
+        both(Net(lambda m, h: m.head(f(m, h))))[0](X)
+    assert path in str(raised.value) and "lifted" not in str(raised.value)
+    assert "test_conditions.py" in raised.value.source
+
+
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, Callable[[Tensor], Any]] = {
