@@ -68,7 +68,7 @@ from .python_state import Observation
 from .recapture import AsExported, Differs, LightRun, Outline, Program, is_mistake, memory_of, outline
 from .side_effects import Blamed, Effects, ForwardOutcome, LineFinder, counter, depends, judged, numbered
 from .source_lines import UsersLine, calling_line, innermost, is_users, user_frame
-from .watched_calls import refuse_backward_hooks, watched_calls
+from .watched_calls import instead_of_checks, refuse_backward_hooks, watched_calls
 
 __all__ = ["ModelAndLoss", "Recording", "capture", "captures"]
 
@@ -443,7 +443,8 @@ def _captured(
         raise CaptureError(
             f"the model cannot be captured: {problem}",
             source=user_frame(frames) or calling_line(),
-            legal=next((legal for part, legal in _INSTEAD.items() if part in first), None),
+            legal=instead_of_checks(file for file, _ in frames)
+            or next((legal for part, legal in _INSTEAD.items() if part in first), None),
         ) from error
 
 

@@ -7,6 +7,9 @@ out of tensors.
     a hook on a tensor or module    an error
     a seed, a generator's state     an error: random numbers of a program are those of the process's seed at each call
     set_autocast_enabled            an error: the casts of a program are those of its contexts
+    a check of a tensor's values    left out: arguments of distributions, variances of `gaussian_nll_loss`
+    a size that values decide       the same without it: `nn.AdaptiveLogSoftmaxWithLoss` over all classes, `ctc_loss` of
+                                    padded targets; an error where there is no such form (`one_hot` of unknown classes)
     a collective of torch           an error (`hybrid_models.refused_collective`)
 """
 
@@ -18,6 +21,7 @@ import functools
 import importlib
 import io
 import logging
+import math
 import re
 import sys
 import sysconfig
@@ -28,14 +32,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
+from torch.nn import functional
 
 from ..errors import PACKAGE_FOLDER, CaptureError, place_text
+from ..rules.loss import ctc_losses
 from ..torch_private import COMPILER, hooks_of_all_modules
 from .hybrid_models import refused_collective
 from .side_effects import Effects, Logged, Printed
 from .source_lines import calling_line, is_users
 
-__all__ = ["in_all_files", "refuse_backward_hooks", "watched_calls"]
+__all__ = ["in_all_files", "instead_of_checks", "refuse_backward_hooks", "watched_calls"]
 
 _PYTHON = sysconfig.get_path("stdlib") + "/"
 _VALUELESS = re.compile(r"(Fake|Functional)Tensor\(")
@@ -148,9 +155,11 @@ def watched_calls(
         if hasattr(owner, name)  # some are deprecated
     ]
     with contextlib.ExitStack() as stack:
-        in_all_files(stack, files, [(getattr(owner, name), ours) for owner, name, ours in states])
+        in_all_files(stack, files, [(getattr(owner, name), ours) for owner, name, ours in (*states, *_WITHOUT_VALUES)])
         for owner, name, ours in (
             *states,
+            *_WITHOUT_VALUES,
+            (Distribution, "_validate_args", False),  # private torch name: what set_default_validate_args sets
             (builtins, "print", print_),
             (logging.Logger, "handle", handle),
             *((torch.Tensor, n, refused(n)) for n in _TENSOR_HOOKS),
@@ -180,6 +189,120 @@ _COLLECTIVES = (
     "scatter",
     "send",
 )
+# -- functions of torch that look at values, without looking ----------------------------------------------------------
+
+
+def _gaussian_nll_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    var: torch.Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """`F.gaussian_nll_loss` without its check that variances are not negative."""
+    if isinstance(var, float):
+        var = var * torch.ones_like(input)
+    if var.shape != input.shape and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    if var.shape != input.shape and (
+        var.dim() != input.dim() or sum(y for x, y in zip(input.shape, var.shape) if x != y) != 1
+    ):
+        raise ValueError("var is of incorrect size")
+    var = var.clone()
+    with torch.no_grad():
+        var.clamp_(min=eps)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return _reduced(loss, reduction)
+
+
+def _reduced(loss: torch.Tensor, reduction: str) -> torch.Tensor:
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _adaptive_log_softmax(self: nn.AdaptiveLogSoftmaxWithLoss, input_: torch.Tensor, target_: torch.Tensor) -> Any:
+    """`nn.AdaptiveLogSoftmaxWithLoss` over all classes: torch computes each cluster for the rows that are in it."""
+    alone = target_.dim() == 0
+    rows, target = (input_.unsqueeze(0), target_.unsqueeze(0)) if alone else (input_, target_)
+    output = self.log_prob(rows).gather(1, target.unsqueeze(1)).squeeze(1)
+    loss = (-output).mean()
+    return nn.modules.adaptive._ASMoutput(output.squeeze(0) if alone else output, loss)  # private torch name
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    if num_classes == -1:
+        raise CaptureError(
+            "one_hot without num_classes: the number of classes depends on the values of a tensor",
+            source=calling_line(),
+            legal="F.one_hot(x, num_classes=…)",
+        )
+    return _PLAIN_ONE_HOT(tensor, num_classes)
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """`F.ctc_loss` of padded targets."""
+    alone = log_probs.dim() == 2
+    if targets.dim() != (1 if alone else 2):
+        raise CaptureError(
+            f"ctc_loss of targets of shape {list(targets.shape)} beside log_probs of shape {list(log_probs.shape)}: "
+            "labels one after another in one dim cannot be cut with the batch",
+            source=calling_line(),
+            legal="padded targets of shape [batch, labels], with their lengths",
+        )
+    if alone:
+        log_probs, targets = log_probs.unsqueeze(1), targets.unsqueeze(0)
+    lengths = []
+    for held in (input_lengths, target_lengths):
+        made = torch.as_tensor(held, device=targets.device).reshape(-1)
+        if made.shape[0] != log_probs.shape[1]:
+            raise CaptureError(
+                f"ctc_loss of {log_probs.shape[1]} rows with {made.shape[0]} lengths",
+                source=calling_line(),
+                legal="lengths as a tensor that is an input, with one number for each row",
+            )
+        lengths.append(made)
+    if torch.is_autocast_enabled(log_probs.device.type):
+        log_probs = log_probs.float()  # as autocast does with torch's own
+    losses = ctc_losses(log_probs, targets, *lengths, blank, zero_infinity)
+    if reduction == "mean":
+        losses = losses / lengths[1].to(losses.dtype).clamp_min(1)
+    return losses.squeeze(0) if alone and reduction == "none" else _reduced(losses, reduction)
+
+
+_PLAIN_ONE_HOT: Callable[..., torch.Tensor] = functional.one_hot
+
+#: Functions of torch that look at values of tensors, and the functions in their places while a model is captured.
+_WITHOUT_VALUES: tuple[tuple[Any, str, Any], ...] = (
+    (functional, "gaussian_nll_loss", _gaussian_nll_loss),
+    (functional, "one_hot", _one_hot),
+    (functional, "ctc_loss", _ctc_loss),
+    (nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax),
+)
+
+
+def instead_of_checks(files: Iterable[str]) -> str | None:
+    """The alternative to a check of values that stays, such as that of a distribution with ``validate_args=True``.
+
+    Args:
+        files: those of the stack of an error.
+    """
+    if any("/torch/distributions/" in file for file in files):
+        return "the distribution without validate_args=True: a check of values is left out where the default is used"
+    return None
+
+
 #: Functions that set a state of torch: what is wrong, what the user writes instead, and the names by their owners.
 _STATES: tuple[tuple[str, str, tuple[tuple[Any, tuple[str, ...]], ...]], ...] = (
     (
