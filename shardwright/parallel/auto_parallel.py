@@ -39,6 +39,7 @@ from ..pipeline.pipeline_plan import PipelinePlan
 from ..pytree_objects import opened, with_tensors
 from ..runtime.compilation import Compilation
 from ..runtime.deferred_init import optimizer_finder
+from ..runtime.distributed.requested_gradients import requested
 from ..runtime.optimizer_guard import Accumulation, watch_steps
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.saved_tensors import hooks_aside
@@ -252,6 +253,7 @@ class AutoParallel(KeptPrograms, nn.Module):
         self._warned, self._kind, self._number_changes = False, "cpu", Counter()
         self.__dict__["net"] = net  # from here on, attributes that are not those above are the model's
         self._note_parameters()
+        requested(self)
         if step is not None and step.apart:
             del self.__dict__["net"]
             step.begin(self.with_same_settings)
@@ -601,7 +603,9 @@ class AutoParallel(KeptPrograms, nn.Module):
     compile = compile_instead
 
     def __deepcopy__(self, memo: dict[int, object]) -> AutoParallel:
-        return cast("AutoParallel", copied(self, memo))
+        made = cast("AutoParallel", copied(self, memo))
+        requested(made)
+        return made
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not assigned(self, name, value):

@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .. import torch_private
 from ..capture.conditions import StridesAsked
@@ -45,6 +44,7 @@ from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lowering import Lowered, lower
 from .profile_ranges import action_range, gather_text, range_of, scatter_text, step_range
 from .saved_tensors import check_checkpointed
+from .second_derivatives import differentiated_once
 
 __all__ = [
     "LocalStageLink",
@@ -531,7 +531,7 @@ class _ReturnedResult(torch.autograd.Function):
         return loss.view_as(loss)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("the loss of a pipeline", "the model without a pipeline")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         position.back = True
         return None, None, *ctx.step.taken(gradient)
