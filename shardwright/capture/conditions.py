@@ -28,9 +28,9 @@ from ..errors import SettingError
 from ..graph import Graph, values_in
 from ..torch_private import FakeTensor, buffer_table, parameter_table, version_of
 from .guards import CONTAINERS, Condition, GuardedPlace
-from .recapture import Outline, memory_of
+from .recapture import Differs, Outline, memory_of
 from .source_lines import calling_line, is_users
-from .watched_calls import in_all_files
+from .watched_calls import Files, in_all_files
 
 __all__ = ["Conditions", "StridesAsked", "check_layouts", "path_of", "watched_conditions"]
 
@@ -200,15 +200,13 @@ class _Relevant(dict[str, bool]):
 
 
 @contextlib.contextmanager
-def watched_conditions(
-    found: Conditions, running: Callable[[], bool], files: Iterable[dict[str, Any]]
-) -> Iterator[None]:
+def watched_conditions(found: Conditions, running: Callable[[], bool], seen: Files) -> Iterator[None]:
     """Note the questions of a forward in `found`.
 
     Args:
         found: receives the questions.
         running: returns True while the forward runs.
-        files: the globals of the user's files, which may have torch's functions by names of their own.
+        seen: the user's files, which may have torch's functions by names of their own.
     """
     relevant = _Relevant()
 
@@ -228,6 +226,8 @@ def watched_conditions(
         def get(tensor: torch.Tensor) -> Any:
             if running() and relevant[sys._getframe(1).f_code.co_filename]:
                 found.note_gradient(tensor)
+                if name != "requires_grad" and isinstance(tensor, Outline):  # of every outline as of a leaf
+                    raise Differs(f"the forward asks for {name}")
             return plain.__get__(tensor)
 
         return property(get, plain.__set__ if name == "requires_grad" else None)
@@ -262,7 +262,7 @@ def watched_conditions(
     functions: dict[str, Any] = {name: of_mode(name) for name in _MODES}
     functions |= {name: of_values(getattr(torch, name)) for name in _VALUE_FUNCTIONS}
     with contextlib.ExitStack() as stack:
-        in_all_files(stack, files, [(getattr(torch, name), ours) for name, ours in functions.items()])
+        in_all_files(seen, [(getattr(torch, name), ours) for name, ours in functions.items()])
         for owner, name, ours in (
             *((torch, name, ours) for name, ours in functions.items()),
             *((torch.Tensor, name, of_gradient(name)) for name in _GRADIENT_ATTRIBUTES),

@@ -79,6 +79,14 @@ def test_a_program_for_each_mode_that_is_asked_for(name: str, first: str) -> Non
     assert len(model._programs) == 2
 
 
+@pytest.mark.parametrize("name", ["requires_grad", "grad_fn", "is_leaf"])
+def test_answers_at_a_further_size(name: str) -> None:
+    model, one = both(Net(ASKING[name]))
+    for rows in (8, 4, 12):
+        x = torch.cat([X, X])[:rows]
+        close(model(x), one(x), name)
+
+
 @pytest.mark.parametrize("f", [lambda m, h: m.head(h), lambda m, h: m.head(h * m.layer.weight.requires_grad)])
 def test_one_program_where_nothing_asks(f: Callable) -> None:
     model, _ = both(Net(f))
