@@ -15,7 +15,7 @@ second_run           further captures of one call: counters, and values that cha
 side_effects         effects of a forward besides its result
 watched_calls        prints, logs and hooks of a forward
 guards               the Python state that was read, checked before each call
-memoised_functions   functions that cache their results, such as `functools.lru_cache`
+conditions           questions of a forward to torch (gradients, values, strides), which guards repeat
 model_device         the device of a model
 enclosing_modules    the model with its loss, or a function of models, as one module
 module_hooks         hooks at the borders of the model

@@ -5,6 +5,11 @@ out of tensors.
     the same of a tensor's values   an error: no tensor has values while a model is captured. A number that was taken
                                     out of a tensor by ``item()`` is a symbol of torch then, such as ``zuf0``
     a hook on a tensor or module    an error
+    a seed, a generator's state     an error: random numbers of a program are those of the process's seed at each call
+    set_autocast_enabled            an error: the casts of a program are those of its contexts
+    a check of a tensor's values    left out: arguments of distributions, variances of `gaussian_nll_loss`
+    a size that values decide       the same without it: `nn.AdaptiveLogSoftmaxWithLoss` over all classes, `ctc_loss` of
+                                    padded targets; an error where there is no such form (`one_hot` of unknown classes)
     a collective of torch           an error (`hybrid_models.refused_collective`)
 """
 
@@ -12,25 +17,32 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
+import importlib
 import io
 import logging
+import math
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
+from torch.nn import functional
 
 from ..errors import CaptureError, place_text
-from ..torch_private import hooks_of, hooks_of_all_modules
+from ..rules.loss import ctc_losses
+from ..torch_private import COMPILER, hooks_of, hooks_of_all_modules
 from .hybrid_models import refused_collective
+from .observed.places import GuardedPlace
 from .observed.stand_ins import by_user, frames, held_by
 from .side_effects import Effects, Logged, Printed
 from .source_lines import calling_line
 
-__all__ = ["refuse_backward_hooks", "watched_calls"]
+__all__ = ["Files", "in_all_files", "instead_of_checks", "refuse_backward_hooks", "watched_calls"]
 
 _VALUELESS = re.compile(r"(Fake|Functional)Tensor\(")
 
@@ -38,13 +50,24 @@ _VALUELESS = re.compile(r"(Fake|Functional)Tensor\(")
 _UNKNOWN = "FakeTensor(a number)"
 
 
+class Files(Protocol):
+    """The globals of the user's files, as an observation has them."""
+
+    @property
+    def files(self) -> list[dict[str, Any]]: ...
+
+    def put_stand_in(self, place: GuardedPlace, value: Any, stand_in: Any) -> None:
+        """Put a function in the place of a value until the end of the capture."""
+
+
 @contextlib.contextmanager
-def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[None]:
+def watched_calls(effects: Effects, running: Callable[[], bool], seen: Files) -> Iterator[None]:
     """Record prints and logs of a forward in `effects` instead of writing them, and refuse hooks on its tensors.
 
     Args:
         effects: receives the texts.
         running: returns True while the forward runs.
+        seen: the user's files.
     """
 
     def note_text(stream: Any, text: str) -> None:
@@ -80,6 +103,7 @@ def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[Non
 
         return call
 
+    _make_tables()
     thread = threading.get_ident()  # other threads, of a save in the background say, go on
     groups = getattr(sys.modules.get("torch.distributed"), "ProcessGroup", None)
     plain_print, plain_handle = builtins.print, logging.Logger.handle
@@ -120,8 +144,29 @@ def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[Non
 
         return call
 
+    def without_state(owner: Any, name: str, problem: str, legal: str) -> Callable[..., Any]:
+        plain = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if running() and by_user():
+                raise CaptureError(f"the forward calls {name}(), {problem}", legal=legal)
+            return plain(*args, **kwargs)
+
+        return call
+
+    states = [
+        (owner, name, without_state(owner, name, problem, legal))
+        for problem, legal, owners in _STATES
+        for owner, names in owners
+        for name in names
+        if hasattr(owner, name)  # some are deprecated
+    ]
     with contextlib.ExitStack() as stack:
+        in_all_files(seen, [(getattr(owner, name), ours) for owner, name, ours in (*states, *_WITHOUT_VALUES)])
         for owner, name, ours in (
+            *states,
+            *_WITHOUT_VALUES,
+            (Distribution, "_validate_args", False),  # private torch name: what set_default_validate_args sets
             (builtins, "print", print_),
             (logging.Logger, "handle", handle),
             *((torch.Tensor, n, refused(n)) for n in _TENSOR_HOOKS),
@@ -151,8 +196,173 @@ _COLLECTIVES = (
     "scatter",
     "send",
 )
+# -- functions of torch that look at values, without looking ----------------------------------------------------------
+
+
+def _gaussian_nll_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    var: torch.Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """`F.gaussian_nll_loss` without its check that variances are not negative."""
+    if isinstance(var, float):
+        var = var * torch.ones_like(input)
+    if var.shape != input.shape and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    if var.shape != input.shape and (
+        var.dim() != input.dim() or sum(y for x, y in zip(input.shape, var.shape) if x != y) != 1
+    ):
+        raise ValueError("var is of incorrect size")
+    var = var.clone()
+    with torch.no_grad():
+        var.clamp_(min=eps)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return _reduced(loss, reduction)
+
+
+def _reduced(loss: torch.Tensor, reduction: str) -> torch.Tensor:
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _adaptive_log_softmax(self: nn.AdaptiveLogSoftmaxWithLoss, input_: torch.Tensor, target_: torch.Tensor) -> Any:
+    """`nn.AdaptiveLogSoftmaxWithLoss` over all classes: torch computes each cluster for the rows that are in it."""
+    alone = target_.dim() == 0
+    rows, target = (input_.unsqueeze(0), target_.unsqueeze(0)) if alone else (input_, target_)
+    output = self.log_prob(rows).gather(1, target.unsqueeze(1)).squeeze(1)
+    loss = (-output).mean()
+    return nn.modules.adaptive._ASMoutput(output.squeeze(0) if alone else output, loss)  # private torch name
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    if num_classes == -1:
+        raise CaptureError(
+            "one_hot without num_classes: the number of classes depends on the values of a tensor",
+            source=calling_line(),
+            legal="F.one_hot(x, num_classes=…)",
+        )
+    return _PLAIN_ONE_HOT(tensor, num_classes)
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """`F.ctc_loss` of padded targets."""
+    alone = log_probs.dim() == 2
+    if targets.dim() != (1 if alone else 2):
+        raise CaptureError(
+            f"ctc_loss of targets of shape {list(targets.shape)} beside log_probs of shape {list(log_probs.shape)}: "
+            "labels one after another in one dim cannot be cut with the batch",
+            source=calling_line(),
+            legal="padded targets of shape [batch, labels], with their lengths",
+        )
+    if alone:
+        log_probs, targets = log_probs.unsqueeze(1), targets.unsqueeze(0)
+    lengths = []
+    for held in (input_lengths, target_lengths):
+        made = torch.as_tensor(held, device=targets.device).reshape(-1)
+        if made.shape[0] != log_probs.shape[1]:
+            raise CaptureError(
+                f"ctc_loss of {log_probs.shape[1]} rows with {made.shape[0]} lengths",
+                source=calling_line(),
+                legal="lengths as a tensor that is an input, with one number for each row",
+            )
+        lengths.append(made)
+    if torch.is_autocast_enabled(log_probs.device.type):
+        log_probs = log_probs.float()  # as autocast does with torch's own
+    losses = ctc_losses(log_probs, targets, *lengths, blank, zero_infinity)
+    if reduction == "mean":
+        losses = losses / lengths[1].to(losses.dtype).clamp_min(1)
+    return losses.squeeze(0) if alone and reduction == "none" else _reduced(losses, reduction)
+
+
+_PLAIN_ONE_HOT: Callable[..., torch.Tensor] = functional.one_hot
+
+#: Functions of torch that look at values of tensors, and the functions in their places while a model is captured.
+_WITHOUT_VALUES: tuple[tuple[Any, str, Any], ...] = (
+    (functional, "gaussian_nll_loss", _gaussian_nll_loss),
+    (functional, "one_hot", _one_hot),
+    (functional, "ctc_loss", _ctc_loss),
+    (nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax),
+)
+
+
+def instead_of_checks(files: Iterable[str]) -> str | None:
+    """The alternative to a check of values that stays, such as that of a distribution with ``validate_args=True``.
+
+    Args:
+        files: those of the stack of an error.
+    """
+    if any("/torch/distributions/" in file for file in files):
+        return "the distribution without validate_args=True: a check of values is left out where the default is used"
+    return None
+
+
+#: Functions that set a state of torch: what is wrong, what the user writes instead, and the names by their owners.
+_STATES: tuple[tuple[str, str, tuple[tuple[Any, tuple[str, ...]], ...]], ...] = (
+    (
+        "which a program does not repeat: its random numbers follow from the seed of the process, and differ at each "
+        "call",
+        "torch.manual_seed before the call of the model; numbers that stay the same as a buffer, or as an input",
+        (
+            (torch, ("manual_seed", "seed", "set_rng_state")),
+            (torch.random, ("manual_seed", "seed", "set_rng_state", "fork_rng")),
+            (torch.cuda, ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")),
+        ),
+    ),
+    (
+        "which the capture does not see: the casts of a program are those of the contexts around its operators",
+        "with torch.autocast(device_type, dtype, enabled=…): around the operators",
+        (
+            (
+                torch,
+                (
+                    "set_autocast_enabled",
+                    "set_autocast_dtype",
+                    "set_autocast_cpu_enabled",
+                    "set_autocast_cpu_dtype",
+                    "set_autocast_gpu_dtype",
+                ),
+            ),
+        ),
+    ),
+)
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+
+
+@functools.cache
+def _make_tables() -> None:
+    """Let torch make its tables of functions and methods, which it keeps, before any of these is replaced."""
+    importlib.import_module(COMPILER)
+    torch.overrides.get_testing_overrides()
+    torch.overrides.is_tensor_method_or_property(torch.Tensor.add)
+
+
+def in_all_files(seen: Files, functions: Iterable[tuple[Any, Any]]) -> None:
+    """Put functions in the places of others until the end of the capture, whatever their names are in the user's files.
+
+    Args:
+        seen: the files: ``from torch import manual_seed as seed`` is an entry. The observation puts the others back.
+        functions: (the other function, the function in its place) of each.
+    """
+    by_id = {id(plain): ours for plain, ours in functions}
+    for file in seen.files:
+        for key, value in list(file.items()):
+            if id(value) in by_id:
+                seen.put_stand_in(GuardedPlace(file, key, f"{file.get('__name__')}.{key}"), value, by_id[id(value)])
 
 
 class _Stream:

@@ -14,6 +14,7 @@ pipeline_step        one step of a pipeline
 pipeline_p2p         the stages of a pipeline on processes
 stage_links          the messages between these
 redistribution_functions  the autograd functions of redistributions, which both runtimes share
+second_derivatives   gradients that are differentiated again
 halo_exchanges       exchanges of halos: all ranks in one process, and one rank
 call_boundary        parameters and results that are each rank's own
 local, distributed   all ranks in one process; one process a rank

@@ -24,9 +24,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .. import torch_private
+from ..capture.conditions import StridesAsked
 from ..capture.guards import Guards
 from ..capture.side_effects import Effects
 from ..errors import SettingError
@@ -43,6 +43,8 @@ from .distributed.watch.rank_positions import position
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lowering import Lowered, lower
 from .profile_ranges import action_range, gather_text, range_of, scatter_text, step_range
+from .saved_tensors import check_checkpointed
+from .second_derivatives import differentiated_once
 
 __all__ = [
     "LocalStageLink",
@@ -529,7 +531,7 @@ class _ReturnedResult(torch.autograd.Function):
         return loss.view_as(loss)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("the loss of a pipeline", "the model without a pipeline")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         position.back = True
         return None, None, *ctx.step.taken(gradient)
@@ -548,7 +550,7 @@ class PipelineProgram:
         absent: parameters of other stages, which are empty here, and get empty gradients.
 
     Attributes:
-        exact, begin, guards, effects: as in `StepProgram`.
+        exact, begin, guards, effects, strides: as in `StepProgram`.
     """
 
     def __init__(
@@ -566,7 +568,7 @@ class PipelineProgram:
         self.plan, self.bodies, self.link, self.held, self.device = plan, bodies, link, held, device
         self.exact, self.absent = True, absent
         self.begin: Callable[[], None] | None = None
-        self.guards, self.effects = Guards((), ()), Effects()
+        self.guards, self.effects, self.strides = Guards((), ()), Effects(), StridesAsked()
         self.batch_parts, self.made_parts = parts_of(plan, parts)
         self.forwards = forward_only(plan.schedule.placement, plan.micro_batches)
         outputs = plan.graph.outputs
@@ -591,6 +593,7 @@ class PipelineProgram:
         }
 
     def __call__(self, *leaves: Any) -> Any:
+        check_checkpointed("runs its backward in the call, as a pipeline does")
         if self.begin is not None:
             self.begin()
         originals, tensors = tensors_of(leaves, self.plan.graph.changed, self.device)

@@ -9,6 +9,7 @@ shared_memory        collectives of the ranks of one host, through memory that t
 parameters, dtensors          parameters: DTensors outside, plain tensors inside
 gradients, buckets            gradients: DTensors of the parameters, summed in buckets
 gradient_edits       gradients that the user edits between backward and step
+requested_gradients  ``torch.autograd.grad`` of parameters
 gradient_norms       norms of gradients and GradScaler's check, in one all-reduce
 local_steps          steps of optimizers on each rank's slices
 parameter_hooks      hooks that users put on parameters

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...capture.annotations import CUT
 from ...cost.communication_schedule import CommunicationSchedule
 from ...layout import Digit, Digits, group_of
 from ...redistribution import Redistribution, digits_value, redistribution
@@ -43,11 +44,13 @@ from ...redistribution.redistribution_search import refine
 from ...torch_private import at_backward_end, backward_number, local_tensor, spec_of
 from ..optimizer_guard import Accumulation
 from ..profile_ranges import ISSUE, KEPT, WAIT, bucket_text, range_of
+from ..second_derivatives import refuse_graph
 from . import collectives as transport
 from .collectives import Bound, arrangements, begin_scatter, bind_all, reduce_in_place, reduced, rings
 from .dtensors import as_dtensor, beginning, leaf_of
 from .gradients import Unsummed, hand_over, keep_unsummed, take_unsummed, unsummed_over
 from .process_groups import Group, ProcessGroups, Rider
+from .requested_gradients import note_leaf
 from .watch.rank_positions import WaitPoint, waiting
 
 __all__ = ["GradientSums", "Scatter", "SumInTurns"]
@@ -486,7 +489,7 @@ class GradientSums:
         for name, parameter in parameters.items():
             with torch.no_grad():
                 out[name] = leaf_of(as_dtensor(parameter))
-            out[name].requires_grad_(parameter.requires_grad)
+            note_leaf(out[name].requires_grad_(parameter.requires_grad), parameter, self)
         summed = {name for name in trained if name in self._digits}
         for name in summed:
             self._type_of[parameters[name]] = self._types.get(name, out[name].dtype)
@@ -557,6 +560,11 @@ class GradientSums:
         """True while gradients stay unsummed."""
         return self._accumulation.open
 
+    @property
+    def waits(self) -> bool:
+        """True where gradients of an earlier backward are still to be summed."""
+        return bool(self._accumulation.kept)
+
     def keep(self, parameter: nn.Parameter) -> None:
         """Note a parameter whose gradient is still to be summed."""
         self._accumulation.kept[id(parameter)] = parameter
@@ -570,12 +578,17 @@ class GradientSums:
         """Hand over the gradient of a leaf that needs no sum, or has been kept whole; a hook of the leaf."""
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:
+            if gradient.requires_grad:
+                refuse_graph(str(getattr(parameter, CUT, "")))
             hand_over(parameter, beginning(gradient, local_tensor(parameter).shape), self._groups.rank)
 
     def _came(self, bucket: _Bucket, place: int, leaf: Tensor) -> None:
         """Put the gradient of a leaf into its bucket; a hook of the leaf."""
         gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None
+        if gradient is None:  # nothing of the loss comes here, as often in a second derivative
+            return
+        if gradient.requires_grad:
+            refuse_graph(str(getattr(bucket.parameters[place], CUT, "")))
         self.note_backward()
         bucket.gradients[place] = beginning(gradient, bucket.shapes[place])
         bucket.missing -= 1

@@ -28,6 +28,7 @@ from ..lowering import Lowered, Node, cast, copied, extreme, move, operand, sum_
 from ..profile_ranges import bucket_text, named_module, profiling
 from ..redistribution_functions import ExtremeFunction, RedistributionFunction, Steps, run_steps
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
+from ..second_derivatives import refuse_graph_of_compiled
 from .buckets import Scatter
 from .collectives import Bound, arrangements, bind_all
 from .compiled_parts import BoundSum, SumsEnd, gathered_again, late_scatter, options_ahead
@@ -65,7 +66,13 @@ class Cast:
 
 
 class BoundRedistribute(nn.Module):
-    """This rank's part of a redistribution."""
+    """This rank's part of a redistribution.
+
+    Attributes:
+        name: of the parameter that it gathers; "": it redistributes another value.
+    """
+
+    name = ""
 
     def __init__(self, forward_steps: Steps, backward_steps: Steps, label: str) -> None:
         super().__init__()
@@ -77,8 +84,17 @@ class BoundRedistribute(nn.Module):
         if not self.backward_steps and x.numel() <= SHORT:
             y = x.clone()  # its backward is in C++; most often a loss
             y.detach().copy_(run_steps(x.detach(), self.forward_steps))
+            if not torch.compiler.is_compiling():
+                node: Any = y.grad_fn
+                node.register_prehook(self._twice)
             return y
-        return RedistributionFunction.apply(x, self.forward_steps, self.backward_steps)
+        return RedistributionFunction.apply(x, self.forward_steps, self.backward_steps, self.name)
+
+    def _twice(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """The gradient of a gradient is summed like the value, where it is wanted (create_graph=True)."""
+        if not torch.is_grad_enabled():
+            return None
+        return (RedistributionFunction.apply(gradients[0], (), self.forward_steps),)
 
     __call__ = forward  # skips `nn.Module.__call__`: there are no hooks
 
@@ -363,9 +379,13 @@ class RankExecutor:
         if profiling() and self._eager:
             run = self._named = self._named or named_module(self.module, self.lowered.names)
         if self._regathered is None:
-            return list(run(*local))
-        with self._regathered:
-            return list(run(*local))
+            results = list(run(*local))
+        else:
+            with self._regathered:
+                results = list(run(*local))
+        if not self._eager:
+            refuse_graph_of_compiled(results)
+        return results
 
     def _options_of_compiler(self) -> dict[str, Any]:
         """Options of inductor for the program: where the schedule has a gather under way while anything else runs, the

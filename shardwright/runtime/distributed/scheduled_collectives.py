@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ...redistribution import CollectiveKind, Geometry, Redistribution, RedistributionStep
 from ...torch_private import at_backward_end, functional_all_gather, functional_wait
 from ..profile_ranges import BACKWARD, ISSUE, WAIT, named_when_profiled
+from ..second_derivatives import differentiated_once, refuse_graph
 from .collectives import (
     Bound,
     arrangements,
@@ -161,8 +161,9 @@ class _Taken(torch.autograd.Function):
         return weight.of(part)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            refuse_graph("of a block")
         for step in ctx.steps:
             gradient = step(gradient)
         return gradient, None, None, None
@@ -323,7 +324,7 @@ class _Issue(torch.autograd.Function):
         return x.new_empty(0)  # carries autograd's edge to the other half
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("a redistribution that travels beside operators", "comm_memory=0, or one process")
     def backward(ctx: Any, edge: Tensor) -> tuple[Tensor | None, ...]:
         under_way, ctx.halves.back = ctx.halves.back, None
         return ctx.move.end_back(under_way), None, None
@@ -338,7 +339,7 @@ class _Wait(torch.autograd.Function):
         return y if move.sends else y.view_as(y)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("a redistribution that travels beside operators", "comm_memory=0, or one process")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.halves.back = ctx.move.begin_back(gradient)
         return gradient.new_empty(0), None, None

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..errors import CaptureError
-from ..torch_private import DisableTorchFunction, FakeTensor, pytree, untraced
-from .observed.places import GuardedPlace
-from .source_lines import is_users
+from ...errors import CaptureError
+from ...torch_private import DisableTorchFunction, FakeTensor, pytree, untraced
+from ..source_lines import is_users
+from .places import GuardedPlace
 
 __all__ = ["computed_for_real"]
 
