@@ -442,7 +442,7 @@ class _Pass:
         """The sums of gradients, in buckets."""
         trained = [n for n, p in self.program.parameters.items() if p.value.requires_grad]
         index = {name: k for k, name in enumerate(trained if order is None else order)}
-        places = summed_late(self.program)
+        places = summed_late(self.program, self.backward)
         due, ranks = [], {}
         for name, place in places.items():
             move = self.parameter_move(place)
@@ -551,16 +551,17 @@ def scattered_over(move: Redistribute) -> tuple[Digits, ...] | None:
     return tuple(step.digits for step in steps)
 
 
-def summed_late(program: LocalProgram) -> dict[str, int]:
+def summed_late(program: LocalProgram, backward: Sequence[BackwardStep]) -> dict[str, int]:
     """Parameter -> the place of the redistribution that does nothing but sum its gradient, where it is the only
-    consumer of the parameter.
+    consumer of the parameter that the backward reaches.
 
     The order is that in which gradients come: by the parameter's first use, last use first; among the parameters of
     one operator, the last first.
     """
     consumers: dict[str, list[int]] = {}
+    reached = set(map(id, backward))
     for place, instruction in enumerate(program.instructions):
-        for name in reads(instruction):
+        for name in reads(instruction) if id(instruction) in reached else ():
             consumers.setdefault(name, []).append(place)
     for made in (*(o for o in program.outputs if isinstance(o, PlacedValue)), *program.updates.values()):
         consumers.setdefault(made.name, []).append(len(program.instructions))

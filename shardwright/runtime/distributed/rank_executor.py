@@ -24,7 +24,7 @@ from ...redistribution import CollectiveKind, Redistribution, redistribution
 from ...torch_private import module_table
 from ..compilation import Compilation
 from ..local.operators import plain_function
-from ..lowering import Lowered, Node, cast, copied, extreme, move, operand, sum_of_gradient
+from ..lowering import Lowered, Node, cast, copied, extreme, move, operand, sole_consumer, sum_of_gradient
 from ..profile_ranges import bucket_text, named_module, profiling
 from ..redistribution_functions import ExtremeFunction, RedistributionFunction, Steps, run_steps
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
@@ -548,8 +548,8 @@ class RankExecutor:
 
         A sum in another dtype than the parameter's is waited for at once: autograd itself casts it back.
         """
-        user = next(iter(parameter.users), None)
-        if user is None or len(parameter.users) != 1 or user.target is not move:
+        user = sole_consumer(parameter)
+        if user is None or user.target is not move:
             return False
         instruction, held = user.meta["instruction"], parameter.meta["instance"].value.dtype
         if instruction.backward is None or instruction.sums != held or held.is_complex:

@@ -216,6 +216,17 @@ def test_sums_of_gradients_are_waited_for_at_the_end_alone() -> None:
     assert sums[0].issued < backward.operators // 2  # the first is issued while the backward computes
 
 
+def test_biases_of_row_parallel_layers_are_in_the_buckets() -> None:
+    """Such a bias is added by one rank of its group, so that an operator reads its device; a gradient has one sum."""
+    _, backward, model = logs("marks")
+    trained = {name for name, _ in model.named_parameters()} - {"positions.weight"}  # its result is summed
+    sums = [message for _, message in model.plan.schedule.of("sum")]
+    assert {member.name for message in sums for member in message.members} == trained
+    assert len(sums) == len({message.digits for message in sums})
+    at_once = [s for s in backward.sent if s.kind == "all_reduce" and s.waited == s.issued]
+    assert not at_once
+
+
 def test_a_bucket_of_a_library_has_25_mebibytes_on_any_number_of_ranks() -> None:
     _, backward, model = logs("data_parallel")
     assert sum(p.numel() for p in model.parameters()) * 8 < 25 << 20
