@@ -571,7 +571,7 @@ class Plan(CountedOptimizer, SavedPlan):
         return schedule_of(
             self.program,
             self.backward,
-            self.unscheduled if library else MemoryTimeline((), 0, ()),
+            self.unscheduled if library else None,
             scatters=self.hsdp is not None,
             allowance=self.comm_memory,
             limit=None if self.found is None else self.found.limit,

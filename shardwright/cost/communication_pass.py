@@ -22,8 +22,11 @@ once (`memory_timeline`), and a(t) those of the messages under way,
 and where a plan was searched within a limit, the right side is at most that limit (and at least max base). A message
 for which there is no room is issued later, down to its first use; scatters are waited for in front of the message that
 needs their room. Without any room at its moments a weight is gathered by itself where it is used, and a gradient is
-scattered and waited for as it comes. So an allowance of 0 leaves the peak as it is, and what travels at other moments
-is still under way. The default allowance is two blocks: twice the weights of the largest one and their gradients.
+scattered and waited for as it comes. A bucket of sums is a copy of its gradients, beside which these lie as it is made;
+without room for the copy it is several buckets, down to one gradient each, which needs none. A sum in a wider dtype
+than the gradient's is waited for at once where there is no room for it until the end. So an allowance of 0 leaves the
+peak as it is, and what travels at other moments is still under way. The default allowance is two blocks, twice the
+weights of the largest one and their gradients, and at least the largest bucket.
 
 On Gloo (``library=False``) sums alone travel beside the backward; everything else is waited for where it is issued.
 """
@@ -34,6 +37,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -71,7 +75,7 @@ __all__ = ["schedule_of"]
 def schedule_of(
     program: LocalProgram,
     backward: Sequence[BackwardStep],
-    held: MemoryTimeline,
+    held: MemoryTimeline | None,
     *,
     scatters: bool,
     allowance: float | None = None,
@@ -87,10 +91,10 @@ def schedule_of(
 
     Args:
         program, backward: the instructions, and the steps of their backward.
-        held: the memory of a step that waits for every message at once.
+        held: the memory of a step that waits for every message at once; None: memory is no matter.
         scatters: True where parameters are stored in parts by optimizer parallel.
         allowance: bytes by which messages under way may raise the peak; None: twice the weights and gradients of the
-            largest block.
+            largest block, and at least the largest bucket of sums.
         limit: bytes within which the plan was searched; None: no limit.
         fusion: the buckets of sums; None: the default ones.
         order: names of the trained parameters in the order of the model; None: that of the program.
@@ -99,14 +103,48 @@ def schedule_of(
         stage: True for a stage of a pipeline: gradients are summed once a step, after the micro-batches.
         outside: names of gathered weights that micro-batches share; they are gathered outside of the program.
     """
-    made = _Pass(program, backward, held, allowance, limit)
+    buckets = _buckets(program, backward, fusion or Fusion(), order, several_hosts, library)
+    made = _Pass(program, backward, held, buckets, allowance, limit)
     if library:
         made.gather(outside)
         made.split()
         made.gather_again_and_scatter(scatters and not stage)
-    made.sum(fusion or Fusion(), order, several_hosts, library, stage)
+    made.sum(stage)
     made.rest(outside)
     return made.result(library)
+
+
+class _Bucket(NamedTuple):
+    """Gradients whose sums fit into one message: the places of their redistributions, in the order in which they
+    come."""
+
+    places: tuple[int, ...]
+    nbytes: int
+
+
+def _buckets(
+    program: LocalProgram,
+    backward: Sequence[BackwardStep],
+    fusion: Fusion,
+    order: Sequence[str] | None,
+    several_hosts: Callable[[Digits], bool],
+    library: bool,
+) -> list[_Bucket]:
+    """The buckets of sums of gradients. Arguments as of `schedule_of`."""
+    trained = [n for n, p in program.parameters.items() if p.value.requires_grad]
+    index = {name: k for k, name in enumerate(trained if order is None else order)}
+    places, due = summed_late(program, backward), {}
+    for name, place in places.items():
+        move = program.instructions[place]
+        assert isinstance(move, Redistribute) and move.backward is not None
+        digits = move.backward.steps[0].digits
+        nbytes = math.prod(move.source.local_shape) * move.sums.itemsize
+        kind = digits, move.source.value.dtype, move.sums
+        due[name] = Due(name, nbytes, kind, index.get(name, 0), digits_size(digits), several_hosts(digits))
+    return [
+        _Bucket(tuple(places[name] for name in names), sum(due[name].nbytes for name in names))
+        for names in fusion.buckets(list(due.values()), library)
+    ]
 
 
 class _Pass:
@@ -114,6 +152,7 @@ class _Pass:
 
     Attributes:
         room: bytes that messages may still hold, by moment.
+        buckets: the buckets of sums, as large as they may be.
         messages: the messages so far.
         covered: (place, moment) of their members.
     """
@@ -122,21 +161,26 @@ class _Pass:
         self,
         program: LocalProgram,
         backward: Sequence[BackwardStep],
-        held: MemoryTimeline,
+        held: MemoryTimeline | None,
+        buckets: Sequence[_Bucket],
         allowance: float | None,
         limit: float | None,
     ) -> None:
-        self.program, self.backward = program, backward
+        self.program, self.backward, self.buckets = program, backward, buckets
         self.instructions = program.instructions
         self.forward, self.end = len(program.instructions), len(program.instructions) + len(backward)
         self.place = {id(i): k for k, i in enumerate(program.instructions)}
-        self.allowance = 2.0 * self._largest_block() if allowance is None else float(allowance)
-        base = np.array(held.totals() or [0.0])
-        peak = float(base.max())
-        ceiling = peak + self.allowance
-        if limit is not None:
-            ceiling = min(ceiling, max(peak, float(limit)))
-        self.room = np.append(ceiling - base, ceiling)
+        if allowance is None:
+            allowance = max((2.0 * self._largest_block(), *(bucket.nbytes for bucket in buckets)))
+        self.allowance = float(allowance)
+        self.room = np.full(self.end + 1, np.inf)
+        if held is not None:
+            base = np.array(held.totals() or [0.0])
+            peak = float(base.max())
+            ceiling = peak + self.allowance
+            if limit is not None:
+                ceiling = min(ceiling, max(peak, float(limit)))
+            self.room = np.append(ceiling - base, ceiling)
         self.messages: list[ScheduledMessage] = []
         self.covered: set[tuple[int, int]] = set()
         self.splits: dict[int, tuple[int, int]] = {}
@@ -431,43 +475,54 @@ class _Pass:
 
     # -- sums --
 
-    def sum(
-        self,
-        fusion: Fusion,
-        order: Sequence[str] | None,
-        several_hosts: Callable[[Digits], bool],
-        library: bool,
-        stage: bool,
-    ) -> None:
-        """The sums of gradients, in buckets."""
-        trained = [n for n, p in self.program.parameters.items() if p.value.requires_grad]
-        index = {name: k for k, name in enumerate(trained if order is None else order)}
-        places = summed_late(self.program, self.backward)
-        due, ranks = [], {}
-        for name, place in places.items():
-            move = self.parameter_move(place)
-            assert move.backward is not None
-            digits = ranks[name] = move.backward.steps[0].digits
-            nbytes = math.prod(move.source.local_shape) * move.sums.itemsize
-            kind = digits, move.source.value.dtype, move.sums
-            due.append(Due(name, nbytes, kind, index.get(name, 0), digits_size(digits), several_hosts(digits)))
+    def sum(self, stage: bool) -> None:
+        """The sums of gradients, in buckets that there is room for."""
         begun = self.forward
-        for names in fusion.buckets(due, library):
-            members = [self.member(places[name], self.back.get(places[name], self.end)) for name in names]
-            begun = max(begun, *(m.moment for m in members))
-            moves = [self.parameter_move(m.place) for m in members]
-            nbytes = sum(moved_bytes(i, i.backward) for i in moves if i.backward is not None)
-            self.add(
-                ScheduledMessage(
-                    "sum",
-                    CollectiveKind.ALL_REDUCE,
-                    ranks[names[0]],
-                    tuple(members),
-                    self.end if stage else begun,
-                    self.end,
-                    nbytes,
-                )
-            )
+        for bucket in self.buckets:
+            part: list[Member] = []
+            for place in bucket.places:
+                member = self.member(place, self.back.get(place, self.end))
+                if part and not self._fits_together([*part, member], begun):
+                    begun = self._add_sum(part, begun, stage)
+                    part = []
+                part.append(member)
+            begun = self._add_sum(part, begun, stage)
+
+    def _fits_together(self, members: Sequence[Member], begun: int) -> bool:
+        """True where there is room for one message of gradients, issued at moment `begun` or later."""
+        return self.fits(*self._copied(members, max(begun, *(m.moment for m in members))))
+
+    def _add_sum(self, members: Sequence[Member], begun: int, stage: bool) -> int:
+        """Add the message of a bucket. The moment at which it is issued is returned."""
+        moves = [self.parameter_move(m.place) for m in members]
+        begun = max(begun, *(m.moment for m in members))
+        first = moves[0].backward
+        assert first is not None
+        nbytes = sum(moved_bytes(i, i.backward) for i in moves if i.backward is not None)
+        later = self._in_another_dtype(members, begun)
+        wait = self.end if self.fits(*later) else begun
+        ranges = (self._copied(members, begun), *([later] if wait > begun else []))
+        held = [self.hold(*one) for one in ranges if one[2]]
+        digits, issue = first.steps[0].digits, self.end if stage else begun
+        kind = CollectiveKind.ALL_REDUCE
+        self.add(
+            ScheduledMessage("sum", kind, digits, tuple(members), issue, max(issue, wait), nbytes, held=tuple(held))
+        )
+        return begun
+
+    def _copied(self, members: Sequence[Member], begun: int) -> tuple[int, int, float]:
+        """(first moment, end, bytes) of the copies of several gradients, beside which these lie as they are made: in
+        the dtype of the sum, then one after the other."""
+        moves = [self.parameter_move(m.place) for m in members]
+        copies = 1 + (moves[0].sums != moves[0].source.value.dtype) if len(members) > 1 else 0
+        nbytes = copies * sum(math.prod(i.source.local_shape) * i.sums.itemsize for i in moves)
+        return begun, min(begun + 1, self.end), float(nbytes)
+
+    def _in_another_dtype(self, members: Sequence[Member], begun: int) -> tuple[int, int, float]:
+        """(first moment, end, bytes) by which gradients have more bytes in the dtype of their sum."""
+        moves = [self.parameter_move(m.place) for m in members]
+        wider = max(0, moves[0].sums.itemsize - moves[0].source.value.dtype.itemsize)
+        return min(begun + 1, self.end), self.end, float(wider * sum(math.prod(i.source.local_shape) for i in moves))
 
     # -- the rest --
 

@@ -296,6 +296,30 @@ def test_with_more_room_weights_come_earlier_and_together() -> None:
     assert max(blocks(loose).values()) == 1 < max(blocks(tight).values())
 
 
+def test_without_room_for_the_copy_of_a_bucket_it_is_several() -> None:
+    tight, loose = replace(planned("data_parallel"), comm_memory=0), planned("data_parallel")
+    assert tight.peak == tight.unscheduled.peak < loose.peak
+    (one,) = (message for _, message in loose.schedule.of("sum"))
+    parts = [message for _, message in tight.schedule.of("sum")]
+    assert len(parts) > 1 and sum(message.bytes for message in parts) == one.bytes
+    assert [m for message in parts for m in message.members] == list(one.members)
+    assert loose.schedule.allowance >= one.bytes  # a whole bucket, where blocks are small
+
+
+def test_sums_in_a_wider_dtype_are_waited_for_at_once_without_room() -> None:
+    with torch.device("meta"):
+        net, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).bfloat16(), torch.empty(64, 64).bfloat16()
+    policy = sw.MixedPrecision(reduce_dtype=torch.float32)
+    plan = sw.plan(net, (x,), nn.MSELoss(), x, devices=DEVICES, parallel_mode="data_parallel", mixed_precision=policy)
+    moves = [i for i in plan.program.instructions if isinstance(i, Redistribute) and i.cause == "parameter"]
+    assert {(move.source.value.dtype, move.sums) for move in moves} == {(torch.bfloat16, torch.float32)}
+    for allowance in (0, None):
+        made = replace(plan, comm_memory=allowance)
+        sums = [message for _, message in made.schedule.of("sum")]
+        assert all(message.wait == made.schedule.end for message in sums) == (allowance is None)
+        assert made.peak <= made.unscheduled.peak + made.schedule.allowance
+
+
 def test_scatters_are_waited_for_early_where_their_room_is_needed() -> None:
     schedule = replace(planned("level3"), comm_memory=planned("level3").schedule.allowance / 2).schedule
     early = [number for numbers in schedule.early.values() for number in numbers]

@@ -369,6 +369,7 @@ class _Bucket:
         text: its name in a profile.
         rides: True where a redistribution follows that the sum may travel with.
         dtype: of the sum.
+        waits: True where its sum is waited for at once.
     """
 
     def __init__(
@@ -380,9 +381,10 @@ class _Bucket:
         rides: bool,
         dtype: torch.dtype,
         text: str,
+        waits: bool,
     ) -> None:
         self.parameters, self.digits, self.place, self.rides, self.dtype = parameters, digits, place, rides, dtype
-        self.text = text
+        self.text, self.waits = text, waits
         self.shapes = [local_tensor(p).shape for p in parameters]
         self.sums = SumInTurns(digits, groups)
         self.clear()
@@ -502,6 +504,7 @@ class GradientSums:
                 names[-1] in self._followed,
                 self._type_of[parameters[names[0]]],
                 bucket_text(number, message),
+                message.wait < self._schedule.end,
             )
             self._buckets.append(bucket)
             for place, name in enumerate(names):
@@ -633,9 +636,12 @@ class GradientSums:
                 g + take_unsummed(p) if unsummed_over(p) == bucket.digits else g for p, g in zip(parameters, gradients)
             ]
         made = _Sum(parameters, gradients, bucket.sums, bucket.place, bucket.dtype, bucket.text, bucket.rides)
-        self._travelling.append(made)
         bucket.clear()
         bucket.missing = 0
+        if bucket.waits:
+            made.finish(self._groups.rank)
+        else:
+            self._travelling.append(made)
 
     def _keep(self, bucket: _Bucket) -> None:
         """Put each rank's own gradients onto the parameters, unsummed."""

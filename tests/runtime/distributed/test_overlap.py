@@ -152,6 +152,25 @@ def test_buckets_of_the_users_size_are_those_of_the_schedule() -> None:
     assert ran(backward) == scheduled(schedule, True)
 
 
+@pytest.mark.parametrize("allowance", [0, None])
+def test_sums_in_a_wider_dtype_within_an_allowance(allowance: Any) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).bfloat16()
+    x = torch.randn(64, 64).bfloat16()
+    with rank_of_eight(rank=3):
+        policy = sw.MixedPrecision(reduce_dtype=torch.float32)
+        model = sw.AutoParallel(
+            net, nn.MSELoss(), parallel_mode="data_parallel", mixed_precision=policy, comm_memory=allowance
+        )
+        model.dataset_strategy("full_batch")(x, x).backward()
+        forward, backward = logged(model, x, x)
+    schedule = model.plan.schedule
+    assert ran(forward) == scheduled(schedule, False) and ran(backward) == scheduled(schedule, True)
+    assert {one.dtype for one in backward.sent if one.kind == "all_reduce"} == {torch.float32}
+    early = [message for _, message in schedule.of("sum") if message.wait < schedule.end]
+    assert bool(early) == (allowance == 0)
+
+
 class Towers(nn.Module):
     """Two branches; the result of the first is redistributed beside the second."""
 
@@ -285,6 +304,13 @@ def test_measured_memory_stays_within_the_allowance(plan: str) -> None:
         raised.append(more - held)
         assert more - held <= made.schedule.allowance
     assert raised[-1] > 40_000  # messages are under way at the peak
+
+
+@pytest.mark.parametrize("allowance", [0, 50_000, None])
+def test_a_bucket_of_sums_is_counted_with_the_copy_of_its_gradients(allowance: Any) -> None:
+    held, made = peak("data_parallel", allowance)
+    standing = made.memory(3)
+    assert held <= made.peak - standing["parameters"] - standing["optimizer"]
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
