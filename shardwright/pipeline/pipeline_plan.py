@@ -534,11 +534,10 @@ def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], 
     backward.
 
     Args:
-        together: True where micro-batches share gathered parameters that are saved for the backward, and accumulate
-            their gradients.
+        together: True where micro-batches share gathered parameters, and accumulate their gradients.
     """
-    line = plan.memory_under(plan.stage_schedule if together else plan.schedule)
-    crosses = lambda h: h.start < line.forward < h.stop
+    line = plan.stage_timeline if together else plan.timeline
+    crosses = lambda h: h.start < line.forward < h.stop and h.what != "under way"
     standing = {
         id(h)
         for h in line.held
@@ -566,12 +565,19 @@ def _of_stages(plan: PipelinePlan, beside: bool) -> Simulation:
         two = CostModel(Cluster.of(stage.plan.cluster, stage.devices), stage.devices).plan(stage.plan, 2)
         forward, backward = two.forward - one.forward, two.backward - one.backward
         fixed, kept, held = _held(stage.plan, together=True)
-        own = stage.plan.stage_in_time if beside else None
+        begin, end = one.forward - forward, one.backward - backward
+        if beside:
+            # The messages of a whole step make its first forward and its last backward longer.
+            own, once = stage.plan.stage_in_time, stage.plan.stage_in_time_once
+            forward, backward = own.forward, own.total - own.forward
+            begin, end = once.forward - forward, once.total - once.forward - backward
+        if plan.schedule.placement.count(plan.schedule.placement[stage.number]) > 1:
+            fixed += stage.plan.stage_schedule.carried_bytes  # under way while another stage of the group works
         values = (
-            forward if own is None else own.forward,
-            backward if own is None else own.total - own.forward,
-            max(0.0, one.forward - forward),
-            max(0.0, one.backward - backward),
+            forward,
+            backward,
+            max(0.0, begin),
+            max(0.0, end),
             fixed,
             kept,
             tuple(((0.0, max(half, default=0.0)),) for half in held),

@@ -28,7 +28,7 @@ no term is kept: all are scattered.)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -51,6 +51,9 @@ from .process_groups import Group, ProcessGroups, Rider
 from .watch.rank_positions import WaitPoint, waiting
 
 __all__ = ["GradientSums", "Scatter", "SumInTurns"]
+
+#: Takes a complete gradient of a parameter.
+Hand = Callable[[nn.Parameter, Tensor], None]
 
 
 class Scatter:
@@ -115,14 +118,13 @@ class Scatter:
             term = take_unsummed(parameter) + term
         if self.overlap is not None:
             sums.scatter(self, term.to(self._sums_in))
-            return None
+            return sums.nothing(parameter)
         return self.part(term)
 
-    def take(self, part: Tensor) -> None:
+    def take(self, part: Tensor, hand: Hand) -> None:
         """Hand over the part that the overlapped scatter has received."""
         assert self._parameter is not None and self.overlap is not None
-        part = self.overlap.arranged(part).to(self._held)
-        hand_over(self._parameter, beginning(part, local_tensor(self._parameter).shape), self._rank)
+        hand(self._parameter, self.overlap.arranged(part).to(self._held))
 
     def part(self, term: Tensor) -> Tensor:
         """The rank's part of the sum of all terms."""
@@ -249,13 +251,13 @@ class _ScatterSum:
                 self._work.wait()
                 self._work, self._further = reduce_in_place(self._further, self._out), None
 
-    def finish(self, rank: int) -> None:
+    def finish(self, hand: Hand) -> None:
         """Wait for the sum, and hand the parts over."""
         self.turn()
         with waiting(self._place), range_of(self.text + WAIT):
             self._work.wait()
         for scatter, part in zip(self._scatters, self._out.split(self._sizes)):
-            scatter.take(part)
+            scatter.take(part, hand)
 
 
 def common(some: Digits, others: Digits) -> Digits:
@@ -433,7 +435,7 @@ class _Sum:
             with waiting(self.place), range_of(self.text + part):
                 self.result = next(self.turns)
 
-    def finish(self, rank: int) -> None:
+    def finish(self, hand: Hand) -> None:
         """Take all remaining turns, and hand the gradients over to their parameters."""
         while self.result is None:
             self.turn()
@@ -441,7 +443,7 @@ class _Sum:
         parts = total.split(self.sizes) if len(self.sizes) > 1 else (total,)
         for parameter, shape, flat in zip(self.parameters, self.shapes, parts):
             gradient = torch.view_as_complex(flat.view(*shape, 2)) if self.complex else flat.view(shape)
-            hand_over(parameter, gradient, rank)
+            hand(parameter, gradient)
 
 
 class GradientSums:
@@ -553,7 +555,15 @@ class GradientSums:
                 started.turn()
                 continue
             self._travelling.remove(started)
-            started.finish(self._groups.rank)
+            started.finish(self.hand)
+
+    def hand(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Hand a complete gradient over to its parameter."""
+        hand_over(parameter, beginning(gradient, local_tensor(parameter).shape), self._groups.rank)
+
+    def nothing(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient that autograd is given where the real one is under way."""
+        return None
 
     @property
     def accumulates(self) -> bool:
@@ -573,7 +583,7 @@ class GradientSums:
         """Hand over the gradient of a leaf that needs no sum, or has been kept whole; a hook of the leaf."""
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:
-            hand_over(parameter, beginning(gradient, local_tensor(parameter).shape), self._groups.rank)
+            self.hand(parameter, gradient)
 
     def _came(self, bucket: _Bucket, place: int, leaf: Tensor) -> None:
         """Put the gradient of a leaf into its bucket; a hook of the leaf."""
@@ -622,7 +632,7 @@ class GradientSums:
             if isinstance(started, _ScatterSum):
                 started.turn()
         for started in self._travelling:
-            started.finish(self._groups.rank)
+            started.finish(self.hand)
         self._travelling.clear()
 
     def _start(self, bucket: _Bucket) -> None:
@@ -639,7 +649,7 @@ class GradientSums:
         bucket.clear()
         bucket.missing = 0
         if bucket.waits:
-            made.finish(self._groups.rank)
+            made.finish(self.hand)
         else:
             self._travelling.append(made)
 
@@ -657,12 +667,12 @@ class GradientSums:
         """Sum a rank's own term by itself, where the parameter still has one."""
         digits = unsummed_over(parameter)
         if isinstance(digits, Scatter):
-            hand_over(parameter, digits.part(take_unsummed(parameter)), self._groups.rank)
+            self.hand(parameter, digits.part(take_unsummed(parameter)))
         elif digits is not None:
             place = self._place(["of a backward under no_sync"], digits)
             dtype = self._type_of.get(parameter, parameter.dtype)
             sums, term = SumInTurns(digits, self._groups), take_unsummed(parameter)
-            _Sum([parameter], [term], sums, place, dtype, KEPT).finish(self._groups.rank)
+            _Sum([parameter], [term], sums, place, dtype, KEPT).finish(self.hand)
 
     def _place(self, names: Sequence[str], digits: Digits) -> WaitPoint:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
