@@ -23,7 +23,7 @@ from ..pipeline.pipeline_plan import PipelinePlan, Stage
 from ..process import Runtime
 from ..torch_private import number_of_groups
 from .compilation import Compilation
-from .device_seed import place_seed
+from .device_seed import CompiledSeed, trace_random_numbers
 from .distributed.gradients import of_stage
 from .distributed.parameters import ParameterPlacement, ShardedState
 from .distributed.process_groups import ProcessGroups
@@ -70,7 +70,7 @@ def process_pipeline(
     for stage in stages:
         groups = held.groups
         lowered = lower(stage.plan, plan)
-        seed_device = place_seed(lowered, runtime.device) if compiled else None
+        seed = trace_random_numbers(lowered, runtime.device, groups.rank) if compiled else CompiledSeed()
         trained = [name for name, p in parameters.items() if name in lowered.parameters and p.requires_grad]
         schedule = stage.plan.scheduled(not groups.exchanges, fusion, trained, stage=True)
         outside = stage.plan.gathered_once
@@ -83,14 +83,14 @@ def process_pipeline(
         counts = None if stage.counts is None else _counting(lower(stage.counts), held, runtime)
         bodies[stage.number] = StageBody(
             stage,
-            partial(_compiled, body, weights) if compiled else body,
+            partial(_compiled, seed.around(body), weights) if compiled else body,
             {n: leaves[n] for n in lowered.parameters},
             {n: held.buffers[n] for n in lowered.buffers},
             [stage.plan.graph.constants[n].to(runtime.device) for n in lowered.constants],
             lowered.updates,
             counts,
             weights,
-            seed_device,
+            seed.device,
         )
     _make_even(runtime)
     link = link_of(plan, runtime.rank, runtime.device, _shapes(plan), getattr(before, "link", None))
@@ -98,7 +98,7 @@ def process_pipeline(
     return PipelineProgram(plan, bodies, link, held, runtime.device, _absent(plan, held))
 
 
-def _compiled(body: RankExecutor, weights: StageWeights, *local: Tensor) -> list[Tensor]:
+def _compiled(body: Callable[..., list[Tensor]], weights: StageWeights, *local: Tensor) -> list[Tensor]:
     """A compiled program, which does not wait for gathers in front of it."""
     weights.arrive()
     return body(*local)
