@@ -157,7 +157,8 @@ class AutoParallel(KeptPrograms, nn.Module):
         comm_memory: bytes by which messages under way may raise the peak of a device's memory: weights that are
             gathered ahead of their use, gradients that are being sent. Bytes or text such as "2GB"; 0: the peak stays
             as it is, so that messages are under way at other moments alone; None: twice the weights and gradients of
-            the largest block. On Gloo nothing is under way but sums of gradients.
+            the largest block, and at least the largest bucket of sums. On Gloo nothing is under way but sums of
+            gradients.
         search_memory: the host memory by which the process may grow during the search: bytes or text such as "2GB";
             None: half of the free memory, and at most 3 GB.
         search_progress: a function that a long search calls every few seconds; None: capture, prices and search show
