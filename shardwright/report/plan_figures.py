@@ -84,9 +84,10 @@ def operator_figures(explanation: Explanation) -> dict[str, object]:
 
     Returns:
         Those of `figures`, and: parts: of its cost. cost: seconds of a step of this plan, and least: of the best plan
-        in which the operator keeps its strategy, by the search's prices. exact: False where these are lower bounds.
-        alternatives: other strategies, with the seconds of the best plan with each. missing: the reason why there are
-        none.
+        in which the operator keeps its strategy, by the search's prices. bound: proved of all plans with an
+        alternative; None: nothing was proved. exact: False where `least` and the totals of alternatives are lower
+        bounds, never below `bound`. alternatives: other strategies, with the seconds of the best plan with each;
+        better: True where a plan with one was found that takes less. missing: the reason why there are none.
     """
     plan, name = explanation.plan, explanation.decision.op.name
     return _operator(plan, name, OperatorNames(plan), explanation.stage) | {
@@ -97,10 +98,11 @@ def operator_figures(explanation: Explanation) -> dict[str, object]:
         ],
         "cost": _number(explanation.cost),
         "least": _number(explanation.least),
+        "bound": _number(explanation.bound),
         "exact": explanation.exact,
         "limit": explanation.limit,
         "strategies": explanation.strategies,
-        "alternatives": [_alternative(a) for a in explanation.alternatives],
+        "alternatives": [_alternative(a) | {"better": explanation.is_better(a)} for a in explanation.alternatives],
         "missing": explanation.missing,
     }
 
