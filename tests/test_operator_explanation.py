@@ -217,7 +217,7 @@ def test_a_lower_bound_is_no_better_plan() -> None:
     )
     out = " ".join(text(low).split())
     assert "next best: " in out and "at least +0 us a step if all else is chosen anew, not proved to be reached" in out
-    assert "better" not in out and f"never below the bound of all plans, {time_text(plan.bound)}" in out
+    assert "better" not in out and f"none below that of all plans, {time_text(plan.bound)}" in out
     less = replace(low.alternatives[0], more=-1e-3 * plan.cost)
     out = text(replace(low, alternatives=(less,)))
     assert "perhaps better: " in out and "better by the search" not in out

@@ -12,7 +12,7 @@ from ..checkpoint.tensor_reader import StoredTensors
 from ..errors import ShardwrightError
 from ..planfile.encoding import read_layout
 from ..report.format import size_text
-from ..report.table_parts import UNLIMITED, table
+from ..report.table_parts import UNLIMITED, folded_parameters, table
 
 __all__ = ["encoded", "show"]
 
@@ -41,8 +41,8 @@ def encoded(stored: StoredTensors) -> dict[str, Any]:
 
 
 def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Print a checkpoint: its kind and origin, and a table of its tensors. Tensors of the optimizer share one line
-    for each key.
+    """Print a checkpoint: its kind and origin, and a table of its tensors. Equal tensors of equal layers share one
+    line, and tensors of the optimizer one for each key; the bytes are those of all of them.
 
     Args:
         stored: the checkpoint.
@@ -62,22 +62,21 @@ def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None =
         for place, names in info.get("places", {}).items():
             head += f"\n{len(names)} of them written to {place}"
     console.print(Text(head))
-    shown = table("tensor", "shape", "dtype", "cut", "bytes", right=("bytes",))
+    shown = table("tensor", "shape", "dtype", "cut", "times", "bytes", right=("times", "bytes"))
     states: dict[str, list[int]] = {}
+    cells: dict[str, tuple[str, str, str, int]] = {}
     for name, tensor in info["tensors"].items():
         if name.startswith("optimizer."):
             states.setdefault(name.rpartition(".")[2], []).append(tensor["bytes"])
             continue
-        shown.add_row(
-            name,
-            "x".join(map(str, tensor["shape"])) or "scalar",
-            tensor["dtype"],
-            cut(tensor),
-            size_text(tensor["bytes"]),
-        )
+        shape = "x".join(map(str, tensor["shape"])) or "scalar"
+        cells[name] = shape, tensor["dtype"], cut(tensor), tensor["bytes"]
+    for text, names in folded_parameters(cells):
+        *texts, each = cells[names[0]]
+        shown.add_row(text, *texts, str(len(names)), size_text(each * len(names)))
     for key, sizes in states.items():
-        shown.add_row(f"optimizer.*.{key}", f"{len(sizes)} tensors", "", "", size_text(sum(sizes)))
-    shown.add_row("together", f"{len(info['tensors'])} tensors", "", "", size_text(info["bytes"]), style="bold")
+        shown.add_row(f"optimizer.*.{key}", "", "", "", str(len(sizes)), size_text(sum(sizes)))
+    shown.add_row("together", "", "", "", str(len(info["tensors"])), size_text(info["bytes"]), style="bold")
     needed = console.measure(shown, options=console.options.update(max_width=UNLIMITED)).maximum
     if width is None and not console.is_terminal:
         console = Console(file=file, width=max(needed, 100), highlight=False)

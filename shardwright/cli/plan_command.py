@@ -470,6 +470,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     from ..json_files.json_values import write_text  # noqa: PLC0415  imports torch
     from ..pipeline.pipeline_plan import moments, timeline_of  # noqa: PLC0415  imports torch
     from ..planning import Plan  # noqa: PLC0415  imports torch; registers how plans are read
+    from ..report.operator_names import OperatorNames  # noqa: PLC0415  imports torch
     from ..report.plan_figures import ranks_of_groups, step_figures  # noqa: PLC0415  imports torch
     from ..report.table_parts import beside_lines  # noqa: PLC0415  imports torch
     from ..report.timeline import headline, picture, simulated, trace  # noqa: PLC0415  imports torch
@@ -482,14 +483,16 @@ def simulate(arguments: argparse.Namespace) -> int:
         simulation = timeline_of(plan)
         made = simulation.schedule
         plans = [plan] if isinstance(plan, Plan) else [stage.plan for stage in plan.stages]
-        ranks = ranks_of_groups(plan, made)
+        ranks, paths = ranks_of_groups(plan, made), OperatorNames(plan)
         if isinstance(plan, Plan):
             lines = list(beside_lines(plan))
-            beside = {"messages beside computation": plan.in_time}
+            beside = {"messages beside computation": paths.in_time(plan.in_time)}
         else:
             lines = [f"with messages beside computation, as on a library: {headline(timeline_of(plan, beside=True))}"]
             beside = {
-                f"messages beside computation, stage {stage.number}, one micro-batch": stage.plan.stage_in_time
+                f"messages beside computation, stage {stage.number}, one micro-batch": paths.in_time(
+                    stage.plan.stage_in_time
+                )
                 for stage in plan.stages
             }
         if arguments.json:
@@ -498,14 +501,18 @@ def simulate(arguments: argparse.Namespace) -> int:
             simulated(simulation, ranks, Cluster.of(plan.cluster, plan.devices).memory, beside=lines)
         names = [f"ranks {each[0]}-{each[-1]}" if len(each) > 1 else f"rank {each[0]}" for each in ranks]
         if arguments.trace is not None:
-            within = {stage: moments(each) for stage, each in enumerate(plans)}
+            within = {
+                stage: [m._replace(operator=paths.path(m.operator)) for m in moments(each)]
+                for stage, each in enumerate(plans)
+            }
             if sum(map(len, within.values())) * made.micro_batches > OPERATORS:
                 within = {}
                 print("the trace is without operators, which would be too many", file=sys.stderr)
             text = json.dumps(trace(simulation, names, operators=within, beside=beside if within else None))
             write_text(arguments.trace, text, SettingError, "the trace")
         if arguments.picture is not None:
-            drawn = picture(simulation, names, beside=plan.in_time if isinstance(plan, Plan) else None)
+            shown = beside["messages beside computation"] if isinstance(plan, Plan) else None
+            drawn = picture(simulation, names, beside=shown)
             write_text(arguments.picture, drawn, SettingError, "the picture")
     except Nothing as error:
         return refused(arguments, error)

@@ -255,8 +255,8 @@ def explanation(
         )
     )
     if not answer.exact:
-        own = "" if answer.bound is None else f", and never below the bound of all plans, {time_text(answer.bound)}"
-        say(f"at least: no plan takes less{own}; which plan takes so little was not searched.")
+        own = "" if answer.bound is None else f", none below that of all plans, {time_text(answer.bound)}"
+        say(f"at least: proved lower bounds{own}; no plan with these strategies was searched.")
     tried, others = answer.tried
     if tried < others:
         say(f"Of {others} other ways to cut, the {tried} that cost least without the limit were searched within it.")

@@ -21,7 +21,7 @@ from ..pipeline.schedules import Schedule
 from ..sharded_plan import Plan
 from .description import describe
 from .operator_names import OperatorNames
-from .plan_diff import Difference, strategy_text
+from .plan_diff import Difference, PlanChange, strategy_text
 
 __all__ = ["difference_figures", "figures", "module_figures", "operator_figures", "ranks_of_groups", "step_figures"]
 
@@ -133,13 +133,24 @@ def ranks_of_groups(plan: Plan | PipelinePlan, schedule: Schedule) -> list[range
 
 
 def difference_figures(found: Difference) -> dict[str, object]:
-    """Two plans compared: a line for each setting, operator and parameter that differs."""
+    """Two plans compared.
+
+    Returns:
+        equal. settings: a line for each that differs. operators, parameters: those that differ, those of equal layers
+        together: change ("-": only in the first plan, "+": only in the second, "~": in both), path, names; before,
+        after: strategy or storage, and seconds, as text, None where the plan has none.
+    """
     return {
         "equal": found.equal,
         "settings": list(found.settings),
-        "operators": list(found.operators),
-        "parameters": list(found.parameters),
+        "operators": list(map(_change, found.operators)),
+        "parameters": list(map(_change, found.parameters)),
     }
+
+
+def _change(one: PlanChange) -> dict[str, object]:
+    texts = {"before": one.before or None, "after": one.after or None}
+    return {"change": one.sign, "path": one.path.removeprefix("parameter "), "names": list(one.names), **texts}
 
 
 def _plans(plan: Plan | PipelinePlan) -> list[tuple[int | None, Plan]]:

@@ -99,7 +99,7 @@ class PlanContent:
         """The plan in the field's words, its cluster, the feeding of its inputs, its notes."""
         plan = self.plan
         found = plan.found.notes if isinstance(plan, Plan) and plan.found is not None else ()
-        notes = notes_of(dict.fromkeys((*plan.notes, *found)))
+        notes = notes_of(dict.fromkeys((*plan.notes, *found)), self.names)
         more = [f"and {len(notes) - MOST_NOTES} more notes"] if len(notes) > MOST_NOTES else []
         lines = [
             *describe(plan).body(),
@@ -316,8 +316,8 @@ class PlanContent:
     def _why(self, name: str, explain: bool) -> tuple[Explanation | str, bool, Grid | None]:
         """The explanation of an operator, or the reason why there is none; its alternatives."""
         if not explain:
-            kind = "prices them"
-            return f"Its alternatives are not priced here: shardwright explain {self.file} {name} {kind}.", False, None
+            asked = f"shardwright explain {self.file} {self.names.paths[name]}"
+            return f"Its alternatives are not priced here: {asked} prices them.", False, None
         try:
             explanation = explained(self.plan, name)
         except ShardwrightError as error:
@@ -475,12 +475,7 @@ class PlanContent:
         """The operator that produces a tensor, or the tensor's own name; of a message, the message."""
         if what == "under way":
             return str(schedule.messages[int(name.rpartition(" ")[2])])
-        if name in self.names.decisions:
-            return name
-        found = self.names.producers.get(name, name)
-        if found not in self.names.decisions:
-            found = name.rpartition(".")[0]
-        return found if found in self.names.decisions else name
+        return name if name in self.names.decisions else self.names.producer(name) or name
 
     # -- communication -----------------------------------------------------------------------------------------------
 
@@ -504,7 +499,7 @@ class PlanContent:
             if isinstance(self.plan, Plan):
                 lines += list(beside_lines(each))[1:]
         if isinstance(self.plan, PipelinePlan) and self.plan.transfers:
-            grids.append(Grid.of(tables.crossing(self.plan), "between stages"))
+            grids.append(Grid.of(tables.crossing(self.plan, self.names), "between stages"))
         if self.left_rest:
             lines.append(self.left_rest)
         return Section(tuple(lines), tuple(grids))
@@ -541,7 +536,8 @@ class PlanContent:
                 f"{self.file} --picture step.svg draws them",
             )
         named = [f"ranks {tables.ranks_text(r)}" if len(r) > 1 else f"rank {r[0]}" for r in ranks]
-        drawn = picture(simulation, named, beside=plan.in_time if isinstance(plan, Plan) else None)
+        beside = self.names.in_time(plan.in_time) if isinstance(plan, Plan) else None
+        drawn = picture(simulation, named, beside=beside)
         waits = [
             (
                 named[group],

@@ -272,18 +272,24 @@ def operators_text(names: OperatorNames, operators: Iterable[str]) -> str:
     return ", ".join(texts[:2]) + (f" and {len(texts) - 2} more" if len(texts) > 2 else "")
 
 
-def notes_of(notes: Iterable[str]) -> list[str]:
-    """Notes that several operators share, once, with the first of these operators."""
+def notes_of(notes: Iterable[str], names: OperatorNames) -> list[str]:
+    """Notes that several operators share, once, with the paths of these operators.
+
+    Args:
+        notes: each as ``operator: text`` or ``text``, perhaps behind ``stage 1: ``.
+        names: the operators' paths.
+    """
     folded: dict[tuple[str, str], list[str]] = {}
     for note in notes:
-        found = re.fullmatch(r"(stage \d+: )?([^\s:]+): (.*)", note, re.DOTALL)
-        where, operator, text = ("", "", note) if found is None else found.groups(default="")
-        folded.setdefault((where, text), []).append(operator)
-    out = []
-    for (where, text), operators in folded.items():
-        named = ", ".join(operators[:3]) + (f" and {len(operators) - 3} more" if len(operators) > 3 else "")
-        out.append(f"{where}{named}: {text}" if named else text)
-    return out
+        where = "" if (found := re.match(r"stage \d+: ", note)) is None else found[0]
+        rest = note.removeprefix(where)
+        operator, colon, text = rest.partition(": ")
+        known = bool(colon) and operator in names.decisions
+        folded.setdefault((where, text if known else rest), []).extend([operator] if known else ())
+    return [
+        f"{where}{operators_text(names, operators)}: {text}" if operators else f"{where}{text}"
+        for (where, text), operators in folded.items()
+    ]
 
 
 def regions(plan: Plan, names: OperatorNames) -> Iterator[str]:
@@ -418,7 +424,7 @@ def parameters(plan: Plan) -> Table:
 
 
 def folded_parameters(same: Mapping[str, Hashable]) -> list[tuple[str, tuple[str, ...]]]:
-    """Parameters of equal layers joined: (``layers.{0-3}.up.weight (4 of them)``, their names).
+    """Parameters of equal layers joined: (``layers.{0-3}.up.weight``, their names).
 
     Args:
         same: name of a parameter -> everything that must be equal of two parameters.
@@ -428,11 +434,10 @@ def folded_parameters(same: Mapping[str, Hashable]) -> list[tuple[str, tuple[str
         container, number, rest = next(iter(numbered(name)), ("", None, name))
         folded.setdefault((container, number is not None, rest, equal), []).append(name)
     out = []
-    for (container, inside, rest, _), names in folded.items():
-        each = f" ({len(names)} of them)" if len(names) > 1 else ""
-        numbers = numbers_text(next(iter(numbered(name)))[1] for name in names) if inside and each else ""
+    for (container, _, rest, _), names in folded.items():
+        numbers = numbers_text(next(iter(numbered(name)))[1] for name in names) if len(names) > 1 else ""
         name = f"{container}.{{{numbers}}}.{rest}".lstrip(".") if numbers else names[0]
-        out.append((name + each, tuple(names)))
+        out.append((name, tuple(names)))
     return out
 
 

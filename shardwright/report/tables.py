@@ -92,7 +92,7 @@ def explain(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
         say(f"on a device: {memory_line(plan.memory(0), plan.counted_optimizer)}")
     for line in regions(plan, names):
         say(line)
-    for note in notes_of(plan.notes):
+    for note in notes_of(plan.notes, names):
         say(f"note: {note}")
 
 
@@ -145,7 +145,7 @@ def summary(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
     if price.collectives:
         show(console, _dearest(price.collectives, cluster, names))
     found = plan.found.notes if plan.found is not None else ()
-    notes = notes_of(dict.fromkeys((*plan.notes, *found)))
+    notes = notes_of(dict.fromkeys((*plan.notes, *found)), names)
     for note in notes[:NOTES]:
         say(f"note: {note}")
     if len(notes) > NOTES:
@@ -246,14 +246,14 @@ def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int
         for line in regions(stage.plan, names):
             say(line)
     if plan.transfers:
-        show(console, crossing(plan))
+        show(console, crossing(plan, names))
     for stage in _firsts(plan):
         sends = sum(c.sent for c in plan.collectives(stage.first))
         held = memory_line(plan.memory(stage.first), stage.plan.counted_optimizer)
         say(f"{_on(plan, stage)}: {held}; sends {size_text(sends)} in a step")
     if (text := grid(plan)) is not None:
         say(text.rstrip("\n"))
-    for note in notes_of(plan.notes):
+    for note in notes_of(plan.notes, names):
         say(f"note: {note}")
 
 
@@ -285,7 +285,7 @@ def _on(plan: PipelinePlan, first: Stage) -> str:
     return f"on {which} (stage{'s' * (len(numbers) > 1)} {', '.join(numbers)})"
 
 
-def crossing(plan: PipelinePlan) -> Table:
+def crossing(plan: PipelinePlan, names: OperatorNames) -> Table:
     """The transfers between stages, a row each."""
     made = table("crosses", "from", "to", "shape", "cuts", "a rank sends", "when", "gradient", right=("a rank sends",))
     for t in plan.transfers:
@@ -295,7 +295,7 @@ def crossing(plan: PipelinePlan) -> Table:
             *map(
                 Text,
                 (
-                    t.name,
+                    names.value(t.name),
                     f"stage {t.source}",
                     f"stage {t.target}",
                     shape,
@@ -334,11 +334,11 @@ def summary_of_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: 
     if plan.peak > cluster.memory:
         say(f"that is more than a device has, which is {size_text(cluster.memory)}")
     if plan.transfers:
-        show(console, crossing(plan))
+        show(console, crossing(plan, names))
     spent = [(c, stage) for stage in plan.stages for c in stage.plan.price.collectives]
     if spent:
         show(console, _dearest_stage(spent, cluster, names))
-    notes = notes_of(plan.notes)
+    notes = notes_of(plan.notes, names)
     for note in notes[:NOTES]:
         say(f"note: {note}")
     if len(notes) > NOTES:

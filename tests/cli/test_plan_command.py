@@ -361,7 +361,7 @@ def test_diff(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     out = capsys.readouterr().out.splitlines()
     before = tuple(map(tuple, words["in_strategy"]))
     assert len(out) == 2 and out[0].startswith(f"~ relu: {before}") and "((1, 8),)" in out[0]
-    assert out[1].startswith("1 operators and 0 parameters differ; a step: ")
+    assert out[1].startswith("1 operator and 0 parameters differ; a step: ")
     assert command("diff", "a.json", "nowhere.json") == 2
     assert "nowhere.json" in capsys.readouterr().err
     Path("b.json").write_text("\n".join(lines)[:2000])
