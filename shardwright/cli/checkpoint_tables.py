@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import IO, Any
 
-from rich.console import Console
-from rich.text import Text
-
 from ..checkpoint.tensor_reader import StoredTensors
 from ..errors import ShardwrightError
 from ..planfile.encoding import read_layout
+from ..report.console_tables import console_of, saying, show as show_table, table
 from ..report.format import size_text
-from ..report.table_parts import UNLIMITED, folded_parameters, table
+from ..report.table_parts import folded_parameters
 
 __all__ = ["encoded", "show"]
 
@@ -47,10 +45,11 @@ def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None =
     Args:
         stored: the checkpoint.
         file: the file to print to; None: standard output.
-        width: the width of the text, in characters; None: the terminal's, or as needed where there is none.
+        width: the width of the text, in characters; None: the terminal's, or 100 where there is none.
     """
     info = encoded(stored)
-    console = Console(file=file, width=width, highlight=False, soft_wrap=True)
+    console = console_of(file, width)
+    say = saying(console, width)
     head = f"{info['path']}: {info['kind']}"
     if stored.manifest is not None:
         head = (
@@ -61,7 +60,8 @@ def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None =
         head += f"\n{ids}\n{len(info['files'])} files, {size_text(sum(info['files'].values()))}"
         for place, names in info.get("places", {}).items():
             head += f"\n{len(names)} of them written to {place}"
-    console.print(Text(head))
+    for line in head.splitlines():
+        say(line)
     shown = table("tensor", "shape", "dtype", "cut", "times", "bytes", right=("times", "bytes"))
     states: dict[str, list[int]] = {}
     cells: dict[str, tuple[str, str, str, int]] = {}
@@ -77,10 +77,7 @@ def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None =
     for key, sizes in states.items():
         shown.add_row(f"optimizer.*.{key}", "", "", "", str(len(sizes)), size_text(sum(sizes)))
     shown.add_row("together", "", "", "", str(len(info["tensors"])), size_text(info["bytes"]), style="bold")
-    needed = console.measure(shown, options=console.options.update(max_width=UNLIMITED)).maximum
-    if width is None and not console.is_terminal:
-        console = Console(file=file, width=max(needed, 100), highlight=False)
-    console.print(shown)
+    show_table(console, shown)
 
 
 def cut(tensor: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, ShardwrightError
 from ..launch.progress import keeper, showing
-from .command_line import Parser, add_import_option, add_json_option, add_quiet_option, failed, print_json, refused
+from .command_line import Parser, add_import_option, add_json_option, add_quiet_option, failed, print_json, refused, say
 from .script import Nothing, arguments_of, first_call, import_modules, positive, without_weights
 
 if TYPE_CHECKING:
@@ -333,6 +333,7 @@ def diff(arguments: argparse.Namespace) -> int:
     if len(arguments.script_args) != 2:
         arguments.parser.error(f"diff takes two plans, but got {' '.join(arguments.script_args) or 'none'}")
     from ..planning import Plan  # noqa: PLC0415  imports torch; registers how plans are read
+    from ..report.console_tables import console_of  # noqa: PLC0415  imports rich
     from ..report.plan_diff import difference  # noqa: PLC0415  imports torch
     from ..report.plan_figures import difference_figures  # noqa: PLC0415  imports torch
 
@@ -344,7 +345,9 @@ def diff(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(difference_figures(found))
     else:
-        print("\n".join(found.lines), flush=True)
+        console = console_of(None)
+        lines = found.fitted(console.width) if console.is_terminal else found.lines
+        print("\n".join(lines), flush=True)
     return EQUAL if found.equal else DIFFERENT
 
 
@@ -586,7 +589,7 @@ def verify(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(report.to_dict())
     else:
-        print(report.summary(), flush=True)
+        say(report.summary())
     return 0 if report.ok else 1
 
 

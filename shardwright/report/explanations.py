@@ -23,11 +23,12 @@ from ..partition.local_program import Decision
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..planners.limited_alternatives import Row, row_above
 from ..sharded_plan import Plan
+from .console_tables import console_of, saying, show, table
 from .description import describe, numbers_text
 from .format import size_text, time_text
 from .operator_names import Found, OperatorNames
 from .plan_diff import strategy_text
-from .table_parts import LEGEND, console_of, operators_table, rows, saying, show, table
+from .table_parts import legend, operators_table, rows
 from .tables import explain, summary
 
 __all__ = [
@@ -191,7 +192,7 @@ def module(
             share = f"{seconds / each.cost:.1%}" if each.cost else ""
             made.add_row(*map(Text, (names.text(name), each.decisions[name].cause, time_text(seconds), share)))
         show(console, made)
-    console.print(Text(f"{LEGEND} {COSTS}"))
+    console.print(Text(f"{legend(names)} {COSTS}"))
 
 
 def explanation(

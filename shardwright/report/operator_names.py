@@ -74,7 +74,7 @@ class OperatorNames:
         if name in self.sent:
             return f"send of {self.path(self.sent[name])}"
         path = self.paths.get(name, name)
-        kind = f" ({self.kinds[name]})" if name in self.kinds and path.rpartition(".")[2].isdecimal() else ""
+        kind = f" ({self.kinds[name]})" if name in self.kinds and self.is_numbered(path) else ""
         return self._short(path, self.layers.get(path)) + kind
 
     def text(self, name: str) -> str:
@@ -104,6 +104,11 @@ class OperatorNames:
     def _moved(self, what: str) -> str:
         kind, comma, value = what.partition(", ")
         return f"{kind}, {self.value(value)}" if comma else self.path(what)
+
+    @staticmethod
+    def is_numbered(path: str) -> bool:
+        """True for the path of a numbered module, which does not say what it is."""
+        return path.rpartition(".")[2].isdecimal()
 
     @staticmethod
     def _short(path: str, layer: tuple[str, int] | None) -> str:

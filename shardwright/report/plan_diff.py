@@ -22,6 +22,7 @@ from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
 from ..planfile.document_writer import dataset_strategy, digest, pipeline_dataset_strategy, pipeline_words
 from ..planfile.encoding import spell_assignment, spell_digits, spell_layout
 from ..sharded_plan import ParameterPlan, Plan
+from .console_tables import wrapped
 from .format import size_text, time_text
 from .operator_names import OperatorNames
 from .table_parts import folded_parameters
@@ -50,6 +51,19 @@ class PlanChange:
         texts = " -> ".join(filter(None, (self.before, self.after)))
         return f"{self.sign} {self.path}: {texts}" + ", each" * (len(self.names) > 1)
 
+    def lines(self, width: int) -> Iterator[str]:
+        """The change as lines of at most `width` characters: one, or its path and what is before and after."""
+        if len(str(self)) <= width:
+            yield str(self)
+            return
+        each = " (each)" * (len(self.names) > 1)
+        yield from wrapped(f"{self.sign} {self.path}{each}:", width)
+        for sign, text in (("     ", self.before), ("  -> " if self.before else "     ", self.after)):
+            before = sign
+            for line in wrapped(text, width - len(sign)) if text else ():
+                yield before + line
+                before = "     "
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -73,9 +87,22 @@ class Difference:
         """True where no line differs."""
         return not (self.settings or self.operators or self.parameters)
 
-    @cached_property
+    @property
     def lines(self) -> tuple[str, ...]:
         """All lines, and last the number of differences, the time of a step and the peak memory of both plans."""
+        return (*self.settings, *map(str, (*self.operators, *self.parameters)), self.total)
+
+    def fitted(self, width: int) -> Iterator[str]:
+        """The same, as lines of at most `width` characters."""
+        for text in self.settings:
+            yield from wrapped(text, width)
+        for change in (*self.operators, *self.parameters):
+            yield from change.lines(width)
+        yield from wrapped(self.total, width)
+
+    @cached_property
+    def total(self) -> str:
+        """The number of differences, the time of a step and the peak memory of both plans."""
         totals = f"a step: {time_text(self.before.cost)} -> {time_text(self.after.cost)}"
         if self.before.cost:
             totals += f" ({self.after.cost / self.before.cost - 1:+.2%})"
@@ -84,12 +111,7 @@ class Difference:
             for changes, what in ((self.operators, "operator"), (self.parameters, "parameter"))
         )
         counts = "equal" if self.equal else f"{operators} and {parameters} differ"
-        return (
-            *self.settings,
-            *map(str, self.operators),
-            *map(str, self.parameters),
-            f"{counts}; {totals}; at most on a device: {size_text(self.before.peak)} -> {size_text(self.after.peak)}",
-        )
+        return f"{counts}; {totals}; at most on a device: {size_text(self.before.peak)} -> {size_text(self.after.peak)}"
 
 
 def difference(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Difference:

@@ -24,6 +24,7 @@ from ..pipeline.pipeline_plan import PipelinePlan, moments, timeline_of
 from ..redistribution import CollectiveKind
 from ..sharded_plan import Collective, OperatorPlan, ParameterPlan, Plan
 from . import tables
+from .console_tables import UNLIMITED, console_of
 from .description import cluster_line, describe, inputs_line
 from .explanations import alternatives_table, cause, decided, next_best, shares_table
 from .format import layout_text, size_text, time_text
@@ -32,7 +33,7 @@ from .operator_names import OperatorNames
 from .plan_diff import strategy_text
 from .report_pictures import KIND_COLOURS, SlicePicture, SlicePictures, memory
 from .report_values import Branch, Grid, Leaf, Place, Section, Stat, Tensor
-from .table_parts import UNLIMITED, alternatives_of, beside_lines, console_of, folded_parameters, notes_of, regions
+from .table_parts import alternatives_of, beside_lines, folded_parameters, notes_of, regions
 from .timeline import headline, picture
 
 __all__ = ["PlanContent"]

@@ -24,18 +24,17 @@ from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
 from ..pipeline.simulate import Once, Simulation
 from ..rules.dims import send
 from ..sharded_plan import Plan
+from .console_tables import UNLIMITED, console_of, saying, show, table
 from .description import cluster_line, describe, inputs_line, numbers_text
-from .format import size_text, time_text
+from .format import link_text, size_text, time_text
 from .operator_names import OperatorNames
 from .table_parts import (
     DEAREST,
-    LEGEND,
     NOTES,
-    UNLIMITED,
     alternatives_of,
     beside_lines,
-    console_of,
     cuts_of,
+    legend,
     memory_line,
     notes_of,
     operators_table,
@@ -43,9 +42,6 @@ from .table_parts import (
     parameters,
     regions,
     rows,
-    saying,
-    show,
-    table,
     total,
 )
 from .timeline import COLUMNS, LINES, headline
@@ -85,7 +81,7 @@ def explain(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
     for line in (*describe(plan).body(), inputs_line(plan)):
         say(line)
     show(console, operators_table(rows(plan, sent, names), console))
-    console.print(Text(LEGEND))
+    console.print(Text(legend(names)))
     say(total(plan, sent))
     if plan.parameters:
         show(console, parameters(plan))
@@ -182,7 +178,7 @@ def _dearest(collectives: Iterable[PricedCollective], cluster: Cluster, names: O
     )
     for group in rows[:DEAREST]:
         first, seconds = group[0], sum(c.seconds for c in group)
-        over = ", ".join(f"{units} by {level.name}" for level, units in cluster.crossed(first.digits))
+        over = ", ".join(f"{units} by {link_text(level)}" for level, units in cluster.crossed(first.digits))
         made.add_row(
             *map(
                 Text,
@@ -209,11 +205,11 @@ def ranks_text(ranks: range) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
 
 
-def grid(plan: PipelinePlan) -> str | None:
-    """The schedule as a grid of actions; None where the grid would be too long or too wide to read."""
+def grid(plan: PipelinePlan, width: int = COLUMNS) -> str | None:
+    """The schedule as a grid of actions; None where the grid would be too long or wider than `width`."""
     text = plan.schedule.grid()
     lines = text.splitlines()
-    return text if len(lines) <= LINES and max(map(len, lines), default=0) <= COLUMNS else None
+    return text if len(lines) <= LINES and max(map(len, lines), default=0) <= width else None
 
 
 def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int | None = None) -> None:
@@ -235,7 +231,7 @@ def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int
     for line in (*describe(plan).body(), inputs_line(plan)):
         say(line)
     say_chosen(plan, console, say)
-    console.print(Text(LEGEND))
+    console.print(Text(legend(names)))
     for stage in plan.stages:
         say(f"stage {stage.number} on rank{'s' * (stage.devices > 1)} {ranks_text(stage.ranks)}, one micro-batch")
         number = stage.number
@@ -251,7 +247,7 @@ def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int
         sends = sum(c.sent for c in plan.collectives(stage.first))
         held = memory_line(plan.memory(stage.first), stage.plan.counted_optimizer)
         say(f"{_on(plan, stage)}: {held}; sends {size_text(sends)} in a step")
-    if (text := grid(plan)) is not None:
+    if (text := grid(plan, min(COLUMNS, console.width) if console.is_terminal or width else COLUMNS)) is not None:
         say(text.rstrip("\n"))
     for note in notes_of(plan.notes, names):
         say(f"note: {note}")
@@ -412,7 +408,9 @@ def _dearest_stage(spent: Iterable[tuple[PricedCollective, Stage]], cluster: Clu
     )
     order = [(key, stages, max(stages.values(), key=seconds)) for key, stages in alike.items()]
     for (kind, digits, size, phase, devices), stages, most in sorted(order, key=lambda one: -seconds(one[2]))[:DEAREST]:
-        over = ", ".join(f"{units} by {level.name}" for level, units in Cluster.of(cluster, devices).crossed(digits))
+        over = ", ".join(
+            f"{units} by {link_text(level)}" for level, units in Cluster.of(cluster, devices).crossed(digits)
+        )
         made.add_row(
             *map(
                 Text,

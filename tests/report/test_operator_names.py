@@ -16,9 +16,9 @@ from test_description import column_row, gpt, tower, transformer
 import shardwright as sw
 from shardwright.cli import main as cli
 from shardwright.operator_explanation import explained, seconds_of
+from shardwright.report.console_tables import table
 from shardwright.report.explanations import costs, tell
 from shardwright.report.operator_names import OperatorNames
-from shardwright.report.table_parts import table
 from shardwright.report.tables import explain, summary
 
 
