@@ -227,7 +227,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(figures(made) | {"output": str(output)})
         return 0
-    summary(made)
+    summary(made, named=arguments.cluster is not None)
     print(f"written to {output}", flush=True)
     return 0
 

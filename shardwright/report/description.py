@@ -44,6 +44,7 @@ __all__ = [
     "inputs_line",
     "layer_of",
     "nothing_split",
+    "nothing_split_warning",
     "numbered",
     "numbers_text",
 ]
@@ -274,13 +275,35 @@ def nothing_split(plan: Plan) -> str:
     return f"the search splits nothing, since on {cluster} messages would cost more than they save: {does}"
 
 
-def cluster_line(plan: Plan | PipelinePlan) -> str:
-    """The cluster that a plan is priced for, as a sentence; the one that is taken where none is named says so."""
+def nothing_split_warning(plan: Plan | PipelinePlan, named: bool) -> str:
+    """The warning of a training run whose search splits no operator; "": there is nothing to warn of.
+
+    Args:
+        plan: the plan.
+        named: True where the user has named the cluster.
+    """
+    if isinstance(plan, PipelinePlan) or plan.found is None or not (text := nothing_split(plan)):
+        return ""
+    cluster = Cluster.of(plan.cluster, plan.devices).name
+    assumed = (
+        f". No cluster was named, so {cluster} is assumed: cluster= takes yours, the name of a preset or a file that "
+        "shardwright calibrate measures"
+    )
+    return f'parallel_mode="{plan.mode}": {text}{assumed * (not named)}'
+
+
+def cluster_line(plan: Plan | PipelinePlan, named: bool = False) -> str:
+    """The cluster that a plan is priced for, as a sentence; the default cluster says so.
+
+    Args:
+        plan: the plan.
+        named: True where the user has named the cluster.
+    """
     cluster = Cluster.of(plan.cluster, plan.devices)
     levels = ", ".join(f"{level.size} by {level.name} ({level.bandwidth / 1e9:.3g} GB/s)" for level in cluster.levels)
-    assumed = "; this one is taken too where none is named (cluster=, --cluster)"
-    known = Cluster.of(None, plan.devices)
-    return f"cluster: {cluster.name}, {levels}, {size_text(cluster.memory)} a device{assumed * (cluster == known)}"
+    default = "; it is the default, and cluster= or --cluster names another"
+    assumed = not named and cluster == Cluster.of(None, plan.devices)
+    return f"cluster: {cluster.name}, {levels}, {size_text(cluster.memory)} a device{default * assumed}"
 
 
 def _feeding(plan: Plan | PipelinePlan) -> object:

@@ -76,9 +76,8 @@ def explain(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
         return
     sent, names, console = plan.collectives(0), OperatorNames(plan), console_of(file, width)
     say = saying(console, width)
-    head = f"{plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)}"
-    say(f"{head}: {len(plan.operators)} operators, plan {plan.fingerprint}")
-    for line in (*describe(plan).body(), inputs_line(plan)):
+    say(headline_of(plan))
+    for line in (*describe(plan).body(), cluster_line(plan), inputs_line(plan), step_line(plan), bound_line(plan)):
         say(line)
     show(console, operators_table(rows(plan, sent, names), console))
     console.print(Text(legend(names)))
@@ -95,43 +94,29 @@ def explain(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
 # -- a plan at a glance ------------------------------------------------------------------------------------------------
 
 
-def summary(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int | None = None) -> None:
+def summary(
+    plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int | None = None, named: bool = False
+) -> None:
     """Print the cost of a plan for one rank. Every rank has the same cost, except those of other stages of a pipeline.
 
     Args:
         plan: the plan.
         file: the file to print to; None: standard output.
         width: of tables, in characters; None: the terminal's, or 100 where there is none.
+        named: True where the user has named the cluster.
     """
     if isinstance(plan, PipelinePlan):
-        summary_of_pipeline(plan, file, width)
+        summary_of_pipeline(plan, file, width, named)
         return
     console, names = console_of(file, width), OperatorNames(plan)
     price, cluster = plan.price, Cluster.of(plan.cluster, plan.devices)
     say = saying(console, width)
-    say(
-        f"{plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)} of {cluster.name}: {len(plan.decisions)} "
-        f"operators, plan {plan.fingerprint}"
-    )
-    for line in (*describe(plan).body(), cluster_line(plan), inputs_line(plan)):
+    say(headline_of(plan))
+    for line in (*describe(plan).body(), cluster_line(plan, named), inputs_line(plan), step_line(plan)):
         say(line)
-    forward, backward, computing, sending = map(
-        time_text, (price.forward, price.backward, price.compute, price.communication)
-    )
-    say(
-        f"a step takes {time_text(price.total)}: forward {forward}, backward {backward}; computing {computing}, "
-        f"communication {sending}"
-    )
     for line in beside_lines(plan):
         say(line)
-    if plan.bound is None:
-        say(
-            "no lower bound was proved"
-            if plan.found is not None
-            else "nothing was searched, so there is no lower bound"
-        )
-    else:
-        say(f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}")
+    say(bound_line(plan))
     show(console, memory(plan.timeline.kinds, plan.peak, cluster, plan.optimizer))
     if plan.peak > cluster.memory:
         say('that is more than a device has: memory="cluster" (--memory cluster) searches for a plan that fits')
@@ -146,6 +131,28 @@ def summary(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
         say(f"note: {note}")
     if len(notes) > NOTES:
         say(f"note: and {len(notes) - NOTES} more, which the lines of the plan have")
+
+
+def headline_of(plan: Plan) -> str:
+    """The mode, the devices, the cluster, the number of operators and the fingerprint of a plan, as a line."""
+    devices = f"{plan.devices} device{'s' * (plan.devices > 1)} of {Cluster.of(plan.cluster, plan.devices).name}"
+    return f"{plan.mode} on {devices}: {len(plan.decisions)} operators, plan {plan.fingerprint}"
+
+
+def step_line(plan: Plan) -> str:
+    """The time of a step by its parts, as a sentence."""
+    price = plan.price
+    halves = f"forward {time_text(price.forward)}, backward {time_text(price.backward)}"
+    parts = f"computing {time_text(price.compute)}, communication {time_text(price.communication)}"
+    return f"a step takes {time_text(price.total)}: {halves}; {parts}"
+
+
+def bound_line(plan: Plan) -> str:
+    """The lower bound of a plan, as a sentence."""
+    if plan.bound is None:
+        searched = plan.found is not None
+        return "no lower bound was proved" if searched else "nothing was searched, so there is no lower bound"
+    return f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}"
 
 
 def memory(kinds: dict[str, float], peak: float, cluster: Cluster, optimizer: OptimizerSetting) -> Table:
@@ -225,10 +232,10 @@ def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int
     console, names = console_of(file, width), OperatorNames(plan)
     say = saying(console, width)
     say(
-        f"{plan.mode} on {plan.devices} devices: {_scheduled(plan)}, {len(plan.operators)} operators, plan "
-        f"{plan.fingerprint}"
+        f"{plan.mode} on {plan.devices} devices of {Cluster.of(plan.cluster, plan.devices).name}: {_scheduled(plan)}, "
+        f"{len(plan.operators)} operators, plan {plan.fingerprint}"
     )
-    for line in (*describe(plan).body(), inputs_line(plan)):
+    for line in (*describe(plan).body(), cluster_line(plan), inputs_line(plan), headline(plan.simulation)):
         say(line)
     say_chosen(plan, console, say)
     console.print(Text(legend(names)))
@@ -311,8 +318,10 @@ def _sent(plan: PipelinePlan, t: Transfer) -> str:
     return size_text(t.nbytes)
 
 
-def summary_of_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Print the cost of a pipeline: the time of a step, and each stage's share of it."""
+def summary_of_pipeline(
+    plan: PipelinePlan, file: IO[str] | None = None, width: int | None = None, named: bool = False
+) -> None:
+    """Print the cost of a pipeline: the time of a step, and each stage's share of it; arguments as of `summary`."""
     console, names = console_of(file, width), OperatorNames(plan)
     say = saying(console, width)
     cluster, simulation = Cluster.of(plan.cluster, plan.devices), plan.simulation
@@ -320,7 +329,7 @@ def summary_of_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: 
         f"{plan.mode} on {plan.devices} devices of {cluster.name}: {len(plan.operators)} operators, plan "
         f"{plan.fingerprint}"
     )
-    for line in (*describe(plan).body(), cluster_line(plan), inputs_line(plan)):
+    for line in (*describe(plan).body(), cluster_line(plan, named), inputs_line(plan)):
         say(line)
     say(headline(simulation))
     say("no lower bound was proved: stages are planned one by one")

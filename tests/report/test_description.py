@@ -344,9 +344,10 @@ def test_a_search_that_splits_nothing_says_so() -> None:
 
 def test_the_cluster_that_was_assumed() -> None:
     plan = tower({})
-    assert cluster_line(plan).endswith("; this one is taken too where none is named (cluster=, --cluster)")
+    assert cluster_line(plan).endswith("; it is the default, and cluster= or --cluster names another")
+    assert "default" not in cluster_line(plan, named=True)
     assert cluster_line(tower({}, cluster="a100x8")).startswith("cluster: a100x8, ")
-    assert "assumed" not in cluster_line(tower({}, cluster="a100x8"))
+    assert "default" not in cluster_line(tower({}, cluster="a100x8"))
     assert Cluster.of(None, DEVICES).name in cluster_line(plan)
 
 

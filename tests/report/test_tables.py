@@ -44,7 +44,7 @@ def test_explain_shows_each_stage_and_what_crosses() -> None:
     plan = planned(Chain(tied=True, skip=True))
     text = shown(explain, plan, width=200)
     assert text.startswith(
-        f"semi_auto on 8 devices: 2 stages, 1f1b, 4 micro-batches, 10 operators, plan {plan.fingerprint}\n"
+        f"semi_auto on 8 devices of h100x8: 2 stages, 1f1b, 4 micro-batches, 10 operators, plan {plan.fingerprint}\n"
     )
     first, second = (text.index(f"stage {s} on ranks {4 * s}-{4 * s + 3}, one micro-batch") for s in (0, 1))
     assert first < text.index(" layers.1 (linear) ") < second < text.index("mse_loss")
