@@ -122,7 +122,7 @@ class ScheduledMessage:
         return f"{what}{of}{', again' * self.again}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CommunicationSchedule:
     """The schedule of one program.
 
@@ -144,6 +144,10 @@ class CommunicationSchedule:
     splits: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     early: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     library: bool = True
+
+    def __repr__(self) -> str:
+        apart = sum(message.apart for message in self.messages)
+        return f"<CommunicationSchedule: {len(self.messages)} messages, {apart} of them beside computation>"
 
     @cached_property
     def order(self) -> tuple[tuple[int, str, int], ...]:
