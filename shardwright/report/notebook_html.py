@@ -22,6 +22,9 @@ from .timeline import picture
 
 __all__ = ["html_table", "layout_html", "mark_html", "operator_html", "operators_html", "plan_html"]
 
+#: The notation of layouts.
+LAYOUT = "layout 8: [2@4, -]: on 8 devices, dim 0 in 2 parts, of which rank r has number r // 4 % 2, and dim 1 whole"
+
 #: The most devices of a picture beside a tensor of an operator.
 SMALL = 64
 
@@ -96,10 +99,11 @@ def operator_html(operator: OperatorPlan) -> str:
             drawn = Drawn(slice_svg(layout, Cluster.of(None, layout.devices), 0.5)) if small else ""
             name = f"{side} {i}" + (f" {names[i]}" if i < len(names) and names[i] else "")
             rows.append((name, str(shape), str(layout.cuts), str(part), str(layout), drawn))
+    below = [*([operator.note] if operator.note else []), LAYOUT]
     at = ", ".join(filter(None, (operator.op, operator.source)))
     title = f"{operator.module or operator.name} ({at}), by {operator.cause}"
     head = ("tensor", "shape", "cuts", "on a device", "layout", "slices, and devices")
-    return html_table(title, head, rows, [operator.note] if operator.note else [])
+    return html_table(title, head, rows, below)
 
 
 def operators_html(operators: Sequence[OperatorPlan]) -> str:

@@ -93,6 +93,9 @@ class OperatorNames:
         name = value.partition("~")[0]
         found = self.producers.get(name, name)
         found = self.sent.get(found, found)
+        while found in self.decisions and self.kinds[found] == "alias":  # another name of the same result
+            name = self.decisions[found].op.inputs[0].name
+            found = self.producers.get(name, name)
         if found not in self.decisions:
             found = name.rpartition(".")[0]
         return found if found in self.decisions else None

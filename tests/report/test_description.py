@@ -18,7 +18,15 @@ from torch.nn import functional as F
 import shardwright as sw
 from shardwright.cluster import Cluster
 from shardwright.layout import digits_size
-from shardwright.report.description import Axis, PlanPart, cluster_line, describe, inputs_line, layer_of
+from shardwright.report.description import (
+    Axis,
+    Block as BlockOfPlan,
+    PlanPart,
+    cluster_line,
+    describe,
+    inputs_line,
+    layer_of,
+)
 from shardwright.report.operator_cuts import operator_cuts
 from shardwright.report.tables import explain, summary
 
@@ -340,6 +348,21 @@ def test_a_search_that_splits_nothing_says_so() -> None:
         "2 devices does all the work"
     )
     assert "nothing" not in str(transformer(gpt, "data_parallel").describe())
+
+
+def test_one_module_and_a_small_part() -> None:
+    """One module is not several, and a part that is not zero is not called so."""
+
+    class Net(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), nn.LayerNorm(2048)), nn.Linear(2048, 64))
+
+    net, x = Net(), torch.empty(64, 2048)
+    plan = sw.plan(net, (x,), parallel_mode="data_parallel", devices=8, hsdp={"optimizer_level": "level3"})
+    text = str(plan.describe())
+    assert "modules 0:" not in text and "0.0%" not in text and "less than 0.1% of the parameters whole" in text
+    assert BlockOfPlan("", (0,), (), (), "", "", ()).title == "module 0"
+    assert BlockOfPlan("", (0, 1), (), (), "", "", ()).title == "modules 0-1"
 
 
 def test_the_cluster_that_was_assumed() -> None:

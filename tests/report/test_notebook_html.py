@@ -56,6 +56,7 @@ def test_a_plan_its_operators_and_a_mark() -> None:
     html = plan._repr_html_()
     assert f"a step {time_text(plan.cost)} by the cost model; a device holds {size_text(plan.peak)}" in html
     assert f"a rank sends {size_text(plan.sent)}" in html
+    assert "on 8 devices, dim 0 in 2 parts, of which rank r has number r // 4 % 2" in plan.operators[0]._repr_html_()
     shown = cells(plan.operators[0]._repr_html_())
     assert [line[:4] for line in shown[1:]] == [
         ["in 0 input", "(8, 16)", "(2, 1)", "(4, 16)"],
