@@ -25,7 +25,7 @@ from .capture.hybrid_models import check_mode, one_slice, own_parameters
 from .capture.kept_regions import with_policy
 from .cluster import Cluster, memory_of
 from .errors import CaptureError, PlanError, SettingError, known_keywords
-from .garbage_collection import gc_paused
+from .garbage_collection import gc_paused, roomy_stack
 from .graph import Graph
 from .launch.progress import keep, phase
 from .layout import Layout
@@ -80,7 +80,6 @@ if TYPE_CHECKING:
 
 __all__ = ["capture_micro", "make_pipeline", "make_plan", "plan"]
 
-
 #: Runs a search for several processes: (graph, settings that decide the result, search, a function that carries
 #: portable decisions onto the process's own graph) -> decisions.
 Searcher = Callable[[Graph, Any, Callable[[], Decisions], Callable[[PortableDecisions], Decisions]], Decisions]
@@ -90,6 +89,7 @@ OWN_STATISTICS = ("data_parallel",)
 
 
 @phase("plan", lambda graph, devices, settings, **_: settings.search_progress)
+@roomy_stack
 @gc_paused()
 def make_plan(
     graph: Graph,
@@ -131,8 +131,7 @@ def make_plan(
     hsdp = None if settings.hsdp is None else replace(settings.hsdp, whole=whole)
     automatic = hsdp if hsdp is not None and hsdp.is_automatic else None
     cluster = Cluster.of(settings.cluster, devices)
-    memory, optimizer = memory_of(settings.memory, cluster), settings.optimizer
-    fitting = planners(fits_memory=True)
+    memory, optimizer, fitting = memory_of(settings.memory, cluster), settings.optimizer, planners(fits_memory=True)
     if memory is not None and parallel_mode not in fitting and (automatic is None or parallel_mode not in PLANNERS):
         follows = parallel_mode in planners(searches=True)
         raise SettingError(

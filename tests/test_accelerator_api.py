@@ -45,7 +45,7 @@ NAMED = {
     "runtime/compilation.py": "torch's own names of inductor's modes",
     "rules/random_numbers/dropout_kernel.py": "the kinds of devices for which Triton compiles",
     "process.py": "the name of each vendor's library of collectives, and examples",
-    "torch_private.py": "cuDNN is NVIDIA's own",
+    "torch_private/capture_internals.py": "cuDNN is NVIDIA's own",
     "accelerator_api.py": "hardware that adds float64; examples in messages",
 }
 

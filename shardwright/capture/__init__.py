@@ -10,6 +10,8 @@ source_lines         files, lines and modules of the user's code
 mutation             in-place writes, rewritten as a program without writes
 kept_regions         recompute regions, autograd functions and vmap regions, each kept whole
 python_state         Python state that the forward reads and writes
+observed             parts of this observation: names in code, stand-ins, state of arrays
+second_run           further captures of one call: counters, and values that change by themselves
 side_effects         effects of a forward besides its result
 watched_calls        prints, logs and hooks of a forward
 guards               the Python state that was read, checked before each call

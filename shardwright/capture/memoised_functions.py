@@ -27,7 +27,7 @@ from torch import nn
 
 from ..errors import CaptureError
 from ..torch_private import DisableTorchFunction, FakeTensor, pytree, untraced
-from .guards import GuardedPlace
+from .observed.places import GuardedPlace
 from .source_lines import is_users
 
 __all__ = ["computed_for_real"]

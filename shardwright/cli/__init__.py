@@ -8,6 +8,7 @@
     doctor_command       doctor
     command_line         what commands share: the parser with its examples, --json, --import
     forked_ranks         forked processes with a time limit, two of them as ranks, for doctor
+    library_imports      optional libraries imported, each in a process of its own, for doctor
     checkpoint_tables    a checkpoint in a terminal
     script               the target of a command: a training script, or a function
 

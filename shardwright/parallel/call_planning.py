@@ -37,7 +37,7 @@ from ..pipeline.stage_search import AutomaticStages
 from ..planners.implied_inputs import global_inputs, implied_devices
 from ..planners.planning_problem import warn_of_ignored_marks
 from ..planning import make_pipeline, make_plan
-from ..process import Runtime, current, stream
+from ..process import Runtime, compare_devices, current, stream
 from ..pytree_objects import opened, with_tensors
 from ..rules.attention import with_fast_attention
 from ..runtime.deferred_init import beginnings
@@ -122,6 +122,7 @@ class CallPlanning(SettingMethods):
             from ..runtime.distributed.agreement import Agreement, begin_planning  # noqa: PLC0415  in processes alone
 
             begin_planning("" if recording is None else recording.why)
+            compare_devices()
             ranks = Agreement(settings.parallel_mode, signature)
         try:
             self._check_wrapper(self._wrapper)
@@ -133,6 +134,8 @@ class CallPlanning(SettingMethods):
                 from ..runtime.distributed.parameters import held_layouts  # noqa: PLC0415  in processes alone
 
                 stored = held_layouts(module)
+            if runtime.processes and before is None and not stored:
+                device_of(self.net, self.loss_fn)  # an error where it is on several
             check_mode(module, settings.parallel_mode)
             if hybrid:
                 devices = devices or 1
@@ -176,8 +179,7 @@ class CallPlanning(SettingMethods):
                         partial(captures, self.net, **how),
                     )
                 graph = with_policy(graph, settings.recompute)
-                # A compiler's own masks cost no more than fast ones, and fuse (`rules.random_numbers.traced_dropout`).
-                fast = self._running.random == "fast" and not self._running.compiled
+                fast = self._running.random == "fast"
                 return with_fast_attention(graph) if fast else graph, wide[0] if wide else None
 
             automatic = (
@@ -244,6 +246,20 @@ class CallPlanning(SettingMethods):
             if text := nothing_split_warning(plan, settings.cluster is not None):
                 warnings.warn(text, stacklevel=stack_level())
         return plan
+
+    def _agreed_bucket(self, index: int) -> int:
+        """The index of the longest bucket that any process needs, where processes feed different parts of the batch."""
+        runtime = self._runtime()
+        settings = self._settings
+        whole = settings.dataset_strategy == "full_batch" or settings.parallel_mode == "stand_alone"
+        if not runtime.processes or whole:
+            return index
+        from torch import distributed  # noqa: PLC0415  needed by runs in processes alone
+
+        compare_devices()
+        needed = torch.tensor(index, device=runtime.device)
+        distributed.all_reduce(needed, distributed.ReduceOp.MAX)
+        return int(needed)
 
     def _heard(self, error: SettingError) -> SettingError:
         """The error that keeps this rank from a call after the first one, which the other ranks have heard of."""

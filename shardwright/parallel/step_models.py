@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.python_state import names_read
+from ..capture.observed.code_names import names_read
 from ..capture.source_lines import is_users
 from ..errors import SettingError, place_text
 from ..torch_private import COMPILED

@@ -11,6 +11,7 @@ ir_dump              the program of one rank as plain text, one operator a line
 format               units, types, layouts and numbers in these texts
 html_report          a plan as one HTML file
 report_content       its figures
+local_alternatives   other strategies of one operator, priced without a search
 report_values        the values that it lays out
 report_pictures      its pictures
 notebook_html        plans, operators and layouts in a notebook

@@ -33,9 +33,11 @@ from .tables import explain, summary
 
 __all__ = [
     "alternatives_table",
+    "because",
     "cause",
     "costs",
     "decided",
+    "difference",
     "explanation",
     "module",
     "next_best",
@@ -301,27 +303,27 @@ def next_best(answer: Explanation, names: OperatorNames) -> str | None:
     most = "" if answer.exact and best.proved else "at most " if answer.exact else "at least "
     per = "a step" if answer.stage is None else "a micro-batch"
     proved = "" if answer.exact else ", not proved to be reached"
-    alone = "impossible" if math.isinf(best.alone) else _difference(best.alone)
+    alone = "impossible" if math.isinf(best.alone) else difference(best.alone)
     label = "better by the search" if better else "next best" if best.more >= 0 or answer.exact else "perhaps better"
-    text = f"{label}: {strategy_text(best.decision)}, {most}{_difference(best.more)} {per} if all else is chosen anew"
+    text = f"{label}: {strategy_text(best.decision)}, {most}{difference(best.more)} {per} if all else is chosen anew"
     text += f"{proved}, {alone} if nothing else changes"
-    return text + (f", since {_because(best.holder, names)}" if best.holder is not None else "")
+    return text + (f", since {because(best.holder, names)}" if best.holder is not None else "")
 
 
 #: A difference of seconds below which two plans take the same time: the rounding of sums.
 EQUAL = 1e-12
 
 
-def _difference(seconds: float) -> str:
+def difference(seconds: float) -> str:
     """A difference of seconds with its sign: ``+1.33 ms``."""
     if abs(seconds) < EQUAL:
         return "+0 us"
     return f"{'-' if seconds < 0 else '+'}{time_text(abs(seconds))}"
 
 
-def _because(holder: Holder, names: OperatorNames) -> str:
+def because(holder: Holder, names: OperatorNames) -> str:
     """The reason why an alternative alone costs more, as a sentence."""
-    more = "cannot be" if math.isinf(holder.more) else f"takes {_difference(holder.more)}"
+    more = "cannot be" if math.isinf(holder.more) else f"takes {difference(holder.more)}"
     if not holder.value:
         return f"its own work, and what it is fed, {more}"
     if not holder.operators:
@@ -370,7 +372,7 @@ def _total(other: Alternative) -> str:
 
 
 def _more(other: Alternative) -> str:
-    return "" if math.isinf(other.more) else _difference(other.more)
+    return "" if math.isinf(other.more) else difference(other.more)
 
 
 def decided(answer: Explanation, names: OperatorNames) -> str:
@@ -439,4 +441,4 @@ def _holder(holder: Holder, names: OperatorNames) -> str:
 def _alone(other: Alternative) -> str:
     if math.isinf(other.alone):
         return "cannot be"
-    return _difference(other.alone) + ("" if other.row is None else ", does not fit")
+    return difference(other.alone) + ("" if other.row is None else ", does not fit")

@@ -15,7 +15,7 @@ from ..json_files.json_values import write_text
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..sharded_plan import Plan
 from .plan_diff import difference
-from .report_content import PlanContent
+from .report_content import LAYOUTS, PlanContent
 from .report_pictures import KIND_COLOURS, SlicePictures
 
 __all__ = ["page", "write"]
@@ -30,8 +30,8 @@ def page(plans: Sequence[Plan | PipelinePlan], titles: Sequence[str] = (), expla
     Args:
         plans: one or two plans.
         titles: their names, such as their files.
-        explain: the number of operators whose alternatives are priced, the most expensive first; None: three in a
-            small plan that was not searched within a limit of memory, otherwise none.
+        explain: the number of operators whose alternatives are priced, the most expensive first; None: three, in a
+            large plan or one that was searched within a limit of memory while nothing else changes, without a search.
 
     Raises:
         SettingError: neither one nor two plans, or Jinja2 is missing.
@@ -69,7 +69,11 @@ def page(plans: Sequence[Plan | PipelinePlan], titles: Sequence[str] = (), expla
     ]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(template).render(
-        plans=sections, difference=[*lines[:MOST_LINES], *more], symbols=pictures.symbols(), colours=KIND_COLOURS
+        plans=sections,
+        difference=[*lines[:MOST_LINES], *more],
+        symbols=pictures.symbols(),
+        colours=KIND_COLOURS,
+        layouts=LAYOUTS,
     )
 
 

@@ -48,6 +48,7 @@ class OperatorNames:
     Attributes:
         paths: name of an operator -> its path.
         kinds: name of an operator -> its plain name, such as "linear".
+        sources: names of the parameters, buffers and inputs, apart from what a stage of a pipeline receives.
         sent: name of the identity at the end of a stage -> the operator whose result it hands on.
     """
 
@@ -63,6 +64,7 @@ class OperatorNames:
             for name, d in each.decisions.items()
             if d.op.target is send
         }
+        self.sources = {v.name for each in plans for v in each.graph.sources()} - self.producers.keys()
         self.buffers = {name for each in plans for name in each.graph.buffers}
         self.kinds = {name: plain_kind(d.op) for name, d in self.decisions.items()}
         self.paths = operator_paths(self.decisions)
@@ -91,14 +93,19 @@ class OperatorNames:
         """The operator that produces a value, one in another layout (``relu~1``), or one inside of the operator
         (``softmax.1``); None for a value that none produces."""
         name = value.partition("~")[0]
-        found = self.producers.get(name, name)
-        found = self.sent.get(found, found)
+        found = self._made_by(name)
         while found in self.decisions and self.kinds[found] == "alias":  # another name of the same result
             name = self.decisions[found].op.inputs[0].name
-            found = self.producers.get(name, name)
-        if found not in self.decisions:
+            found = self._made_by(name)
+        if found not in self.decisions and name not in self.sources:
             found = name.rpartition(".")[0]
         return found if found in self.decisions else None
+
+    def _made_by(self, name: str) -> str:
+        """The operator that makes a value, ahead of stages that hand it on; "" for a source of the plan, since a
+        parameter's name may be an operator's, or begin with one."""
+        found = "" if name in self.sources else self.producers.get(name, name)
+        return self.sent.get(found, found)
 
     def in_time(self, step: StepInTime) -> StepInTime:
         """The same step, whose spans have the paths of operators and of the values that messages move."""
@@ -194,6 +201,11 @@ class OperatorNames:
                 legal="; ".join(f"{group.path} ({group.alike})" if group.alike > 1 else group.path for group in groups),
             )
         return groups[0]
+
+    def single(self, path: str) -> bool:
+        """True where a path means one operator."""
+        found = self._found(path)
+        return found is not None and len(found.operators) == 1
 
     def _found(self, path: str) -> Found | None:
         by_path = tuple(name for name, known in self.paths.items() if known == path)

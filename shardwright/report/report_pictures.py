@@ -259,7 +259,7 @@ def _colour(one: int, ones: int, other: int, others: int) -> str:
 # -- memory over a step ------------------------------------------------------------------------------------------------
 
 #: Pixels of the picture of memory, and its most columns.
-WIDTH, HEIGHT, LEFT, TOP, COLUMNS = 720, 220, 64, 18, 360
+WIDTH, HEIGHT, LEFT, TOP, COLUMNS = 720, 220, 116, 32, 360
 
 
 def memory(seconds: Sequence[float], kinds: Mapping[str, Sequence[float]], forward: int, limit: float | None) -> str:
@@ -293,7 +293,7 @@ def memory(seconds: Sequence[float], kinds: Mapping[str, Sequence[float]], forwa
             columns[column] = i
     at = sorted(columns.items())
     out = [
-        f'<svg class="memory" role="img" font-size="11" viewBox="0 0 {WIDTH} {HEIGHT + TOP + 34}" '
+        f'<svg class="memory" role="img" font-size="13" viewBox="0 0 {WIDTH} {HEIGHT + TOP + 58}" '
         f'aria-label="memory over the step; the peak is {escape(size_text(most))}">'
     ]
     below = [0.0] * count
@@ -313,21 +313,22 @@ def memory(seconds: Sequence[float], kinds: Mapping[str, Sequence[float]], forwa
     anchor = "end" if starts[peak] > whole / 2 else "start"
     shift = -4 if anchor == "end" else 4
     out.append(
-        f'<text x="{x(starts[peak]) + shift:.1f}" y="{TOP - 5}" text-anchor="{anchor}">peak '
+        f'<text x="{x(starts[peak]) + shift:.1f}" y="{TOP - 8}" text-anchor="{anchor}">peak '
         f"{escape(size_text(most))}</text>"
     )
     if 0 < forward < count:
         out.append(f'<path class="half" d="M{x(starts[forward]):.1f} {TOP}V{TOP + HEIGHT}"/>')
     if limit is not None and limit <= top:
         out.append(f'<path class="limit" d="M{LEFT} {y(limit):.1f}H{WIDTH}"/>')
-        out.append(f'<text x="{LEFT + 4}" y="{y(limit) - 3:.1f}">a device has {escape(size_text(limit))}</text>')
+        at_limit = f'x="{LEFT + 6}" y="{y(limit) + 5:.1f}" dominant-baseline="hanging"'
+        out.append(f"<text {at_limit}>a device has {escape(size_text(limit))}</text>")
     for part in (0.0, 0.5, 1.0):
         out.append(
             f'<text x="{LEFT - 6}" y="{y(top * part) + 4:.1f}" text-anchor="end">{escape(size_text(top * part))}</text>'
         )
-    below_axis = TOP + HEIGHT + 16
+    below_axis = TOP + HEIGHT + 24
     out.append(f'<text x="{LEFT}" y="{below_axis}">forward</text>')
     if 0 < forward < count:
         out.append(f'<text x="{x(starts[forward]) + 4:.1f}" y="{below_axis}">backward</text>')
-    out.append(f'<text x="{WIDTH}" y="{below_axis + 14}" text-anchor="end">{escape(time_text(whole))}</text></svg>')
+    out.append(f'<text x="{WIDTH}" y="{below_axis + 26}" text-anchor="end">{escape(time_text(whole))}</text></svg>')
     return "".join(out)

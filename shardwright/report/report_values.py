@@ -3,28 +3,43 @@
 Stat, Grid, Section    a key figure; a table; a heading's text, tables and pictures
 Branch, Leaf, Tensor   modules, equal layers once; an operator; a tensor of it
 Place                  parameters that lie alike
+
+`joined`, `gathered` and `unfolded` shorten a tree of modules for its reader.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich.table import Table
 
 from .format import size_text, time_text
 from .report_pictures import SlicePicture
 
-__all__ = ["Branch", "Grid", "Leaf", "Place", "Section", "Stat", "Tensor"]
+__all__ = ["Branch", "Grid", "Leaf", "Place", "Section", "Stat", "Tensor", "gathered", "joined", "unfolded"]
+
+#: Operators below this share of the step are gathered in one row where they are several.
+SMALL = 0.001
 
 
 @dataclass(frozen=True)
 class Stat:
-    """A key figure: its name, its text, and a sentence about it."""
+    """A key figure.
+
+    Attributes:
+        name: its name.
+        text: the figure.
+        about: a sentence about it.
+        mood: "good", "bad" or "".
+        part: the share of a whole that is drawn as a bar, in [0, 1]; None: no bar.
+    """
 
     name: str
     text: str
     about: str = ""
+    mood: str = ""
+    part: float | None = None
 
 
 @dataclass(frozen=True)
@@ -128,11 +143,21 @@ def _span(ends: Iterable[str]) -> str:
 
 @dataclass
 class Branch:
-    """A module, or equal modules: branches and leaves in the order of the program."""
+    """A module, or equal modules: branches and leaves in the order of the program.
+
+    Attributes:
+        title: the last part of its path.
+        times: the number of equal modules.
+        inside: its modules and operators.
+        open: True where a page shows it unfolded.
+        small: True where it is no module, but operators of one that hardly cost anything.
+    """
 
     title: str
     times: int = 1
     inside: list[Branch | Leaf] = field(default_factory=list)
+    open: bool = False
+    small: bool = False
 
     def leaves(self) -> Iterator[Leaf]:
         """Yield the operators inside."""
@@ -161,6 +186,40 @@ class Branch:
     def count(self) -> int:
         """The number of operators."""
         return sum(len(leaf.names) for leaf in self.leaves())
+
+
+def joined(branch: Branch) -> Branch:
+    """A branch whose inner branches with one branch alone are joined with it: ``model.layers``."""
+    inside: list[Branch | Leaf] = []
+    for one in branch.inside:
+        if isinstance(one, Branch):
+            one = joined(one)
+            while len(one.inside) == 1 and isinstance(only := one.inside[0], Branch):
+                one = Branch(f"{one.title}.{only.title}", max(one.times, only.times), only.inside)
+        inside.append(one)
+    return replace(branch, inside=inside)
+
+
+def gathered(branch: Branch) -> Branch:
+    """A branch whose operators that hardly cost anything stand in one row, at its end."""
+    inside = [gathered(one) if isinstance(one, Branch) else one for one in branch.inside]
+    small = [one for one in inside if isinstance(one, Leaf) and one.part < SMALL and not any(one.sent)]
+    if len(small) < 2 or len(small) == len(inside):
+        return replace(branch, inside=inside)
+    names = {one.names for one in small}
+    others = [one for one in inside if isinstance(one, Branch) or one.names not in names]
+    rest = Branch("operators that cost next to nothing", inside=list(small), small=True)
+    return replace(branch, inside=[*others, rest])
+
+
+def unfolded(branch: Branch) -> Branch:
+    """A branch whose inner branches are open where they hold most of it, down to its layers."""
+    whole = branch.seconds
+    most = lambda one: isinstance(one, Branch) and one.times == 1 and 0 < 0.5 * whole < one.seconds
+    inside = [
+        replace(unfolded(one), open=True) if isinstance(one, Branch) and most(one) else one for one in branch.inside
+    ]
+    return replace(branch, inside=inside)
 
 
 @dataclass(frozen=True)

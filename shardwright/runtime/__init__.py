@@ -8,7 +8,7 @@ deferred_init        parameters that are planned before they have values, and cr
 drawn_parts          parts of parameters that a rank draws alone, or by blocks
 generator_jumps      places ahead in torch's numbers, and elements that are drawn alone
 compilation          torch.compile of planned programs
-device_seed          the seed of a compiled program in the memory of its device
+device_seed          the random operators of a compiled program, and its seed in the memory of its device
 optimizer_guard      checks before an optimizer's step
 pipeline_step        one step of a pipeline
 pipeline_p2p         the stages of a pipeline on processes

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..errors import PlanError
-from ..garbage_collection import gc_paused
+from ..garbage_collection import gc_paused, roomy_stack
 from .anytime import GRACE, bounded, descend, eliminated, wide, within
 from .cutting_planes import Searched, priced_search
 from .elimination import Tables, eliminate, elimination_order
@@ -406,6 +406,7 @@ def solve(problem: Problem, *, seconds: float | None = None, merge: bool = False
             raise PlanError(f"no assignment of strategies was found: {error}", legal="a larger search_memory") from None
 
 
+@roomy_stack
 @gc_paused()
 def _solve(problem: Problem, seconds: float | None, merge: bool, gap: float) -> Solution:
     notes = []
