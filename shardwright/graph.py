@@ -385,7 +385,7 @@ def argument_names(target: object) -> tuple[str, ...]:
     return tuple(a.name for a in schema.arguments) if schema is not None else ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Graph:
     """Operators in program order.
 
@@ -414,6 +414,11 @@ class Graph:
     aliases: dict[str, str] = field(default_factory=dict)
     batch: dict[str, int] | None = None
     changed: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        counts = {"operator": self.ops, "parameter": self.parameters, "buffer": self.buffers, "input": self.inputs}
+        parts = (f"{len(some)} {what}{'s' * (len(some) != 1)}" for what, some in counts.items() if some)
+        return f"<Graph: {', '.join(parts)}>"
 
     def result(self, outputs: Sequence[object]) -> Any:
         """The outputs of a run in the nesting of the user's model."""

@@ -10,21 +10,15 @@
 
 The cost is that of the search's cost graph (`planners/graph_problem.py`), over its strategies and those of the plan.
 
-2. Alternatives within a limit of memory (`Within`):
-
-    aside(S)   = the best plan in which the operator has a strategy of S, without the limit
-    within(S)  = aside(S) where that plan fits; else the cheapest fitting plan with a strategy of S, with
-                 recomputation and storage of parameters chosen anew
-
-This is the search that keeps a limit (`planners/memory_fit.py`), with the operator's other strategies forbidden.
-Costs are those of the cost graph, memory is that of `cost/memory_timeline.py`.
+2. Bounds. Where a search proved that no plan costs less than `bound`, no alternative is said to cost less: where
+`in all` is itself a lower bound (`Explanation.exact` is False), it is raised to that bound.
 
 3. Shares (`shares_of`): the cost of an operator in a step of a plan, by parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -33,191 +27,21 @@ import numpy as np
 from .cluster import Cluster
 from .cost.communication_schedule import own_redistribution
 from .cost.cost_model import CostModel, SentStep, instances
-from .cost.memory_timeline import MemoryTimeline
-from .graph import Graph, Op
+from .graph import Op
 from .layout import Digits, Layout
-from .partition.local_program import (
-    Decision,
-    Decisions,
-    GlobalExtreme,
-    Instruction,
-    LocalOp,
-    Redistribute,
-    made_by,
-    read_by,
-)
-from .partition.parameter_sharding import OptimizerParallel
+from .partition.local_program import Decision, GlobalExtreme, Instruction, LocalOp, Redistribute, made_by, read_by
 from .partition.rematerialization import RecomputedInstruction, Regather
 from .pipeline.pipeline_plan import PipelinePlan
 from .planners.graph_problem import CostGraph
-from .planners.memory_fit import ENOUGH, TooLittleMemoryError, fit
+from .planners.limited_alternatives import PricedStrategies, Row, Within, row_above, without_search
+from .planners.memory_fit import ENOUGH
 from .planners.plan_search import Search
-from .planners.planning_problem import CUT, PlanningProblem
+from .planners.planning_problem import PlanningProblem
 from .planners.search_space import Strategy, strategy_of
 from .sharded_plan import Plan
-from .solver.solve import marginals, solve
+from .solver.solve import marginals
 
-__all__ = [
-    "Alternative",
-    "Explanation",
-    "Holder",
-    "PricedStrategies",
-    "Row",
-    "Share",
-    "Within",
-    "explained",
-    "opened",
-    "row_above",
-    "seconds_of",
-    "shares_of",
-    "without_search",
-]
-
-
-# -- alternatives within a limit of memory
-
-
-@dataclass(frozen=True)
-class Row:
-    """A moment at which a device would hold more than its limit.
-
-    Attributes:
-        moment: the half of the step, and the operator that runs.
-        held: bytes.
-        limit: bytes.
-    """
-
-    moment: str
-    held: float
-    limit: float
-
-
-def row_above(walked: MemoryTimeline, limit: float | None) -> Row | None:
-    """The moment at which most is held; None where that keeps the limit.
-
-    Args:
-        walked: the timeline of a plan.
-        limit: bytes; None: no limit.
-    """
-    totals = walked.totals()
-    at = max(range(len(totals)), key=totals.__getitem__, default=None)
-    if limit is None or at is None or totals[at] <= limit:
-        return None
-    return Row(f"the {'forward' if at < walked.forward else 'backward'} of {walked.moments[at]}", totals[at], limit)
-
-
-def without_search(plan: Plan) -> tuple[Graph, OptimizerParallel | None]:
-    """A plan's graph and its setting of ZeRO/FSDP sharding (optimizer parallel), as they were given to the search.
-
-    The decisions of a search within a limit, apart from strategies, are removed. A user's own setting that equals one
-    such a search would choose is taken for the search's.
-    """
-    if plan.found is None or plan.found.limit is None:
-        return plan.graph, plan.hsdp
-    ops = tuple(
-        replace(op, recompute=None)
-        if op.recompute is not None
-        and op.recompute.everywhere
-        and not op.recompute.mp_comm
-        and op.recompute.path == op.name
-        else op
-        for op in plan.graph.ops
-    )
-    chosen = plan.hsdp is not None and replace(plan.hsdp, whole=CUT.whole, kept=CUT.kept) == CUT
-    return plan.graph.with_ops(ops), None if chosen else plan.hsdp
-
-
-@dataclass(frozen=True)
-class PricedStrategies:
-    """Prices of some strategies of the operator, within the limit.
-
-    Attributes:
-        strategy: the one in the best plan.
-        aside: seconds of the best plan with one of them, without the limit.
-        over: the moment at which that plan holds most, if above the limit.
-        total: seconds of the cheapest fitting plan that was found; infinite: none fits.
-        bound: the search's lower bound of `total`: where `aside` fits, over plans that store parameters as given.
-        refused: the reason where none fits.
-    """
-
-    strategy: Strategy
-    aside: float
-    over: Row | None
-    total: float
-    bound: float
-    refused: str = ""
-
-
-class Within:
-    """The search within a limit, around one operator of a plan.
-
-    Args:
-        name: the operator.
-        search: the search's inputs, without the decisions of a search within a limit (`without_search`).
-        decisions: of the plan.
-        free: the cost graph of `search`, in which the storage of parameters is fixed.
-        limit: bytes.
-    """
-
-    def __init__(
-        self, plan: Plan, name: str, search: Search, decisions: dict[str, Decision], free: CostGraph, limit: float
-    ) -> None:
-        self.plan, self.name, self.search, self.free, self.limit = plan, name, search, free, limit
-        self.decisions = decisions
-
-    @cached_property
-    def cut(self) -> CostGraph:
-        """The cost graph in which the storage of parameters is chosen too."""
-        return self.search.cost_graph(self.search.options([self.decisions]), [self.decisions], cut=CUT)
-
-    def priced(self, strategies: Collection[Strategy]) -> PricedStrategies:
-        """Prices of plans in which the operator has one of `strategies`.
-
-        Raises:
-            PlanError: no plan allows one of them, for any memory.
-        """
-        aside = self.aside(strategies)
-        if aside.over is None:
-            return aside
-        try:
-            decided = fit(self.search, self.only(self.cut, strategies), self.limit, self.plan.optimizer)
-        except TooLittleMemoryError as error:
-            return replace(aside, total=np.inf, bound=np.inf, refused=error.message)
-        found = decided.found
-        assert found is not None and found.bound is not None
-        return replace(aside, strategy=strategy_of(decided.decisions[self.name]), total=found.cost, bound=found.bound)
-
-    def aside(self, strategies: Collection[Strategy]) -> PricedStrategies:
-        """The same without the limit: `total` equals `aside`.
-
-        Raises:
-            PlanError: as `priced`.
-        """
-        made = self.only(self.free, strategies)
-        solution = solve(made.problem)
-        decided = self.search.decided(made, solution, "search")
-        over = row_above(self.planned(decided).timeline, self.limit)
-        return PricedStrategies(
-            strategy_of(decided.decisions[self.name]), solution.cost, over, solution.cost, solution.bound
-        )
-
-    def only(self, made: CostGraph, strategies: Collection[Strategy]) -> CostGraph:
-        """A cost graph in which the operator has one of `strategies`."""
-        node, options = made.operators[self.name], made.options[self.name]
-        costs = list(made.problem.costs)
-        costs[node] = np.where([option in strategies for option in options], costs[node], np.inf)
-        return replace(made, problem=replace(made.problem, costs=tuple(costs)))
-
-    def planned(self, decided: Decisions) -> Plan:
-        """The plan of the decisions, without the limit."""
-        return replace(
-            self.plan,
-            graph=self.search.described.graph,
-            decisions=decided.decisions,
-            batch_dims=decided.batch_dims,
-            hsdp=self.search.hsdp,
-            found=None,
-        )
+__all__ = ["Alternative", "Explanation", "Holder", "Share", "explained", "opened", "seconds_of", "shares_of"]
 
 
 # -- shares
@@ -383,7 +207,9 @@ class Explanation:
             without the mark. Within a limit of memory also those that are cheaper without the limit and fit in no
             plan; these last.
         strategies: the number of strategies that were compared.
-        exact: True where plans reach `least` and `total`; False: these are lower bounds.
+        exact: True where plans reach `least` and `total`; False: these are lower bounds, and never below `bound`.
+        bound: a lower bound of any plan with one of the alternatives, proved by the plan's own search; None: nothing
+            was proved, or a mark that the alternatives lift was part of that search.
         missing: the reason why there are no alternatives, where there are none.
         limit: bytes that a device may hold, in this plan and all others; None: memory was not limited.
         over: the moment at which this plan itself holds most, if above the limit.
@@ -400,6 +226,7 @@ class Explanation:
     alternatives: tuple[Alternative, ...]
     strategies: int
     exact: bool
+    bound: float | None = None
     missing: str | None = None
     stage: int | None = None
     limit: float | None = None
@@ -411,6 +238,11 @@ class Explanation:
     def seconds(self) -> float:
         """Seconds of the operator in a step, as in all tables."""
         return seconds_of(self.plan, (self.decision.op.name,))
+
+    def is_better(self, other: Alternative) -> bool:
+        """True where a plan with the alternative was found that costs less than this plan."""
+        less = min(other.more if self.exact else 0.0, other.alone if other.row is None else 0.0)
+        return less < -LESS * self.cost
 
     @property
     def holder(self) -> Holder | None:
@@ -438,11 +270,11 @@ def explained(plan: Plan | PipelinePlan, name: str, count: int = 3, memory: floa
     decision, shares = plan.decisions[name], shares_of(plan, name, costs)
     if plan.own is not None:
         reason = f"in {plan.mode} every operator runs as it stands"
-        return Explanation(plan, decision, shares, plan.cost, plan.cost, (), 1, True, reason)
+        return Explanation(plan, decision, shares, plan.cost, plan.cost, (), 1, True, missing=reason)
     neighbourhood = _Neighbourhood(plan, name, costs, memory)
     missing = neighbourhood.missing()
     if missing is not None:
-        return Explanation(plan, decision, shares, plan.cost, plan.cost, (), 1, True, missing)
+        return Explanation(plan, decision, shares, plan.cost, plan.cost, (), 1, True, missing=missing)
     return neighbourhood.explanation(shares, count)
 
 
@@ -517,9 +349,28 @@ class _Neighbourhood:
         own = options.index(self.chosen[self.name])
         forms.pop(self._form(options[own]))
         firsts = [states[0] for states in forms.values()][:count]
-        found = tuple(self._alternative(options[first], float(whole.costs[first]), self.cost) for first in firsts)
-        mine, least = self.plan.decisions[self.name], float(whole.costs[own])
-        return Explanation(self.plan, mine, shares, self.cost, least, found, len(options), whole.exact)
+        least, bound, totals = float(whole.costs[own]), self.bound, whole.costs
+        if not whole.exact:  # bounds of the problem around one operator, which the bound of the whole raises
+            proved = self.proved or 0.0
+            least, totals = min(max(least, proved), self.cost), np.maximum(whole.costs, bound or 0.0)
+        found = tuple(self._alternative(options[first], float(totals[first]), self.cost) for first in firsts)
+        mine = self.plan.decisions[self.name]
+        return Explanation(self.plan, mine, shares, self.cost, least, found, len(options), whole.exact, bound)
+
+    @property
+    def proved(self) -> float | None:
+        """The lower bound that the plan's search has proved, by its prices, of every plan that keeps the limit of
+        memory and all marks; None: none."""
+        found = self.plan.found
+        if found is None or found.bound is None:
+            return None
+        kept = found.limit is None if self.limit is None else found.limit is not None and self.limit <= found.limit
+        return found.bound if kept else None
+
+    @property
+    def bound(self) -> float | None:
+        """The same of every plan with another strategy of the operator; None where a mark keeps the operator."""
+        return None if self.plan.decisions[self.name].cause == "mark" else self.proved
 
     def _limited(self, shares: tuple[Share, ...], count: int, limit: float) -> Explanation:
         """The explanation where all plans must keep a limit."""
@@ -550,6 +401,7 @@ class _Neighbourhood:
             shown,
             len(options),
             True,
+            self.bound,
             limit=limit,
             over=row_above(self.plan.timeline, limit),
             held=held,
@@ -637,7 +489,13 @@ class _Neighbourhood:
         return (
             made
             if priced is None
-            else replace(made, bound=priced.bound, aside=priced.aside, over=priced.over, refused=priced.refused)
+            else replace(
+                made,
+                bound=max(priced.bound, min(self.bound or 0.0, total)),
+                aside=priced.aside,
+                over=priced.over,
+                refused=priced.refused,
+            )
         )
 
     def _row(self, decision: Decision) -> Row | None:

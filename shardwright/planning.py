@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from .capture.graph_reader import MarkUse
 from .capture.hybrid_models import check_mode, one_slice, own_parameters
 from .capture.kept_regions import with_policy
 from .cluster import Cluster, memory_of
-from .errors import CaptureError, PlanError, SettingError, ShardwrightError, known_keywords
+from .errors import CaptureError, PlanError, SettingError, known_keywords
 from .garbage_collection import gc_paused, roomy_stack
 from .graph import Graph
 from .launch.progress import keep, phase
@@ -38,7 +38,7 @@ from .partition.hybrid_parallel import (
     with_own_statistics,
     with_stacked,
 )
-from .partition.local_program import TAKEN, Decisions, InputPlacement, PortableDecisions, SearchResult, place_inputs
+from .partition.local_program import Decisions, InputPlacement, PortableDecisions, place_inputs
 from .partition.parameter_sharding import OptimizerParallel
 from .pipeline.build import PlanCache, pipeline_plan, schedule_of, until_stopped
 from .pipeline.microbatch import is_split, micro_calls
@@ -50,6 +50,7 @@ from .planfile.parameter_file import ParameterStrategies
 from .planfile.pipeline_document import PipelineDocument
 from .planfile.plan_document import PlanDocument
 from .planners.memory_fit import TooLittleMemoryError
+from .planners.plan_search import cheapest_of_modes, plan_so_far
 from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, PriceBook, planners, warn_of_ignored_marks
 from .planners.replanning import at_other_sizes
 from .planners.semi_auto import held_parameters
@@ -71,6 +72,11 @@ from .settings import KEYWORDS_ELSEWHERE, Settings
 from .sharded_plan import Plan
 from .solver.problem import StoppedSearch
 from .solver.search_memory import SearchBudget, SearchProgress, spending
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .setting_types import PlanKeywords
 
 __all__ = ["capture_micro", "make_pipeline", "make_plan", "plan"]
 
@@ -253,12 +259,12 @@ def make_plan(
                     failed = error
                 except StoppedSearch as stop:
                     so_far = stop.found if isinstance(stop.found, Decisions) else None
-                    keep(lambda: _so_far(so_far, problem, plan_of))  # a stage's: see `until_stopped`
+                    keep(lambda: plan_so_far(so_far, problem, plan_of))  # a stage's: see `until_stopped`
                     raise KeyboardInterrupt from None
             if result is not None and not mode.fits_memory:  # it follows marks, and compares for itself
                 return result
-            keep(lambda: _so_far(result, problem, plan_of))
-            result, plan = _cheapest(result, problem, plan_of)
+            keep(lambda: plan_so_far(result, problem, plan_of))
+            result, plan = cheapest_of_modes(result, problem, plan_of)
             if result is None:
                 assert failed is not None
                 raise PlanError(failed.message, legal=failed.legal) from failed
@@ -287,58 +293,6 @@ def make_plan(
         choices = storages(automatic, cluster, devices, stored is not None)
         return fastest_storage(lambda kept: plan_of(result._replace(hsdp=None), kept), choices, hsdp, memory)
     return plan_of(result) if plan is None or plan.decisions is not result.decisions else plan
-
-
-def _cheapest(
-    result: Decisions | None,
-    problem: PlanningProblem,
-    plan_of: Callable[[Decisions], Plan],
-    modes: Sequence[str] = ("semi_auto", "sharding_propagation"),
-) -> tuple[Decisions | None, Plan | None]:
-    """The cheapest of a search's plan and the plans of the modes that search less, and its decisions.
-
-    Args:
-        result: of the search; None: it found no plan that fits in the memory.
-        plan_of: the plan of decisions.
-        modes: those that search less.
-
-    Returns:
-        None, None: no plan fits.
-    """
-    best, plan, memory = result, None if result is None else plan_of(result), problem.memory
-    for mode in modes:
-        try:
-            other = PLANNERS[mode](replace(problem, memory=None))
-            made = plan_of(other)
-        except ShardwrightError:  # this mode has no plan of these marks
-            continue
-        dearer = plan is not None and made.cost >= plan.cost * (1 - 1e-9)
-        if dearer or (memory is not None and made.unscheduled.peak > memory):
-            continue
-        text = f"{TAKEN}{mode}, {made.cost * 1e6:.4g} µs a step: the search found "
-        text += f"nothing below {plan.cost * 1e6:.4g} µs" if plan is not None else "none that fits in the memory"
-        known = SearchResult(made.cost, None, len(other.decisions), 0) if best is None else best.found
-        assert known is not None
-        found = replace(
-            known,
-            cost=made.cost,
-            bound=None if known.bound is None else min(known.bound, made.cost),
-            notes=(*(note for note in known.notes if not note.startswith(TAKEN)), text),
-            limit=memory,
-        )
-        best = other._replace(found=found)
-        plan = plan_of(best)
-    return best, plan
-
-
-def _so_far(found: Decisions | None, problem: PlanningProblem, plan_of: Callable[[Decisions], Plan]) -> Plan | None:
-    """The best plan of a search that was stopped; None: none that fits in the memory."""
-    if found is not None and problem.memory is not None and plan_of(found).unscheduled.peak > problem.memory:
-        found = None
-    if found is not None and found.found is not None:
-        notes = (*found.found.notes, "stopped by Ctrl-C: the best plan until then")
-        found = found._replace(found=replace(found.found, notes=notes, limit=problem.memory))
-    return _cheapest(found, problem, plan_of, ("semi_auto",))[1]
 
 
 def capture_micro(
@@ -521,6 +475,36 @@ def make_pipeline(
     return until_stopped(pipeline, once, partial(planner, mode="semi_auto"))
 
 
+@overload
+def plan(
+    net: nn.Module,
+    inputs: tuple[Any, ...],
+    loss_fn: Any = None,
+    targets: Any = None,
+    *,
+    pipeline: None = None,
+    **settings: Unpack[PlanKeywords],
+) -> Plan: ...
+@overload
+def plan(
+    net: nn.Module,
+    inputs: tuple[Any, ...],
+    loss_fn: Any = None,
+    targets: Any = None,
+    *,
+    pipeline: PipelineSetting,
+    **settings: Unpack[PlanKeywords],
+) -> PipelinePlan: ...
+@overload
+def plan(
+    net: nn.Module,
+    inputs: tuple[Any, ...],
+    loss_fn: Any = None,
+    targets: Any = None,
+    *,
+    pipeline: PipelineSetting | None,
+    **settings: Unpack[PlanKeywords],
+) -> Plan | PipelinePlan: ...
 @known_keywords(KEYWORDS_ELSEWHERE)
 @phase("plan", lambda *_, search_progress=None, **__: search_progress)
 @gc_paused()

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from .graph import Op
     from .layout import Layout
     from .mixed_precision import MixedPrecision
+    from .partition.parameter_sharding import OptimizerParallel
+    from .planfile.parameter_file import ParameterStrategies
+    from .planfile.pipeline_document import PipelineDocument
+    from .planfile.plan_document import PlanDocument
+    from .solver.search_memory import SearchProgress
 
 __all__ = [
     "ClusterSetting",
@@ -35,6 +40,7 @@ __all__ = [
     "OptimizerState",
     "ParallelMode",
     "PipelineSetting",
+    "PlanKeywords",
     "PrecisionSetting",
     "RandomNumbers",
     "RecomputePolicy",
@@ -145,3 +151,27 @@ class FusionSetting(TypedDict, total=False):
 
     openstate: bool
     allreduce: GradientFusion | float | Sequence[int]
+
+
+class PlanKeywords(TypedDict, total=False):
+    """The keyword arguments of `shardwright.plan` apart from `pipeline`, on which the type of its plan depends."""
+
+    parallel_mode: ParallelMode
+    devices: int
+    dataset_strategy: DatasetStrategy
+    on_missing_rule: MissingRule
+    marks: Mapping[str, tuple[Any, ...]] | None
+    kwargs: dict[str, Any] | None
+    sync_batch_norm: bool
+    hsdp: HsdpSetting | OptimizerParallel | None
+    recompute: RecomputePolicy | None
+    uneven: bool
+    cluster: ClusterSetting | None
+    memory: Limit | None
+    optimizer: OptimizerState | None
+    strategies: PlanDocument | PipelineDocument | str | PathLike[str] | None
+    param_strategies: ParameterStrategies | str | PathLike[str] | None
+    mixed_precision: PrecisionSetting | None
+    comm_memory: Limit | None
+    search_memory: Limit | None
+    search_progress: Callable[[SearchProgress], Any] | bool | None

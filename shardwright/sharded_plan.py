@@ -55,6 +55,7 @@ from .rules import held_layouts, in_order
 __all__ = [
     "Collective",
     "OperatorPlan",
+    "OperatorPlans",
     "ParameterPlan",
     "Plan",
     "SavedPlan",
@@ -216,6 +217,21 @@ class OperatorPlan:
         )
 
 
+class OperatorPlans(tuple[OperatorPlan, ...]):
+    """The operators of a plan: a tuple whose repr is one line, and a table in a notebook."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        names = ", ".join(operator.name for operator in self[:FEW])
+        more = f" and {len(self) - FEW} more" if len(self) > FEW else ""
+        return f"<{len(self)} operator{'s' * (len(self) != 1)}: {names}{more}>"
+
+    def _repr_html_(self) -> str:
+        html: str = import_module(".report.notebook_html", __package__).operators_html(self)
+        return html
+
+
 @dataclass(frozen=True)
 class ParameterPlan:
     """The placement of a parameter.
@@ -293,9 +309,9 @@ class Plan(CountedOptimizer, SavedPlan):
         return regions_of(self.graph, self.program)
 
     @cached_property
-    def operators(self) -> tuple[OperatorPlan, ...]:
+    def operators(self) -> OperatorPlans:
         """The operators of the user's program, in order."""
-        return tuple(self._operator(d) for d in self.decisions.values())
+        return OperatorPlans(self._operator(d) for d in self.decisions.values())
 
     def _operator(self, decision: Decision) -> OperatorPlan:
         op = decision.op

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import io
 import math
+import re
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
 from one_device import parallel
 from small_networks import D, Marked, draw, labels
+from test_random_networks import networks
 from test_recursive_programming import MODELS, slow_devices
 from torch import Tensor, nn
 
@@ -25,7 +31,10 @@ from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import PlanningProblem
 from shardwright.planners.search_space import strategy_of
 from shardwright.report import explanations as report
+from shardwright.report.format import time_text
 from shardwright.report.operator_names import OperatorNames
+from shardwright.report.plan_figures import operator_figures
+from shardwright.solver.elimination import elimination_order
 from shardwright.solver.problem import Problem
 from shardwright.solver.solve import solve
 
@@ -165,6 +174,71 @@ def test_a_plan_that_is_not_the_best() -> None:
     said = explained(plan, "linear")
     assert said.cost == pytest.approx(plan.cost, rel=1e-9)
     assert said.alternatives[0].more < 0 and said.alternatives[0].total == pytest.approx(planned("wide").cost, rel=1e-9)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(networks(), st.sampled_from((4, 6)), st.sampled_from((2**24, 1)), st.data())
+def test_no_alternative_is_said_to_be_below_the_proved_bound(made: Any, devices: int, most: int, data: Any) -> None:
+    """Random networks, also where the problem around an operator is too large to be eliminated (`most` = 1)."""
+    net, shape = made
+    inputs, target = (torch.empty(*shape, dtype=D),), torch.zeros(1, dtype=D)
+    loss = lambda results, _: sum((one * one).sum() for one in results)
+    try:
+        plan = sw.plan(net, inputs, loss, target, parallel_mode=MODE, devices=devices, cluster=slow_devices(devices))
+    except sw.PlanError:  # no dim divides
+        return
+    name = data.draw(st.sampled_from(sorted(plan.decisions)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            sys.modules["shardwright.solver.solve"], "elimination_order", partial(elimination_order, most=most)
+        )
+        said = explained(plan, name, 5)
+    least = plan.bound * (1 - 1e-12)
+    assert said.bound is not None and said.bound >= least and said.least >= least
+    for other in said.alternatives:
+        assert other.total >= least and other.more >= -plan.gap * plan.cost - 1e-12 * plan.cost
+        if said.is_better(other):
+            assert min(other.total if said.exact else math.inf, said.cost + other.alone) < said.cost
+    out = " ".join(text(said).split())
+    assert ("better by the search" in out) == any(map(said.is_better, said.alternatives))
+    assert said.exact or not said.alternatives or "in all, at least" in out
+    assert not re.search(r"-0 us|e\+0|\d%", out)
+    figures = operator_figures(said)
+    assert figures["bound"] == said.bound and figures["exact"] == said.exact
+    assert all(one["total"] >= least for one in figures["alternatives"])
+
+
+def test_a_lower_bound_is_no_better_plan() -> None:
+    """Bounds of the problem around an operator are below the proved bound of the whole, which this plan reaches."""
+    plan = planned("wide")
+    said = explained(plan, "linear")
+    low = replace(
+        said, exact=False, alternatives=tuple(replace(a, total=plan.cost, more=0.0) for a in said.alternatives)
+    )
+    out = " ".join(text(low).split())
+    assert "next best: " in out and "at least +0 us a step if all else is chosen anew, not proved to be reached" in out
+    assert "better" not in out and f"none below that of all plans, {time_text(plan.bound)}" in out
+    less = replace(low.alternatives[0], more=-1e-3 * plan.cost)
+    out = text(replace(low, alternatives=(less,)))
+    assert "perhaps better: " in out and "better by the search" not in out
+    found = replace(less, alone=-1e-4 * plan.cost, holder=None)
+    assert "better by the search: " in text(replace(low, alternatives=(found,)))
+
+
+def test_a_mark_that_is_lifted_may_cost_more_than_the_bound() -> None:
+    """The bound of a plan is proved under its marks."""
+    plan = between(((1, 4), (4, 1)))
+    said = explained(plan, "first")
+    assert plan.bound == pytest.approx(plan.cost) and said.bound is None
+    assert said.is_better(said.alternatives[0]) and said.alternatives[0].total < plan.bound
+    assert "better by the search: " in text(said)
+
+
+def test_differences_are_times_with_units() -> None:
+    said = explained(planned("wide"), "linear")
+    for seconds, shown in ((1.33e-3, "+1.33 ms"), (-9.02e-5, "-90.2 us"), (2.0, "+2 s"), (-1e-21, "+0 us")):
+        other = replace(said.alternatives[0], more=seconds)
+        assert shown in text(replace(said, alternatives=(other,)))
 
 
 # -- what holds it there -----------------------------------------------------------------------------------------------

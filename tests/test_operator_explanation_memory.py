@@ -17,10 +17,11 @@ from hypothesis import given, strategies as st
 
 import shardwright as sw
 from shardwright.cli import main as cli
-from shardwright.operator_explanation import explained, without_search
+from shardwright.operator_explanation import explained
 from shardwright.partition.rematerialization import with_recompute
 from shardwright.planfile.document_writer import head_digest, written
 from shardwright.planfile.encoding import packed, unpacked
+from shardwright.planners.limited_alternatives import without_search
 from shardwright.report.operator_names import OperatorNames
 from shardwright.report.plan_diff import difference
 

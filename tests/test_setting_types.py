@@ -64,6 +64,8 @@ def test_keys_of_dicts_are_those_of_the_methods() -> None:
     assert set(setting_types.FusionSetting.__annotations__) == keywords(sw.AutoParallel.comm_fusion)
     assert set(setting_types.MixedPrecisionSetting.__annotations__) == {f.name for f in fields(sw.MixedPrecision)}
     assert set(setting_types.CompileSetting.__annotations__) == {f.name for f in fields(Compilation)}
+    positional = {"net", "inputs", "loss_fn", "targets"}
+    assert {"pipeline", *setting_types.PlanKeywords.__annotations__} == keywords(sw.plan) - positional
 
 
 def test_a_key_of_each_dict_is_taken() -> None:

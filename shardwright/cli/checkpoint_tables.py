@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import IO, Any
 
-from rich.console import Console
-from rich.text import Text
-
 from ..checkpoint.tensor_reader import StoredTensors
 from ..errors import ShardwrightError
 from ..planfile.encoding import read_layout
+from ..report.console_tables import console_of, saying, show as show_table, table
 from ..report.format import size_text
-from ..report.table_parts import UNLIMITED, table
+from ..report.table_parts import folded_parameters
 
 __all__ = ["encoded", "show"]
 
@@ -41,16 +39,17 @@ def encoded(stored: StoredTensors) -> dict[str, Any]:
 
 
 def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Print a checkpoint: its kind and origin, and a table of its tensors. Tensors of the optimizer share one line
-    for each key.
+    """Print a checkpoint: its kind and origin, and a table of its tensors. Equal tensors of equal layers share one
+    line, and tensors of the optimizer one for each key; the bytes are those of all of them.
 
     Args:
         stored: the checkpoint.
         file: the file to print to; None: standard output.
-        width: the width of the text, in characters; None: the terminal's, or as needed where there is none.
+        width: the width of the text, in characters; None: the terminal's, or 100 where there is none.
     """
     info = encoded(stored)
-    console = Console(file=file, width=width, highlight=False, soft_wrap=True)
+    console = console_of(file, width)
+    say = saying(console, width)
     head = f"{info['path']}: {info['kind']}"
     if stored.manifest is not None:
         head = (
@@ -61,27 +60,24 @@ def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None =
         head += f"\n{ids}\n{len(info['files'])} files, {size_text(sum(info['files'].values()))}"
         for place, names in info.get("places", {}).items():
             head += f"\n{len(names)} of them written to {place}"
-    console.print(Text(head))
-    shown = table("tensor", "shape", "dtype", "cut", "bytes", right=("bytes",))
+    for line in head.splitlines():
+        say(line)
+    shown = table("tensor", "shape", "dtype", "cut", "times", "bytes", right=("times", "bytes"))
     states: dict[str, list[int]] = {}
+    cells: dict[str, tuple[str, str, str, int]] = {}
     for name, tensor in info["tensors"].items():
         if name.startswith("optimizer."):
             states.setdefault(name.rpartition(".")[2], []).append(tensor["bytes"])
             continue
-        shown.add_row(
-            name,
-            "x".join(map(str, tensor["shape"])) or "scalar",
-            tensor["dtype"],
-            cut(tensor),
-            size_text(tensor["bytes"]),
-        )
+        shape = "x".join(map(str, tensor["shape"])) or "scalar"
+        cells[name] = shape, tensor["dtype"], cut(tensor), tensor["bytes"]
+    for text, names in folded_parameters(cells):
+        *texts, each = cells[names[0]]
+        shown.add_row(text, *texts, str(len(names)), size_text(each * len(names)))
     for key, sizes in states.items():
-        shown.add_row(f"optimizer.*.{key}", f"{len(sizes)} tensors", "", "", size_text(sum(sizes)))
-    shown.add_row("together", f"{len(info['tensors'])} tensors", "", "", size_text(info["bytes"]), style="bold")
-    needed = console.measure(shown, options=console.options.update(max_width=UNLIMITED)).maximum
-    if width is None and not console.is_terminal:
-        console = Console(file=file, width=max(needed, 100), highlight=False)
-    console.print(shown)
+        shown.add_row(f"optimizer.*.{key}", "", "", "", str(len(sizes)), size_text(sum(sizes)))
+    shown.add_row("together", "", "", "", str(len(info["tensors"])), size_text(info["bytes"]), style="bold")
+    show_table(console, shown)
 
 
 def cut(tensor: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ __all__ = [
     "failed",
     "print_json",
     "refused",
+    "say",
 ]
 
 #: The exit code of a command that Ctrl-C ended: 128 + SIGINT.
@@ -117,6 +118,16 @@ def add_quiet_option(parser: argparse.ArgumentParser) -> None:
 def print_json(value: dict[str, object]) -> None:
     """Print a value on standard output as one JSON object. A number that is infinite or unknown is None."""
     print(json.dumps(value, indent=1, allow_nan=False), flush=True)
+
+
+def say(text: str) -> None:
+    """Print sentences and tables on standard output; a terminal gets them wrapped to its width."""
+    from ..report.console_tables import console_of, saying  # noqa: PLC0415  imports rich
+
+    write = saying(console_of(None))
+    for line in text.splitlines():
+        write(line)
+    sys.stdout.flush()
 
 
 def add_import_option(parser: argparse.ArgumentParser) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, ShardwrightError
 from ..launch.progress import keeper, showing
-from .command_line import Parser, add_import_option, add_json_option, add_quiet_option, failed, print_json, refused
+from .command_line import Parser, add_import_option, add_json_option, add_quiet_option, failed, print_json, refused, say
 from .script import Nothing, arguments_of, first_call, import_modules, positive, without_weights
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(figures(made) | {"output": str(output)})
         return 0
-    summary(made)
+    summary(made, named=arguments.cluster is not None)
     print(f"written to {output}", flush=True)
     return 0
 
@@ -333,6 +333,7 @@ def diff(arguments: argparse.Namespace) -> int:
     if len(arguments.script_args) != 2:
         arguments.parser.error(f"diff takes two plans, but got {' '.join(arguments.script_args) or 'none'}")
     from ..planning import Plan  # noqa: PLC0415  imports torch; registers how plans are read
+    from ..report.console_tables import console_of  # noqa: PLC0415  imports rich
     from ..report.plan_diff import difference  # noqa: PLC0415  imports torch
     from ..report.plan_figures import difference_figures  # noqa: PLC0415  imports torch
 
@@ -344,7 +345,9 @@ def diff(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(difference_figures(found))
     else:
-        print("\n".join(found.lines), flush=True)
+        console = console_of(None)
+        lines = found.fitted(console.width) if console.is_terminal else found.lines
+        print("\n".join(lines), flush=True)
     return EQUAL if found.equal else DIFFERENT
 
 
@@ -470,6 +473,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     from ..json_files.json_values import write_text  # noqa: PLC0415  imports torch
     from ..pipeline.pipeline_plan import moments, timeline_of  # noqa: PLC0415  imports torch
     from ..planning import Plan  # noqa: PLC0415  imports torch; registers how plans are read
+    from ..report.operator_names import OperatorNames  # noqa: PLC0415  imports torch
     from ..report.plan_figures import ranks_of_groups, step_figures  # noqa: PLC0415  imports torch
     from ..report.table_parts import beside_lines  # noqa: PLC0415  imports torch
     from ..report.timeline import headline, picture, simulated, trace  # noqa: PLC0415  imports torch
@@ -482,15 +486,15 @@ def simulate(arguments: argparse.Namespace) -> int:
         simulation = timeline_of(plan)
         made = simulation.schedule
         plans = [plan] if isinstance(plan, Plan) else [stage.plan for stage in plan.stages]
-        ranks = ranks_of_groups(plan, made)
+        ranks, paths = ranks_of_groups(plan, made), OperatorNames(plan)
         if isinstance(plan, Plan):
             lines = list(beside_lines(plan))
-            beside = {"messages beside computation": plan.in_time}
+            beside = {"messages beside computation": paths.in_time(plan.in_time)}
         else:
             lines = [f"with messages beside computation, as on a library: {headline(timeline_of(plan, beside=True))}"]
             beside = {
                 f"messages beside computation, stage {stage.number}, one micro-batch and what is sent once a step": (
-                    stage.plan.stage_in_time_once
+                    paths.in_time(stage.plan.stage_in_time_once)
                 )
                 for stage in plan.stages
             }
@@ -500,14 +504,18 @@ def simulate(arguments: argparse.Namespace) -> int:
             simulated(simulation, ranks, Cluster.of(plan.cluster, plan.devices).memory, beside=lines)
         names = [f"ranks {each[0]}-{each[-1]}" if len(each) > 1 else f"rank {each[0]}" for each in ranks]
         if arguments.trace is not None:
-            within = {stage: moments(each) for stage, each in enumerate(plans)}
+            within = {
+                stage: [m._replace(operator=paths.path(m.operator)) for m in moments(each)]
+                for stage, each in enumerate(plans)
+            }
             if sum(map(len, within.values())) * made.micro_batches > OPERATORS:
                 within = {}
                 print("the trace is without operators, which would be too many", file=sys.stderr)
             text = json.dumps(trace(simulation, names, operators=within, beside=beside if within else None))
             write_text(arguments.trace, text, SettingError, "the trace")
         if arguments.picture is not None:
-            drawn = picture(simulation, names, beside=plan.in_time if isinstance(plan, Plan) else None)
+            shown = beside["messages beside computation"] if isinstance(plan, Plan) else None
+            drawn = picture(simulation, names, beside=shown)
             write_text(arguments.picture, drawn, SettingError, "the picture")
     except Nothing as error:
         return refused(arguments, error)
@@ -581,7 +589,7 @@ def verify(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(report.to_dict())
     else:
-        print(report.summary(), flush=True)
+        say(report.summary())
     return 0 if report.ok else 1
 
 

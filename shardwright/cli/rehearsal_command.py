@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from ..errors import ShardwrightError
-from .command_line import Parser, add_import_option, add_json_option, add_quiet_option, failed, print_json, refused
+from .command_line import Parser, add_import_option, add_json_option, add_quiet_option, failed, print_json, refused, say
 from .script import Nothing, import_modules, positive, rank_number
 
 __all__ = ["add_compare_trace_parser", "add_rehearse_parser", "compare", "rehearse"]
@@ -70,7 +70,7 @@ def rehearse(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(made.to_dict())
     else:
-        print(made.summary(), flush=True)
+        say(made.summary())
     return 0
 
 
@@ -114,5 +114,5 @@ def compare(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(made.to_dict())
     else:
-        print(made.summary(), flush=True)
+        say(made.summary())
     return 0

@@ -145,7 +145,7 @@ class ScheduledMessage:
         return f"{what}{of}{', again' * self.again}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CommunicationSchedule:
     """The schedule of one program.
 
@@ -170,6 +170,10 @@ class CommunicationSchedule:
     early: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     library: bool = True
     carried: frozenset[int] = frozenset()
+
+    def __repr__(self) -> str:
+        apart = sum(message.apart for message in self.messages)
+        return f"<CommunicationSchedule: {len(self.messages)} messages, {apart} of them beside computation>"
 
     @cached_property
     def order(self) -> tuple[tuple[int, str, int], ...]:

@@ -98,7 +98,7 @@ class StreamSpan:
     stop: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepInTime:
     """A step whose messages are issued and waited for as a schedule says.
 
@@ -115,6 +115,10 @@ class StepInTime:
     total: float
     spans: tuple[StreamSpan, ...] = ()
     waits: tuple[tuple[int, float], ...] = ()
+
+    def __repr__(self) -> str:
+        parts = f"computing {self.compute * 1e3:.4g} ms, waiting {self.exposed * 1e3:.4g} ms"
+        return f"<StepInTime: {self.total * 1e3:.4g} ms: {parts}; {len(self.spans)} spans>"
 
     @property
     def exposed(self) -> float:
@@ -147,7 +151,7 @@ class PricedCollective:
         return f"{self.kind}({over}) of {self.bytes:,.0f} bytes for {self.operator}, {self.phase}: {self.seconds:.3g} s"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Price:
     """Seconds of one step.
 
@@ -172,6 +176,13 @@ class Price:
     by_operator: dict[str, float] = field(default_factory=dict)
     collectives: tuple[PricedCollective, ...] = ()
     in_time: Callable[[], StepInTime] | None = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        ms = lambda seconds: f"{seconds * 1e3:.4g} ms"
+        return (
+            f"<Price: a step {ms(self.total)}: forward {ms(self.forward)}, backward {ms(self.backward)}; computing "
+            f"{ms(self.compute)}, communication {ms(self.communication)} in {len(self.collectives)} collectives>"
+        )
 
     @property
     def elapsed(self) -> float:

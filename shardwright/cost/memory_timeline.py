@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..cluster import format_bytes
 from ..errors import SettingError
 from ..partition.local_program import LocalProgram, PlacedValue, Redistribute
 from ..partition.rematerialization import (
@@ -195,7 +196,7 @@ class Allocation:
     regathered: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryTimeline:
     """The memory of a device at every moment of a step.
 
@@ -208,6 +209,11 @@ class MemoryTimeline:
     moments: tuple[str, ...]
     forward: int
     held: tuple[Allocation, ...]
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in self.kinds.items())
+        count = f"{len(self.moments)} moments, {self.forward} of them forward"
+        return f"<MemoryTimeline: {count}; at most {format_bytes(self.peak)} ({kinds})>"
 
     def totals(self, kinds: Iterable[str] | None = None) -> list[float]:
         """Bytes at every moment.

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from ..capture.export import ModelAndLoss, Recording, captures
 from ..capture.hybrid_models import check_held, check_mode, one_slice, own_parameters
 from ..capture.kept_regions import with_policy
 from ..capture.model_device import check_inputs, check_values, device_of
+from ..capture.source_lines import stack_level
 from ..errors import SettingError
 from ..graph import Graph
 from ..launch.progress import showing
@@ -245,6 +247,11 @@ class CallPlanning(SettingMethods):
                 digest_of_parts((args, kwargs)) if first else "",
             )
             warn_of_parts(self, (args, kwargs), digests)
+        if before is None and runs and runtime.rank == 0:
+            from ..report.description import nothing_split_warning  # noqa: PLC0415  imports the tables of a terminal
+
+            if text := nothing_split_warning(plan, settings.cluster is not None):
+                warnings.warn(text, stacklevel=stack_level())
         return plan
 
     def _agreed_bucket(self, index: int) -> int:

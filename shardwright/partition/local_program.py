@@ -180,7 +180,7 @@ class GlobalExtreme:
 Instruction = LocalOp | Redistribute | GlobalExtreme
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LocalProgram:
     """A program that all ranks run: instructions in order, with the placement of every input, parameter and output.
 
@@ -201,6 +201,9 @@ class LocalProgram:
     stored: dict[str, ParameterSharding]
     used: dict[str, Layout]
     seed: PlacedValue | None = None  # the seed of the random operators; None without any
+
+    def __repr__(self) -> str:
+        return f"<LocalProgram: {len(self.instructions)} instructions on {self.devices} devices>"
 
 
 def made_by(instruction: Instruction) -> tuple[PlacedValue, ...]:

@@ -11,9 +11,15 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
+from ..graph import Op
 from .local_program import Decision
 
-__all__ = ["operator_paths"]
+__all__ = ["operator_paths", "plain_kind"]
+
+
+def plain_kind(op: Op) -> str:
+    """The kind of an operator, as tables show it: ``and`` for ``__and__``."""
+    return op.kind.strip("_") if op.kind.startswith("__") else op.kind
 
 
 def operator_paths(decisions: Mapping[str, Decision]) -> dict[str, str]:
@@ -27,11 +33,11 @@ def operator_paths(decisions: Mapping[str, Decision]) -> dict[str, str]:
         for d in decisions.values()
         for depth in range(1, d.op.module.count(".") + 2)
     )
-    kinds = Counter((d.op.module, d.op.kind) for d in decisions.values())
+    kinds = Counter((d.op.module, plain_kind(d.op)) for d in decisions.values())
     met: Counter[tuple[str, str]] = Counter()
     paths: dict[str, str] = {}
     for name, d in decisions.items():
-        module, kind = d.op.module, d.op.kind
+        module, kind = d.op.module, plain_kind(d.op)
         met[module, kind] += 1
         if not module or not re.fullmatch(re.escape(kind) + r"_*\d*", name):
             paths[name] = name

@@ -31,6 +31,7 @@ from ..rules.dims import send
 from ..sharded_plan import (
     Collective,
     OperatorPlan,
+    OperatorPlans,
     ParameterPlan,
     Plan,
     SavedPlan,
@@ -222,9 +223,9 @@ class PipelinePlan(SavedPlan):
     # -- queries -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def operators(self) -> tuple[OperatorPlan, ...]:
+    def operators(self) -> OperatorPlans:
         """The operators of the user's program, stage by stage."""
-        return tuple(
+        return OperatorPlans(
             o
             for stage in self.stages
             for o, op in zip(stage.plan.operators, stage.plan.graph.ops)

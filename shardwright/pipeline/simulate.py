@@ -52,7 +52,7 @@ class Span(NamedTuple):
     stop: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Simulation:
     """One step in time.
 
@@ -70,6 +70,11 @@ class Simulation:
     fixed: tuple[float, ...]
     kept: tuple[float, ...]
     running: tuple[tuple[Profile, Profile], ...]
+
+    def __repr__(self) -> str:
+        made = self.schedule
+        what = f"{made.stages} stages, {made.name}, {made.micro_batches} micro-batches"
+        return f"<Simulation: {what}: {self.total * 1e3:.4g} ms a step, bubble {self.bubble:.1%}>"
 
     @cached_property
     def total(self) -> float:

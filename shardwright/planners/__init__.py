@@ -5,6 +5,7 @@ semi_auto              marked operators as marked, the others along the batch; d
 sharding_propagation   unmarked operators follow the marks
 recursive_programming  all strategies, device count by device count
 dynamic_programming    all strategies of all operators at once
+limited_alternatives   plans within a limit of memory around one operator
 memory_fit             the cheapest plan that fits into a device's memory
 layout_demands         the cuts of operators that follow the marks
 search_space           the strategies that a search considers for an operator

@@ -1,26 +1,31 @@
-"""The part that all searching planners share: operators, decisions of marks, and the way from a solution to a plan."""
+"""The part that all searching planners share: operators, decisions of marks, and the way from a solution to a plan.
+
+`cheapest_of_modes` compares the plan of a search with those of the modes that search less; `plan_so_far` is the plan of
+a search that was stopped.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..cost.cost_model import CostModel
-from ..errors import PlanError
+from ..errors import PlanError, ShardwrightError
 from ..graph import Op
 from ..layout import Digits, Layout
-from ..partition.local_program import Decision, Decisions, InputPlacement, SearchResult, find_batch_dims
+from ..partition.local_program import TAKEN, Decision, Decisions, InputPlacement, SearchResult, find_batch_dims
 from ..partition.parameter_sharding import OptimizerParallel
 from ..partition.partitioner import wanted_in_two
+from ..sharded_plan import Plan
 from ..solver.problem import Solution
 from .graph_problem import CostGraph, cost_graph
-from .planning_problem import PlanningProblem
+from .planning_problem import PLANNERS, PlanningProblem
 from .search_space import EdgeCosts, OperatorTable, Strategy, atoms_of, options_of, strategy_of
 from .semi_auto import marked_decision, marked_output
 
-__all__ = ["Search"]
+__all__ = ["Search", "cheapest_of_modes", "plan_so_far"]
 
 
 @dataclass(frozen=True)
@@ -210,3 +215,55 @@ class Search:
         count = sum(map(len, made.options.values()))
         found = SearchResult(solution.cost, solution.bound if proved else None, len(decisions), count, solution.notes)
         return Decisions(decisions, self.batch_dims, found)
+
+
+def cheapest_of_modes(
+    result: Decisions | None,
+    problem: PlanningProblem,
+    plan_of: Callable[[Decisions], Plan],
+    modes: Sequence[str] = ("semi_auto", "sharding_propagation"),
+) -> tuple[Decisions | None, Plan | None]:
+    """The cheapest of a search's plan and the plans of the modes that search less, and its decisions.
+
+    Args:
+        result: of the search; None: it found no plan that fits in the memory.
+        plan_of: the plan of decisions.
+        modes: those that search less.
+
+    Returns:
+        None, None: no plan fits.
+    """
+    best, plan, memory = result, None if result is None else plan_of(result), problem.memory
+    for mode in modes:
+        try:
+            other = PLANNERS[mode](replace(problem, memory=None))
+            made = plan_of(other)
+        except ShardwrightError:  # this mode has no plan of these marks
+            continue
+        dearer = plan is not None and made.cost >= plan.cost * (1 - 1e-9)
+        if dearer or (memory is not None and made.unscheduled.peak > memory):
+            continue
+        text = f"{TAKEN}{mode}, {made.cost * 1e6:.4g} µs a step: the search found "
+        text += f"nothing below {plan.cost * 1e6:.4g} µs" if plan is not None else "none that fits in the memory"
+        known = SearchResult(made.cost, None, len(other.decisions), 0) if best is None else best.found
+        assert known is not None
+        found = replace(
+            known,
+            cost=made.cost,
+            bound=None if known.bound is None else min(known.bound, made.cost),
+            notes=(*(note for note in known.notes if not note.startswith(TAKEN)), text),
+            limit=memory,
+        )
+        best = other._replace(found=found)
+        plan = plan_of(best)
+    return best, plan
+
+
+def plan_so_far(found: Decisions | None, problem: PlanningProblem, plan_of: Callable[[Decisions], Plan]) -> Plan | None:
+    """The best plan of a search that was stopped; None: none that fits in the memory."""
+    if found is not None and problem.memory is not None and plan_of(found).unscheduled.peak > problem.memory:
+        found = None
+    if found is not None and found.found is not None:
+        notes = (*found.found.notes, "stopped by Ctrl-C: the best plan until then")
+        found = found._replace(found=replace(found.found, notes=notes, limit=problem.memory))
+    return cheapest_of_modes(found, problem, plan_of, ("semi_auto",))[1]

@@ -17,9 +17,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from ..report.console_tables import console_of, show, table
 from ..report.format import size_text, time_text
 from ..report.operator_names import OperatorNames
-from ..report.table_parts import console_of, show, table
 
 __all__ = ["OperatorSeconds", "Rehearsal", "figure_line", "folded", "measured_table", "ratio_of", "table_text"]
 

@@ -5,6 +5,7 @@ operator_cuts        the cuts of operators in the field's words
 operator_names       operators by their paths in the model
 tables               a plan or a pipeline in a terminal
 table_parts          rows, columns and notes of these tables
+console_tables       tables and sentences that fit the width of a terminal
 explanations         the reasons for a plan, in a terminal
 ir_dump              the program of one rank as plain text, one operator a line
 format               units, types, layouts and numbers in these texts

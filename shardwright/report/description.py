@@ -44,6 +44,7 @@ __all__ = [
     "inputs_line",
     "layer_of",
     "nothing_split",
+    "nothing_split_warning",
     "numbered",
     "numbers_text",
 ]
@@ -145,7 +146,8 @@ class Block:
             return _listed(self.names) or "the model"
         word, numbers = self.container.rpartition(".")[2].removesuffix("s"), numbers_text(self.numbers)
         if word not in ("layer", "block"):
-            return f"{self.container}.{numbers}" if self.container else f"modules {numbers}"
+            several = "s" * (len(self.numbers) > 1)
+            return f"{self.container}.{numbers}" if self.container else f"module{several} {numbers}"
         inside = f" ({self.container})" if "." in self.container else ""
         return f"{word}{'s' * (len(self.numbers) > 1)} {numbers}{inside}"
 
@@ -274,13 +276,35 @@ def nothing_split(plan: Plan) -> str:
     return f"the search splits nothing, since on {cluster} messages would cost more than they save: {does}"
 
 
-def cluster_line(plan: Plan | PipelinePlan) -> str:
-    """The cluster that a plan is priced for, as a sentence; the one that is taken where none is named says so."""
+def nothing_split_warning(plan: Plan | PipelinePlan, named: bool) -> str:
+    """The warning of a training run whose search splits no operator; "": there is nothing to warn of.
+
+    Args:
+        plan: the plan.
+        named: True where the user has named the cluster.
+    """
+    if isinstance(plan, PipelinePlan) or plan.found is None or not (text := nothing_split(plan)):
+        return ""
+    cluster = Cluster.of(plan.cluster, plan.devices).name
+    assumed = (
+        f". No cluster was named, so {cluster} is assumed: cluster= takes yours, the name of a preset or a file that "
+        "shardwright calibrate measures"
+    )
+    return f'parallel_mode="{plan.mode}": {text}{assumed * (not named)}'
+
+
+def cluster_line(plan: Plan | PipelinePlan, named: bool = False) -> str:
+    """The cluster that a plan is priced for, as a sentence; the default cluster says so.
+
+    Args:
+        plan: the plan.
+        named: True where the user has named the cluster.
+    """
     cluster = Cluster.of(plan.cluster, plan.devices)
     levels = ", ".join(f"{level.size} by {level.name} ({level.bandwidth / 1e9:.3g} GB/s)" for level in cluster.levels)
-    assumed = "; this one is taken too where none is named (cluster=, --cluster)"
-    known = Cluster.of(None, plan.devices)
-    return f"cluster: {cluster.name}, {levels}, {size_text(cluster.memory)} a device{assumed * (cluster == known)}"
+    default = "; it is the default, and cluster= or --cluster names another"
+    assumed = not named and cluster == Cluster.of(None, plan.devices)
+    return f"cluster: {cluster.name}, {levels}, {size_text(cluster.memory)} a device{default * assumed}"
 
 
 def _feeding(plan: Plan | PipelinePlan) -> object:
@@ -533,14 +557,14 @@ def _storage(plan: Plan, parameters: Sequence[ParameterPlan], parts: Sequence[Pl
     axes = [axis for part in parts for axis in part.axes if any(_meet(d, most) for d in axis.digits)]
     where = " and ".join(dict.fromkeys(axis.family for axis in axes)) or "replicas"
     notes = [
-        f"{elements(names) / elements({p.name for p in parameters}):.1%} over {digits_size(digits)}"
+        f"{_percent(elements(names) / elements({p.name for p in parameters}))} over {digits_size(digits)}"
         for digits, names in together.items()
         if digits != most
     ]
     part = elements(cut) / elements({p.name for p in parameters})
-    notes += [f"{1 - part:.1%} of the parameters whole"] if part < 1 else []
+    notes += [f"{_percent(1 - part)} of the parameters whole"] if part < 1 else []
     kept = set() if plan.hsdp is None or not plan.hsdp.reshard_after_forward else plan.hsdp.kept & set(cut)
-    notes += [f"{elements(kept) / elements(cut):.0%} kept gathered for the backward"] if kept else []
+    notes += [f"{_percent(elements(kept) / elements(cut))} kept gathered for the backward"] if kept else []
     return f"{level} over {where} {digits_size(most)}" + (f" ({', '.join(notes)})" if notes else "")
 
 
@@ -625,6 +649,11 @@ def numbers_text(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _percent(part: float) -> str:
+    """A part above 0 as a percentage; a small one is not none."""
+    return f"{part:.1%}" if part >= 0.001 else "less than 0.1%"
 
 
 def _listed(names: Sequence[str]) -> str:

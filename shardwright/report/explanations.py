@@ -18,15 +18,17 @@ from typing import IO
 from rich.table import Table
 from rich.text import Text
 
-from ..operator_explanation import Alternative, Explanation, Holder, Row, Share, explained, row_above, seconds_of
+from ..operator_explanation import Alternative, Explanation, Holder, Share, explained, seconds_of
 from ..partition.local_program import Decision
 from ..pipeline.pipeline_plan import PipelinePlan
+from ..planners.limited_alternatives import Row, row_above
 from ..sharded_plan import Plan
+from .console_tables import console_of, saying, show, table
 from .description import describe, numbers_text
 from .format import size_text, time_text
 from .operator_names import Found, OperatorNames
 from .plan_diff import strategy_text
-from .table_parts import LEGEND, console_of, operators_table, rows, saying, show, table
+from .table_parts import legend, operators_table, rows
 from .tables import explain, summary
 
 __all__ = [
@@ -35,8 +37,8 @@ __all__ = [
     "cause",
     "costs",
     "decided",
+    "difference",
     "explanation",
-    "micro",
     "module",
     "next_best",
     "shares_table",
@@ -192,7 +194,7 @@ def module(
             share = f"{seconds / each.cost:.1%}" if each.cost else ""
             made.add_row(*map(Text, (names.text(name), each.decisions[name].cause, time_text(seconds), share)))
         show(console, made)
-    console.print(Text(f"{LEGEND} {COSTS}"))
+    console.print(Text(f"{legend(names)} {COSTS}"))
 
 
 def explanation(
@@ -236,7 +238,8 @@ def explanation(
     if math.isinf(answer.least):
         say("no plan in which it keeps this strategy fits")
     elif answer.least < answer.cost * (1 - UNEQUAL):
-        say(f"the best plan in which it keeps this strategy takes {time_text(answer.least)}")
+        which, more = ("the best plan", "") if answer.exact else ("every plan", " or more")
+        say(f"{which} in which it keeps this strategy takes {time_text(answer.least)}{more}")
     if not answer.alternatives:
         say("there is no other way to cut it")
         return
@@ -254,6 +257,9 @@ def explanation(
             f"Among {answer.strategies} strategies, one line for each way to cut. {SHARES}"
         )
     )
+    if not answer.exact:
+        own = "" if answer.bound is None else f", none below that of all plans, {time_text(answer.bound)}"
+        say(f"at least: proved lower bounds{own}; no plan with these strategies was searched.")
     tried, others = answer.tried
     if tried < others:
         say(f"Of {others} other ways to cut, the {tried} that cost least without the limit were searched within it.")
@@ -276,37 +282,48 @@ def shares_table(shares: Iterable[Share], names: OperatorNames) -> Table:
 
 def alternatives_table(answer: Explanation, names: OperatorNames) -> Table:
     """The best alternatives of an operator, a row each."""
-    total = "in all" if answer.exact else "at least in all"
-    made = table("alternative", total, "more", "alone", "held by", right=(total, "more", "alone"))
+    total, more = ("in all", "more") if answer.exact else ("in all, at least", "more, at least")
+    made = table("alternative", total, more, "alone", "held by", right=(total, more, "alone"))
     for other in answer.alternatives:
-        cells = (strategy_text(other.decision), _total(other), _more(other, answer.cost), _alone(other))
+        cells = (strategy_text(other.decision), _total(other), _more(other), _alone(other))
         made.add_row(*map(Text, (*cells, _held(other, names))))
     return made
 
 
 def next_best(answer: Explanation, names: OperatorNames) -> str | None:
-    """The sentence about the best alternative: its difference in microseconds, and the reason against it."""
+    """The sentence about the best alternative: its difference in time, and the reason against it.
+
+    An alternative is called better only where a plan with it was found that takes less.
+    """
     fitting = [other for other in answer.alternatives if not math.isinf(other.total)]
     if answer.missing is not None or not fitting:
         return None
-    best = min(fitting, key=lambda other: other.total)
-    least = "" if answer.exact and best.proved else "at least " if not answer.exact else "at most "
-    more = f"{least}{micro(best.more)} a step" if answer.stage is None else f"{least}{micro(best.more)} a micro-batch"
-    alone = "impossible" if math.isinf(best.alone) else micro(best.alone)
-    label = "next best" if best.more >= 0 else "better by the search"
-    text = f"{label}: {strategy_text(best.decision)}, {more} if all else is chosen anew, "
-    text += f"{alone} if nothing else changes"
+    best = min(fitting, key=lambda other: (not answer.is_better(other), other.total, other.alone))
+    better = answer.is_better(best)
+    most = "" if answer.exact and best.proved else "at most " if answer.exact else "at least "
+    per = "a step" if answer.stage is None else "a micro-batch"
+    proved = "" if answer.exact else ", not proved to be reached"
+    alone = "impossible" if math.isinf(best.alone) else difference(best.alone)
+    label = "better by the search" if better else "next best" if best.more >= 0 or answer.exact else "perhaps better"
+    text = f"{label}: {strategy_text(best.decision)}, {most}{difference(best.more)} {per} if all else is chosen anew"
+    text += f"{proved}, {alone} if nothing else changes"
     return text + (f", since {because(best.holder, names)}" if best.holder is not None else "")
 
 
-def micro(seconds: float) -> str:
-    """A difference in microseconds."""
-    return f"{seconds * 1e6:+.3g} us" if abs(seconds) < 1e-2 else f"{seconds * 1e6:+,.0f} us"
+#: A difference of seconds below which two plans take the same time: the rounding of sums.
+EQUAL = 1e-12
+
+
+def difference(seconds: float) -> str:
+    """A difference of seconds with its sign: ``+1.33 ms``."""
+    if abs(seconds) < EQUAL:
+        return "+0 us"
+    return f"{'-' if seconds < 0 else '+'}{time_text(abs(seconds))}"
 
 
 def because(holder: Holder, names: OperatorNames) -> str:
     """The reason why an alternative alone costs more, as a sentence."""
-    more = "cannot be" if math.isinf(holder.more) else f"takes {micro(holder.more)}"
+    more = "cannot be" if math.isinf(holder.more) else f"takes {difference(holder.more)}"
     if not holder.value:
         return f"its own work, and what it is fed, {more}"
     if not holder.operators:
@@ -354,8 +371,8 @@ def _total(other: Alternative) -> str:
     return f"from {time_text(other.bound)} to {time_text(other.total)}"
 
 
-def _more(other: Alternative, cost: float) -> str:
-    return f"{other.more / cost:+.2%}" if cost and not math.isinf(other.more) else ""
+def _more(other: Alternative) -> str:
+    return "" if math.isinf(other.more) else difference(other.more)
 
 
 def decided(answer: Explanation, names: OperatorNames) -> str:
@@ -424,5 +441,4 @@ def _holder(holder: Holder, names: OperatorNames) -> str:
 def _alone(other: Alternative) -> str:
     if math.isinf(other.alone):
         return "cannot be"
-    sign, large = "-" if other.alone < 0 else "+", "" if other.row is None else ", does not fit"
-    return f"{sign}{time_text(abs(other.alone))}{large}"
+    return difference(other.alone) + ("" if other.row is None else ", does not fit")

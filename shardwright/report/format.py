@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..cluster import Level
 from ..cost.communication_schedule import ScheduledMessage, block_of
 from ..errors import PlanError
 from ..graph import Value, short_dtype
@@ -34,6 +35,7 @@ __all__ = [
     "index_text",
     "kind_of",
     "layout_text",
+    "link_text",
     "message_line",
     "results_lines",
     "size_text",
@@ -229,6 +231,11 @@ def time_text(seconds: float) -> str:
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
     return f"{seconds / 1e-6:.3g} us"
+
+
+def link_text(level: Level) -> str:
+    """A level of links, with the abbreviation of its network: ``IB NDR`` for InfiniBand NDR."""
+    return level.name.replace("InfiniBand", "IB")
 
 
 def kind_of(instruction: LocalOp) -> str:

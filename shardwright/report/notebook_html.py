@@ -1,7 +1,7 @@
 """Plans, operators and layouts in a notebook: a small table, with a picture where there are slices.
 
 1. `html_table`: a title, rows, and lines below.
-2. `layout_html`, `operator_html`, `mark_html`, `plan_html`: what ``_repr_html_`` returns.
+2. `layout_html`, `operator_html`, `operators_html`, `mark_html`, `plan_html`: what ``_repr_html_`` returns.
 
 Each is one element without scripts, and without styles from elsewhere; all texts are escaped.
 """
@@ -20,7 +20,10 @@ from .format import size_text, time_text
 from .report_pictures import KIND_COLOURS, memory, slice_svg
 from .timeline import picture
 
-__all__ = ["html_table", "layout_html", "mark_html", "operator_html", "plan_html"]
+__all__ = ["html_table", "layout_html", "mark_html", "operator_html", "operators_html", "plan_html"]
+
+#: The notation of layouts.
+LAYOUT = "layout 8: [2@4, -]: on 8 devices, dim 0 in 2 parts, of which rank r has number r // 4 % 2, and dim 1 whole"
 
 #: The most devices of a picture beside a tensor of an operator.
 SMALL = 64
@@ -28,8 +31,8 @@ SMALL = 64
 _LEFT = 'style="text-align:left;vertical-align:top;padding:2px 12px 2px 0"'
 
 
-#: The most actions of a pipeline's step that are drawn.
-MOST_SPANS = 600
+#: The most actions of a pipeline's step that are drawn, and the most rows of a table of operators.
+MOST_SPANS, MOST_ROWS = 600, 40
 
 #: The box of a picture with black lines on white.
 _BOX = '<div style="background:#fff;color:#000;margin:8px 0;padding:4px;overflow-x:auto">'
@@ -96,10 +99,23 @@ def operator_html(operator: OperatorPlan) -> str:
             drawn = Drawn(slice_svg(layout, Cluster.of(None, layout.devices), 0.5)) if small else ""
             name = f"{side} {i}" + (f" {names[i]}" if i < len(names) and names[i] else "")
             rows.append((name, str(shape), str(layout.cuts), str(part), str(layout), drawn))
+    below = [*([operator.note] if operator.note else []), LAYOUT]
     at = ", ".join(filter(None, (operator.op, operator.source)))
     title = f"{operator.module or operator.name} ({at}), by {operator.cause}"
     head = ("tensor", "shape", "cuts", "on a device", "layout", "slices, and devices")
-    return html_table(title, head, rows, [operator.note] if operator.note else [])
+    return html_table(title, head, rows, below)
+
+
+def operators_html(operators: Sequence[OperatorPlan]) -> str:
+    """The operators of a plan (`OperatorPlans`), a row each, at most `MOST_ROWS`."""
+    rows = [
+        (one.module or one.name, one.op, one.source, str(one.in_strategy), str(one.out_strategy), one.cause)
+        for one in operators[:MOST_ROWS]
+    ]
+    more = len(operators) - MOST_ROWS
+    below = [f"and {more} more: plan.explain() folds equal layers"] if more > 0 else []
+    head = ("module", "operator", "source", "in_strategy", "out_strategy", "cause")
+    return html_table(f"{len(operators)} operators", head, rows, below)
 
 
 def mark_html(mark: Operator, name: str) -> str:

@@ -9,12 +9,13 @@ A name that a user gives is an operator's name, its path, a module's path, or th
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ..cost.cost_model import StepInTime
 from ..errors import PlanError
 from ..partition.local_program import Decision
-from ..partition.operator_paths import operator_paths
+from ..partition.operator_paths import operator_paths, plain_kind
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..rules.dims import send
 from ..sharded_plan import Plan, near
@@ -47,6 +48,8 @@ class OperatorNames:
     Attributes:
         paths: name of an operator -> its path.
         kinds: name of an operator -> its plain name, such as "linear".
+        sources: names of the parameters, buffers and inputs, apart from what a stage of a pipeline receives.
+        sent: name of the identity at the end of a stage -> the operator whose result it hands on.
     """
 
     def __init__(self, plan: Plan | PipelinePlan) -> None:
@@ -55,16 +58,25 @@ class OperatorNames:
             name: d for each in plans for name, d in each.decisions.items() if d.op.target is not send
         }
         self.producers = {v: op.name for each in plans for v, op in each.graph.producers().items()}
-        self.sources = {v.name for each in plans for v in each.graph.sources()}
+        self.sent = {
+            name: self.producers.get(d.op.inputs[0].name, d.op.inputs[0].name)
+            for each in plans
+            for name, d in each.decisions.items()
+            if d.op.target is send
+        }
+        self.sources = {v.name for each in plans for v in each.graph.sources()} - self.producers.keys()
         self.buffers = {name for each in plans for name in each.graph.buffers}
-        self.kinds = {name: d.op.kind for name, d in self.decisions.items()}
+        self.kinds = {name: plain_kind(d.op) for name, d in self.decisions.items()}
         self.paths = operator_paths(self.decisions)
 
     def path(self, name: str) -> str:
         """The path of an operator as it is shown: inside of a layer from the layers' container on, ``layers.0.up``;
-        of a numbered module with the operator's kind, ``3 (linear)``."""
+        of a numbered module with the operator's kind, ``3 (linear)``; where a stage of a pipeline hands a result on,
+        ``send of layers.0.up``."""
+        if name in self.sent:
+            return f"send of {self.path(self.sent[name])}"
         path = self.paths.get(name, name)
-        kind = f" ({self.kinds[name]})" if name in self.kinds and path.rpartition(".")[2].isdecimal() else ""
+        kind = f" ({self.kinds[name]})" if name in self.kinds and self.is_numbered(path) else ""
         return self._short(path, self.layers.get(path)) + kind
 
     def text(self, name: str) -> str:
@@ -74,12 +86,39 @@ class OperatorNames:
 
     def value(self, name: str) -> str:
         """The path of the operator that produces a value, ``result of ...``; a value that none produces as it is."""
-        if name in self.sources:  # a parameter's name begins with that of its operator
-            return name
-        found = self.producers.get(name, name)
-        if found not in self.decisions:  # a value inside of an operator has a number behind the operator's name
+        found = self.producer(name)
+        return name if found is None else f"result of {self.path(found)}"
+
+    def producer(self, value: str) -> str | None:
+        """The operator that produces a value, one in another layout (``relu~1``), or one inside of the operator
+        (``softmax.1``); None for a value that none produces."""
+        name = value.partition("~")[0]
+        found = self._made_by(name)
+        while found in self.decisions and self.kinds[found] == "alias":  # another name of the same result
+            name = self.decisions[found].op.inputs[0].name
+            found = self._made_by(name)
+        if found not in self.decisions and name not in self.sources:
             found = name.rpartition(".")[0]
-        return f"result of {self.path(found)}" if found in self.decisions else name
+        return found if found in self.decisions else None
+
+    def _made_by(self, name: str) -> str:
+        """The operator that makes a value, ahead of stages that hand it on; "" for a source of the plan, since a
+        parameter's name may be an operator's, or begin with one."""
+        found = "" if name in self.sources else self.producers.get(name, name)
+        return self.sent.get(found, found)
+
+    def in_time(self, step: StepInTime) -> StepInTime:
+        """The same step, whose spans have the paths of operators and of the values that messages move."""
+        return replace(step, spans=tuple(replace(span, what=self._moved(span.what)) for span in step.spans))
+
+    def _moved(self, what: str) -> str:
+        kind, comma, value = what.partition(", ")
+        return f"{kind}, {self.value(value)}" if comma else self.path(what)
+
+    @staticmethod
+    def is_numbered(path: str) -> bool:
+        """True for the path of a numbered module, which does not say what it is."""
+        return path.rpartition(".")[2].isdecimal()
 
     @staticmethod
     def _short(path: str, layer: tuple[str, int] | None) -> str:

@@ -1,12 +1,15 @@
 """Two plans compared: settings, operators and parameters that differ, and the time of a step under each.
 
-A line begins with ``-`` (only in the first plan), ``+`` (only in the second) or ``~`` (in both, and different).
-Operators and parameters are matched by name. Costs of a pipeline's operators are those of one micro-batch.
+A line begins with ``-`` (only in the first plan), ``+`` (only in the second) or ``~`` (in both, and different). It has
+the path of an operator; operators and parameters of equal layers that differ alike are one line. Operators are matched
+by their paths, parameters by their names. Costs of a pipeline's operators are those of one micro-batch.
+
+    ~ layers.{0-3}.up: ((8, 1), (1, 1), (1,)) 1.2 ms -> ((2, 1), (4, 1), (4,)) 1 ms, each
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,9 +22,47 @@ from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
 from ..planfile.document_writer import dataset_strategy, digest, pipeline_dataset_strategy, pipeline_words
 from ..planfile.encoding import spell_assignment, spell_digits, spell_layout
 from ..sharded_plan import ParameterPlan, Plan
+from .console_tables import wrapped
 from .format import size_text, time_text
+from .operator_names import OperatorNames
+from .table_parts import folded_parameters
 
-__all__ = ["Difference", "difference", "strategy_text"]
+__all__ = ["Difference", "PlanChange", "difference", "strategy_text"]
+
+
+@dataclass(frozen=True)
+class PlanChange:
+    """A difference of operators or parameters of equal layers.
+
+    Attributes:
+        sign: "-", "+" or "~".
+        path: the path of all of them.
+        names: their names, in the first plan where it has them.
+        before, after: the text for each of them in the first plan and in the second; "": not in it.
+    """
+
+    sign: str
+    path: str
+    names: tuple[str, ...]
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        texts = " -> ".join(filter(None, (self.before, self.after)))
+        return f"{self.sign} {self.path}: {texts}" + ", each" * (len(self.names) > 1)
+
+    def lines(self, width: int) -> Iterator[str]:
+        """The change as lines of at most `width` characters: one, or its path and what is before and after."""
+        if len(str(self)) <= width:
+            yield str(self)
+            return
+        each = " (each)" * (len(self.names) > 1)
+        yield from wrapped(f"{self.sign} {self.path}{each}:", width)
+        for sign, text in (("     ", self.before), ("  -> " if self.before else "     ", self.after)):
+            before = sign
+            for line in wrapped(text, width - len(sign)) if text else ():
+                yield before + line
+                before = "     "
 
 
 @dataclass(frozen=True)
@@ -31,42 +72,50 @@ class Difference:
     Attributes:
         before, after: the plans.
         settings: a line for each setting that differs.
-        operators: a line for each operator that only one plan has, or whose strategy, stage or shapes differ.
-        parameters: a line for each parameter that only one plan has, or whose storage differs.
+        operators: those that only one plan has, or whose strategy, stage or shapes differ.
+        parameters: those that only one plan has, or whose storage differs.
     """
 
     before: Plan | PipelinePlan
     after: Plan | PipelinePlan
     settings: tuple[str, ...]
-    operators: tuple[str, ...]
-    parameters: tuple[str, ...]
+    operators: tuple[PlanChange, ...]
+    parameters: tuple[PlanChange, ...]
 
     @property
     def equal(self) -> bool:
         """True where no line differs."""
         return not (self.settings or self.operators or self.parameters)
 
-    @cached_property
+    @property
     def lines(self) -> tuple[str, ...]:
         """All lines, and last the number of differences, the time of a step and the peak memory of both plans."""
+        return (*self.settings, *map(str, (*self.operators, *self.parameters)), self.total)
+
+    def fitted(self, width: int) -> Iterator[str]:
+        """The same, as lines of at most `width` characters."""
+        for text in self.settings:
+            yield from wrapped(text, width)
+        for change in (*self.operators, *self.parameters):
+            yield from change.lines(width)
+        yield from wrapped(self.total, width)
+
+    @cached_property
+    def total(self) -> str:
+        """The number of differences, the time of a step and the peak memory of both plans."""
         totals = f"a step: {time_text(self.before.cost)} -> {time_text(self.after.cost)}"
         if self.before.cost:
             totals += f" ({self.after.cost / self.before.cost - 1:+.2%})"
-        counts = (
-            f"{len(self.operators)} operators and {len(self.parameters)} parameters differ"
-            if not self.equal
-            else "equal"
+        operators, parameters = (
+            _count(sum(len(change.names) for change in changes), what)
+            for changes, what in ((self.operators, "operator"), (self.parameters, "parameter"))
         )
-        return (
-            *self.settings,
-            *self.operators,
-            *self.parameters,
-            f"{counts}; {totals}; at most on a device: {size_text(self.before.peak)} -> {size_text(self.after.peak)}",
-        )
+        counts = "equal" if self.equal else f"{operators} and {parameters} differ"
+        return f"{counts}; {totals}; at most on a device: {size_text(self.before.peak)} -> {size_text(self.after.peak)}"
 
 
 def difference(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Difference:
-    """Compare two plans, operators and parameters by their names.
+    """Compare two plans, operators by their paths and parameters by their names.
 
     Args:
         before, after: the plans. Costs of a pipeline's operators are those of one micro-batch.
@@ -78,6 +127,10 @@ def difference(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Diffe
         tuple(_operators(before, after)),
         tuple(_parameters(before, after)),
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _settings(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[str]:
@@ -170,39 +223,59 @@ class _Placed(NamedTuple):
         return f"{self.decision.op.kind} {types_of(self.decision.op)}"
 
 
-def _placed(plan: Plan | PipelinePlan) -> dict[str, _Placed]:
+def _placed(plan: Plan | PipelinePlan, names: OperatorNames) -> dict[str, tuple[str, _Placed]]:
+    """Path of an operator -> its name, and its place in the plan."""
     out = {}
     for number, part in _parts(plan).items():
         prices, through = part.price.by_operator, opened(part)
         for name, decision in part.decisions.items():
-            out[name] = _Placed(number, replace(decision, open=through.get(name, ())), prices.get(name, 0.0))
+            placed = _Placed(number, replace(decision, open=through.get(name, ())), prices.get(name, 0.0))
+            out[names.paths.get(name, name)] = name, placed
     return out
 
 
-def _operators(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[str]:
-    olds, news = _placed(before), _placed(after)
-    for name, old in olds.items():
-        new = news.get(name)
-        if new is None:
-            yield f"- {name}: {old}"
+def _operators(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[PlanChange]:
+    first, second = OperatorNames(before), OperatorNames(after)
+    olds, news = _placed(before, first), _placed(after, second)
+    changes: dict[str, tuple[str, str, str]] = {}
+    for path, (name, old) in olds.items():
+        if path not in news:
+            changes[name] = "-", str(old), ""
             continue
+        _, new = news[path]
         stages = {old.stage, new.stage}
-        moved = f"stage {old.stage} -> stage {new.stage}, " if len(stages) > 1 and None not in stages else ""
+        moved = len(stages) > 1 and None not in stages
         if old.shapes != new.shapes:
-            yield f"~ {name}: {moved}{old.shapes} {time_text(old.seconds)} -> {new.shapes} {time_text(new.seconds)}"
+            texts = [f"{one.shapes} {time_text(one.seconds)}" for one in (old, new)]
         elif moved or digest(old.decision.op, old.decision) != digest(new.decision.op, new.decision):
-            yield f"~ {name}: {moved}{old} -> {new}"
-    yield from (f"+ {name}: {new}" for name, new in news.items() if name not in olds)
+            texts = [str(old), str(new)]
+        else:
+            continue
+        one, other = [f"stage {p.stage}, {t}" for p, t in zip((old, new), texts)] if moved else texts
+        changes[name] = "~", one, other
+    yield from _folded(changes, first)
+    yield from _folded({name: ("+", "", str(new)) for path, (name, new) in news.items() if path not in olds}, second)
 
 
-def _parameters(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[str]:
+def _folded(changes: Mapping[str, tuple[str, str, str]], names: OperatorNames) -> Iterator[PlanChange]:
+    """The changes of operators of one plan, those of equal layers that are equal as one."""
+    for path, group in names.folded(changes, changes.__getitem__):
+        sign, old, new = changes[group[0]]
+        yield PlanChange(sign, path, group, old, new)
+
+
+def _parameters(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[PlanChange]:
     old, new = before.parameters, after.parameters
+    changes: dict[str, tuple[str, str, str]] = {}
     for name in old:
         if name not in new:
-            yield f"- parameter {name}: {_stored(old[name])}"
+            changes[name] = "-", _stored(old[name]), ""
         elif _place(old[name]) != _place(new[name]):
-            yield f"~ parameter {name}: {_stored(old[name])} -> {_stored(new[name])}"
-    yield from (f"+ parameter {name}: {_stored(new[name])}" for name in new if name not in old)
+            changes[name] = "~", _stored(old[name]), _stored(new[name])
+    changes |= {name: ("+", "", _stored(new[name])) for name in new if name not in old}
+    for path, group in folded_parameters(changes):
+        sign, one, other = changes[group[0]]
+        yield PlanChange(sign, f"parameter {path}", group, one, other)
 
 
 def _stored(parameter: ParameterPlan) -> str:

@@ -21,7 +21,7 @@ from ..pipeline.schedules import Schedule
 from ..sharded_plan import Plan
 from .description import describe
 from .operator_names import OperatorNames
-from .plan_diff import Difference, strategy_text
+from .plan_diff import Difference, PlanChange, strategy_text
 
 __all__ = ["difference_figures", "figures", "module_figures", "operator_figures", "ranks_of_groups", "step_figures"]
 
@@ -84,9 +84,10 @@ def operator_figures(explanation: Explanation) -> dict[str, object]:
 
     Returns:
         Those of `figures`, and: parts: of its cost. cost: seconds of a step of this plan, and least: of the best plan
-        in which the operator keeps its strategy, by the search's prices. exact: False where these are lower bounds.
-        alternatives: other strategies, with the seconds of the best plan with each. missing: the reason why there are
-        none.
+        in which the operator keeps its strategy, by the search's prices. bound: proved of all plans with an
+        alternative; None: nothing was proved. exact: False where `least` and the totals of alternatives are lower
+        bounds, never below `bound`. alternatives: other strategies, with the seconds of the best plan with each;
+        better: True where a plan with one was found that takes less. missing: the reason why there are none.
     """
     plan, name = explanation.plan, explanation.decision.op.name
     return _operator(plan, name, OperatorNames(plan), explanation.stage) | {
@@ -97,10 +98,11 @@ def operator_figures(explanation: Explanation) -> dict[str, object]:
         ],
         "cost": _number(explanation.cost),
         "least": _number(explanation.least),
+        "bound": _number(explanation.bound),
         "exact": explanation.exact,
         "limit": explanation.limit,
         "strategies": explanation.strategies,
-        "alternatives": [_alternative(a) for a in explanation.alternatives],
+        "alternatives": [_alternative(a) | {"better": explanation.is_better(a)} for a in explanation.alternatives],
         "missing": explanation.missing,
     }
 
@@ -131,13 +133,24 @@ def ranks_of_groups(plan: Plan | PipelinePlan, schedule: Schedule) -> list[range
 
 
 def difference_figures(found: Difference) -> dict[str, object]:
-    """Two plans compared: a line for each setting, operator and parameter that differs."""
+    """Two plans compared.
+
+    Returns:
+        equal. settings: a line for each that differs. operators, parameters: those that differ, those of equal layers
+        together: change ("-": only in the first plan, "+": only in the second, "~": in both), path, names; before,
+        after: strategy or storage, and seconds, as text, None where the plan has none.
+    """
     return {
         "equal": found.equal,
         "settings": list(found.settings),
-        "operators": list(found.operators),
-        "parameters": list(found.parameters),
+        "operators": list(map(_change, found.operators)),
+        "parameters": list(map(_change, found.parameters)),
     }
+
+
+def _change(one: PlanChange) -> dict[str, object]:
+    texts = {"before": one.before or None, "after": one.after or None}
+    return {"change": one.sign, "path": one.path.removeprefix("parameter "), "names": list(one.names), **texts}
 
 
 def _plans(plan: Plan | PipelinePlan) -> list[tuple[int | None, Plan]]:

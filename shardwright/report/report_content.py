@@ -23,8 +23,9 @@ from ..pipeline.pipeline_plan import PipelinePlan, moments, timeline_of
 from ..redistribution import CollectiveKind
 from ..sharded_plan import Collective, OperatorPlan, ParameterPlan, Plan
 from . import tables
+from .console_tables import UNLIMITED, console_of
 from .description import cluster_line, describe, inputs_line
-from .explanations import alternatives_table, because, cause, decided, micro, next_best, shares_table
+from .explanations import alternatives_table, because, cause, decided, difference, next_best, shares_table
 from .format import count_text, layout_text, size_text, time_text
 from .local_alternatives import local_alternatives
 from .operator_cuts import OperatorCuts, operator_cuts, vocabularies
@@ -32,7 +33,7 @@ from .operator_names import OperatorNames
 from .plan_diff import strategy_text
 from .report_pictures import KIND_COLOURS, SlicePicture, SlicePictures, memory
 from .report_values import Branch, Grid, Leaf, Place, Section, Stat, Tensor, gathered, joined, unfolded
-from .table_parts import UNLIMITED, alternatives_of, beside_lines, console_of, folded_parameters, notes_of, regions
+from .table_parts import alternatives_of, beside_lines, folded_parameters, notes_of, regions
 from .timeline import headline, picture
 
 __all__ = ["PlanContent"]
@@ -109,7 +110,7 @@ class PlanContent:
         """The plan in the field's words, its cluster, the feeding of its inputs, its notes."""
         plan = self.plan
         found = plan.found.notes if isinstance(plan, Plan) and plan.found is not None else ()
-        notes = notes_of(dict.fromkeys((*plan.notes, *found)))
+        notes = notes_of(dict.fromkeys((*plan.notes, *found)), self.names)
         more = [f"and {len(notes) - MOST_NOTES} more notes"] if len(notes) > MOST_NOTES else []
         about = [
             cluster_line(plan),
@@ -374,11 +375,11 @@ class PlanContent:
         held = f", since {because(best.holder, self.names)}" if best.holder is not None else ""
         unit = " a micro-batch" if self.staged else " a step"
         rows = [
-            (strategy_text(a.decision), micro(a.alone), because(a.holder, self.names) if a.holder else "")
+            (strategy_text(a.decision), difference(a.alone), because(a.holder, self.names) if a.holder else "")
             for a in found
         ]
         sentences = (
-            f"{label}: {strategy_text(best.decision)}, {micro(best.alone)}{unit} if nothing else changes{held}.",
+            f"{label}: {strategy_text(best.decision)}, {difference(best.alone)}{unit} if nothing else changes{held}.",
             f"Memory is not looked at here. With all else chosen anew: {self._asked(name)}.",
         )
         return sentences, True, Grid(("alternative", "alone", "held by"), tuple(rows), (1,))
@@ -526,12 +527,7 @@ class PlanContent:
         """The operator that produces a tensor, or the tensor's own name; of a message, the message."""
         if what == "under way":
             return str(schedule.messages[int(name.rpartition(" ")[2])])
-        if name in self.names.decisions:
-            return name
-        found = self.names.producers.get(name, name)
-        if found not in self.names.decisions:
-            found = name.rpartition(".")[0]
-        return found if found in self.names.decisions else name
+        return name if name in self.names.decisions else self.names.producer(name) or name
 
     # -- communication -----------------------------------------------------------------------------------------------
 
@@ -555,7 +551,7 @@ class PlanContent:
             if isinstance(self.plan, Plan):
                 lines += list(beside_lines(each))[1:]
         if isinstance(self.plan, PipelinePlan) and self.plan.transfers:
-            grids.append(Grid.of(tables.crossing(self.plan), "between stages"))
+            grids.append(Grid.of(tables.crossing(self.plan, self.names), "between stages"))
         if self.left_rest:
             lines.append(self.left_rest)
         return Section(tuple(lines), tuple(grids))
@@ -592,7 +588,8 @@ class PlanContent:
                 f"{self.file or 'plan.json'} --picture step.svg draws them",
             )
         named = [f"ranks {tables.ranks_text(r)}" if len(r) > 1 else f"rank {r[0]}" for r in ranks]
-        drawn = picture(simulation, named, beside=plan.in_time if isinstance(plan, Plan) else None)
+        beside = self.names.in_time(plan.in_time) if isinstance(plan, Plan) else None
+        drawn = picture(simulation, named, beside=beside)
         waits = [
             (
                 named[group],

@@ -9,15 +9,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import IO
 
-from rich import box
-from rich.console import Console, JustifyMethod, OverflowMethod, RenderableType
-from rich.containers import Lines
-from rich.style import StyleType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -25,20 +21,19 @@ from ..cost.memory_timeline import OptimizerSetting, optimizer_text
 from ..layout import digits_size
 from ..pipeline.pipeline_search_result import PipelineSearchResult, PricedPipeline
 from ..sharded_plan import Collective, OperatorPlan, ParameterPlan, Plan
+from .console_tables import UNLIMITED, table
 from .description import layer_of, numbered, numbers_text
 from .format import layout_text, size_text, time_text
 from .operator_names import OperatorNames
 
 __all__ = [
     "DEAREST",
-    "LEGEND",
     "NOTES",
-    "UNLIMITED",
     "alternatives_of",
     "beside_lines",
-    "console_of",
     "cuts_of",
     "folded_parameters",
+    "legend",
     "memory_line",
     "notes_of",
     "operators_table",
@@ -46,20 +41,14 @@ __all__ = [
     "parameters",
     "regions",
     "rows",
-    "saying",
-    "show",
-    "table",
     "total",
 ]
 
 
-#: A width, in characters, in which every table fits; tables are measured in it. The width without a terminal.
-UNLIMITED, WIDTH = 10_000, 100
-
-
-#: The notation of layouts.
+#: The notation of equal layers; of strategies and layouts.
+LAYERS = "layers.{0-3}.up: the operator of layers 0 to 3, which are equal. "
 LEGEND = (
-    "layers.{0-3}.up: the operator of layers 0 to 3, which are equal. Strategy: the cuts of each input by dim, then "
+    "Strategy: the cuts of each input by dim, then "
     "its cause: batch (along the batch), follow (as its input), whole (on every device), propagated, search; none: a "
     "mark. Layout [4@2, -]: dim 0 in 4 parts, of which rank r has number r // 2 % 4; dim 1 whole. Before, after: "
     "collectives / ranks that take part. Sent: bytes of a rank."
@@ -79,38 +68,15 @@ class _Row:
     backward: str
 
 
+def legend(names: OperatorNames) -> str:
+    """The notation of a table of operators."""
+    return (LAYERS if names.layers else "") + LEGEND
+
+
 def memory_line(kinds: Mapping[str, int], optimizer: OptimizerSetting) -> str:
     """The memory of a device, by kind; beside the optimizer's state, the optimizer."""
     remarks = {"optimizer": f" ({optimizer_text(optimizer)})"}
     return ", ".join(f"{kind} {size_text(count)}{remarks.get(kind, '')}" for kind, count in kinds.items())
-
-
-def console_of(file: IO[str] | None, width: int | None = None) -> Console:
-    """A console that is as wide as the terminal, or `WIDTH` where there is none.
-
-    Args:
-        file: the file to print to; None: standard output.
-        width: a width in its place.
-    """
-    console = Console(file=file, width=width, highlight=False)
-    if width is None and not console.is_terminal:
-        console = Console(file=file, width=WIDTH, highlight=False)
-    return console
-
-
-def saying(console: Console, width: int | None = None) -> Callable[[str], None]:
-    """A function that prints sentences: wrapped to a terminal or to `width`, otherwise a line each."""
-    soft = width is None and not console.is_terminal
-    return lambda text: console.print(Text(text), soft_wrap=soft)
-
-
-def show(console: Console, made: Table) -> None:
-    """Print a table. Where its columns that keep their width leave too little room, all give way: nothing is cut
-    off."""
-    if console.measure(made, options=console.options.update(max_width=UNLIMITED)).minimum > console.width:
-        for column in made.columns:
-            column.no_wrap = False
-    console.print(made)
 
 
 def rows(
@@ -154,59 +120,6 @@ def rows(
         out[name] = _Row(name, "", "", "", "", *_traffic(mine))
     folded = names.folded(out, lambda name: replace(out[name], operator=""))
     return [replace(out[group[0]], operator=text) for text, group in folded]
-
-
-class _Cell(Text):
-    """The text of a cell. A word that is too long for its column, such as a path, is cut behind a dot or a comma."""
-
-    def wrap(
-        self,
-        console: Console,
-        width: int,
-        *,
-        justify: JustifyMethod | None = None,
-        overflow: OverflowMethod | None = None,
-        tab_size: int = 8,
-        no_wrap: bool | None = None,
-    ) -> Lines:
-        """Lines of at most `width` characters."""
-        cuts: list[int] = []
-        for word in () if no_wrap else re.finditer(rf"\S{{{width + 1},}}", self.plain):
-            at = word.start()
-            while word.end() - at > width:
-                behind = max(self.plain.rfind(sign, at + width // 3, at + width) for sign in ".,") + 1
-                at = behind or at + width
-                cuts.append(at)
-        if not cuts:
-            return super().wrap(console, width, justify=justify, overflow=overflow, tab_size=tab_size, no_wrap=no_wrap)
-        lines = Text("\n").join(self.divide(cuts))
-        return lines.wrap(console, width, justify=justify, overflow=overflow, tab_size=tab_size, no_wrap=no_wrap)
-
-
-class _Table(Table):
-    """A table whose cells are `_Cell`s."""
-
-    def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
-        """Add a row."""
-        texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
-        made = [_Cell(t.plain, style=t.style, spans=t.spans) if isinstance(t, Text) else t for t in texts]
-        super().add_row(*made, style=style, end_section=end_section)
-
-
-def table(*columns: str, right: tuple[str, ...] = (), lines: bool = False, wraps: tuple[str, ...] = ()) -> Table:
-    """An empty table.
-
-    Args:
-        columns: the columns.
-        right: those that are aligned on the right.
-        lines: True for a line between rows.
-        wraps: the columns that give way where the table is too wide; empty: all.
-    """
-    made = _Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_lines=lines)
-    for name in columns:
-        fixed = bool(wraps) and name not in wraps
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=fixed)
-    return made
 
 
 def wide(lines: Iterable[_Row]) -> Table:
@@ -268,22 +181,29 @@ def operators_table(lines: Sequence[_Row], console: Console) -> Table:
 def operators_text(names: OperatorNames, operators: Iterable[str]) -> str:
     """Operators by their paths, those of several layers joined: at most two."""
     folded = names.folded(dict.fromkeys(operators), lambda name: "")
-    texts = [text.partition(" (")[0] if group[0] in names.paths else f"result {text}" for text, group in folded]
+    plain = lambda text: text if names.is_numbered(text.partition(" (")[0]) else text.partition(" (")[0]
+    texts = [plain(text) if group[0] in names.paths else f"result {text}" for text, group in folded]
     return ", ".join(texts[:2]) + (f" and {len(texts) - 2} more" if len(texts) > 2 else "")
 
 
-def notes_of(notes: Iterable[str]) -> list[str]:
-    """Notes that several operators share, once, with the first of these operators."""
+def notes_of(notes: Iterable[str], names: OperatorNames) -> list[str]:
+    """Notes that several operators share, once, with the paths of these operators.
+
+    Args:
+        notes: each as ``operator: text`` or ``text``, perhaps behind ``stage 1: ``.
+        names: the operators' paths.
+    """
     folded: dict[tuple[str, str], list[str]] = {}
     for note in notes:
-        found = re.fullmatch(r"(stage \d+: )?([^\s:]+): (.*)", note, re.DOTALL)
-        where, operator, text = ("", "", note) if found is None else found.groups(default="")
-        folded.setdefault((where, text), []).append(operator)
-    out = []
-    for (where, text), operators in folded.items():
-        named = ", ".join(operators[:3]) + (f" and {len(operators) - 3} more" if len(operators) > 3 else "")
-        out.append(f"{where}{named}: {text}" if named else text)
-    return out
+        where = "" if (found := re.match(r"stage \d+: ", note)) is None else found[0]
+        rest = note.removeprefix(where)
+        operator, colon, text = rest.partition(": ")
+        known = bool(colon) and operator in names.decisions
+        folded.setdefault((where, text if known else rest), []).extend([operator] if known else ())
+    return [
+        f"{where}{operators_text(names, operators)}: {text}" if operators else f"{where}{text}"
+        for (where, text), operators in folded.items()
+    ]
 
 
 def regions(plan: Plan, names: OperatorNames) -> Iterator[str]:
@@ -418,7 +338,7 @@ def parameters(plan: Plan) -> Table:
 
 
 def folded_parameters(same: Mapping[str, Hashable]) -> list[tuple[str, tuple[str, ...]]]:
-    """Parameters of equal layers joined: (``layers.{0-3}.up.weight (4 of them)``, their names).
+    """Parameters of equal layers joined: (``layers.{0-3}.up.weight``, their names).
 
     Args:
         same: name of a parameter -> everything that must be equal of two parameters.
@@ -428,11 +348,10 @@ def folded_parameters(same: Mapping[str, Hashable]) -> list[tuple[str, tuple[str
         container, number, rest = next(iter(numbered(name)), ("", None, name))
         folded.setdefault((container, number is not None, rest, equal), []).append(name)
     out = []
-    for (container, inside, rest, _), names in folded.items():
-        each = f" ({len(names)} of them)" if len(names) > 1 else ""
-        numbers = numbers_text(next(iter(numbered(name)))[1] for name in names) if inside and each else ""
+    for (container, _, rest, _), names in folded.items():
+        numbers = numbers_text(next(iter(numbered(name)))[1] for name in names) if len(names) > 1 else ""
         name = f"{container}.{{{numbers}}}.{rest}".lstrip(".") if numbers else names[0]
-        out.append((name + each, tuple(names)))
+        out.append((name, tuple(names)))
     return out
 
 

@@ -24,18 +24,17 @@ from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
 from ..pipeline.simulate import Once, Simulation
 from ..rules.dims import send
 from ..sharded_plan import Plan
+from .console_tables import UNLIMITED, console_of, saying, show, table
 from .description import cluster_line, describe, inputs_line, numbers_text
-from .format import size_text, time_text
+from .format import link_text, size_text, time_text
 from .operator_names import OperatorNames
 from .table_parts import (
     DEAREST,
-    LEGEND,
     NOTES,
-    UNLIMITED,
     alternatives_of,
     beside_lines,
-    console_of,
     cuts_of,
+    legend,
     memory_line,
     notes_of,
     operators_table,
@@ -43,9 +42,6 @@ from .table_parts import (
     parameters,
     regions,
     rows,
-    saying,
-    show,
-    table,
     total,
 )
 from .timeline import COLUMNS, LINES, headline
@@ -80,62 +76,47 @@ def explain(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
         return
     sent, names, console = plan.collectives(0), OperatorNames(plan), console_of(file, width)
     say = saying(console, width)
-    head = f"{plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)}"
-    say(f"{head}: {len(plan.operators)} operators, plan {plan.fingerprint}")
-    for line in (*describe(plan).body(), inputs_line(plan)):
+    say(headline_of(plan))
+    for line in (*describe(plan).body(), cluster_line(plan), inputs_line(plan), step_line(plan), bound_line(plan)):
         say(line)
     show(console, operators_table(rows(plan, sent, names), console))
-    console.print(Text(LEGEND))
+    console.print(Text(legend(names)))
     say(total(plan, sent))
     if plan.parameters:
         show(console, parameters(plan))
         say(f"on a device: {memory_line(plan.memory(0), plan.counted_optimizer)}")
     for line in regions(plan, names):
         say(line)
-    for note in notes_of(plan.notes):
+    for note in notes_of(plan.notes, names):
         say(f"note: {note}")
 
 
 # -- a plan at a glance ------------------------------------------------------------------------------------------------
 
 
-def summary(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int | None = None) -> None:
+def summary(
+    plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int | None = None, named: bool = False
+) -> None:
     """Print the cost of a plan for one rank. Every rank has the same cost, except those of other stages of a pipeline.
 
     Args:
         plan: the plan.
         file: the file to print to; None: standard output.
         width: of tables, in characters; None: the terminal's, or 100 where there is none.
+        named: True where the user has named the cluster.
     """
     if isinstance(plan, PipelinePlan):
-        summary_of_pipeline(plan, file, width)
+        summary_of_pipeline(plan, file, width, named)
         return
     console, names = console_of(file, width), OperatorNames(plan)
     price, cluster = plan.price, Cluster.of(plan.cluster, plan.devices)
     say = saying(console, width)
-    say(
-        f"{plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)} of {cluster.name}: {len(plan.decisions)} "
-        f"operators, plan {plan.fingerprint}"
-    )
-    for line in (*describe(plan).body(), cluster_line(plan), inputs_line(plan)):
+    say(headline_of(plan))
+    for line in (*describe(plan).body(), cluster_line(plan, named), inputs_line(plan), step_line(plan)):
         say(line)
-    forward, backward, computing, sending = map(
-        time_text, (price.forward, price.backward, price.compute, price.communication)
-    )
-    say(
-        f"a step takes {time_text(price.total)}: forward {forward}, backward {backward}; computing {computing}, "
-        f"communication {sending}"
-    )
     for line in beside_lines(plan):
         say(line)
-    if plan.bound is None:
-        say(
-            "no lower bound was proved"
-            if plan.found is not None
-            else "nothing was searched, so there is no lower bound"
-        )
-    else:
-        say(f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}")
+    say(bound_line(plan))
     show(console, memory(plan.timeline.kinds, plan.peak, cluster, plan.optimizer))
     if plan.peak > cluster.memory:
         say('that is more than a device has: memory="cluster" (--memory cluster) searches for a plan that fits')
@@ -145,11 +126,33 @@ def summary(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
     if price.collectives:
         show(console, _dearest(price.collectives, cluster, names))
     found = plan.found.notes if plan.found is not None else ()
-    notes = notes_of(dict.fromkeys((*plan.notes, *found)))
+    notes = notes_of(dict.fromkeys((*plan.notes, *found)), names)
     for note in notes[:NOTES]:
         say(f"note: {note}")
     if len(notes) > NOTES:
         say(f"note: and {len(notes) - NOTES} more, which the lines of the plan have")
+
+
+def headline_of(plan: Plan) -> str:
+    """The mode, the devices, the cluster, the number of operators and the fingerprint of a plan, as a line."""
+    devices = f"{plan.devices} device{'s' * (plan.devices > 1)} of {Cluster.of(plan.cluster, plan.devices).name}"
+    return f"{plan.mode} on {devices}: {len(plan.decisions)} operators, plan {plan.fingerprint}"
+
+
+def step_line(plan: Plan) -> str:
+    """The time of a step by its parts, as a sentence."""
+    price = plan.price
+    halves = f"forward {time_text(price.forward)}, backward {time_text(price.backward)}"
+    parts = f"computing {time_text(price.compute)}, communication {time_text(price.communication)}"
+    return f"a step takes {time_text(price.total)}: {halves}; {parts}"
+
+
+def bound_line(plan: Plan) -> str:
+    """The lower bound of a plan, as a sentence."""
+    if plan.bound is None:
+        searched = plan.found is not None
+        return "no lower bound was proved" if searched else "nothing was searched, so there is no lower bound"
+    return f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}"
 
 
 def memory(kinds: dict[str, float], peak: float, cluster: Cluster, optimizer: OptimizerSetting) -> Table:
@@ -182,7 +185,7 @@ def _dearest(collectives: Iterable[PricedCollective], cluster: Cluster, names: O
     )
     for group in rows[:DEAREST]:
         first, seconds = group[0], sum(c.seconds for c in group)
-        over = ", ".join(f"{units} by {level.name}" for level, units in cluster.crossed(first.digits))
+        over = ", ".join(f"{units} by {link_text(level)}" for level, units in cluster.crossed(first.digits))
         made.add_row(
             *map(
                 Text,
@@ -209,11 +212,11 @@ def ranks_text(ranks: range) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
 
 
-def grid(plan: PipelinePlan) -> str | None:
-    """The schedule as a grid of actions; None where the grid would be too long or too wide to read."""
+def grid(plan: PipelinePlan, width: int = COLUMNS) -> str | None:
+    """The schedule as a grid of actions; None where the grid would be too long or wider than `width`."""
     text = plan.schedule.grid()
     lines = text.splitlines()
-    return text if len(lines) <= LINES and max(map(len, lines), default=0) <= COLUMNS else None
+    return text if len(lines) <= LINES and max(map(len, lines), default=0) <= width else None
 
 
 def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int | None = None) -> None:
@@ -229,13 +232,13 @@ def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int
     console, names = console_of(file, width), OperatorNames(plan)
     say = saying(console, width)
     say(
-        f"{plan.mode} on {plan.devices} devices: {_scheduled(plan)}, {len(plan.operators)} operators, plan "
-        f"{plan.fingerprint}"
+        f"{plan.mode} on {plan.devices} devices of {Cluster.of(plan.cluster, plan.devices).name}: {_scheduled(plan)}, "
+        f"{len(plan.operators)} operators, plan {plan.fingerprint}"
     )
-    for line in (*describe(plan).body(), inputs_line(plan)):
+    for line in (*describe(plan).body(), cluster_line(plan), inputs_line(plan), headline(plan.simulation)):
         say(line)
     say_chosen(plan, console, say)
-    console.print(Text(LEGEND))
+    console.print(Text(legend(names)))
     for stage in plan.stages:
         say(f"stage {stage.number} on rank{'s' * (stage.devices > 1)} {ranks_text(stage.ranks)}, one micro-batch")
         number = stage.number
@@ -246,14 +249,14 @@ def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int
         for line in regions(stage.plan, names):
             say(line)
     if plan.transfers:
-        show(console, crossing(plan))
+        show(console, crossing(plan, names))
     for stage in _firsts(plan):
         sends = sum(c.sent for c in plan.collectives(stage.first))
         held = memory_line(plan.memory(stage.first), stage.plan.counted_optimizer)
         say(f"{_on(plan, stage)}: {held}; sends {size_text(sends)} in a step")
-    if (text := grid(plan)) is not None:
+    if (text := grid(plan, min(COLUMNS, console.width) if console.is_terminal or width else COLUMNS)) is not None:
         say(text.rstrip("\n"))
-    for note in notes_of(plan.notes):
+    for note in notes_of(plan.notes, names):
         say(f"note: {note}")
 
 
@@ -285,7 +288,7 @@ def _on(plan: PipelinePlan, first: Stage) -> str:
     return f"on {which} (stage{'s' * (len(numbers) > 1)} {', '.join(numbers)})"
 
 
-def crossing(plan: PipelinePlan) -> Table:
+def crossing(plan: PipelinePlan, names: OperatorNames) -> Table:
     """The transfers between stages, a row each."""
     made = table("crosses", "from", "to", "shape", "cuts", "a rank sends", "when", "gradient", right=("a rank sends",))
     for t in plan.transfers:
@@ -295,7 +298,7 @@ def crossing(plan: PipelinePlan) -> Table:
             *map(
                 Text,
                 (
-                    t.name,
+                    names.value(t.name),
                     f"stage {t.source}",
                     f"stage {t.target}",
                     shape,
@@ -315,8 +318,10 @@ def _sent(plan: PipelinePlan, t: Transfer) -> str:
     return size_text(t.nbytes)
 
 
-def summary_of_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Print the cost of a pipeline: the time of a step, and each stage's share of it."""
+def summary_of_pipeline(
+    plan: PipelinePlan, file: IO[str] | None = None, width: int | None = None, named: bool = False
+) -> None:
+    """Print the cost of a pipeline: the time of a step, and each stage's share of it; arguments as of `summary`."""
     console, names = console_of(file, width), OperatorNames(plan)
     say = saying(console, width)
     cluster, simulation = Cluster.of(plan.cluster, plan.devices), plan.simulation
@@ -324,7 +329,7 @@ def summary_of_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: 
         f"{plan.mode} on {plan.devices} devices of {cluster.name}: {len(plan.operators)} operators, plan "
         f"{plan.fingerprint}"
     )
-    for line in (*describe(plan).body(), cluster_line(plan), inputs_line(plan)):
+    for line in (*describe(plan).body(), cluster_line(plan, named), inputs_line(plan)):
         say(line)
     say(headline(simulation))
     say("no lower bound was proved: stages are planned one by one")
@@ -334,11 +339,11 @@ def summary_of_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: 
     if plan.peak > cluster.memory:
         say(f"that is more than a device has, which is {size_text(cluster.memory)}")
     if plan.transfers:
-        show(console, crossing(plan))
+        show(console, crossing(plan, names))
     spent = [(c, stage) for stage in plan.stages for c in stage.plan.price.collectives]
     if spent:
         show(console, _dearest_stage(spent, cluster, names))
-    notes = notes_of(plan.notes)
+    notes = notes_of(plan.notes, names)
     for note in notes[:NOTES]:
         say(f"note: {note}")
     if len(notes) > NOTES:
@@ -412,7 +417,9 @@ def _dearest_stage(spent: Iterable[tuple[PricedCollective, Stage]], cluster: Clu
     )
     order = [(key, stages, max(stages.values(), key=seconds)) for key, stages in alike.items()]
     for (kind, digits, size, phase, devices), stages, most in sorted(order, key=lambda one: -seconds(one[2]))[:DEAREST]:
-        over = ", ".join(f"{units} by {level.name}" for level, units in Cluster.of(cluster, devices).crossed(digits))
+        over = ", ".join(
+            f"{units} by {link_text(level)}" for level, units in Cluster.of(cluster, devices).crossed(digits)
+        )
         made.add_row(
             *map(
                 Text,

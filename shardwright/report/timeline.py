@@ -17,15 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 from xml.sax.saxutils import escape, quoteattr
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from ..cost.cost_model import StepInTime, StreamSpan
 from ..pipeline.pipeline_plan import Moment
 from ..pipeline.schedules import Action
 from ..pipeline.simulate import Once, Simulation, Span
+from .console_tables import console_of, saying, show, table
 from .format import size_text, time_text
 
 __all__ = ["KINDS", "headline", "picture", "simulated", "trace"]
@@ -411,20 +407,18 @@ def simulated(
         file: the file to print to; None: standard output.
         beside: lines of the step whose messages travel beside computation (`beside_lines`).
     """
-    console = Console(file=file, highlight=False)
-    console = console if console.is_terminal else Console(file=file, highlight=False, width=200)
-    say = lambda text: console.print(Text(text))
+    console = console_of(file)
+    say = saying(console)
     say(headline(simulation))
     for line in beside:
         say(line)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for name in ("ranks", "stages", "works", "waits", "always holds", "peak memory"):
-        table.add_column(name, justify="left" if name in ("ranks", "stages") else "right", overflow="fold")
+    numbers = ("works", "waits", "always holds", "peak memory")
+    shown = table("ranks", "stages", *numbers, right=numbers)
     made = simulation.schedule
     for group, each in enumerate(ranks):
         stages = [str(stage) for stage, home in enumerate(made.placement) if home == group]
         busy, total = simulation.busy(group), simulation.total
-        table.add_row(
+        shown.add_row(
             f"{each[0]}-{each[-1]}" if len(each) > 1 else f"{each[0]}",
             ", ".join(stages),
             time_text(busy),
@@ -432,10 +426,11 @@ def simulated(
             size_text(simulation.memory(group)[0][1]),
             size_text(simulation.peak(group)),
         )
-    console.print(table)
+    show(console, shown)
     most = max(simulation.peak(group) for group in range(made.groups))
     if most > memory:
         say(f"that is more than a device has, which is {size_text(memory)}")
     lines = made.grid().splitlines()
-    if made.stages > 1 and len(lines) <= LINES and max(map(len, lines)) <= COLUMNS:
+    wide = min(COLUMNS, console.width) if console.is_terminal else COLUMNS
+    if made.stages > 1 and len(lines) <= LINES and max(map(len, lines)) <= wide:
         say("\n".join(["the schedule, if every action took as long:", *lines]))

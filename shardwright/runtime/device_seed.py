@@ -29,7 +29,7 @@ from ..rules.random_numbers.traced_numbers import is_traced, traced
 from ..torch_private import FakeTensor
 from .lowering import Lowered, Node
 
-__all__ = ["CompiledSeed", "trace_random_numbers"]
+__all__ = ["NO_SEED", "CompiledSeed", "trace_random_numbers"]
 
 #: The operators that have no slice, hence no starts.
 _WITHOUT_STARTS = (torch.ops.shardwright.permutation.default,)
@@ -65,6 +65,10 @@ class CompiledSeed:
                 return body(*rest[0], moved, *rest[1])
 
         return run
+
+
+#: Of a program that is not compiled, or draws nothing.
+NO_SEED = CompiledSeed()
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ def trace_random_numbers(lowered: Lowered, device: torch.device, rank: int) -> C
     """
     seed = lowered.plan.program.seed
     if seed is None:
-        return CompiledSeed()
+        return NO_SEED
     inputs = [node for node in lowered.nodes if node.op == "placeholder"]
     place = next(i for i, node in enumerate(inputs) if node.meta["instance"].name == seed.name)
     readers = list(inputs[place].users)

@@ -23,7 +23,7 @@ from ..pipeline.pipeline_plan import PipelinePlan, Stage
 from ..process import Runtime
 from ..torch_private import number_of_groups
 from .compilation import Compilation
-from .device_seed import CompiledSeed, trace_random_numbers
+from .device_seed import NO_SEED, trace_random_numbers
 from .distributed.gradients import of_stage
 from .distributed.parameters import ParameterPlacement, ShardedState
 from .distributed.process_groups import ProcessGroups
@@ -70,7 +70,7 @@ def process_pipeline(
     for stage in stages:
         groups = held.groups
         lowered = lower(stage.plan, plan)
-        seed = trace_random_numbers(lowered, runtime.device, groups.rank) if compiled else CompiledSeed()
+        seed = trace_random_numbers(lowered, runtime.device, groups.rank) if compiled else NO_SEED
         trained = [name for name, p in parameters.items() if name in lowered.parameters and p.requires_grad]
         schedule = stage.plan.scheduled(not groups.exchanges, fusion, trained, stage=True)
         outside = stage.plan.gathered_once

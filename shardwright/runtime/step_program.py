@@ -32,7 +32,7 @@ from ..sharded_plan import Plan
 from .call_boundary import handings, leading_on, put_back, shared, tensors_of
 from .compilation import Compilation, keep_in_place
 from .deferred_init import materialize, put_in_place
-from .device_seed import CompiledSeed, trace_random_numbers
+from .device_seed import NO_SEED, CompiledSeed, trace_random_numbers
 from .distributed.parameter_hooks import with_rank_dim
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lowering import Lowered, lower
@@ -53,7 +53,6 @@ class StepProgram:
     Attributes:
         plan: the plan.
         body: the runtime's own program: `SingleDeviceExecutor`, `LocalExecutor` or `RankExecutor`.
-        run: the same, or a function that seeds a generator before it.
         held: the parameters of the processes runtime, for the model's next program; None in the local one.
         exact: True where random numbers belong to positions of whole tensors; False where they belong to operators
             and slices.
@@ -72,14 +71,13 @@ class StepProgram:
         held: ShardedState | None = None,
         device: torch.device | None = None,
         mean: bool = False,
-        seed_device: torch.device | None = None,
+        seed: CompiledSeed = NO_SEED,
     ) -> None:
         self.plan, self.body, self.held, self.exact = plan, body, held, True
-        self.run = body
         self.begin: Callable[[], None] | None = None
         self.guards, self.effects, self.strides = Guards((), ()), Effects(), StridesAsked()
         self._draws = plan.program.seed is not None
-        self._state, self._updated, self._device, self._seed_device = state, updated, device, seed_device
+        self._state, self._updated, self._device, self._seed = state, updated, device, seed
         self._outputs = plan.graph.outputs
         self._objects = holds_objects(plan.graph.out_spec)
         self._sole = (
@@ -111,9 +109,10 @@ class StepProgram:
             tensors = [leading_on(x, parts) for x, parts in zip(tensors, self._input_parts)]
         if self._draws:
             seed = stream.draw(self.exact)
-            tensors.insert(0, seed if self._seed_device is None else seed.to(self._seed_device, non_blocking=True))
+            device = self._seed.device
+            tensors.insert(0, seed if device is None else seed.to(device, non_blocking=True))
         with step_range(self.plan, self.held):
-            made = self.run(*self._state, *tensors)
+            made = self._seed.around(self.body)(*self._state, *tensors)
         if self._sole and not self._updated:
             return _wrapper(made[0], self._handings[0])  # most often the loss: no tree to build
         results = iter(made)
@@ -183,7 +182,7 @@ def make_program(
     lowered = lower(plan)
     single = plan.devices == 1 and (compiled or not plan.regions)
     of_ranks = runtime.processes and plan.devices > 1
-    seed = CompiledSeed()
+    seed = NO_SEED
     if compiled and (single or of_ranks):
         seed = trace_random_numbers(lowered, runtime.device, runtime.rank if of_ranks else 0)
     if of_ranks:
@@ -201,9 +200,7 @@ def make_program(
             stacklevel=stack_level(),
         )
     body = SingleDeviceExecutor(lowered, compiled) if single else LocalExecutor(lowered)
-    made = StepProgram(plan, body, state, [named[n] for n in lowered.updates], device=moved, seed_device=seed.device)
-    made.run = seed.around(body)
-    return made
+    return StepProgram(plan, body, state, [named[n] for n in lowered.updates], device=moved, seed=seed)
 
 
 def _move(holder: nn.Module, device: torch.device) -> None:
@@ -265,7 +262,7 @@ def _on_processes(
         held,
         runtime.device,
         gradients_mean and (plan.input_placement.per_rank_batch or plan.own is not None),
-        seed.device,
+        seed,
     )
-    program.begin, program.run = counted(plan), seed.around(body)
+    program.begin = counted(plan)
     return program

@@ -281,7 +281,7 @@ def bounded(problem: Problem, made: Tables, until: float) -> Solution | None:
         PlanError: nothing was found in time.
     """
     search = _Search(problem, made, until)
-    with stopping(lambda _: None if search.states is None else search.solution("stopped: not proved")):
+    with stopping(lambda _: None if search.states is None else search.solution("stopped: not proved optimal")):
         return _bounded(search, made, until)
 
 
@@ -292,35 +292,39 @@ def _bounded(search: _Search, made: Tables, until: float) -> Solution | None:
             search.reduce(compare)
         except PlanError:  # nothing allowed is left that costs less than the best known
             search.bound = search.cost
-            return search.solution("exact: the bound meets the cost") if search.states is not None else None
+            return search.solution("proved optimal: the bound meets the cost") if search.states is not None else None
         gone = eliminated(search.core, made, until)
         if gone is not None:
             search.finish(gone)
-            return search.solution("exact: bounds, then elimination") if search.states is not None else None
+            return (
+                search.solution("proved optimal, by bounds and variable elimination")
+                if search.states is not None
+                else None
+            )
         size = sum(map(len, search.core.costs))
         search.sweep()
         if search.proved:
             search.bound = search.cost
-            return search.solution("exact: the bound meets the cost")
+            return search.solution("proved optimal: the bound meets the cost")
         if search.late or (compare and sum(map(len, search.core.costs)) > SHRUNK * size):
             break
         compare = True
-    note = "bounds and descent: not proved"
+    note = "not proved optimal: by bounds and local search"
     if not search.late:
         gone = eliminated(search.core, made, until, None)
         left = until - time.monotonic()
         if gone is not None:
             search.finish(gone)
-            note = "exact: bounds, then elimination"
+            note = "proved optimal, by bounds and variable elimination"
         elif left > 0 and sum(table.size for table in search.core.edges.values()) <= MILP_ENTRIES:
             try:
                 found = milp(search.core, seconds=left)
             except PlanError:  # infeasible, or nothing found in time
-                note = "bounds and descent, HiGHS without avail: not proved"
+                note = "not proved optimal: by bounds and local search; HiGHS found nothing better"
             else:
                 search.offer(found.states)
                 search.prove(found.bound)
-                note = "bounds and descent, then HiGHS on the core"
+                note = "by bounds and local search, then HiGHS on what was left"
     if search.states is None:
         raise PlanError("no allowed assignment of strategies was found in the time given", legal="more seconds")
     return search.solution(note)

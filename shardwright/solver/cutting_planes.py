@@ -356,7 +356,7 @@ def priced_search(problem: Problem, rows: Rows, pricing: Pricing | SweptPricing,
         OutOfBudgetError: the host memory does not suffice for a single elimination of a `Pricing`.
     """
     search = _PricedSearch(problem, rows, pricing, gap)
-    with stopping(lambda _: None if search.states is None else search.solution("stopped: not proved")):
+    with stopping(lambda _: None if search.states is None else search.solution("stopped: not proved optimal")):
         found = search.run()
     leanest = min(search.known.values(), key=lambda cut: cut.used.max(initial=0.0), default=None)
     bound = search.prices.bound
@@ -403,7 +403,7 @@ class _PricedSearch:
     def turns(self) -> Solution | None:
         self.look(np.zeros(self.rows.count))
         if self.near:
-            return self.solution("exact: what is best without a limit keeps it")
+            return self.solution("the plan without a limit keeps it")
         least = max(abs(self.prices.bound), 1e-300)
         cap, most = FIRST_PRICE * least, MOST_PRICE * least
         exact = isinstance(self.pricing, Pricing)
@@ -474,9 +474,9 @@ class _PricedSearch:
             None
             if self.states is None
             else self.solution(
-                "not proved to be the best: by prices of memory, each minimised exactly, then splicing"
+                "not proved optimal: by prices of memory, each minimised exactly, then splicing"
                 if isinstance(self.pricing, Pricing)
-                else "not proved to be the best: by prices of memory, bounded by sweeps, then splicing"
+                else "not proved optimal: by prices of memory, bounded by sweeps, then splicing"
             )
         )
 
@@ -631,7 +631,7 @@ class _PricedSearch:
         assert self.states is not None
         bound = min(self.cost, self.prices.bound)
         if self.cost - bound <= 1e-9 * abs(self.cost):
-            note, bound = "exact: the bound meets the cost", self.cost
+            note, bound = "proved optimal: the bound meets the cost", self.cost
         return Solution(tuple(self.states), self.cost, bound, (note,))
 
 

@@ -85,7 +85,7 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     if bound.limit is None:
         left = None if seconds is None else until - time.monotonic()
         free = solve(replace(problem, usages=(), limit=None), seconds=left)
-        return replace(free, notes=(*free.notes, "the memory limit cannot be broken"))
+        return replace(free, notes=(*free.notes, "no plan needs more than the memory limit"))
     rows = Rows.of(bound, len(times))
     over = rows.least() > bound.limit
     if over.any():
@@ -245,10 +245,10 @@ def _search(problem: Problem, rows: Rows, until: float, gap: float, prices: np.n
         best.see(ascent.advance(SWEEPS))
         turn += 1
         if best.states is not None and best.cost - priced.bound <= 1e-9 * abs(best.cost):
-            return Solution(tuple(best.states), best.cost, best.cost, ("exact: the bound meets the cost",))
+            return Solution(tuple(best.states), best.cost, best.cost, ("proved optimal: the bound meets the cost",))
         if best.states is not None and best.cost - priced.bound <= gap * abs(best.cost):
             return Solution(
-                tuple(best.states), best.cost, priced.bound, ("multipliers: as near to the bound as asked for",)
+                tuple(best.states), best.cost, priced.bound, ("by multipliers, as near to the bound as asked for",)
             )
         if turn >= (TURNS if prices is None else FEW) and (not large or until == math.inf):
             break
@@ -441,7 +441,7 @@ def _solve(problem: Problem, seconds: float | None, merge: bool, gap: float) -> 
         raise contradiction(problem)
     states = tuple(inner.lift(result.complete([0] * len(problem.costs))))
     cost = problem.cost(states)
-    return Solution(states, cost, cost, (*notes, "exact: every node was eliminated"))
+    return Solution(states, cost, cost, (*notes, "proved optimal, by variable elimination"))
 
 
 @dataclass(frozen=True)

@@ -275,10 +275,11 @@ def test_info(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert command("info", run) == 0
     told = capsys.readouterr().out
     assert "step 3, parts, saved by 1 rank\n" in told and manifest.read(run / "step-00000003").plan in told
-    assert [line.split() for line in told.splitlines() if "model.layers.1.weight" in line] == [
-        ["model.layers.1.weight", "16x16", "float64", "1x4", "of", "4", "2.0", "KiB"]
-    ]
-    assert "optimizer.*.exp_avg" in told and "10 tensors" in told
+    rows = {line.split()[0]: line.split()[1:] for line in told.splitlines() if line.startswith(" ") and line.strip()}
+    assert rows["model.layers.1.weight"] == ["16x16", "float64", "1x4", "of", "4", "1", "2.0", "KiB"]
+    equal = ["16", "float64", "1", "of", "4", "2", "256", "B"]
+    assert rows["model.layers.{1-2}.bias"] == equal, "equal layers once"
+    assert rows["optimizer.*.exp_avg"][0] == "10"
     transform(run, tmp_path / "new", plan_of("two stages", 4, tmp_path))
     assert command("info", tmp_path / "new") == 0
     assert "1x1 of 2 from rank 2" in capsys.readouterr().out

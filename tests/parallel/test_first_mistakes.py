@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from one_device import parallel
 from small_networks import Marked, draw, labels
+from test_recursive_programming import slow_devices
 from torch import nn
 
 import shardwright as sw
@@ -145,7 +147,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "a function": (
         lambda: sw.AutoParallel(function),
-        r"function \(test_first_mistakes.py:100\) is not an nn.Module, and no step function",
+        r"function \(test_first_mistakes.py:102\) is not an nn.Module, and no step function",
         "a step that calls the model by such a variable",
     ),
     "a class": (lambda: sw.AutoParallel(Marked), "is not an nn.Module", "a model"),
@@ -203,3 +205,37 @@ def test_a_model_without_values_that_is_called_by_itself() -> None:
     assert net(X).isfinite().all()
     parallel(nn.Sequential(other))(X)
     assert not nn.modules.module._global_forward_pre_hooks or net(X).isfinite().all()
+
+
+# -- what is no mistake, but no gain either ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cluster", [None, "h100x8"])
+def test_training_says_that_a_search_splits_nothing(cluster: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first call says so, and which cluster it was searched for, once."""
+    sw.init(devices=8)
+    model = sw.AutoParallel(nn.Linear(8, 8), nn.MSELoss(), parallel_mode="dynamic_programming", cluster=cluster)
+    x = torch.zeros(16, 8)
+    with pytest.warns(UserWarning, match="the search splits nothing, since on h100x8 messages would") as warned:
+        model(x, x).backward()
+    (text,) = [str(one.message) for one in warned]
+    assert "each of the 8 devices does all the work" in text and Path(warned[0].filename) == Path(__file__)
+    assert ("No cluster was named, so h100x8 is assumed: cluster= takes yours" in text) == (cluster is None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x, x).backward()
+    model.explain()
+    shown = capsys.readouterr().out
+    assert shown.startswith("dynamic_programming on 8 devices of h100x8: ")
+    assert "cluster: h100x8, 8 by NVLink 4" in shown and "a step takes " in shown and "gap 0.000%" in shown
+
+
+def test_training_is_silent_where_the_search_splits(recwarn: pytest.WarningsRecorder) -> None:
+    sw.init(devices=4)
+    net = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
+    model = sw.AutoParallel(net, nn.MSELoss(), parallel_mode="dynamic_programming", cluster=slow_devices(4))
+    model(torch.zeros(64, 512), torch.zeros(64, 512)).backward()
+    assert any(d.assignment.used for d in model.plan.decisions.values()) and not recwarn.list
+    model = sw.AutoParallel(nn.Linear(8, 8), nn.MSELoss())
+    model(torch.zeros(16, 8), torch.zeros(16, 8)).backward()
+    assert not recwarn.list, "nothing was searched"

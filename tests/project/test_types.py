@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -93,6 +95,7 @@ def planned() -> sw.Plan | sw.PipelinePlan:
     hsdp: HsdpSetting = {"shard_size": -1, "threshold": 0, "optimizer_level": "level3"}
     pipeline: PipelineSetting = {"stages": 2, "micro_batches": 4, "scheduler": "1f1b"}
     dtypes: MixedPrecisionSetting = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    made: sw.Plan | sw.PipelinePlan
     made = sw.plan(Net(), (x,), nn.MSELoss(), target, devices=DEVICES, cluster=cluster, hsdp=hsdp)
     for mode in MODES:
         for feeding in FEEDINGS:
@@ -100,10 +103,51 @@ def planned() -> sw.Plan | sw.PipelinePlan:
     for state in STATES:
         made = sw.plan(Net(), (x,), nn.MSELoss(), target, memory="70GB", optimizer=state, mixed_precision=dtypes)
     made = sw.plan(Stack(64, 4), (x,), nn.MSELoss(), x, pipeline=pipeline, recompute=lambda op: op.kind == "relu")
-    if isinstance(made, sw.Plan):
-        assert_type(made.cost, float)
     made.save("plan.json")
     return made
+
+
+def without_a_pipeline() -> float:
+    x, target = torch.zeros(32, 64), torch.zeros(32, 16)
+    plan = sw.plan(Net(), (x,), nn.MSELoss(), target, devices=DEVICES)
+    assert_type(plan, sw.Plan)
+    assert_type(plan.cost, float)
+    assert_type(plan.bound, float | None)
+    assert_type(plan.price.total, float)
+    assert_type(plan.price.by_operator, dict[str, float])
+    assert_type(plan.timeline.peak, float)
+    assert_type(plan.operator("matmul").in_strategy, tuple[tuple[int, ...], ...])
+    assert_type(plan.parameters["w"].storage, sw.Layout)
+    assert_type(plan.parameters["w"].local_shape(0), tuple[int, ...])
+    assert_type(plan.memory(0), dict[str, int])
+    for operator in plan.operators:
+        print(operator.name, operator.cause, operator.local_shapes(3))
+    for collective in plan.collectives(0):
+        print(collective.op, collective.ranks, collective.bytes)
+    for name, value in plan.graph.parameters.items():
+        print(name, value.shape, value.dtype)
+    plan.explain("matmul")
+    plan.report("plan.html")
+    alone = sw.plan(Net(), (x,), pipeline=None, parallel_mode="data_parallel")
+    assert_type(alone, sw.Plan)
+    return plan.price.total + plan.price.communication + alone.peak
+
+
+def with_a_pipeline(asked: PipelineSetting | None) -> int:
+    x = torch.zeros(32, 64)
+    plan = sw.plan(Stack(64, 4), (x,), nn.MSELoss(), x, pipeline={"stages": 2, "micro_batches": 4}, devices=DEVICES)
+    assert_type(plan, sw.PipelinePlan)
+    assert_type(plan.simulation.bubble, float)
+    assert_type(plan.micro_batches, int)
+    for stage in plan.stages:
+        assert_type(stage.plan, sw.Plan)
+        assert_type(stage.plan.price.total, float)
+        print(stage.number, stage.ranks, stage.plan.peak)
+    for transfer in plan.transfers:
+        print(transfer.source, transfer.target, transfer.nbytes)
+    either = sw.plan(Stack(64, 4), (x,), nn.MSELoss(), x, pipeline=asked)
+    assert_type(either, sw.Plan | sw.PipelinePlan)
+    return len(plan.stages) + either.devices
 
 
 def verified() -> bool:
@@ -151,7 +195,7 @@ def trained(steps: int) -> float:
             loss = model(x, target)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            optimizer.step()  # pyright: ignore[reportUnknownMemberType]  torch does not say its type
             optimizer.zero_grad()
             monitor.step(loss, lr=1e-3)
             last = float(loss)
@@ -177,7 +221,8 @@ def summed(x: Tensor) -> Tensor | None:
 def main() -> None:
     assert_type(sw.rank(), int)
     assert_type(sw.world_size(), int)
-    print(planned(), verified(), trained(10), summed(torch.zeros(4)), [piped(s) for s in SCHEDULES])
+    print(planned(), without_a_pipeline(), with_a_pipeline(None), verified(), trained(10))
+    print(summed(torch.zeros(4)), [piped(s) for s in SCHEDULES])
 
 
 if __name__ == "__main__":
@@ -199,9 +244,10 @@ WRONG = {
     'sw.AutoParallel(torch.nn.ReLU()).hsdp(optimizer_level="level4")': 'expected "Literal[',
     'sw.AutoParallel(torch.nn.ReLU()).pipeline(stages="many")': "incompatible type",
     'sw.AutoParallel(torch.nn.ReLU()).dataset_strategy("half_batch")': "incompatible type",
-    'sw.plan(torch.nn.ReLU(), (), hsdp={"size": 2})': "incompatible type",
-    'sw.plan(torch.nn.ReLU(), (), pipeline={"stages": 2, "scheduler": 1})': "ncompatible type",
-    'sw.plan(torch.nn.ReLU(), (), mixed_precision="bf16")': "incompatible type",
+    'sw.plan(torch.nn.ReLU(), (), hsdp={"size": 2})': 'No overload variant of "plan" matches',
+    'sw.plan(torch.nn.ReLU(), (), pipeline={"stages": 2, "scheduler": 1})': 'No overload variant of "plan" matches',
+    'sw.plan(torch.nn.ReLU(), (), mixed_precision="bf16")': 'No overload variant of "plan" matches',
+    "sw.plan(torch.nn.ReLU(), (), pipeline={'stages': 2}).price": 'has no attribute "price"',
 }
 
 
@@ -220,16 +266,48 @@ def _mypy(file: Path) -> list[str]:
     return found.stdout.splitlines()
 
 
+def scripts(folder: Path) -> tuple[Path, int]:
+    """A file with the user's script and behind it the mistakes, one a line; the number of lines before these."""
+    lines = ["import torch", "", "import shardwright as sw", "", *WRONG]
+    wrong = "\n".join(lines) + "\n"
+    file = folder / "script.py"
+    file.write_text(RIGHT + "\n\n" + wrong.replace("import torch\n\nimport shardwright as sw\n", ""))
+    return file, len(file.read_text().splitlines()) - len(WRONG)
+
+
+def test_the_script_is_long_and_asks_for_no_type() -> None:
+    """Findings are not hidden by questions about types, nor by casts."""
+    assert len(RIGHT.splitlines()) >= 200
+    assert not re.search(r"isinstance\(|\bcast\(|Any\b|type: ignore", RIGHT)
+
+
 @pytest.mark.long
 def test_a_users_script_has_types(tmp_path: Path) -> None:
     """One run checks both scripts, since a cold run reads all of torch."""
-    lines = ["import torch", "", "import shardwright as sw", "", *WRONG]
-    wrong = "\n".join(lines) + "\n"
-    file = tmp_path / "script.py"
-    file.write_text(RIGHT + "\n\n" + wrong.replace("import torch\n\nimport shardwright as sw\n", ""))
-    first = len(file.read_text().splitlines()) - len(WRONG)
+    file, first = scripts(tmp_path)
     found = [line for line in _mypy(file) if ": error: " in line]
     by_line = {int(line.split(":")[1]): line for line in found}
     assert not [line for number, line in by_line.items() if number <= first]
     for number, (call, words) in enumerate(WRONG.items(), start=first + 1):
         assert words in by_line.get(number, ""), f"{call}: {by_line.get(number)}"
+
+
+@pytest.mark.long
+def test_pyright_finds_the_same(tmp_path: Path) -> None:
+    """Pyright, which editors run, finds nothing in the script at its strictest, and each mistake."""
+    names = ("pyright", "basedpyright")
+    beside = [path for name in names if (path := Path(sys.executable).with_name(name)).exists()]
+    command = str(beside[0]) if beside else next(filter(None, map(shutil.which, names)), None)
+    if command is None:
+        pytest.skip("neither pyright nor basedpyright is installed")
+    file, first = scripts(tmp_path)
+    settings = {"typeCheckingMode": "strict", "include": [file.name], "extraPaths": [str(ROOT)]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    ran = subprocess.run(
+        [command, "--project", str(tmp_path), "--pythonpath", sys.executable, "--outputjson"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    found = json.loads(ran.stdout)["generalDiagnostics"]
+    errors = {one["range"]["start"]["line"] + 1: one["message"] for one in found if one["severity"] == "error"}
+    assert not {number: message for number, message in errors.items() if number <= first}
+    assert set(errors) == set(range(first + 1, first + 1 + len(WRONG)))

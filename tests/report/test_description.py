@@ -18,7 +18,15 @@ from torch.nn import functional as F
 import shardwright as sw
 from shardwright.cluster import Cluster
 from shardwright.layout import digits_size
-from shardwright.report.description import Axis, PlanPart, cluster_line, describe, inputs_line, layer_of
+from shardwright.report.description import (
+    Axis,
+    Block as BlockOfPlan,
+    PlanPart,
+    cluster_line,
+    describe,
+    inputs_line,
+    layer_of,
+)
 from shardwright.report.operator_cuts import operator_cuts
 from shardwright.report.tables import explain, summary
 
@@ -342,11 +350,27 @@ def test_a_search_that_splits_nothing_says_so() -> None:
     assert "nothing" not in str(transformer(gpt, "data_parallel").describe())
 
 
+def test_one_module_and_a_small_part() -> None:
+    """One module is not several, and a part that is not zero is not called so."""
+
+    class Net(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), nn.LayerNorm(2048)), nn.Linear(2048, 64))
+
+    net, x = Net(), torch.empty(64, 2048)
+    plan = sw.plan(net, (x,), parallel_mode="data_parallel", devices=8, hsdp={"optimizer_level": "level3"})
+    text = str(plan.describe())
+    assert "modules 0:" not in text and "0.0%" not in text and "less than 0.1% of the parameters whole" in text
+    assert BlockOfPlan("", (0,), (), (), "", "", ()).title == "module 0"
+    assert BlockOfPlan("", (0, 1), (), (), "", "", ()).title == "modules 0-1"
+
+
 def test_the_cluster_that_was_assumed() -> None:
     plan = tower({})
-    assert cluster_line(plan).endswith("; this one is taken too where none is named (cluster=, --cluster)")
+    assert cluster_line(plan).endswith("; it is the default, and cluster= or --cluster names another")
+    assert "default" not in cluster_line(plan, named=True)
     assert cluster_line(tower({}, cluster="a100x8")).startswith("cluster: a100x8, ")
-    assert "assumed" not in cluster_line(tower({}, cluster="a100x8"))
+    assert "default" not in cluster_line(tower({}, cluster="a100x8"))
     assert Cluster.of(None, DEVICES).name in cluster_line(plan)
 
 

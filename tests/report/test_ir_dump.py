@@ -307,7 +307,7 @@ def test_the_table_shows_notes_and_names_in_brackets():
     text = table(plan)
     shared = "the batch of 4 is cut 4 ways on 8 devices; 2 devices repeat the same work"
     assert plan.notes == (f"linear: {shared}", f"relu: {shared}")
-    assert f"note: linear, relu: {shared}" in " ".join(text.split())
+    assert f"note: layers.[red], relu: {shared}" in " ".join(text.split())
     assert "layers.[red].weight" in text
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
+from shardwright.cluster import format_bytes
 from shardwright.report.format import size_text, time_text
 from shardwright.report.notebook_html import html_table
 
@@ -55,6 +56,7 @@ def test_a_plan_its_operators_and_a_mark() -> None:
     html = plan._repr_html_()
     assert f"a step {time_text(plan.cost)} by the cost model; a device holds {size_text(plan.peak)}" in html
     assert f"a rank sends {size_text(plan.sent)}" in html
+    assert "on 8 devices, dim 0 in 2 parts, of which rank r has number r // 4 % 2" in plan.operators[0]._repr_html_()
     shown = cells(plan.operators[0]._repr_html_())
     assert [line[:4] for line in shown[1:]] == [
         ["in 0 input", "(8, 16)", "(2, 1)", "(4, 16)"],
@@ -66,3 +68,34 @@ def test_a_plan_its_operators_and_a_mark() -> None:
     html = mark._repr_html_()
     assert cells(html)[1:] == [["in 0", "(2, 4)"], ["in 1", "(4, 1)"]] and "priority 3" in html
     assert "not marked" in sw.Operator(torch.matmul)._repr_html_()
+
+
+@pytest.mark.parametrize("piped", [False, True])
+def test_values_of_a_plan_do_not_flood_a_prompt(piped: bool) -> None:
+    """Price, timeline, graph, operators and their like have reprs of at most three lines, for any model."""
+    net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(60)))
+    x = torch.zeros(8, 16)
+    if piped:
+        for number, layer in enumerate(net):
+            sw.set_stage(layer, number // 30)
+        plan = sw.plan(net, (x,), nn.MSELoss(), x, devices=4, pipeline={"stages": 2, "micro_batches": 4})
+        values = [plan.simulation, plan.operators, plan.graph, plan.stages[0].plan.price, plan.stages[0].plan.timeline]
+    else:
+        plan = sw.plan(net, (x,), nn.MSELoss(), x, devices=4)
+        values = [plan.price, plan.timeline, plan.unscheduled, plan.graph, plan.operators, plan.program, plan.schedule]
+        values += [plan.in_time, plan]
+    for value in values:
+        text = repr(value)
+        assert len(text.splitlines()) <= 3 and len(text) <= 300 and text.startswith("<"), text[:300]
+    assert repr(plan.operators).endswith(f" and {len(plan.operators) - 12} more>")
+    assert plan.operators == tuple(plan.operators) and plan.operators[1:3] == tuple(plan.operators)[1:3]
+    html = plan.operators._repr_html_()
+    assert len(cells(html)) == 41 and f"and {len(plan.operators) - 40} more: plan.explain()" in html
+
+
+def test_what_the_reprs_say() -> None:
+    x = torch.zeros(8, 16)
+    plan = sw.plan(nn.Linear(16, 16), (x,), nn.MSELoss(), x, devices=4)
+    assert repr(plan.graph) == f"<Graph: {len(plan.graph.ops)} operators, 2 parameters, 2 inputs>"
+    assert f"a step {plan.price.total * 1e3:.4g} ms: forward " in repr(plan.price)
+    assert f"at most {format_bytes(plan.timeline.peak)} (inputs " in repr(plan.timeline)

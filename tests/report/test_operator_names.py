@@ -12,13 +12,14 @@ import torch
 from rich.console import Console
 from rich.text import Text
 from test_description import column_row, gpt, tower, transformer
+from torch import nn
 
 import shardwright as sw
 from shardwright.cli import main as cli
 from shardwright.operator_explanation import explained, seconds_of
+from shardwright.report.console_tables import table
 from shardwright.report.explanations import costs, tell
 from shardwright.report.operator_names import OperatorNames
-from shardwright.report.table_parts import table
 from shardwright.report.tables import explain, summary
 
 
@@ -196,3 +197,20 @@ def test_a_path_that_is_too_long_for_its_column_is_cut_behind_a_dot() -> None:
         " ny_dot_in_it",
         "",
     ]
+
+
+def test_another_name_of_a_result_is_that_result() -> None:
+    """An input that the model changes has a last value of its own in the graph, which is another name of a result."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+            seen.add_(1)
+            return self.up(x) + seen
+
+    plan = sw.plan(Net(), (torch.zeros(8, 16), torch.zeros(8, 16)), devices=4)
+    (alias,) = (op for op in plan.graph.ops if op.kind == "alias")
+    assert OperatorNames(plan).value(alias.outputs[0].name) == "result of add"

@@ -21,6 +21,7 @@ from shardwright.pipeline.pipeline_plan import Moment, timeline_of
 from shardwright.pipeline.schedules import Schedule, schedule
 from shardwright.pipeline.simulate import Simulation, simulate
 from shardwright.report.format import time_text
+from shardwright.report.operator_names import OperatorNames
 from shardwright.report.timeline import FONT, KINDS, SMALL, WIDE, headline, picture, trace
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -248,7 +249,9 @@ def test_simulate_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     made = timeline_of(plan)
     consistent(events, made, [[0]])
     below = complete(events, 0, 1)
-    assert {e["name"] for e in below} <= set(plan.decisions) and len({e["name"] for e in below}) >= 5
+    assert {e["name"] for e in below} <= set(OperatorNames(plan).paths.values()) and len(
+        {e["name"] for e in below}
+    ) >= 5
     assert sum(e["dur"] for e in below) == pytest.approx(plan.cost * 1e6, rel=1e-3)
     assert max(e["args"]["bytes"] for e in events if e["ph"] == "C") == plan.peak
     _, boxes, texts = read((tmp_path / "p.svg").read_text())
@@ -291,7 +294,7 @@ def test_messages_beside_computation_are_drawn(tmp_path: Path, capsys: pytest.Ca
     named = {e["args"]["name"]: (e["pid"], e["tid"]) for e in events if e["name"] == "thread_name" and e["pid"] == 1}
     assert list(named) == ["computation", "NVLink 4"]
     for stream, row in named.items():
-        spans = [span for span in plan.in_time.spans if span.stream == stream]
+        spans = [span for span in OperatorNames(plan).in_time(plan.in_time).spans if span.stream == stream]
         found = complete(events, *row)
         assert [e["name"] for e in found] == [span.what for span in spans] and spans
         assert [e["ts"] for e in found] == pytest.approx([span.start * 1e6 for span in spans], abs=1e-3)

@@ -1,0 +1,87 @@
+"""Two plans compared: paths of modules, equal layers once, in a terminal, as JSON and on the page of two plans."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_description import column_row, gpt, tower, transformer
+from test_pipeline_document import Chain, planned
+
+import shardwright as sw
+from shardwright.cli import main as cli
+from shardwright.report.html_report import page
+from shardwright.report.plan_diff import difference
+
+#: Names of operators in a graph, which no reader knows.
+NAMES = re.compile(r"\b(linear|relu|layer_norm|dropout|softmax)_\d|\bsend\.")
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[sw.Plan, sw.Plan]:
+    return transformer(gpt), transformer(gpt, "data_parallel")
+
+
+def test_lines_have_paths_and_fold_equal_layers(both: tuple[sw.Plan, sw.Plan]) -> None:
+    found = difference(*both)
+    assert not any(NAMES.search(line) for line in found.lines)
+    (up,) = (change for change in found.operators if change.path.startswith("blocks.{0-2}.up"))
+    assert len(up.names) == 3 and str(up) == f"~ blocks.{{0-2}}.up (linear): {up.before} -> {up.after}, each"
+    (weight,) = (change for change in found.parameters if change.path.endswith("}.up.weight"))
+    assert str(weight).startswith("~ parameter blocks.{0-2}.up.weight: [") and len(weight.names) == 3
+    count = sum(len(change.names) for change in found.operators)
+    assert f"{count} operators and " in found.lines[-1] and len(found.operators) < count / 2
+
+
+def test_a_marked_operator_is_the_same_as_an_unmarked_one(both: tuple[sw.Plan, sw.Plan]) -> None:
+    """A mark names the operator in the graph; its path is that of its module in both."""
+    assert "blocks.0.up" in both[0].decisions and "blocks.0.up" not in both[1].decisions
+    assert {change.sign for change in difference(*both).operators} == {"~"}
+
+
+def test_layers_that_differ_are_told_apart() -> None:
+    one = tower(*(column_row(2, 1, 4),) * 3)
+    found = difference(one, tower(column_row(2, 1, 4), column_row(2, 1, 4), column_row(8, 1, 1)))
+    assert {change.path.partition(".")[2].partition(".")[0] for change in found.operators} == {"2"}
+    assert not any("each" in str(change) for change in found.operators)
+
+
+def test_as_json(both: tuple[sw.Plan, sw.Plan], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for plan, path in zip(both, paths, strict=True):
+        plan.save(path)
+    assert cli.main(["plan", "diff", *paths, "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    up = next(one for one in said["operators"] if one["path"] == "blocks.{0-2}.up (linear)")
+    assert up["change"] == "~" and len(up["names"]) == 3 and up["before"] != up["after"]
+    assert all(set(one) == {"change", "path", "names", "before", "after"} for one in said["parameters"])
+    assert cli.main(["plan", "diff", *paths]) == 1
+    out = capsys.readouterr().out
+    assert "~ blocks.{0-2}.up (linear): " in out and not NAMES.search(out)
+
+
+def test_the_page_of_two_plans_has_paths(both: tuple[sw.Plan, sw.Plan]) -> None:
+    text = re.sub(r"<[^>]*>", " ", page(both, explain=0))
+    assert "~ blocks.{0-2}.up (linear): " in text and not NAMES.search(text)
+
+
+def test_tables_of_a_pipeline_have_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A border is crossed by the result of a module; the end of a stage is the sending of one."""
+    plan: Any = planned(Chain())
+    plan.save(tmp_path / "plan.json")
+    shown = []
+    for words in (["explain", "plan.json"], ["explain", "plan.json", "layers.1"], ["simulate", "plan.json"]):
+        assert cli.main([words[0], str(tmp_path / words[1]), *words[2:]]) == 0
+        shown.append(capsys.readouterr().out)
+    assert (
+        re.search(r"crosses +from +to ", shown[0])
+        and re.search(r"\n result of +(stage|relu_1)", shown[0])
+        and " send of relu_1 " in shown[0]
+    )
+    assert "send.relu" not in "".join(shown) + page([plan])
+    assert re.search(
+        r"~ send of relu|- send of relu", "\n".join(difference(plan, planned(Chain(), pipeline=None)).lines)
+    )
