@@ -12,7 +12,7 @@ import torch.distributed as dist
 from one_device import close
 from pipeline_networks import Chain, batches, setting
 from ranks import run_ranks, run_scenarios
-from test_local_steps import LOSS, Dispatched, Mixed, X, Y, both, whole, wrapped
+from test_local_steps import LOSS, Dispatched, Mixed, X, Y, again, whole, wrapped
 from torch import Tensor, nn, optim
 
 import shardwright as sw
@@ -43,7 +43,7 @@ def gradients(net: nn.Module) -> list[Tensor]:
 @scenario
 def norms_of_every_order(rank: int, world: int) -> None:
     for kind in ("marks", "hsdp", "whole"):
-        net, model, one, call = both(kind)
+        net, model, one, call = again(kind)
         model(X, Y).backward(), call(X, Y).backward()
         for order in (1, 2, 3, 2.5, 0.5, 0, -1, math.inf, -math.inf):
             for foreach in (None, True, False):
@@ -70,7 +70,7 @@ def norms_of_every_order(rank: int, world: int) -> None:
 def clipping_is_one_all_reduce(rank: int, world: int) -> None:
     for kind, expected in (("marks", 1), ("hsdp", 1), ("whole", 0)):
         for order in (2.0, math.inf, 3.0):
-            net, model, one, call = both(kind)
+            net, model, one, call = again(kind)
             model(X, Y).backward(), call(X, Y).backward()
             with Dispatched() as seen:
                 ours = nn.utils.clip_grad_norm_(net.parameters(), 0.01, order)
@@ -81,7 +81,7 @@ def clipping_is_one_all_reduce(rank: int, world: int) -> None:
 
 @scenario
 def clipping_by_hand_and_by_value(rank: int, world: int) -> None:
-    net, model, one, call = both("marks")
+    net, model, one, call = again("marks")
     for n, f in ((net, model), (one, call)):
         f(X, Y).backward()
         norm = nn.utils.get_total_norm([p.grad for p in n.parameters()])
@@ -96,7 +96,7 @@ def clipping_by_hand_and_by_value(rank: int, world: int) -> None:
 def infinite_and_missing_numbers(rank: int, world: int) -> None:
     for bad in (math.inf, math.nan):
         for order in (2.0, 1.0, 3.0, math.inf):
-            net, model, one, call = both("marks")
+            net, model, one, call = again("marks")
             model(X, Y).backward(), call(X, Y).backward()
             if rank == 2:
                 local_tensor(net.b.weight.grad)[0, 0] = bad
@@ -111,7 +111,7 @@ def infinite_and_missing_numbers(rank: int, world: int) -> None:
 
 @scenario
 def mixed_and_narrow_dtypes(rank: int, world: int) -> None:
-    net, model, one, call = both("hsdp")
+    net, model, one, call = again("hsdp")
     model(X, Y).backward(), call(X, Y).backward()
     kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
     ours, theirs = ([g.to(kinds[i % 4]) * 300 for i, g in enumerate(gradients(n))] for n in (net, one))
@@ -130,7 +130,7 @@ def scaled(make: Callable[[Any], list[optim.Optimizer]], kind: str, clip: bool, 
     """Train with a GradScaler on ranks and on one device; in step 1 the number `bad` stands in one rank's slice."""
 
     def run(rank: int, world: int) -> None:
-        net, model, one, call = both(kind)
+        net, model, one, call = again(kind)
         model(X, Y), call(X, Y)
         sides = []
         for n, f in ((net, model), (one, call)):
