@@ -194,11 +194,18 @@ def refused(model):
 
 
 def on_ranks(rank, world, how):
+    """The weights after each change: of one model, captured once, that begins with the same weights each time."""
     sw.init()
     out = {}
+    model = parallel(how, world)
+    model(X, Y)
+    begun = [p.detach().clone() for p in model.parameters()]
     for grad_mode in (False, True) if how == "stored in parts" else (False,):
         for change in OF_STAGES if how == "stages" else CHANGES:
-            with trained(parallel(how, world), change, grad_mode).whole() as net:
+            with torch.no_grad():
+                for parameter, first in zip(model.parameters(), begun, strict=True):
+                    parameter.copy_(first)
+            with trained(model, change, grad_mode).whole() as net:
                 out[change.__name__, grad_mode] = {n: v.clone() for n, v in net.state_dict().items()}
     return out, refused(parallel(how, world)) if how == "stored in parts" else []
 

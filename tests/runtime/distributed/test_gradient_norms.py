@@ -12,7 +12,7 @@ import torch.distributed as dist
 from one_device import close
 from pipeline_networks import Chain, batches, setting
 from ranks import run_ranks, run_scenarios
-from test_local_steps import LOSS, Dispatched, Mixed, X, Y, both, whole, wrapped
+from test_local_steps import LOSS, Dispatched, Mixed, X, Y, again, whole, wrapped
 from torch import Tensor, nn, optim
 
 import shardwright as sw
@@ -27,9 +27,9 @@ def scenario(function: Callable[[int, int], None]) -> Callable[[int, int], None]
 
 
 def same_everywhere(value: Any) -> None:
-    """One number on all ranks, to the bit."""
+    """One number, or several, on all ranks, to the bit."""
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, value.item() if isinstance(value, Tensor) else value)
+    dist.all_gather_object(said, value.tolist() if isinstance(value, Tensor) else value)
     assert len({str(s) for s in said}) == 1, said
 
 
@@ -56,8 +56,9 @@ def gradients(net: nn.Module) -> list[Tensor]:
 @scenario
 def norms_of_every_order(rank: int, world: int) -> None:
     for kind in ("marks", "hsdp", "whole"):
-        net, model, one, call = both(kind)
+        net, model, one, call = again(kind)
         model(X, Y).backward(), call(X, Y).backward()
+        found = []
         for order in (1, 2, 3, 2.5, 0.5, 0, -1, math.inf, -math.inf):
             for foreach in (None, True, False):
                 for few in (slice(None), slice(1), slice(2, 5)):
@@ -66,10 +67,11 @@ def norms_of_every_order(rank: int, world: int) -> None:
                     )
                     assert type(ours) is Tensor
                     close(ours, theirs, f"{kind} {order} {foreach} {few}")
-                    same_everywhere(ours)
+                    found.append(ours)
             for p, q in zip(net.parameters(), one.parameters()):
                 close(torch.linalg.vector_norm(p.grad, order), torch.linalg.vector_norm(q.grad, order))
                 close(p.grad.norm(order), q.grad.norm(order), "a method")
+        same_everywhere(torch.stack(found))
         for p, q in zip(net.parameters(), one.parameters()):
             close(p.grad.norm(), q.grad.norm()), close(torch.norm(p.grad), torch.norm(q.grad))
             close(torch.norm(p.grad, p=3, dtype=torch.float64), torch.norm(q.grad, p=3, dtype=torch.float64))
@@ -83,7 +85,7 @@ def norms_of_every_order(rank: int, world: int) -> None:
 def clipping_is_one_all_reduce(rank: int, world: int) -> None:
     for kind, expected in (("marks", 1), ("hsdp", 1), ("whole", 0)):
         for order in (2.0, math.inf, 3.0):
-            net, model, one, call = both(kind)
+            net, model, one, call = again(kind)
             model(X, Y).backward(), call(X, Y).backward()
             with Dispatched() as seen, BetweenHostAndDevice() as copied:
                 ours = nn.utils.clip_grad_norm_(net.parameters(), 0.01, order)
@@ -95,7 +97,7 @@ def clipping_is_one_all_reduce(rank: int, world: int) -> None:
 
 @scenario
 def clipping_by_hand_and_by_value(rank: int, world: int) -> None:
-    net, model, one, call = both("marks")
+    net, model, one, call = again("marks")
     for n, f in ((net, model), (one, call)):
         f(X, Y).backward()
         norm = nn.utils.get_total_norm([p.grad for p in n.parameters()])
@@ -110,7 +112,7 @@ def clipping_by_hand_and_by_value(rank: int, world: int) -> None:
 def infinite_and_missing_numbers(rank: int, world: int) -> None:
     for bad in (math.inf, math.nan):
         for order in (2.0, 1.0, 3.0, math.inf):
-            net, model, one, call = both("marks")
+            net, model, one, call = again("marks")
             model(X, Y).backward(), call(X, Y).backward()
             if rank == 2:
                 local_tensor(net.b.weight.grad)[0, 0] = bad
@@ -125,7 +127,7 @@ def infinite_and_missing_numbers(rank: int, world: int) -> None:
 
 @scenario
 def mixed_and_narrow_dtypes(rank: int, world: int) -> None:
-    net, model, one, call = both("hsdp")
+    net, model, one, call = again("hsdp")
     model(X, Y).backward(), call(X, Y).backward()
     kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
     ours, theirs = ([g.to(kinds[i % 4]) * 300 for i, g in enumerate(gradients(n))] for n in (net, one))
@@ -144,7 +146,7 @@ def scaled(make: Callable[[Any], list[optim.Optimizer]], kind: str, clip: bool, 
     """Train with a GradScaler on ranks and on one device; in step 1 the number `bad` stands in one rank's slice."""
 
     def run(rank: int, world: int) -> None:
-        net, model, one, call = both(kind)
+        net, model, one, call = again(kind)
         model(X, Y), call(X, Y)
         sides = []
         for n, f in ((net, model), (one, call)):

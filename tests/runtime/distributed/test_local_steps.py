@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 import shardwright as sw
 from shardwright.runtime.distributed.dtensors import gathered
-from shardwright.torch_private import TorchDispatchMode
+from shardwright.torch_private import TorchDispatchMode, local_tensor
 
 X, Y = draw(8, 6), draw(8, 5, seed=1)
 LOSS = nn.MSELoss()
@@ -156,24 +156,31 @@ def built(kind: str) -> tuple[Mixed, sw.AutoParallel, Mixed, Callable[..., Tenso
     return net, model, one, call, [p.detach().clone() for p in (*net.parameters(), *one.parameters())]
 
 
+def again(kind: str) -> tuple[Mixed, sw.AutoParallel, Mixed, Callable[..., Tensor]]:
+    """`both`, captured once for all scenarios of a rank: its parameters are as at first, without gradients."""
+    net, model, one, call, begun = built(kind)
+    with torch.no_grad():
+        for p, x in zip((*net.parameters(), *one.parameters()), begun):
+            p.copy_(x)
+            p.grad = None
+    return net, model, one, call
+
+
 def as_one_device(kind: str, make: Make) -> Callable[[int, int], None]:
     def run(rank: int, world: int) -> None:
-        net, model, one, call, begun = built(kind)
-        with torch.no_grad():
-            for p, x in zip((*net.parameters(), *one.parameters()), begun):
-                p.copy_(x)
-                p.grad = None
+        net, model, one, call = again(kind)
         ours, theirs = make(list(net.parameters())), make(list(one.parameters()))
         train(net, model, ours), train(one, call, theirs)
-        close({n: whole(p) for n, p in net.named_parameters()}, dict(one.named_parameters()))
         assert len(ours.state) == len(theirs.state)
-        for p, q in zip(net.parameters(), one.parameters()):
+        for (path, p), q in zip(net.named_parameters(), one.parameters()):
+            here = model.plan.parameters[path].slice(rank)  # each rank compares its part: nothing is sent
+            close(local_tensor(p), q[here], path)
             assert ours.state.get(p, {}).keys() == theirs.state.get(q, {}).keys()
             for name, x in ours.state.get(p, {}).items():
                 assert not isinstance(x, Tensor) or type(x) in (Tensor, DTensor)
                 if isinstance(x, Tensor) and x.shape == p.shape and p.dim():
                     assert x.placements == p.placements
-                    close(whole(x), theirs.state[q][name], name)
+                    close(local_tensor(x), theirs.state[q][name][here], name)
 
     return run
 
@@ -189,7 +196,7 @@ for _search in (None, "strong_wolfe"):
 
 @scenario
 def no_step_dispatches_on_dtensors(rank: int, world: int) -> None:
-    net, model, _, _ = both("marks")
+    net, model, _, _ = again("marks")
     for how in ({"foreach": True}, {"foreach": False}, {"fused": True}):
         optimizer = optim.AdamW(net.parameters(), **how)
         for _ in range(2):
@@ -201,7 +208,7 @@ def no_step_dispatches_on_dtensors(rank: int, world: int) -> None:
 
 @scenario
 def optimizers_of_another_kind(rank: int, world: int) -> None:
-    net, model, one, call = both("marks")
+    net, model, one, call = again("marks")
     model(X, Y).backward(), call(X, Y).backward()
     refused(
         lambda: optim.LBFGS(net.parameters()).step(lambda: model(X, Y)), "LBFGS.step()", "'a.weight' whole", "AdamW"
@@ -248,7 +255,7 @@ def hooks_of_an_optimizer(rank: int, world: int) -> None:
 
 @scenario
 def a_step_that_fails_leaves_everything_as_it_was(rank: int, world: int) -> None:
-    net, model, _, _ = both("marks")
+    net, model, _, _ = again("marks")
     optimizer = optim.AdamW(net.parameters())
     model(X, Y).backward(), optimizer.step()
     before = copy.deepcopy({n: whole(p).detach() for n, p in net.named_parameters()})
@@ -272,7 +279,7 @@ def averages_with_buffers(rank: int, world: int) -> None:
             (True, {"avg_fn": get_ema_avg_fn(0.7)}),
             (True, {"multi_avg_fn": get_ema_multi_avg_fn(0.7)}),
         ):
-            net, model, one, call = both(kind, Counted if buffers else Mixed)
+            net, model, one, call = both(kind, Counted) if buffers else again(kind)
             model(X, Y), call(X, Y)
             optimizers = [optim.SGD(n.parameters(), 0.1) for n in (net, one)]
             ours, theirs = (AveragedModel(n, use_buffers=buffers, **given) for n in (model, one))
