@@ -65,10 +65,10 @@ from .model_device import check_call, device_of, usable
 from .module_hooks import outermost_left_out
 from .observed.memoised_functions import computed_for_real
 from .python_state import Observation
-from .recapture import AsExported, Differs, LightRun, Outline, Program, is_mistake, memory_of, outline
+from .recapture import AsExported, Differs, LightRun, Outline, Program, memory_of, outline
 from .second_run import Captured, check_again, with_counters
 from .side_effects import Effects, ForwardOutcome, LineFinder, judged
-from .source_lines import UsersLine, calling_line, innermost, is_users, user_frame
+from .source_lines import UsersLine, calling_line, innermost, is_mistake, is_users, user_frame
 from .watched_calls import instead_of_checks, refuse_backward_hooks, watched_calls
 
 __all__ = ["ModelAndLoss", "Recording", "capture", "captures"]

@@ -18,7 +18,6 @@ program, or calls them in other modules or on other tensors, the two differ (`Di
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
@@ -29,7 +28,6 @@ from torch.export.graph_signature import InputKind
 
 from ..accelerator_api import default_device
 from ..autocast import current
-from ..errors import PACKAGE_FOLDER
 from ..graph import map_leaves
 from ..torch_private import (
     FakeTensor,
@@ -56,7 +54,6 @@ __all__ = [
     "LightRun",
     "Outline",
     "Program",
-    "is_mistake",
     "memory_of",
     "outline",
     "says_nothing",
@@ -66,9 +63,6 @@ __all__ = [
 aten = torch.ops.aten
 
 Read = TypeVar("Read")
-
-#: Errors by which a mistake in a program shows.
-_MISTAKES = (AttributeError, LookupError, NameError, TypeError, AssertionError)
 
 #: Namespaces of operators that are no part of an exported program.
 _BESIDE = ("profiler", "prim")
@@ -86,18 +80,6 @@ META = torch.device("meta")
 
 class Differs(Exception):
     """A light run does not follow an exported program; the message is the reason."""
-
-
-def is_mistake(error: BaseException) -> bool:
-    """True for a mistake of this package; False where tensors without elements may be the cause of an error.
-
-    The model and torch raise anything on such tensors. A mistake is an error of a kind in `_MISTAKES` whose innermost
-    line is a line of this package. Special methods do not count, since they pass the model's own calls on (marks,
-    stand-ins, attributes).
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = frames and frames[-1].filename.startswith(PACKAGE_FOLDER) and not frames[-1].name.startswith("__")
-    return bool(ours and isinstance(error, _MISTAKES))
 
 
 # -- tensors of a light run --------------------------------------------------------------------------------------------
@@ -481,11 +463,12 @@ class LightRun:
         raise reasons[0]
 
     def _entered(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """``nn.Module.__call__`` that notes the module which is running."""
-        running = self._running
+        """``nn.Module.__call__`` that notes which of the model's modules is running."""
+        running, own = self._running, set(map(id, self._modules.values()))
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            running.append(module)
+            # A loss or an activation that the forward makes has no path: its operators belong to the module around it.
+            running.append(module if id(module) in own or not running else running[-1])
             try:
                 return plain(module, *args, **kwargs)
             finally:
@@ -500,6 +483,8 @@ class LightRun:
             with self._beneath():
                 return target(*args, **kwargs)
         grad, casting = torch.is_grad_enabled(), current(*self._device_types)
+        if target is aten.lift_fresh.default and self._calls and self._calls[-1].made is args[0]:
+            args = self._lifted(args)
         tensors: list[torch.Tensor] = []
         try:
             form = _form(args, tensors), _form(tuple(kwargs.items()), tensors) if kwargs else ()
@@ -520,6 +505,18 @@ class LightRun:
         if not facts.silent:
             self._calls.append(OperatorCall(target, args, kwargs, made, results, self._running[-1], grad, casting))
         return made
+
+    def _lifted(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a lift without the move before it. ``torch.tensor([1, 2], device="cpu")`` moves the numbers
+        to the device where they are already, and the exported program has the numbers themselves."""
+        move = self._calls[-1]
+        if move.target is aten.to.device and type(move.args[0]) is torch.Tensor:
+            with self._beneath():
+                held = move.target(*move.args, **move.kwargs)
+            if held.device == move.args[0].device:
+                self._calls.pop()
+                return (held,)
+        return args
 
     def _results(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results of an operator as `_Result`s."""

@@ -1,4 +1,5 @@
-"""Source lines of the user's code: which files are the user's, and the line and module of a node."""
+"""Source lines of the user's code: which files are the user's, the line and module of a node, and whose mistake an
+error is."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ __all__ = [
     "UsersLine",
     "calling_line",
     "innermost",
+    "is_mistake",
     "is_users",
     "module_path",
     "source_of",
@@ -110,3 +112,19 @@ class UsersLine:
 def innermost(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
     """The user's innermost line, which may be in a helper: export keeps lines in functions called ``forward``."""
     return traceback.StackSummary.from_list([f for f in frames if is_users(f.filename)][-1:])
+
+
+#: Errors by which a mistake in a program shows.
+_MISTAKES = (AttributeError, LookupError, NameError, TypeError, AssertionError)
+
+
+def is_mistake(error: BaseException) -> bool:
+    """True for a mistake of this package; False where tensors without elements may be the cause of an error.
+
+    The model and torch raise anything on such tensors. A mistake is an error of a kind in `_MISTAKES` whose innermost
+    line is a line of this package. Special methods do not count, since they pass the model's own calls on (marks,
+    stand-ins, attributes).
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = frames and frames[-1].filename.startswith(PACKAGE_FOLDER) and not frames[-1].name.startswith("__")
+    return bool(ours and isinstance(error, _MISTAKES))

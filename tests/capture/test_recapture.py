@@ -221,6 +221,16 @@ def tables(self, x):
     return (x + table + self.held) @ self.w, self.held[: x.shape[1]]
 
 
+def placed_tables(self, x):
+    x = x.to(x.device, D)
+    rows = torch.tensor([], dtype=D, device=x.device).view(0, 8)  # the empty cache of transformers
+    return torch.cat([rows, x.flatten(0, 1) @ self.w]) * torch.tensor([2], device=x.device)
+
+
+def made_modules(self, x):
+    return nn.MSELoss()(nn.SiLU()(x) @ self.w, x)
+
+
 CASES = {
     "language": (Language(), lambda b, s: labels(b * s, 16).view(b, s), {}),
     "pooled": (Pooled(), lambda b, s: draw(b, 2, 2 + s, 2 + s), {}),
@@ -238,6 +248,8 @@ CASES = {
     "recomputed": (sw.recompute(nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(D)), lambda b, s: draw(b, s, 8), {}),
     "dropout": (nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.0)).to(D), lambda b, s: draw(b, s, 8), {}),
     "constants": (Apply(tables), lambda b, s: draw(b, s, 8), {}),
+    "constants on the device of an input": (Apply(placed_tables), lambda b, s: draw(b, s, 8), {}),
+    "modules that the forward makes": (Apply(made_modules), lambda b, s: draw(b, s, 8), {}),
     "lstm": (nn.LSTM(8, 4, 2, dropout=0.1, batch_first=True, dtype=D), lambda b, s: draw(b, s, 8), {}),
     "attention": (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=D), lambda b, s: draw(b, s, 8), {}),
     "loss": (nn.Linear(8, 4, dtype=D), lambda b, s: (draw(b, 8), labels(b, 4)), dict(loss_fn=nn.CrossEntropyLoss())),
