@@ -192,6 +192,7 @@ LOOKING: dict[str, Callable[[Any, Tensor], Any]] = {
 def test_values_that_are_not_looked_at(name: str, mode: str) -> None:
     options = {"cluster": sw.Cluster.of("h100x8", 4).with_free_links()} if mode == "dynamic_programming" else {}
     net = Looks(LOOKING[name], clusters=name.startswith("Adaptive"))
+    td.Distribution.set_default_validate_args(True)  # torch.compile, of an earlier test, sets it to False for good
     assert_as_one_device(net, (batches()[0],), (batches()[1],), devices=4, mode=mode, **options)
     with pytest.raises(ValueError, match="parameter"):
         td.Normal(torch.zeros(1), -torch.ones(1))  # looked at again
