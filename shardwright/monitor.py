@@ -44,7 +44,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import Tensor, nn
 
-from .accelerator_api import is_accelerator, on_host_soon, peak_allocated
+from .accelerators import is_accelerator, on_host_soon, peak_allocated
 from .cluster import Cluster
 from .cost.primitive_costs import work_of
 from .errors import SettingError

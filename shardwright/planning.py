@@ -55,7 +55,8 @@ from .planners.replanning import at_other_sizes
 from .planners.semi_auto import held_parameters
 from .planners.storage_choice import fastest_storage, storages
 from .pytree_objects import with_tensors
-from .setting_types import (
+from .settings import (
+    KEYWORDS_ELSEWHERE,
     ClusterSetting,
     DatasetStrategy,
     HsdpSetting,
@@ -66,14 +67,13 @@ from .setting_types import (
     PipelineSetting,
     PrecisionSetting,
     RecomputePolicy,
+    Settings,
 )
-from .settings import KEYWORDS_ELSEWHERE, Settings
 from .sharded_plan import Plan
 from .solver.problem import StoppedSearch
 from .solver.search_memory import SearchBudget, SearchProgress, spending
 
 __all__ = ["capture_micro", "make_pipeline", "make_plan", "plan"]
-
 
 #: Runs a search for several processes: (graph, settings that decide the result, search, a function that carries
 #: portable decisions onto the process's own graph) -> decisions.

@@ -2,7 +2,9 @@
 
 1. `Runtime`, `init`, `current`: a process has one runtime, as it has one default process group. It is the one piece
    of state that outlives a call. `launch.environment` reads the launcher's environment.
-2. `RandomStream`: the seed of each call of a model that draws random numbers,
+2. `device_of_group`, `check_shared`: the device of a process in a process group, and the check before ranks
+   communicate that no two have the same one.
+3. `RandomStream`: the seed of each call of a model that draws random numbers,
 
     seed of a call = (torch.initial_seed(), number of calls that have drawn since the default generator was seeded)
 
@@ -18,6 +20,7 @@ import atexit
 import contextlib
 import difflib
 import os
+import socket
 import sys
 import time
 import warnings
@@ -31,14 +34,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .accelerator_api import default_device, is_recording_graph
+from .accelerators import (
+    accelerator_count,
+    asked_device,
+    default_device,
+    device_of_rank,
+    is_recording_graph,
+    made_current,
+)
 from .errors import SettingError, known_keywords
-from .launch.device_choice import asked_device, check_shared, device_of_group, device_of_rank
 from .launch.environment import LOOPBACK, RankInRun, find, is_loopback, is_msrun_scheduler, leading_to, remark, token_of
 from .launch.lifelines import Lifelines
 from .torch_private import default_store
 
-__all__ = ["RandomStream", "Runtime", "current", "init", "of_micro_batch", "playing", "rank", "stream", "world_size"]
+__all__ = [
+    "RandomStream",
+    "Runtime",
+    "check_shared",
+    "current",
+    "device_of_group",
+    "init",
+    "of_micro_batch",
+    "playing",
+    "rank",
+    "stream",
+    "world_size",
+]
 
 #: A collective fails after this long without an answer from a peer. torch's own default is 30 minutes.
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -112,7 +133,7 @@ def init(
         watch: True: ranks watch one another while they run: all run the same program, and a missing rank is named.
             False: a collective only fails after the timeout. None: True, or as before.
         device: the device on which this process computes, such as "cuda", "cuda:1" or "cpu". None: with processes, see
-            `launch.device_choice`; in one process, that of the model.
+            `accelerators`; in one process, that of the model.
 
     Returns:
         The runtime.
@@ -320,6 +341,86 @@ def world_size() -> int:
         8
     """
     return current().devices or 1
+
+
+# -- the device of a rank ----------------------------------------------------------------------------------------------
+
+
+def device_of_group(place: RankInRun | None, device: torch.device | None = None) -> torch.device:
+    """The device of a process whose program has initialised the process group itself.
+
+    Args:
+        place: the place of the process by its environment, where the environment agrees with the group.
+        device: the device that the user names; None: by the group.
+
+    Raises:
+        SettingError: the group communicates on accelerators alone, and there is none.
+    """
+    count = accelerator_count()
+    if device is not None and (device.type == "cpu" or device.index is not None):
+        return device if device.type == "cpu" else made_current(device.index)
+    if device is None and (not count or _only_gloo()):
+        return torch.device("cpu")
+    bound = dist.group.WORLD.bound_device_id if dist.group.WORLD is not None else None
+    if bound is not None:
+        return made_current(bound.index or 0)
+    index = torch.accelerator.current_device_index()
+    if index == 0 and place is not None and count >= place.devices:
+        index = place.device  # nothing was set
+    return made_current(index)
+
+
+def check_shared(device: torch.device, place: RankInRun, store: dist.Store, timeout: timedelta) -> None:
+    """Check that all ranks have devices of one kind, and no two processes one accelerator, before they communicate.
+    All ranks call it.
+
+    Args:
+        device: the device of this process.
+        place: its place in the run.
+        store: a store that all ranks of the run have.
+        timeout: the time in which all ranks have to arrive.
+
+    Raises:
+        SettingError: on every rank alike, with the host and the ranks.
+    """
+    arrived = store.add(f"{place.size}/arrived", 1)  # workers that are started anew find the keys of the first ones
+    hostname, keys = socket.gethostname(), dist.PrefixStore(f"{place.size}/{(arrived - 1) // place.size}", store)
+    mine = f"{device.type}|{place.rank}|{hostname}"
+    first = keys.compare_set("kind", "", mine).decode()
+    if first.split("|")[0] != device.type:
+        keys.set("unlike", f"{first}|{mine}")
+    name = None if device.type == "cpu" else _identity(device)
+    if name is not None and keys.add(f"{hostname}/{name}", 1) > 1:
+        keys.set("twice", f"{hostname}|{place.rank}|{device}")
+    if keys.add("ready", 1) == place.size:
+        keys.set("all", "1")
+    keys.wait(["all"], timeout)
+    if keys.check(["unlike"]):
+        one, rank, host, other, second, other_host = keys.get("unlike").decode().split("|")
+        raise SettingError(
+            f"rank {rank} on the host {host} has the device {one}, rank {second} on the host {other_host} has {other}",
+            legal="the same kind of device for all ranks; init(device='cpu') on all ranks",
+        )
+    if keys.check(["twice"]):
+        host, rank, name = keys.get("twice").decode().split("|")
+        raise SettingError(
+            f"rank {rank} and another process of the host {host} have the same device {name}",
+            legal="one process for each accelerator: as many processes as the host has, or one visible device for each",
+        )
+
+
+def _only_gloo() -> bool:
+    """True where the process group has no backend for accelerators."""
+    kind = torch.accelerator.current_accelerator()
+    backends = dict(part.split(":") for part in dist.get_backend_config().split(",") if ":" in part)
+    return kind is None or backends.get(kind.type, "gloo") in ("gloo", "mpi")
+
+
+def _identity(device: torch.device) -> str | None:
+    """A name of a device that is the same in every process of the host; None where the backend has none."""
+    properties = getattr(torch.get_device_module(device.type), "get_device_properties", None)
+    uuid = getattr(properties(device.index), "uuid", None) if properties is not None else None
+    return None if uuid is None else str(uuid)
 
 
 # -- the seed of each call ---------------------------------------------------------------------------------------------

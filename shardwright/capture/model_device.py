@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accelerator_api import default_device
+from ..accelerators import asked_device, default_device
 from ..errors import CaptureError, SettingError
-from ..launch.device_choice import asked_device
 from ..pytree_objects import opened
 from ..torch_private import pytree
 from .annotations import is_collecting

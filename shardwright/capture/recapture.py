@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.export.graph_signature import InputKind
 
-from ..accelerator_api import default_device
+from ..accelerators import default_device
 from ..autocast import current
 from ..errors import PACKAGE_FOLDER
 from ..graph import map_leaves

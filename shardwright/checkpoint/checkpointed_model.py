@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..accelerator_api import random_states, set_random_states
+from ..accelerators import random_states, set_random_states
 from ..capture.annotations import whole_shape
 from ..capture.hybrid_models import is_own, stacked
 from ..errors import CheckpointError

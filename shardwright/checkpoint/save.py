@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..accelerator_api import current_stream, event, host_memory, is_accelerator, side_stream, within
+from ..accelerators import current_stream, event, host_memory, is_accelerator, side_stream, within
 from ..errors import CheckpointError
 from ..json_files.json_values import encode
 from ..launch.progress import Work

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..accelerator_api import host_memory
+from ..accelerators import host_memory
 from ..errors import CheckpointError, shown
 from ..json_files.json_reader import MIB, kind_of, read_object
 from ..json_files.json_values import dtype_named

@@ -42,7 +42,7 @@ from ..runtime.deferred_init import optimizer_finder
 from ..runtime.optimizer_guard import Accumulation, watch_steps
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram, make_program
-from ..setting_types import (
+from ..settings import (
     ClusterSetting,
     CompileSetting,
     Limit,
@@ -52,8 +52,8 @@ from ..setting_types import (
     PrecisionSetting,
     RandomNumbers,
     RecomputePolicy,
+    Settings,
 )
-from ..settings import Settings
 from ..sharded_plan import Plan
 from ..solver.search_memory import SearchProgress
 from ..torch_private import MODULE_TABLES, hooks_of, pytree, transforms

@@ -25,8 +25,15 @@ from ..planfile.load_save import read_document
 from ..planfile.parameter_file import ParameterStrategies
 from ..planners.planning_problem import PLANNERS
 from ..runtime.compilation import Compilation
-from ..setting_types import DatasetStrategy, FusionSetting, GradientFusion, OptimizerLevel, Schedule
-from ..settings import KEYWORDS_ELSEWHERE, Settings
+from ..settings import (
+    KEYWORDS_ELSEWHERE,
+    DatasetStrategy,
+    FusionSetting,
+    GradientFusion,
+    OptimizerLevel,
+    Schedule,
+    Settings,
+)
 from ..sharded_plan import Plan
 from ..torch_private import gradient_hooks
 from .sequence_buckets import SequenceBuckets

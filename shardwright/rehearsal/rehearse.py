@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..accelerators import accelerator_count, asked_device
 from ..cluster import Cluster
 from ..cost.cost_model import CostModel
 from ..cost.memory_timeline import optimizer_bytes
 from ..errors import PlanError, SettingError
-from ..launch.device_choice import accelerators, asked_device
 from ..launch.progress import phase
 from ..layout import Layout
 from ..partition.gradient_fusion import Fusion
@@ -136,7 +136,7 @@ def rehearse(
 
 
 def _default_device() -> torch.device:
-    found = torch.accelerator.current_accelerator() if accelerators() else None
+    found = torch.accelerator.current_accelerator() if accelerator_count() else None
     return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..accelerator_api import moved
+from ..accelerators import moved
 from ..errors import SettingError
 from ..graph import Value
 from ..sharded_plan import Plan

@@ -35,7 +35,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from ..accelerator_api import sum_type
+from ..accelerators import sum_type
 from ..capture.source_lines import calling_line
 from ..cost.memory_timeline import HeldOptimizer, held_optimizer
 from ..errors import SettingError

@@ -83,6 +83,17 @@ def test_the_picture_of_the_layers_is_that_of_the_contract(monkeypatch: pytest.M
     assert between == layers.block(), "python docs/design/layers.py --write"
 
 
+def test_the_table_of_the_layers_is_that_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row of the table names one layer or several, in the order of the contract."""
+    monkeypatch.setattr(sys, "path", [str(DESIGN), *sys.path])
+    layers = importlib.import_module("layers")
+    page = (DESIGN / "README.md").read_text(encoding="utf-8")
+    rows = re.search(r"\| layer \| holds \|\n\|.*\|\n((?:\|.*\|\n)+)", page)
+    assert rows is not None
+    named = [name for row in rows[1].splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert named == [module for layer in layers.layers() for module in layer]
+
+
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.stem)
 def test_every_name_in_backticks_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

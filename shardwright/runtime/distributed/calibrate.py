@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...accelerator_api import is_accelerator, sum_type, total_memory
+from ...accelerators import is_accelerator, sum_type, total_memory
 from ...cluster import Cluster, Level
 from ...cost.cost_model import CostModel
 from ...errors import SettingError

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....accelerator_api import event, is_accelerator, is_recording_graph
+from ....accelerators import event, is_accelerator, is_recording_graph
 
 __all__ = ["Passed", "PassedPlaces"]
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....accelerator_api import event, is_accelerator, is_recording_graph
+from ....accelerators import event, is_accelerator, is_recording_graph
 from .rank_positions import position
 
 __all__ = ["DeviceTimes", "HostTimes", "MeasuredStep", "StepTimes", "WaitTimes", "times_on"]

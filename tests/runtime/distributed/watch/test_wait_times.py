@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright import accelerator_api
+from shardwright import accelerators
 from shardwright.runtime.distributed.watch import wait_times
 from shardwright.runtime.distributed.watch.rank_positions import WaitPoint, noted, position, waiting
 from shardwright.runtime.distributed.watch.wait_times import HostTimes, StepTimes, times_on
@@ -113,7 +113,7 @@ class Event:
 
 
 def test_a_device_is_asked_once_it_is_done(monkeypatch) -> None:
-    monkeypatch.setattr(accelerator_api, "module_of", lambda device: type("module", (), {"Event": Event}))
+    monkeypatch.setattr(accelerators, "module_of", lambda device: type("module", (), {"Event": Event}))
     times = times_on(torch.device("cuda"))
     assert times is not None and not times.every_step
     times.begin()
@@ -129,7 +129,7 @@ def test_a_device_is_asked_once_it_is_done(monkeypatch) -> None:
 
 
 def test_a_step_that_does_not_end_is_not_kept(monkeypatch) -> None:
-    monkeypatch.setattr(accelerator_api, "module_of", lambda device: type("module", (), {"Event": Event}))
+    monkeypatch.setattr(accelerators, "module_of", lambda device: type("module", (), {"Event": Event}))
     monkeypatch.setattr(wait_times, "MOST", 3)
     times = times_on(torch.device("cuda"))
     times.begin()
@@ -140,6 +140,6 @@ def test_a_step_that_does_not_end_is_not_kept(monkeypatch) -> None:
 
 
 def test_an_accelerator_without_events_is_not_measured(monkeypatch) -> None:
-    monkeypatch.setattr(accelerator_api, "module_of", lambda device: object())
+    monkeypatch.setattr(accelerators, "module_of", lambda device: object())
     assert times_on(torch.device("xpu")) is None
     assert isinstance(times_on(torch.device("cpu")), HostTimes)
