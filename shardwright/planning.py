@@ -22,7 +22,7 @@ from .capture.annotations import PipelineSettings, staged_modules, stored_whole
 from .capture.export import capture, captures
 from .capture.graph_reader import MarkUse
 from .capture.hybrid_models import check_mode, one_slice, own_parameters
-from .capture.kept_regions import with_policy
+from .capture.regions import with_policy
 from .cluster import Cluster, memory_of
 from .errors import CaptureError, PlanError, SettingError, ShardwrightError, known_keywords
 from .garbage_collection import gc_paused

@@ -34,7 +34,7 @@ from torch import nn
 
 from ..errors import SettingError, place_text
 from ..graph import map_leaves
-from .kept_regions import ATTRIBUTE, RecomputeSettings, region
+from .regions import ATTRIBUTE, RecomputeSettings, region
 from .source_lines import stack_level
 
 __all__ = [

@@ -46,7 +46,7 @@ from ..torch_private import (
     storage_id,
 )
 from .annotations import MARK
-from .kept_regions import EDGE, OPAQUE
+from .regions import EDGE, OPAQUE
 from .source_lines import module_path
 
 __all__ = [

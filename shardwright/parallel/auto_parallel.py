@@ -26,11 +26,10 @@ from torch import nn
 
 from .. import autocast
 from ..capture.annotations import note_planned
-from ..capture.enclosing_modules import FunctionOfModels
 from ..capture.export import ModelAndLoss, Recording
 from ..capture.guards import HOOKS, Guards
 from ..capture.model_device import check_inputs, check_values, place_of
-from ..capture.module_hooks import has_global_hooks, hooked
+from ..capture.module_calls import FunctionOfModels, has_global_hooks, hooked
 from ..capture.source_lines import stack_level
 from ..errors import SettingError, known_keywords
 from ..garbage_collection import gc_paused
@@ -128,7 +127,7 @@ class AutoParallel(CallPlanning, nn.Module):
             "fast": random operators use torch's own generators and give other numbers under each plan; replicas
             agree. An attention with dropout then keeps torch's fused kernel.
         recompute: the operators whose results are recomputed in the backward, in addition to those that
-            `shardwright.capture.kept_regions` marks: a function of an operator (its ``name``, ``kind``, ``module``,
+            `shardwright.capture.regions` marks: a function of an operator (its ``name``, ``kind``, ``module``,
             ``source``) that returns True (recompute), "save" (save the results even in a recomputed module) or None;
             or a list of the operators that are saved, all others being recomputed.
         parameter_broadcast: in processes, True: parameters and buffers begin with the values of rank 0. False: all

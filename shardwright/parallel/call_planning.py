@@ -19,11 +19,11 @@ import torch
 
 from .. import autocast
 from ..capture.annotations import staged_modules, stored_whole, warn_of_ignored_stages
-from ..capture.enclosing_modules import FunctionOfModels
 from ..capture.export import ModelAndLoss, Recording, captures
 from ..capture.hybrid_models import check_held, check_mode, one_slice, own_parameters
-from ..capture.kept_regions import with_policy
 from ..capture.model_device import check_inputs, check_values, device_of
+from ..capture.module_calls import FunctionOfModels
+from ..capture.regions import with_policy
 from ..errors import SettingError
 from ..graph import Graph
 from ..launch.progress import showing

@@ -9,7 +9,7 @@ runs it as it is written. Meanwhile the models that it calls are parallel, and s
     grad_fn(x, y)       the function is planned with the models that it calls: its loss is that of the whole batch
 
 1. `step_models` finds the models when the step is wrapped, or the user names them (``net=``).
-2. `capture.enclosing_modules.redirected` leads their calls to the wrapper, by the module object: through which variable
+2. `capture.module_calls.redirected` leads their calls to the wrapper, by the module object: through which variable
    the step reaches the model makes no difference.
 3. One wrapper plans one set of models. The wrapper of a step is that of all its models where each call needs all of
    them: one model, or functions that call all of them. Otherwise (a GAN whose step calls its two models by
@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ..capture.enclosing_modules import FunctionOfModels, as_written, redirected, together
+from ..capture.module_calls import FunctionOfModels, as_written, redirected, together
 from ..capture.source_lines import stack_level
 from ..errors import SettingError
 from .step_models import StepModels, check_step, name_of

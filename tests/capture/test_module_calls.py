@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 
 import shardwright as sw
-from shardwright.capture.enclosing_modules import FunctionOfModels, as_written, redirected, together
 from shardwright.capture.export import capture
+from shardwright.capture.module_calls import FunctionOfModels, as_written, redirected, together
 
 D = torch.float64
 
