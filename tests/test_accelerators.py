@@ -33,8 +33,8 @@ from shardwright.accelerators import (
     sum_type,
     total_memory,
 )
-from shardwright.checkpoint import tensor_reader
-from shardwright.checkpoint.checkpointed_model import generators, restore_generators
+from shardwright.checkpoint import stored_checkpoint
+from shardwright.checkpoint.run_state import generators, restore_generators
 from shardwright.launch.environment import RankInRun
 from shardwright.runtime.deferred_init import beginnings
 from shardwright.runtime.distributed import calibrate
@@ -172,12 +172,14 @@ def test_inputs_and_files_come_through_pinned_memory(monkeypatch: pytest.MonkeyP
 
     net = nn.Linear(3, 4)
     sw.save_checkpoint(net, path=tmp_path, step=0)
-    plain, copied = tensor_reader.host_memory, []
+    plain, copied = stored_checkpoint.host_memory, []
     monkeypatch.setattr(
-        tensor_reader, "host_memory", lambda like, dtype: (copied.append((like.dtype, dtype)), plain(like, dtype))[1]
+        stored_checkpoint,
+        "host_memory",
+        lambda like, dtype: (copied.append((like.dtype, dtype)), plain(like, dtype))[1],
     )
     out = torch.empty(4, 3, dtype=torch.float64)  # not as it is stored, as on a device
-    with tensor_reader.StoredTensors(sw.latest_checkpoint(tmp_path)) as stored:
+    with stored_checkpoint.StoredTensors(sw.latest_checkpoint(tmp_path)) as stored:
         stored.read_into(out, "model.weight")
     assert torch.equal(out, net.weight.double()) and copied == [(torch.float64, torch.float32)]
 

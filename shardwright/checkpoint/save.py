@@ -43,8 +43,8 @@ from ..runtime.distributed.coordination import ranks_of_now
 from ..runtime.optimizer_guard import before_next_step, says_when_it_steps
 from ..torch_private import version_of
 from . import checkpoint_folders as folders
-from .checkpointed_model import CheckpointedModel, LocalTensor, generators, optimizer_state, state_names
 from .manifest import new_id
+from .run_state import CheckpointedModel, LocalTensor, generators, optimizer_state, state_names
 from .tensor_files import WrittenBox, described_here, written_here
 from .writer import CONFIG, SaveJob, located
 

@@ -8,7 +8,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.text import Text
 
-from ..checkpoint.tensor_reader import StoredTensors
+from ..checkpoint.stored_checkpoint import StoredTensors
 from ..errors import ShardwrightError
 from ..planfile.encoding import read_layout
 from ..report.format import size_text

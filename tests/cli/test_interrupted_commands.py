@@ -311,7 +311,7 @@ def test_a_transform_leaves_nothing(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     saved(tmp_path / "run", 1, integrated_save=False)
-    from shardwright.checkpoint.tensor_reader import StoredTensors
+    from shardwright.checkpoint.stored_checkpoint import StoredTensors
 
     read: Callable[..., Any] = StoredTensors.read
     left = [1]  # tensors that are read before

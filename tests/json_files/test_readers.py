@@ -29,7 +29,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.checkpoint import manifest
 from shardwright.checkpoint.digests import digest
-from shardwright.checkpoint.tensor_reader import StoredTensors
+from shardwright.checkpoint.stored_checkpoint import StoredTensors
 from shardwright.errors import ShardwrightError
 from shardwright.launch.environment import expand, find
 from shardwright.pipeline.schedules import read as read_schedule

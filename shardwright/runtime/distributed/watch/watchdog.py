@@ -5,7 +5,7 @@ The messages go through the store of the process group, from a thread.
     a look        every second: has an alarm been raised since? One request of 8 bytes a rank, nothing else
     an alarm      raised by a rank with a message or a question: every rank then stores its position, and reads the
                   news
-    the news      a verdict (the run ends, and the reason), or a request to end (`ending.Ending`)
+    the news      a verdict (the run ends, and the reason), or a request to end (`checkpoint.callback.Ending`)
 
 A rank that waits at a wait point for longer than its patience raises the alarm, reads the positions of all others,
 and explains them with `rank_positions.not_moving`. This is the verdict: every rank writes it to its standard error and

@@ -483,7 +483,7 @@ def test_when_a_rank_is_killed_the_others_end_and_name_it(name: str, ended) -> N
 
 
 def told_to_end(rank: int, whom: int, signals: int = 1) -> None:
-    from shardwright.runtime.distributed.watch.ending import Ending
+    from shardwright.checkpoint.callback import Ending
 
     model, ending = Trained(), Ending()
     for step in range(100_000):
@@ -509,7 +509,7 @@ def rank_3_is_told_to_end(rank: int) -> None:
 @scenario
 def all_are_told_to_end_without_collectives(rank: int) -> None:
     """Nothing holds the ranks together, of which each is at another step when the signal comes."""
-    from shardwright.runtime.distributed.watch.ending import Ending
+    from shardwright.checkpoint.callback import Ending
 
     model = Trained()
     model.steps(1)
@@ -536,7 +536,7 @@ def test_a_signal_ends_all_ranks_after_the_same_step(name: str, ended) -> None:
 
 
 def test_in_one_process_the_step_of_the_signal_is_the_last() -> None:
-    from shardwright.runtime.distributed.watch.ending import Ending
+    from shardwright.checkpoint.callback import Ending
 
     before = signal.getsignal(signal.SIGTERM)
     ending = Ending()

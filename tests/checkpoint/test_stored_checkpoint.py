@@ -24,9 +24,9 @@ from checkpoint_runs import PLANS, Net, alike, batch, sgd, train, unlocked
 from ranks import run_ranks, run_scenarios
 
 import shardwright as sw
-from shardwright.checkpoint import folders_of_ranks, manifest
+from shardwright.checkpoint import manifest, stored_checkpoint
 from shardwright.checkpoint.checkpoint_folders import steps_in
-from shardwright.checkpoint.tensor_reader import StoredTensors
+from shardwright.checkpoint.stored_checkpoint import StoredTensors
 from shardwright.cli.main import main
 from shardwright.errors import CheckpointError
 from shardwright.runtime.distributed import coordination
@@ -45,7 +45,7 @@ def hosts(folder: Path, rank: int) -> Iterator[Path]:
     here = Path.cwd()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            folders_of_ranks, "_holds_one", lambda other: str(other).startswith(f"{mine}/") and other.exists()
+            stored_checkpoint, "_holds_one", lambda other: str(other).startswith(f"{mine}/") and other.exists()
         )
         patch.setattr(socket, "gethostname", lambda: f"host-{HOSTS[rank]}")
         os.chdir(mine)
