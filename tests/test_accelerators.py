@@ -47,7 +47,7 @@ NPU = torch.device("npu", 0) if hasattr(torch, "npu") else torch.device("xpu", 0
 NAMED = {
     "autocast.py": "the kinds of devices whose autocast lists are read",
     "cli/doctor_command.py": "the vendor for which torch is built",
-    "cli/rehearsal_command.py": "examples in messages",
+    "cli/measuring_commands.py": "examples in messages",
     "rehearsal/rehearse.py": "torch's own default of fork_rng",
     "runtime/compilation.py": "torch's own names of inductor's modes",
     "rules/random_numbers/dropout_kernel.py": "the kinds of devices for which Triton compiles",

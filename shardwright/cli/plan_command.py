@@ -25,8 +25,21 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, ShardwrightError
 from ..launch.progress import keeper, showing
-from .command_line import Parser, add_import_option, add_json_option, add_quiet_option, failed, print_json, refused
-from .script import Nothing, arguments_of, first_call, import_modules, positive, without_weights
+from .command_line import (
+    Nothing,
+    Parser,
+    add_import_option,
+    add_json_option,
+    add_quiet_option,
+    arguments_of,
+    failed,
+    first_call,
+    import_modules,
+    positive,
+    print_json,
+    refused,
+    without_weights,
+)
 
 if TYPE_CHECKING:
     from ..parallel.auto_parallel import AutoParallel

@@ -14,9 +14,9 @@ from paths import EXAMPLES
 from torch import nn
 
 import shardwright as sw
-from shardwright import process as runtime_init
-from shardwright.cli import main as cli
-from shardwright.cli.script import without_weights
+from shardwright import process
+from shardwright.cli import main
+from shardwright.cli.command_line import without_weights
 from shardwright.layout import digits_size
 from shardwright.report.format import size_text
 
@@ -27,13 +27,13 @@ def _as_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(sys, "argv", sys.argv[:])
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setenv("SHARDWRIGHT_DEVICES", "")  # so that it is put back, whatever the command makes of it
-    monkeypatch.setattr(runtime_init, "_current", [])
+    monkeypatch.setattr(process, "_current", [])
     monkeypatch.chdir(tmp_path)
 
 
 def command(*words: object) -> int:
     try:
-        return cli.main(["plan", *map(str, words)])
+        return main.main(["plan", *map(str, words)])
     except SystemExit as exit_:
         assert isinstance(exit_.code, int)
         return exit_.code

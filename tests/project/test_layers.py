@@ -40,7 +40,7 @@ OF_ENVIRONMENT = {
     "launch/progress.py",
     "cli/doctor_command.py",
     "cli/forked_ranks.py",
-    "cli/script.py",
+    "cli/command_line.py",
     "runtime/distributed/shared_memory.py",
 }
 
