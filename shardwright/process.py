@@ -443,7 +443,7 @@ class RandomStream:
         return self.seed, self.calls
 
     def draw(self, exact: bool) -> Tensor:
-        """The seed of a call's first micro-batch, as a tensor in host memory for `rules.random_numbers`. The call is
+        """The seed of a call's first micro-batch, as a tensor in host memory for `rules.counter_rng`. The call is
         counted.
 
         Args:

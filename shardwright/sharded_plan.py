@@ -24,13 +24,18 @@ import torch
 
 from .cluster import Cluster
 from .cost.communication_pass import schedule_of
-from .cost.communication_schedule import CommunicationSchedule
+from .cost.communication_schedule import (
+    Collective,
+    CommunicationSchedule,
+    Fusion,
+    backward_collectives,
+    forward_collectives,
+)
 from .cost.cost_model import CostModel, Price, StepInTime
 from .cost.memory_timeline import CountedOptimizer, MemoryTimeline, OptimizerSetting, timeline
 from .errors import PlanError
 from .graph import Graph
 from .layout import Digits, Layout, group_of
-from .partition.gradient_fusion import Fusion
 from .partition.hybrid_parallel import OwnPrograms, own_programs
 from .partition.local_program import (
     TAKEN,
@@ -48,7 +53,6 @@ from .partition.local_program import (
 from .partition.padded_dims import true_slice
 from .partition.parameter_sharding import OptimizerParallel
 from .partition.partitioner import partition
-from .partition.planned_collectives import Collective, backward_collectives, forward_collectives
 from .partition.rematerialization import BackwardStep, Regather, Region, RegionStarts, regathered_weights, regions_of
 from .rules import held_layouts, in_order
 

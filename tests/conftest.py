@@ -130,7 +130,7 @@ LONGEST = (
     "hugging_face",
     "transformer_models",
     "memory_fit",
-    "compiled",
+    "compilation",
     "parameter_sharding",
     "tutorials",
     "collectives",

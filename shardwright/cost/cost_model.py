@@ -42,7 +42,6 @@ from ..cluster import Cluster
 from ..errors import SettingError
 from ..graph import Op, Value
 from ..layout import Digits, Layout, digits_size, merge
-from ..partition.gradient_fusion import AUTO, PIECE
 from ..partition.local_program import (
     GlobalExtreme,
     Instruction,
@@ -56,7 +55,7 @@ from ..partition.local_program import (
 from ..partition.parameter_sharding import OptimizerParallel
 from ..partition.rematerialization import BackwardStep, RecomputedInstruction, Regather, Region
 from ..redistribution import CollectiveKind, Redistribution, RedistributionStep
-from .communication_schedule import CommunicationSchedule, ScheduledMessage, own_redistribution
+from .communication_schedule import AUTO, PIECE, CommunicationSchedule, ScheduledMessage, own_redistribution
 from .primitive_costs import Line, OperatorWork, collective_lines, links_of, signature, work_of
 
 __all__ = ["CostModel", "Price", "PricedCollective", "SentStep", "StepInTime", "StreamSpan", "instances"]

@@ -174,7 +174,7 @@ class CallPlanning(SettingMethods):
                         partial(captures, self.net, **how),
                     )
                 graph = with_policy(graph, settings.recompute)
-                # A compiler's own masks cost no more than fast ones, and fuse (`rules.random_numbers.traced_dropout`).
+                # A compiler's own masks cost no more than fast ones, and fuse (`runtime.compilation`).
                 fast = self._running.random == "fast" and not self._running.compiled
                 return with_fast_attention(graph) if fast else graph, wide[0] if wide else None
 

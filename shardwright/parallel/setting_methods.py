@@ -17,8 +17,8 @@ from torch import nn
 
 from ..capture.annotations import forget_planned, pipelining
 from ..capture.export import ModelAndLoss
+from ..cost.communication_schedule import Fusion, fusion_of
 from ..errors import SettingError, did_you_mean, known_keywords
-from ..partition.gradient_fusion import Fusion, fusion_of
 from ..partition.parameter_sharding import OptimizerParallel
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..planfile.load_save import read_document

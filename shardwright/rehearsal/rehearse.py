@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from ..accelerators import accelerator_count, asked_device
 from ..cluster import Cluster
+from ..cost.communication_schedule import Fusion
 from ..cost.cost_model import CostModel
 from ..cost.memory_timeline import optimizer_bytes
 from ..errors import PlanError, SettingError
 from ..launch.progress import phase
 from ..layout import Layout
-from ..partition.gradient_fusion import Fusion
 from ..partition.local_program import LocalOp
 from ..partition.padded_dims import true_slice
 from ..partition.rematerialization import RecomputedInstruction

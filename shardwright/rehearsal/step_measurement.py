@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..partition.local_program import LocalOp
-from ..rules.random_numbers.counter_rng import PLAIN
+from ..rules.counter_rng import PLAIN
 from ..runtime.profile_ranges import around_backward
 from ..solver.search_memory import free_memory
 from ..torch_private import TorchDispatchMode, backward_number, local_tensor, pytree, storage_id

@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any
 
 from ..cluster import Cluster
+from ..cost.communication_schedule import Fusion
 from ..errors import PlanError
-from ..partition.gradient_fusion import Fusion
 from ..partition.local_program import GlobalExtreme, LocalOp, Redistribute
 from ..partition.rematerialization import RecomputedInstruction, Regather
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, moments

@@ -16,7 +16,7 @@ The operator of case 4:
     out = scaled_dot_product_attention(q, k, v, mask, p)      with the generator of the device seeded before
 
 torch takes its fused kernel where the device has one, and the scores [l, s] are never stored. The seed follows from the
-operator's number and from the start of the rank's slice, as for every fast number (`random_numbers.counter_rng`):
+operator's number and from the start of the rank's slice, as for every fast number (`counter_rng`):
 replicas agree, slices differ, and a recomputed attention drops the same weights. The state of the generator is the same
 before and after.
 
@@ -38,9 +38,9 @@ from torch import Tensor
 from ..graph import Graph, Op, Value
 from ..layout import Digits
 from ..torch_private import FakeTensor
+from .counter_rng import PLAIN, fast_seed
 from .dims import cut_size, named, operand, operands, positions, wide
 from .notation import Assignment, Bound
-from .random_numbers.counter_rng import PLAIN, fast_seed
 from .random_operators import dropped, numbers_of, pieces, placed
 from .registry import Builder, Expansion, Rule, register
 

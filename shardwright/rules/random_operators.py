@@ -24,9 +24,9 @@ from torch import Tensor
 from ..errors import MissingRuleError
 from ..graph import SEED, Op, Value, map_values
 from ..layout import Digits, digits_size
+from . import counter_rng  # noqa: F401  (defines the operators)
 from .dims import named, operand, part_length, whole, wide
 from .notation import Assignment, Bound
-from .random_numbers import counter_rng  # noqa: F401  (defines the operators)
 from .registry import (
     POINTWISE,
     Builder,

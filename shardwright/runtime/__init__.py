@@ -2,19 +2,16 @@
 
 lowering             a plan as a `torch.fx` program
 step_program         one call of a planned model
-profile_ranges       names of operators, redistributions and buckets in a profile
+profile_ranges       names of operators, redistributions and buckets in a profile; the paths of operators
 saved_tensors        recomputed regions, and weights gathered again in the backward
 deferred_init        parameters that are planned before they have values, and created as slices
-drawn_parts          parts of parameters that a rank draws alone, or by blocks
-generator_jumps      places ahead in torch's numbers, and elements that are drawn alone
-compilation          torch.compile of planned programs
-device_seed          the seed of a compiled program in the memory of its device
+slice_initialization parts of parameters that a rank draws alone, with the numbers of one device
+compilation          torch.compile of planned programs; masks and the seed in a compiled program
 optimizer_guard      checks before an optimizer's step
 pipeline_step        one step of a pipeline
 pipeline_p2p         the stages of a pipeline on processes
 stage_links          the messages between these
-redistribution_functions  the autograd functions of redistributions, which both runtimes share
-halo_exchanges       exchanges of halos: all ranks in one process, and one rank
+redistribution_functions  the autograd functions of redistributions, and exchanges of halos, which both runtimes share
 call_boundary        parameters and results that are each rank's own
 local, distributed   all ranks in one process; one process a rank
 """

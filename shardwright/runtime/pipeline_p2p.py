@@ -15,16 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..capture.export import ModelAndLoss
+from ..cost.communication_schedule import Fusion
 from ..graph import Value
 from ..layout import Layout
-from ..partition.gradient_fusion import Fusion
 from ..partition.local_program import Redistribute
 from ..pipeline.pipeline_plan import PipelinePlan, Stage
 from ..process import Runtime
 from ..redistribution import digits_value
 from ..torch_private import number_of_groups
-from .compilation import Compilation
-from .device_seed import place_seed
+from .compilation import Compilation, place_seed
 from .distributed.buckets import GradientSums
 from .distributed.gradients import of_stage
 from .distributed.parameters import ParameterPlacement, ShardedState

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.rules.attention import attention_with_dropout
-from shardwright.rules.random_numbers.counter_rng import PLAIN
+from shardwright.rules.counter_rng import PLAIN
 
 D = torch.float64
 BATCH, HEADS, QUERIES, KEYS, P = 8, 4, 16, 16, 0.25

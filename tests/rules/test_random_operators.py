@@ -19,9 +19,8 @@ from torch.utils import _pytree as pytree
 
 import shardwright as sw
 from shardwright.process import RandomStream, of_micro_batch, stream
-from shardwright.rules import random_operators
-from shardwright.rules.random_numbers import counter_rng
-from shardwright.rules.random_numbers.counter_rng import KINDS, PLAIN, device_words, host_words, key
+from shardwright.rules import counter_rng, random_operators
+from shardwright.rules.counter_rng import KINDS, PLAIN, device_words, host_words, key
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 X, T = draw(16, 8), labels(16)

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import shardwright as sw
 from shardwright import process
 from shardwright.pipeline.schedules import SCHEDULES, schedule
-from shardwright.rules.random_numbers import counter_rng
+from shardwright.rules import counter_rng
 from shardwright.runtime import pipeline_p2p
 from shardwright.runtime.compilation import Compilation
 

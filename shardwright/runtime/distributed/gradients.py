@@ -7,7 +7,7 @@
    hooks.
 
 `buckets` brings the gradients here from the leaves that a program computes on; `gradient_edits` has the edits of
-slices; `partition.gradient_fusion` has the user's settings for their sums.
+slices; `cost.communication_schedule` has the user's settings for their sums.
 """
 
 from __future__ import annotations

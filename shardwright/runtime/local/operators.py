@@ -37,11 +37,11 @@ from ...graph import Op, Value, changed, form_of, key_of, leaves_of_type, map_le
 from ...layout import Digit, Layout
 from ...partition.local_program import LocalOp
 from ...rules import Bound, Rule, bound_rule, find_rule
+from ...rules.counter_rng import PLAIN
 from ...rules.loss import SUM
-from ...rules.random_numbers.counter_rng import PLAIN
-from ...rules.random_numbers.traced_dropout import TRACED
 from ...rules.registry import POINTWISE
 from ...torch_private import OpOverload, overload_name, schema_of, torch_function
+from ..compilation import TRACED
 from ..lowering import Node
 from ..profile_ranges import named_when_profiled, profiling, rank_text
 from .products import product

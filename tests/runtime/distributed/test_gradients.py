@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardwright as sw
+from shardwright.cost.communication_schedule import AUTO, PIECE, Due, Fusion, fusion_of
 from shardwright.layout import Digit, Layout
-from shardwright.partition.gradient_fusion import AUTO, PIECE, Due, Fusion, fusion_of
 from shardwright.runtime.distributed.dtensors import to_dtensor
 from shardwright.runtime.distributed.process_groups import ProcessGroups
 

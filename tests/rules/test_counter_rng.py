@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.rules.random_numbers import counter_rng
-from shardwright.rules.random_numbers.counter_rng import Halves, _state, fill_in_halves
+from shardwright.rules import counter_rng
+from shardwright.rules.counter_rng import Halves, _state, fill_in_halves
 from shardwright.torch_private import pytree
 
 mask = torch.ops.shardwright.mask.default

@@ -12,8 +12,8 @@ from collective_log import rank_of_eight
 from torch import nn
 
 import shardwright as sw
-from shardwright.runtime import deferred_init, drawn_parts, generator_jumps
-from shardwright.runtime.generator_jumps import (
+from shardwright.runtime import deferred_init, slice_initialization
+from shardwright.runtime.slice_initialization import (
     Numbers,
     draws_by_place,
     jumped,
@@ -28,9 +28,9 @@ UNIFORM, NORMAL = torch.ops.aten.uniform_.default, torch.ops.aten.normal_.defaul
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small tensors are large here; the generator is left as it was."""
-    monkeypatch.setattr(drawn_parts, "LARGE", 16)
-    monkeypatch.setattr(generator_jumps, "JUMP", 1)
-    monkeypatch.setattr(generator_jumps, "BLOCK", 400)
+    monkeypatch.setattr(slice_initialization, "LARGE", 16)
+    monkeypatch.setattr(slice_initialization, "JUMP", 1)
+    monkeypatch.setattr(slice_initialization, "BLOCK", 400)
     with torch.random.fork_rng(devices=[]):
         yield
 
@@ -180,8 +180,10 @@ def test_a_rank_draws_its_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_torch_draws_in_another_way_the_whole_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = generator_jumps._as_whole
-    monkeypatch.setattr(generator_jumps, "_as_whole", lambda fill, *given: fill is not NORMAL and plain(fill, *given))
+    plain = slice_initialization._as_whole
+    monkeypatch.setattr(
+        slice_initialization, "_as_whole", lambda fill, *given: fill is not NORMAL and plain(fill, *given)
+    )
     plain_pieces = Numbers.pieces
     monkeypatch.setattr(
         Numbers,
@@ -305,7 +307,7 @@ class Truncated(nn.Module):
 )
 def test_what_is_drawn_whole_takes_the_memory_of_a_block(make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some columns of 128 MiB, and of 16 MiB that are drawn several times."""
-    monkeypatch.setattr(generator_jumps, "BLOCK", 1 << 18)
+    monkeypatch.setattr(slice_initialization, "BLOCK", 1 << 18)
     more, kept = grown(make, (slice(None), slice(100, 108)))
     assert more < 20 << 10 and kept.shape[1] == 8
     torch.manual_seed(5)

@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="Triton has no package for this machine")
 DRAWN = """
 import random
 import torch
-from shardwright.rules.random_numbers import dropout_kernel
-from shardwright.rules.random_numbers.counter_rng import Slice, _signed, host_words, key
+from shardwright.rules import dropout_kernel
+from shardwright.rules.counter_rng import Slice, _signed, host_words, key
 
 random.seed(0)
 for turn in range(40):
@@ -41,7 +41,7 @@ print("the same bits")
 COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from shardwright.rules.random_numbers import dropout_kernel
+from shardwright.rules import dropout_kernel
 
 whole = dict.fromkeys(("numel", "run", "first", "start", "step"), "i64") | {"below": "i32"}
 for many, rows in ((True, "*i64"), (False, "*u8")):

@@ -15,13 +15,14 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+__all__ = ["available", "store_mask"]
+
 if find_spec("triton") is not None:
     import triton
     import triton.language as tl
 else:  # a build of torch for CPUs alone
     triton = tl = None
 
-__all__ = ["available", "store_mask"]
 
 #: Elements of one program of the kernel.
 BLOCK = 1024

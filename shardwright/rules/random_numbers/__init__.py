@@ -1,6 +1,0 @@
-"""Random numbers: those of one device, under every cut.
-
-counter_rng       a word for each position of the whole tensor, equal on every rank
-dropout_kernel    the mask of a dropout in one kernel, on devices for which Triton compiles
-traced_dropout    the mask of a dropout in operators that a compiler sees through
-"""
