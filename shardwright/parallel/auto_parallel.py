@@ -61,8 +61,8 @@ from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch
 from .graph_cache import GraphCache
 from .model_copies import Followers, copied
 from .setting_methods import MODEL_KEYWORDS, ProgramSettings
-from .torch_func_calls import called_in_transform
 from .train_step import StepFunction
+from .value_and_grad import called_in_transform
 from .whole_model import WholeModel, attribute_of_net, refuse_calls_of_parts, signed_as_net
 
 __all__ = ["AutoParallel", "RecaptureWarning", "observed"]

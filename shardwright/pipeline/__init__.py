@@ -5,7 +5,6 @@ stages                  the stages of a graph, and the units between which it ma
 batch_semantics         the relation of an operator's output on a batch to its outputs on the parts
 microbatch              the graph of one micro-batch, and the join of the parts' results
 microbatch_values       the kind of each value in micro-batches
-derived_capture         the wide capture of a further size, from that of an earlier one
 pipeline_plan           the plan as a value
 messages                the messages between ranks, and the line in which all ranks exchange them
 build                   each stage planned on its own devices

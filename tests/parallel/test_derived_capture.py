@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 import shardwright as sw
 from shardwright.capture.export import captures
 from shardwright.graph import Form, form_of, values_in
-from shardwright.pipeline.derived_capture import DerivedCaptures
+from shardwright.parallel.graph_cache import DerivedCaptures
 from tests.support.capture_count import counted_captures
 
 D = torch.float64
