@@ -40,8 +40,7 @@ from .partition.hybrid_parallel import (
 )
 from .partition.local_program import TAKEN, Decisions, InputPlacement, PortableDecisions, SearchResult, place_inputs
 from .partition.parameter_sharding import OptimizerParallel
-from .pipeline.build import PlanCache, pipeline_plan, schedule_of, until_stopped
-from .pipeline.microbatch import is_split, micro_calls
+from .pipeline.build import PlanCache, is_split, micro_calls, pipeline_plan, schedule_of, until_stopped
 from .pipeline.pipeline_plan import PipelinePlan, PipelineSearchResult
 from .pipeline.stage_costs import recomputed
 from .pipeline.stage_search import UNITS_BY, AutomaticStages, check_automatic
@@ -50,10 +49,9 @@ from .planfile.parameter_file import ParameterStrategies
 from .planfile.pipeline_document import PipelineDocument
 from .planfile.plan_document import PlanDocument
 from .planners.memory_fit import TooLittleMemoryError
+from .planners.plan_search import at_other_sizes, fastest_storage, storages
 from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, PriceBook, planners, warn_of_ignored_marks
-from .planners.replanning import at_other_sizes
 from .planners.semi_auto import held_parameters
-from .planners.storage_choice import fastest_storage, storages
 from .pytree_objects import with_tensors
 from .settings import (
     KEYWORDS_ELSEWHERE,

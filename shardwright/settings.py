@@ -23,7 +23,7 @@ from .cost.memory_timeline import optimizer_bytes
 from .errors import SettingError, did_you_mean
 from .mixed_precision import MixedPrecision
 from .partition.parameter_sharding import OptimizerParallel
-from .planfile.load_save import as_document
+from .planfile import as_document
 from .planfile.parameter_file import ParameterStrategies, as_parameter_strategies
 from .planfile.pipeline_document import PipelineDocument
 from .planfile.plan_document import PlanDocument

@@ -87,7 +87,7 @@ def near(name: str, known: Iterable[str]) -> str:
 class SavedPlan:
     """Base of all plans: a plan is saved as a JSON file, and loaded from it without its model.
 
-    The file has one line for each operator and each parameter, and the captured graph. `planfile.load_save`, which
+    The file has one line for each operator and each parameter, and the captured graph. `planfile`, which
     knows every kind of plan, registers the functions that write and read files.
     """
 

@@ -331,7 +331,7 @@ def plan_call(
     keywords = model.settings.keywords() | loss | settings
     devices = devices or current().devices
     if devices is None:
-        from ..planners.implied_inputs import devices_of_call  # noqa: PLC0415  imports torch
+        from ..planners.planning_problem import devices_of_call  # noqa: PLC0415  imports torch
 
         devices = devices_of_call(model.net, model.loss_fn, args, kwargs)
     if keywords["parallel_mode"] == "stand_alone":

@@ -29,11 +29,10 @@ from ..graph import Graph
 from ..launch.progress import showing
 from ..ops import for_ranks
 from ..partition.hybrid_parallel import OwnPrograms, local_inputs
-from ..pipeline.microbatch import is_split, micro_calls
+from ..pipeline.build import is_split, micro_calls
 from ..pipeline.pipeline_plan import PipelinePlan, PipelineSearchResult, StageParameter
 from ..pipeline.stage_search import AutomaticStages
-from ..planners.implied_inputs import global_inputs, implied_devices
-from ..planners.planning_problem import warn_of_ignored_marks
+from ..planners.planning_problem import global_inputs, implied_devices, warn_of_ignored_marks
 from ..planning import make_pipeline, make_plan
 from ..process import Runtime, current, stream
 from ..pytree_objects import opened, with_tensors

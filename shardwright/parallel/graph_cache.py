@@ -39,7 +39,7 @@ __all__ = ["DerivedCaptures", "GraphCache"]
 # -- derived captures
 
 
-#: Row numbers of a wide capture in those of the micro-batch, as `microbatch.micro_calls` has it.
+#: Row numbers of a wide capture in those of the micro-batch, as `build.micro_calls` has it.
 RATIO = 2
 #: The most large calls that are remembered.
 KEPT = 16

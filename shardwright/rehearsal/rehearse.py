@@ -33,7 +33,7 @@ from ..partition.local_program import LocalOp
 from ..partition.padded_dims import true_slice
 from ..partition.rematerialization import RecomputedInstruction
 from ..pipeline.pipeline_plan import PipelinePlan, moments
-from ..planfile.load_save import load_plan
+from ..planfile import load_plan
 from ..process import Runtime, playing, stream
 from ..pytree_objects import opened
 from ..report.format import size_text

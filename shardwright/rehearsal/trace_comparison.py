@@ -25,7 +25,7 @@ from ..errors import PlanError
 from ..partition.local_program import GlobalExtreme, LocalOp, Redistribute
 from ..partition.rematerialization import RecomputedInstruction, Regather
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, moments
-from ..planfile.load_save import load_plan
+from ..planfile import load_plan
 from ..report.format import time_text
 from ..report.operator_names import OperatorNames
 from ..report.table_parts import folded_parameters

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from ..cost.memory_timeline import OptimizerSetting, optimizer_text
 from ..layout import digits_size
-from ..pipeline.pipeline_search_result import PipelineSearchResult, PricedPipeline
+from ..pipeline.stages import PipelineSearchResult, PricedPipeline
 from ..sharded_plan import Collective, OperatorPlan, ParameterPlan, Plan
 from .description import layer_of, numbered, numbers_text
 from .format import layout_text, size_text, time_text

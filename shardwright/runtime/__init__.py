@@ -9,8 +9,7 @@ slice_initialization parts of parameters that a rank draws alone, with the numbe
 compilation          torch.compile of planned programs; masks and the seed in a compiled program
 optimizer_guard      checks before an optimizer's step
 pipeline_step        one step of a pipeline
-pipeline_p2p         the stages of a pipeline on processes
-stage_links          the messages between these
+pipeline_p2p         the stages of a pipeline on processes, and the messages between them
 redistribution_functions  the autograd functions of redistributions, and exchanges of halos, which both runtimes share
 call_boundary        parameters and results that are each rank's own
 local, distributed   all ranks in one process; one process a rank

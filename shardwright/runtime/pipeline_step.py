@@ -10,7 +10,7 @@
    gradients of all micro-batches are summed in these leaves.
 3. The program (`PipelineProgram`, `StageBody`), with the interface of `step_program.StepProgram`.
 4. Links between stages (`StageLink`): `LocalStageLink` where all stages are in one process,
-   `stage_links.ProcessStageLink` where ranks send to the ranks of other stages.
+   `pipeline_p2p.ProcessStageLink` where ranks send to the ranks of other stages.
 5. A pipeline in one process (`local_pipeline`): every stage's devices in lockstep, the stages in the order of the
    schedule. `pipeline_p2p.process_pipeline` is its counterpart with a process a rank.
 """

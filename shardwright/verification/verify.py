@@ -30,7 +30,7 @@ from ..launch.progress import phase
 from ..mixed_precision import MixedPrecision, one_device
 from ..parallel.auto_parallel import AutoParallel, observed
 from ..pipeline.pipeline_plan import PipelinePlan
-from ..planners.implied_inputs import devices_of_call
+from ..planners.planning_problem import devices_of_call
 from ..process import Runtime, current, stream
 from ..pytree_objects import closed, opened, with_tensors
 from ..runtime.deferred_init import materialize

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, settings
 from test_schedules import CHUNKS, fits
 
-from shardwright.pipeline.messages import Exchange, Message, exchanges, pairs, sent_by
 from shardwright.pipeline.pipeline_plan import PipelinePlan, Transfer
 from shardwright.pipeline.schedules import Action, Schedule, check, forward_only, schedule
+from shardwright.runtime.pipeline_p2p import Exchange, Message, exchanges, pairs, sent_by
 
 
 class Source(NamedTuple):
