@@ -164,7 +164,7 @@ class SavedPlan:
         return import_module(".report.description", __package__).on_a_screen(self)
 
     def _repr_html_(self) -> str:
-        html: str = import_module(".report.notebook_html", __package__).plan_html(self)
+        html: str = import_module(".report.html_report", __package__).plan_html(self)
         return html
 
     @staticmethod
@@ -209,7 +209,7 @@ class OperatorPlan:
         return f"<operator {self.name} ({self.op}{at}): {self.in_strategy} -> {self.out_strategy}, by {self.cause}>"
 
     def _repr_html_(self) -> str:
-        html: str = import_module(".report.notebook_html", __package__).operator_html(self)
+        html: str = import_module(".report.html_report", __package__).operator_html(self)
         return html
 
     def local_shapes(self, rank: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:

@@ -208,7 +208,7 @@ class Operator:
     def _repr_html_(self) -> str:
         # By name: tables are a layer above marks.
         name = getattr(self.function, "__name__", repr(self.function))
-        html: str = import_module("..report.notebook_html", __package__).mark_html(self, name)
+        html: str = import_module("..report.html_report", __package__).mark_html(self, name)
         return html
 
 

@@ -176,7 +176,7 @@ def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None =
     from rich.text import Text  # noqa: PLC0415  needed only by this command
 
     from ..report.format import size_text  # noqa: PLC0415  imports torch
-    from ..report.table_parts import UNLIMITED, table  # noqa: PLC0415  imports torch
+    from ..report.table_elements import UNLIMITED, table  # noqa: PLC0415  imports torch
 
     info = encoded(stored)
     console = Console(file=file, width=width, highlight=False, soft_wrap=True)

@@ -484,7 +484,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     from ..pipeline.pipeline_plan import moments, timeline_of  # noqa: PLC0415  imports torch
     from ..planning import Plan  # noqa: PLC0415  imports torch; registers how plans are read
     from ..report.plan_figures import ranks_of_groups, step_figures  # noqa: PLC0415  imports torch
-    from ..report.table_parts import beside_lines  # noqa: PLC0415  imports torch
+    from ..report.table_elements import beside_lines  # noqa: PLC0415  imports torch
     from ..report.timeline import headline, picture, simulated, trace  # noqa: PLC0415  imports torch
 
     if arguments.picture is not None and not arguments.picture.lower().endswith(".svg"):

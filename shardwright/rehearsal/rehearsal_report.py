@@ -19,7 +19,7 @@ from rich.text import Text
 
 from ..report.format import size_text, time_text
 from ..report.operator_names import OperatorNames
-from ..report.table_parts import console_of, show, table
+from ..report.table_elements import console_of, show, table
 
 __all__ = ["OperatorSeconds", "Rehearsal", "figure_line", "folded", "measured_table", "ratio_of", "table_text"]
 

@@ -26,7 +26,7 @@ from .description import describe, numbers_text
 from .format import size_text, time_text
 from .operator_names import Found, OperatorNames
 from .plan_diff import strategy_text
-from .table_parts import LEGEND, console_of, operators_table, rows, saying, show, table
+from .table_elements import LEGEND, console_of, operators_table, rows, saying, show, table
 from .tables import explain, summary
 
 __all__ = [

@@ -27,7 +27,7 @@ from ..sharded_plan import Plan
 from .description import cluster_line, describe, inputs_line, numbers_text
 from .format import size_text, time_text
 from .operator_names import OperatorNames
-from .table_parts import (
+from .table_elements import (
     DEAREST,
     LEGEND,
     NOTES,

@@ -11,7 +11,7 @@ import shardwright as sw
 from shardwright.layout import digits_size
 from shardwright.report.format import size_text, time_text
 from shardwright.report.operator_names import OperatorNames
-from shardwright.report.table_parts import operators_text
+from shardwright.report.table_elements import operators_text
 
 #: What a user might train; the weights of 175 billion parameters would be 650 GiB.
 SCRIPT = """

@@ -21,7 +21,7 @@ import shardwright as sw
 from shardwright import process
 from shardwright.cli.main import main
 from shardwright.partition.local_program import LocalOp
-from shardwright.rehearsal.drawn_values import DrawnValues, index_limits
+from shardwright.rehearsal.simulated_ranks import DrawnValues, index_limits
 
 PIPELINE = {
     "stages": 2,

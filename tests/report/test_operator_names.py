@@ -18,7 +18,7 @@ from shardwright.cli import main as cli
 from shardwright.operator_explanation import explained, seconds_of
 from shardwright.report.explanations import costs, tell
 from shardwright.report.operator_names import OperatorNames
-from shardwright.report.table_parts import table
+from shardwright.report.table_elements import table
 from shardwright.report.tables import explain, summary
 
 

@@ -52,7 +52,6 @@ __all__ = [
     "total",
 ]
 
-
 #: A width, in characters, in which every table fits; tables are measured in it. The width without a terminal.
 UNLIMITED, WIDTH = 10_000, 100
 

@@ -1,10 +1,20 @@
-"""Pictures of a report: slices of a tensor on the device mesh, and the memory of a step.
+"""The elements of a plan in HTML: the values that a page lays out, a table, and pictures.
 
-1. `SlicePictures`: for each layout, a tensor in coloured slices, and the devices, each in the colour of its slice. Each
+1. Values.
+
+    Stat, Grid, Section    a key figure; a table; a heading's text, tables and pictures
+    Branch, Leaf, Tensor   modules, equal layers once; an operator; a tensor of it
+    Place                  parameters that lie alike
+
+2. `html_table`: a title, rows, and lines below, for a notebook; all texts are escaped.
+
+3. `SlicePictures`: for each layout, a tensor in coloured slices, and the devices, each in the colour of its slice. Each
    picture is stored once, as a ``<symbol>`` that its uses name.
-2. `memory`: bytes over the seconds of a step, a band for each kind.
 
-All are SVG without scripts. Plotly, written into a page, has 4 MB; these pictures together have some tens of kB.
+4. `memory`: bytes over the seconds of a step, a band for each kind.
+
+All pictures are SVG without scripts. Plotly, written into a page, has 4 MB; these pictures together have some tens of
+kB.
 
 Example: the layout [2@1, -] on 4 devices paints the upper half of the tensor in one colour, the lower half in
 another, and the devices 0 to 3 in the two colours by turns.
@@ -13,16 +23,241 @@ another, and the devices 0 to 3 in the two colours by turns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from itertools import product
 from typing import NamedTuple
+
+from rich.table import Table
 
 from ..cluster import Cluster
 from ..layout import Layout, digits_size, number_of
 from .format import layout_text, size_text, time_text
 
-__all__ = ["KIND_COLOURS", "SlicePicture", "SlicePictures", "memory", "slice_svg"]
+__all__ = [
+    "KIND_COLOURS",
+    "Branch",
+    "Grid",
+    "Leaf",
+    "Place",
+    "Section",
+    "SlicePicture",
+    "SlicePictures",
+    "Stat",
+    "Tensor",
+    "html_table",
+    "memory",
+    "slice_svg",
+]
+
+# -- values
+
+
+@dataclass(frozen=True)
+class Stat:
+    """A key figure: its name, its text, and a sentence about it."""
+
+    name: str
+    text: str
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table.
+
+    Attributes:
+        columns: the heads.
+        rows: texts.
+        right: the numbers of the columns with figures.
+        title: a heading; "": none.
+        about: a sentence below.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: tuple[int, ...] = ()
+    title: str = ""
+    about: str = ""
+
+    @classmethod
+    def of(cls, made: Table, title: str = "", about: str = "") -> Grid:
+        """The same table as one of a terminal."""
+        columns = tuple(str(column.header) for column in made.columns)
+        rows = tuple(zip(*(tuple(map(str, column.cells)) for column in made.columns)))
+        right = tuple(i for i, column in enumerate(made.columns) if column.justify == "right")
+        return cls(columns, rows, right, title, about)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of an operator, with the picture of its slices; None: a scalar, or one without a layout of dims."""
+
+    side: str
+    name: str
+    shape: str
+    layout: str
+    local: str
+    slices: SlicePicture | None
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An operator, or the operators of equal layers.
+
+    Attributes:
+        title: the last part of its path, with its kind.
+        path: its whole path, equal layers folded: ``layers.{0-3}.up (linear)``.
+        names: the operators' names in the plan.
+        words: its cuts in the field's words.
+        strategy: its in_strategy.
+        each: seconds of each of these operators in a step.
+        part: of the step, of all of them together, in [0, 1].
+        sent: bytes that a rank sends for each of them.
+        cause: the cause of its strategy.
+        why: sentences about its alternatives, or the reason why none are priced.
+        priced: True where `why` and `alternatives` were computed.
+    """
+
+    title: str
+    path: str
+    names: tuple[str, ...]
+    words: str
+    strategy: str
+    source: str
+    stages: str
+    each: tuple[float, ...]
+    part: float
+    sent: tuple[int, ...]
+    cause: str
+    why: tuple[str, ...]
+    priced: bool
+    alternatives: Grid | None
+    shares: Grid
+    sends: Grid | None
+    tensors: tuple[Tensor, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all these operators in a step."""
+        return sum(self.each)
+
+    @property
+    def cost(self) -> str:
+        """Seconds as text: of all, and of each where there are several."""
+        each = f" ({len(self.each)} x {_span(map(time_text, (min(self.each), max(self.each))))})"
+        return time_text(self.seconds) + each * (len(self.each) > 1)
+
+    @property
+    def sent_text(self) -> str:
+        """Bytes that a rank sends for one operator, as text."""
+        least, most = min(self.sent), max(self.sent)
+        return f"sends {_span(map(size_text, (least, most)))}" if most else "sends nothing"
+
+
+def _span(ends: Iterable[str]) -> str:
+    """Two texts, or one where they are equal: ``20 us to 24 us``."""
+    return " to ".join(dict.fromkeys(ends))
+
+
+@dataclass
+class Branch:
+    """A module, or equal modules: branches and leaves in the order of the program."""
+
+    title: str
+    times: int = 1
+    inside: list[Branch | Leaf] = field(default_factory=list)
+
+    def leaves(self) -> Iterator[Leaf]:
+        """Yield the operators inside."""
+        for one in self.inside:
+            if isinstance(one, Leaf):
+                yield one
+            else:
+                yield from one.leaves()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return sum(leaf.seconds for leaf in self.leaves())
+
+    @property
+    def part(self) -> float:
+        """The share of the step, in [0, 1]."""
+        return sum(leaf.part for leaf in self.leaves())
+
+    @property
+    def cost(self) -> str:
+        """Seconds as text."""
+        return time_text(self.seconds)
+
+    @property
+    def count(self) -> int:
+        """The number of operators."""
+        return sum(len(leaf.names) for leaf in self.leaves())
+
+
+@dataclass(frozen=True)
+class Place:
+    """Parameters that lie alike: their folded names, their number of elements, and bytes on a device."""
+
+    text: str
+    names: tuple[str, ...]
+    count: int
+    elements: str
+    stored: str
+    slices: SlicePicture | None
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page. Pictures are SVG with a sentence each; `missing` says why a part is not there."""
+
+    lines: tuple[str, ...] = ()
+    grids: tuple[Grid, ...] = ()
+    drawn: tuple[tuple[str, str], ...] = ()
+    missing: str = ""
+
+
+# -- a table
+
+
+_LEFT = 'style="text-align:left;vertical-align:top;padding:2px 12px 2px 0"'
+
+
+class Drawn(str):
+    """An SVG, which is not escaped."""
+
+
+def html_table(
+    title: str, head: Sequence[str], rows: Iterable[Sequence[str]], below: Iterable[str] = (), beside: str = ""
+) -> str:
+    """A title, a table without its empty columns, and lines below.
+
+    Args:
+        title: a line in bold.
+        head: the heads of the columns.
+        rows: texts, or `Drawn` pictures.
+        below: lines.
+        beside: an SVG between the title and the table.
+    """
+    listed = [tuple(row) for row in rows]
+    kept = [i for i in range(len(head)) if any(row[i] for row in listed)]
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        shown = (cells[i] if isinstance(cells[i], Drawn) else escape(cells[i]) for i in kept)
+        return "<tr>" + "".join(f"<{tag} {_LEFT}>{cell}</{tag}>" for cell in shown) + "</tr>"
+
+    table = f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in listed)}</table>" if kept else ""
+    lines = "".join(f"<br>{escape(text)}" for text in below)
+    picture = f'<div style="margin:6px 0">{beside}</div>' if beside else ""
+    return f"<div><b>{escape(title)}</b>{picture}{table}{lines.removeprefix('<br>') if table else lines}</div>"
+
+
+# -- pictures
+
 
 #: Colours of a few slices: those of Okabe and Ito, made for the colour-blind too.
 FEW = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#0072b2", "#d55e00", "#f0e442", "#8c8c8c")
