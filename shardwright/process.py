@@ -80,7 +80,7 @@ class Runtime:
         rank: the rank of this process; 0 in the local runtime.
         device: the device on which this process computes.
         timeout: seconds that a rank waits for another.
-        watch: True where ranks watch one another (`runtime.distributed.watch`).
+        watch: True where ranks watch one another (`runtime.distributed.watchdog`).
         chosen: True in the local runtime where the user has named the device; else it is that of each model.
     """
 

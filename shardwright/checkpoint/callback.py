@@ -38,9 +38,9 @@ from torch import nn
 
 from ..errors import SettingError
 from ..process import current
-from ..runtime.distributed.coordination import SingleRank, ranks_of_now
-from ..runtime.distributed.watch.rank_positions import WaitPoint, waiting
-from ..runtime.distributed.watch.watchdog import Peers, peers
+from ..runtime.distributed.rank_messages import SingleRank, ranks_of_now
+from ..runtime.distributed.rank_positions import WaitPoint, waiting
+from ..runtime.distributed.watchdog import Peers, peers
 from .save import BackgroundSave, save_checkpoint
 
 __all__ = ["ENDED", "CheckpointCallback", "CheckpointConfig", "Ending"]

@@ -26,7 +26,7 @@ from ..errors import CheckpointError, shown
 from ..json_files.json_values import dtype_name, dtype_named
 from ..launch.progress import each, phase
 from ..runtime.deferred_init import filled_later
-from ..runtime.distributed.coordination import ProcessRanks, SingleRank, ranks_of_now
+from ..runtime.distributed.rank_messages import ProcessRanks, SingleRank, ranks_of_now
 from .run_state import (
     STATE,
     CheckpointedModel,

@@ -61,7 +61,7 @@ from ..partition.padded_dims import true_slice
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..planfile.encoding import spell_layout
 from ..process import stream
-from ..runtime.distributed.coordination import SingleRank
+from ..runtime.distributed.rank_messages import SingleRank
 from ..sharded_plan import Plan
 from .manifest import Manifest
 

@@ -39,7 +39,7 @@ from ..accelerators import current_stream, event, host_memory, is_accelerator, s
 from ..errors import CheckpointError
 from ..json_files.json_values import encode
 from ..launch.progress import Work
-from ..runtime.distributed.coordination import ranks_of_now
+from ..runtime.distributed.rank_messages import ranks_of_now
 from ..runtime.optimizer_guard import before_next_step, says_when_it_steps
 from ..torch_private import version_of
 from . import checkpoint_folders as folders

@@ -42,7 +42,7 @@ from ..accelerators import host_memory
 from ..errors import CheckpointError, shown
 from ..json_files.json_reader import MIB, kind_of, parse, read_object
 from ..json_files.json_values import dtype_named
-from ..runtime.distributed.coordination import ProcessRanks, SingleRank
+from ..runtime.distributed.rank_messages import ProcessRanks, SingleRank
 from .checkpoint_folders import absent, folder_of, runs_inside, steps_in
 from .manifest import (
     MANIFEST,

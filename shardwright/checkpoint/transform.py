@@ -35,7 +35,7 @@ from ..planfile.parameter_file import ParameterStrategies, TensorStorage
 from ..process import rank as this_rank
 from ..report.format import size_text
 from ..runtime.deferred_init import substitute
-from ..runtime.distributed.coordination import SingleRank
+from ..runtime.distributed.rank_messages import SingleRank
 from ..sharded_plan import ParameterPlan
 from . import manifest
 from .checkpoint_folders import absent, folder_of, folder_of_files, name_of, sealed, steps_in

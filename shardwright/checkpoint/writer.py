@@ -47,7 +47,7 @@ from ..errors import CheckpointError, ShardwrightError
 from ..json_files.json_values import dtype_named, encode
 from ..launch.progress import Work
 from ..pipeline.pipeline_plan import PipelinePlan
-from ..runtime.distributed.coordination import ProcessRanks, SingleRank
+from ..runtime.distributed.rank_messages import ProcessRanks, SingleRank
 from ..runtime.distributed.shared_memory import HostMemory
 from ..sharded_plan import Plan
 from . import checkpoint_folders as folders

@@ -139,7 +139,7 @@ def _by_rank_0(runtime: Runtime, act: Callable[[], None]) -> None:
     Raises:
         SettingError: on every rank, where rank 0 raises it.
     """
-    from ..runtime.distributed.coordination import error_of, error_words, from_first  # noqa: PLC0415  imports torch
+    from ..runtime.distributed.rank_messages import error_of, error_words, from_first  # noqa: PLC0415  imports torch
 
     failed: dict[str, object] | None = None
     if runtime.rank == 0:

@@ -138,7 +138,7 @@ class _Swapped:
     """
 
     def __init__(self, model: SettingMethods, rank: int | None, own_rank: int, device: torch.device | None) -> None:
-        from ..runtime.distributed.coordination import ranks_of_now  # noqa: PLC0415  needed in processes alone
+        from ..runtime.distributed.rank_messages import ranks_of_now  # noqa: PLC0415  needed in processes alone
 
         self.holder = ModelAndLoss(model.net, model.loss_fn)
         self.rank, self.mine = rank, rank is None or rank == own_rank

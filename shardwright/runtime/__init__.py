@@ -11,7 +11,7 @@ optimizer_guard      checks before an optimizer's step
 pipeline_step        one step of a pipeline
 pipeline_p2p         the stages of a pipeline on processes, and the messages between them
 redistribution_functions  the autograd functions of redistributions, and exchanges of halos, which both runtimes share
-call_boundary        parameters and results that are each rank's own
+per_rank_values      parameters and results that are each rank's own
 local, distributed   all ranks in one process; one process a rank
 """
 

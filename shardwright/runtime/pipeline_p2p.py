@@ -72,7 +72,7 @@ from .distributed.gradients import of_stage
 from .distributed.parameters import ParameterPlacement, ShardedState
 from .distributed.process_groups import ProcessGroups
 from .distributed.rank_executor import RankExecutor
-from .distributed.watch.rank_positions import WaitPoint, waiting
+from .distributed.rank_positions import WaitPoint, waiting
 from .lowering import Lowered, lower
 from .optimizer_guard import Accumulation, set_empty_aside
 from .pipeline_step import PipelineProgram, StageBody

@@ -37,11 +37,11 @@ from ..process import of_micro_batch, stream
 from ..pytree_objects import closed, holds_objects
 from ..sharded_plan import Plan
 from ..torch_private import demand, is_view
-from .call_boundary import put_back, tensors_of
 from .deferred_init import materialize
-from .distributed.watch.rank_positions import position
+from .distributed.rank_positions import position
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lowering import Lowered, lower
+from .per_rank_values import put_back, tensors_of
 from .profile_ranges import action_range, gather_text, range_of, scatter_text, step_range
 
 __all__ = [

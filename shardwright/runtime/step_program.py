@@ -28,13 +28,13 @@ from ..pipeline.pipeline_plan import PipelinePlan
 from ..process import Runtime, stream
 from ..pytree_objects import closed, holds_objects
 from ..sharded_plan import Plan
-from .call_boundary import handings, leading_on, put_back, shared, tensors_of
 from .compilation import Compilation, keep_in_place, place_seed
 from .deferred_init import materialize, put_in_place
 from .distributed.parameter_hooks import with_rank_dim
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lowering import Lowered, lower
 from .optimizer_guard import Accumulation
+from .per_rank_values import handings, leading_on, put_back, shared, tensors_of
 from .pipeline_step import PipelineProgram, local_pipeline
 from .profile_ranges import step_range
 

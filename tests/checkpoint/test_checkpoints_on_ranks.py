@@ -32,8 +32,8 @@ import shardwright as sw
 from shardwright.checkpoint import manifest, save as copies, tensor_files, writer
 from shardwright.checkpoint.stored_checkpoint import StoredTensors
 from shardwright.errors import CheckpointError
-from shardwright.runtime.distributed import coordination
-from shardwright.runtime.distributed.coordination import ProcessRanks
+from shardwright.runtime.distributed import rank_messages
+from shardwright.runtime.distributed.rank_messages import ProcessRanks
 
 WORLD = 4
 LATER = (2, 4)  # steps after the save, compared with those of the run that goes on
@@ -333,17 +333,17 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
 
     def columns_without_memory_to_share(rank: int, world: int) -> None:
         model, path = known("rows and columns"), folder / "apart"
-        optimizer, ranks_before, sizes = sgd(model), dict(coordination._ranks), (writer.LARGE, writer.SHORT)
+        optimizer, ranks_before, sizes = sgd(model), dict(rank_messages._ranks), (writer.LARGE, writer.SHORT)
         sw.load_checkpoint(model, optimizer, of("rows and columns")[1])
         writer.LARGE, writer.SHORT = 1, 32
-        coordination._ranks.clear()
+        rank_messages._ranks.clear()
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("SHARDWRIGHT_SHARED_MEMORY", "0")
                 saving = save(model, optimizer, path, True)
         finally:
             writer.LARGE, writer.SHORT = sizes
-            coordination._ranks.update(ranks_before)
+            rank_messages._ranks.update(ranks_before)
         stored, expected = StoredTensors(saving.path), StoredTensors(of("rows and columns")[0] / "step-00000002")
         assert all(torch.equal(stored.read(name), expected.read(name)) for name in expected.names)
 

@@ -29,7 +29,7 @@ from shardwright.checkpoint.checkpoint_folders import steps_in
 from shardwright.checkpoint.stored_checkpoint import StoredTensors
 from shardwright.cli.main import main
 from shardwright.errors import CheckpointError
-from shardwright.runtime.distributed import coordination
+from shardwright.runtime.distributed import rank_messages
 
 WORLD, LATER, STEP = 4, (2, 4), "step-00000002"
 
@@ -140,9 +140,9 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         place, losses = of("level3")  # each rank has slices of its own
         sent: list[Any] = []
         with pytest.MonkeyPatch.context() as patch, hosts(place, rank) as path:
-            send = coordination.ProcessRanks.send
+            send = rank_messages.ProcessRanks.send
             patch.setattr(
-                coordination.ProcessRanks,
+                rank_messages.ProcessRanks,
                 "send",
                 lambda self, tensor, to=0: (sent.append(tensor.numel()), send(self, tensor, to))[1],
             )

@@ -48,7 +48,7 @@ from .collectives import Bound, arrangements, begin_scatter, bind_all, reduce_in
 from .dtensors import as_dtensor, beginning, leaf_of
 from .gradients import Unsummed, hand_over, keep_unsummed, take_unsummed, unsummed_over
 from .process_groups import Group, ProcessGroups, Rider
-from .watch.rank_positions import WaitPoint, waiting
+from .rank_positions import WaitPoint, waiting
 
 __all__ = ["GradientSums", "Scatter", "SumInTurns"]
 

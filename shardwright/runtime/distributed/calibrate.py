@@ -34,8 +34,8 @@ from ...layout import Digit, Layout
 from ...process import Runtime
 from ...redistribution import CollectiveKind, Placement, Redistribution, redistribution
 from .collectives import bind_all
-from .coordination import exchanged
 from .process_groups import ProcessGroups
+from .rank_messages import exchanged
 
 __all__ = ["Timing", "calibrate", "fit", "levels_of"]
 

@@ -10,7 +10,7 @@ from ranks import run_ranks, run_scenarios
 
 import shardwright as sw
 from shardwright.errors import CheckpointError
-from shardwright.runtime.distributed.coordination import (
+from shardwright.runtime.distributed.rank_messages import (
     ProcessRanks,
     error_of,
     error_words,

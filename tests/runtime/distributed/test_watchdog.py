@@ -1,5 +1,6 @@
 """Runs that go wrong: ranks that call something else than their peers, that do not come, that die, that are told to
-end."""
+end.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +27,10 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.process import Runtime, torch_timeout
+from shardwright.runtime.distributed import watchdog
 from shardwright.runtime.distributed.agreement import Steps
-from shardwright.runtime.distributed.watch import watchdog
-from shardwright.runtime.distributed.watch.device_events import PassedPlaces
-from shardwright.runtime.distributed.watch.rank_positions import Seen, WaitPoint, position, waiting
-from shardwright.runtime.distributed.watch.watchdog import peers
+from shardwright.runtime.distributed.rank_positions import PassedPlaces, Seen, WaitPoint, position, waiting
+from shardwright.runtime.distributed.watchdog import peers
 
 WORLD = 4
 PATIENCE = 4.0  # seconds that a rank waits for another, once it has become impatient

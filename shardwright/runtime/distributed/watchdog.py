@@ -13,7 +13,7 @@ ends with exit code 1, because a collective that is under way cannot be cancelle
 (`agreement.Steps`) raises it as an error.
 
 On an accelerator collectives run behind the host's back: a host that is at no wait point is where its device is, at the
-oldest collective that has not ended (`device_events`).
+oldest collective that has not ended (`rank_positions`).
 
 A rank whose process has ended (`launch.lifelines`) is a verdict, too: at once where it is waited for, and after
 `GRACE` seconds where the others compute. A collective that fails in between, because a connection is closed, waits for
@@ -38,14 +38,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ....errors import ShardwrightError, StuckError
-from ....json_files.json_values import dumps, loads
-from ....launch.lifelines import Lifelines
-from ....process import current, lifelines
-from ....torch_private import default_store, group_timeout
-from ..coordination import error_of, error_words
-from .device_events import PassedPlaces
-from .rank_positions import Seen, WaitPoint, not_moving, position, users_line
+from ...errors import ShardwrightError, StuckError
+from ...json_files.json_values import dumps, loads
+from ...launch.lifelines import Lifelines
+from ...process import current, lifelines
+from ...torch_private import default_store, group_timeout
+from .rank_messages import error_of, error_words
+from .rank_positions import PassedPlaces, Seen, WaitPoint, not_moving, position, users_line
 
 __all__ = ["Peers", "peers"]
 
