@@ -18,7 +18,7 @@ The file has three parts:
     least limit = min_s max_t used_t(s) >= max_λ min_s Σ_t λ_t used_t(s),   λ >= 0, Σ λ = 1
 
    Part 1 finds the best λ, which gives the lower end. The upper end is kept by states that were least at some λ,
-   spliced with one another (`splicing`). The lower end of a part of a problem's states (`Part`) holds for that part
+   spliced with one another (`memory_rows`). The lower end of a part of a problem's states (`Part`) holds for that part
    alone.
 
 3. `priced_search`: the cheapest states within the limit, in turns, until cost and bound are near enough:
@@ -28,7 +28,7 @@ The file has three parts:
     bound     the least of the whole at those prices, exactly (`lagrangian.Pricing`); its states join the part. Where
               elimination cannot do the whole: a bound by sweeps (`lagrangian.SweptPricing`); the states that look best
               to the sweeps join the part
-    states    all known states, spliced and then improved stretch by stretch (`splicing`)
+    states    all known states, spliced and then improved stretch by stretch (`memory_rows`)
 
 No clock is read: the same problem has the same answer on every machine.
 
@@ -47,12 +47,11 @@ from ..errors import PlanError
 from .anytime import within
 from .elimination import Facts
 from .lagrangian import Cut, Pricing, SweptPricing
-from .memory_rows import Rows, kinds
+from .memory_rows import Rows, Splicer, kinds
 from .milp import quiet_highs
 from .presolve import consistent, restrict
 from .problem import Problem, Solution, stopping
 from .search_memory import OutOfBudgetError, current
-from .splicing import Splicer
 
 __all__ = [
     "APART",

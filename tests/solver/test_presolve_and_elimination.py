@@ -8,7 +8,7 @@ from cost_graphs import SHAPES, assignments, held_most, layered, random_energy, 
 from hypothesis import assume, given, settings, strategies as st
 
 from shardwright.errors import PlanError
-from shardwright.solver import elimination as tables
+from shardwright.solver import elimination
 from shardwright.solver.anytime import descend
 from shardwright.solver.elimination import Script, eliminate, elimination_order
 from shardwright.solver.presolve import consistent, core, interned, reduced, restrict, undominated
@@ -287,9 +287,9 @@ def test_a_joint_made_in_blocks_is_the_same(monkeypatch):
     problem = random_energy(3, "dense", 6, 5, whole=False)
     order = elimination_order([len(own) for own in problem.costs], problem.edges)
     at_once = eliminate(problem.costs, problem.edges, order)
-    monkeypatch.setattr(tables, "AT_ONCE", 1)
+    monkeypatch.setattr(elimination, "AT_ONCE", 1)
     for block in (1, 7, 40):
-        monkeypatch.setattr(tables, "BLOCK", block)
+        monkeypatch.setattr(elimination, "BLOCK", block)
         found = eliminate(problem.costs, problem.edges, order)
         assert found.constant == at_once.constant
         assert found.complete([0] * len(problem.costs)) == at_once.complete([0] * len(problem.costs))
