@@ -8,7 +8,7 @@ graph_template       the graph at other sizes, filled into one that was read bef
 source_lines         files, lines and modules of the user's code
 mutation             in-place operators, rewritten as a program without writes
 regions              recompute regions, autograd functions and vmap regions, each kept whole
-python_state         Python state that the forward reads and writes
+observed_state       the Python state that the forward reads and writes
 side_effects         effects of a forward besides its result
 watched_calls        prints, logs and hooks of a forward; functions that cache, such as `functools.lru_cache`
 guards               the Python state that was read, checked before each call

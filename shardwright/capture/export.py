@@ -60,7 +60,7 @@ from .guards import GuardedPlace, Guards
 from .hybrid_models import refused_collective
 from .model_device import check_call, device_of, usable
 from .module_calls import WithLoss, outermost_left_out, scalers_refused, user_functions
-from .python_state import Observation
+from .observed_state import Observation
 from .recapture import AsExported, Differs, LightRun, Outline, Program, is_mistake, memory_of, outline
 from .regions import collect_functions, collect_regions
 from .side_effects import Blamed, Effects, ForwardOutcome, LineFinder, counter, depends, judged, numbered

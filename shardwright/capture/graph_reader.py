@@ -509,7 +509,7 @@ class GraphReader(InPlaceReader):
         self.applied(node, target, written, tuple(args), kwargs)
 
     def taken(self, tree: Any) -> Any:
-        """Nested arguments with values in place of nodes, which are noted in `given`."""
+        """Nested arguments with values in place of nodes, which are noted in `tensor_nodes`."""
         kind = type(tree)
         if kind is torch.fx.Node:
             held = self.cells[tree]

@@ -31,7 +31,7 @@ from torch import nn
 
 from ..errors import place_text
 from .guards import CONTAINERS, MISSING, GuardedPlace, contents, is_simple, spelled
-from .python_state import Change, Observation
+from .observed_state import Change, Observation
 from .source_lines import is_users
 
 __all__ = [

@@ -51,6 +51,7 @@ __all__ = [
     "HeldOptimizer",
     "MemoryTimeline",
     "OptimizerSetting",
+    "WalkedPlan",
     "held_optimizer",
     "optimizer_bytes",
     "optimizer_text",

@@ -1,6 +1,6 @@
 """A graph's planning problem as a pairwise cost graph, and a solution of it as a plan.
 
-    node of an operator     states: its strategies             cost: its footprint (forward and backward, seconds)
+    node of an operator     states: its strategies             cost: `op_cost` (forward and backward, seconds)
     node of a parameter     states: `StorageState`             cost: the use that is served once, if any
     node of a shared value  states: `SharedState`              cost: none
     edge                    the redistributions of a value to a consumer, and of its gradient back (`EdgeCosts`)
@@ -491,7 +491,7 @@ class _Builder:
                 yield SharedState(left, True, next(iter(uses)))
 
     def _op_cost(self, op: Op, plan: Mapping[str, Strategy]) -> OpCost:
-        """The footprint of an operator in a known plan."""
+        """The cost of an operator in a known plan."""
         options, prints, _ = self._look_at(op)
         return prints[options.index(plan[op.name])]
 

@@ -9,14 +9,13 @@ A value that may be saved gets a node whose states (`SaveOrRecompute`) are:
 
 Two more terms:
 
-    inner       a value that no backward needs and one operator consumes: it is recomputed with that operator's output
-    remade      the operators that recompute a value: its own operator, the producers of that one's inner inputs, and
-                so on
+    inner          a value that no backward needs and one operator consumes: it is recomputed with that one's output
+    recompute set  the operators that recompute a value: its own, the producers of that one's inner inputs, and so on
 
 A recomputation sends nothing, so a value can be dropped only where it is consumed in the layout in which it was left;
 with several consumers, the copies that were sent are saved. An inner value needs as many bytes at its producer as at
-its consumer; where two such layouts differ, the sent copy is saved too (`RematStates.resent`). Inputs of a recomputed
-operator have to be saved, or dropped in the same segment of the program.
+its consumer; where two such layouts differ, the sent copy is saved too (`RematStates.kept_collective_output`). Inputs
+of a recomputed operator have to be saved, or dropped in the same segment of the program.
 
 The file has three parts:
 
@@ -27,7 +26,7 @@ The file has three parts:
 2. `OperatorMemory`: bytes that a graph's operators consume, produce and save, by strategy. `left` is an output as it
    is left, its sum completed; `wanted` an input as it is asked for; `own` the saved tensors that are neither;
    `inside` as in part 1. An operator's first strategy says which inputs and outputs the backward needs; `wants_input`
-   and `wants_output` say where another strategy differs. Operators that share their footprints share one result.
+   and `wants_output` say where another strategy differs. Operators that share their costs (`op_cost`) share one result.
 3. `RematStates`: the nodes and the edges between them.
 
 `memory_problem` lays these bytes over the moments of a step.

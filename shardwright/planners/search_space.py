@@ -171,7 +171,7 @@ def _alone(source: Layout, use: Use, gradient: bool) -> tuple[tuple[Redistributi
 
 
 class EdgeCosts:
-    """Prices of deliveries in seconds, and footprints of operators; each is computed once.
+    """Prices of deliveries in seconds, and costs of operators; each is computed once.
 
     Args:
         costs: the prices.
@@ -300,7 +300,7 @@ def kind_of_call(op: Op) -> Hashable:
 
 
 def op_cost(decision: Decision, costs: CostModel) -> OpCost:
-    """The footprint of a decision, priced by a `CostModel`. The decision names the partial sums that pass through
+    """The cost of a decision, priced by a `CostModel`. The decision names the partial sums that pass through
     (`open`).
 
     Raises:
@@ -620,7 +620,7 @@ class KeptTensors:
 
 @dataclass(frozen=True, eq=False)
 class _Program:
-    """A footprint's program; two are equal where they do the same to the same local shapes."""
+    """The program of an operator's cost; two are equal where they do the same to the same local shapes."""
 
     cost: OpCost
 

@@ -2,7 +2,7 @@
 
 In turns, on the core that the exact reductions leave (`presolve`):
 
-    sweeps             a bound, and states (`trws`)
+    sweeps             a bound, and states (`tree_reweighted`)
     descent            better states (`descend`)
     reduced costs      states that cannot be part of an assignment as cheap as the best known are removed
     elimination        of the rest, as soon as that is small enough: then the answer is exact

@@ -10,7 +10,7 @@ The file has four parts:
 
 1. `Pricing`: L and its states exactly, by elimination.
 
-2. `SweptPricing`: a bound on L by sweeps (`trws`), where elimination is too large:
+2. `SweptPricing`: a bound on L by sweeps (`tree_reweighted`), where elimination is too large:
 
     L(λ) >= Σ_v min θ_v + Σ_(u,v) min e'_uv      θ_v = c_v + Σ_u m_uv,   e'_uv(s, t) = e_uv(s, t) - m_vu(s) - m_uv(t)
 

@@ -65,7 +65,6 @@ __all__ = [
     "least_memory",
     "marginals",
     "milp",
-    "min_marginals",
     "solve",
     "solve_limited",
 ]
@@ -622,8 +621,3 @@ def marginals(problem: Problem, node: int, *, sweeps: int = 30) -> Marginals:
         messages.sweep()
     costs[inner.kept[node]] = messages.at_first()
     return Marginals(costs, False)
-
-
-def min_marginals(problem: Problem, node: int) -> np.ndarray:
-    """The least cost of the whole with the node in each state; a lower bound where `marginals` is not exact."""
-    return marginals(problem, node).costs
