@@ -19,7 +19,7 @@ from shardwright.capture.export import capture
 from shardwright.cluster import Cluster
 from shardwright.cost.cost_model import CostModel
 from shardwright.layout import Digit, Layout
-from shardwright.planners import layout_demands as demands, sharding_propagation
+from shardwright.planners import layout_demands, sharding_propagation
 from shardwright.planners.layout_demands import MOST, demands_of, legal, passes_through, project
 from shardwright.planners.planning_problem import planners
 from shardwright.rules import bound_rule
@@ -281,14 +281,14 @@ def test_unmarked_users_of_one_parameter_agree() -> None:
 
 
 def test_a_shared_parameter_is_heard_of_however_much_else_is(monkeypatch) -> None:
-    monkeypatch.setattr(demands, "MOST", 0)
+    monkeypatch.setattr(layout_demands, "MOST", 0)
     plan = planned(Twice(((1, 8), (8, 1)), None), torch.empty(16, 16, dtype=D))
     assert plan.operators[-1].in_layouts[1] == plan.operators[0].in_layouts[1]
 
 
 def test_what_is_heard_is_bounded(monkeypatch) -> None:
     plan = planned(Chain(FIRST), torch.empty(16, 32, dtype=D))
-    monkeypatch.setattr(demands, "MOST", 1)
+    monkeypatch.setattr(layout_demands, "MOST", 1)
     asked = demands_of(plan.graph, plan.decisions, 8)
     assert all([d.aggressive for d in found] in ([False], [False, True], [True, False]) for found in asked.values())
 

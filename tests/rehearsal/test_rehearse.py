@@ -206,9 +206,9 @@ def test_bad_input(written: Any, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_too_little_memory_is_said_before_anything_runs(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, path = written("dp2 x tp4")
-    from shardwright.rehearsal import rehearse as module
+    from shardwright.rehearsal import rehearse
 
-    monkeypatch.setattr(module, "memory_of", lambda device: plan.peak - 1)
+    monkeypatch.setattr(rehearse, "memory_of", lambda device: plan.peak - 1)
     with pytest.raises(sw.SettingError, match=r"promises to need .* on rank 0, and cpu has .* free"):
         sw.rehearse(path, device="cpu")
     assert sw.rehearse(path, device="cpu", steps=1, force=True).peak > 0

@@ -192,14 +192,14 @@ def test_a_pipeline_without_a_loss_is_refused() -> None:
 
 
 def test_a_wrong_sum_of_a_shared_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    import shardwright.runtime.pipeline_step as local
+    from shardwright.runtime import pipeline_step
 
-    right = local.StageBody
+    right = pipeline_step.StageBody
 
     def body(*args: Any, **kwargs: Any) -> Any:
         return replace(right(*args, **kwargs), shared=lambda name, gradient, part: gradient)
 
-    monkeypatch.setattr(local, "StageBody", body)
+    monkeypatch.setattr(pipeline_step, "StageBody", body)
     first = first_of(verified(Chain(tied=True), pipeline=setting("1f1b", 2)))
     assert first.phase == "gradient" and first.tensor == "layers.1.weight"
     assert first.dtype == D
