@@ -43,6 +43,7 @@ from ..cluster import Cluster, format_bytes
 from ..cost.cost_model import CostModel
 from ..errors import PlanError, SettingError
 from ..graph import Form, Graph, Op, form_of
+from ..identity import IdentityCache
 from ..layout import Digits, Layout
 from ..partition.local_program import (
     Decision,
@@ -54,7 +55,7 @@ from ..partition.local_program import (
 )
 from ..partition.parameter_sharding import OptimizerParallel
 from ..partition.partitioner import wanted_in_two
-from ..rules import Bound
+from ..rules import Assignment, Bound
 from ..sharded_plan import Plan
 from ..solver.problem import Solution
 from .graph_problem import CostGraph, cost_graph
@@ -379,20 +380,19 @@ def at_other_sizes(
         found = replace(found, bound=None, notes=(*found.notes, note) if note not in found.notes else found.notes)
     earlier = Decisions(plan.decisions, plan.batch_dims, found, plan.hsdp)
     made = PortableDecisions.of(earlier).onto(graph, devices, on_missing_rule=on_missing_rule, uneven=uneven)
-    bound = {  # equal layers share their bound rules
-        (id(mine), id(d.bound), id(d.assignment)): (mine, d)
-        for name, d in made.decisions.items()
-        for mine in (plan.decisions[name].bound,)
-    }
-    if not all(_of_one_form(mine, d.bound) and d.bound.is_consistent(d.assignment) for mine, d in bound.values()):
-        return None
+    once = IdentityCache().once  # equal layers share their bound rules
+    for name, decision in made.decisions.items():
+        bounds, assignment = (plan.decisions[name].bound, decision.bound), decision.assignment
+        if not once("fits", (*bounds, assignment), lambda: _fits(*bounds, assignment)):
+            return None
     return made
 
 
-def _of_one_form(mine: Bound, theirs: Bound) -> bool:
-    """True where two bindings of an operator differ in the sizes of factors alone. A view of a dim of one row, for
-    instance, has fewer factors."""
-    return (len(mine.factors), mine.inputs, mine.outputs) == (len(theirs.factors), theirs.inputs, theirs.outputs)
+def _fits(mine: Bound, theirs: Bound, assignment: Assignment) -> bool:
+    """True where two bindings of an operator differ in the sizes of factors alone, and an assignment of the one fits
+    the other. A view of a dim of one row, for instance, has fewer factors."""
+    forms = [(len(bound.factors), bound.inputs, bound.outputs) for bound in (mine, theirs)]
+    return forms[0] == forms[1] and theirs.is_consistent(assignment)
 
 
 def _alike(mine: Op, theirs: Op, devices: int) -> bool:

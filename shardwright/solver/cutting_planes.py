@@ -44,6 +44,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ..errors import PlanError
+from ..identity import IdentityCache, numbered
 from .anytime import within
 from .elimination import Facts
 from .lagrangian import Cut, Pricing, SweptPricing
@@ -216,15 +217,15 @@ class LeastMemory:
 
 def costless(problem: Problem) -> Problem:
     """The problem with the same states allowed, all at no cost."""
-    tables = (*problem.costs, *problem.edges.values())
-    free = {
-        id(table): np.where(np.isfinite(table), 0.0, np.inf)
-        for table in {id(table): table for table in tables}.values()
-    }
+    once = IdentityCache().once
+
+    def free(table: np.ndarray) -> np.ndarray:
+        return once("free", (table,), lambda: np.where(np.isfinite(table), 0.0, np.inf))
+
     return replace(
         problem,
-        costs=tuple(free[id(own)] for own in problem.costs),
-        edges={pair: free[id(table)] for pair, table in problem.edges.items()},
+        costs=tuple(free(own) for own in problem.costs),
+        edges={pair: free(table) for pair, table in problem.edges.items()},
     )
 
 
@@ -552,7 +553,7 @@ class _PricedSearch:
             if one and table.shape[small] < table.shape[large]:
                 follows[pair[large]] = True
         seen = np.array(list(self.known), np.int64).reshape(-1, len(neighbours))
-        which = [id(own) for own in problem.costs] if self.kinds is None else self.kinds
+        which = numbered(problem.costs) if self.kinds is None else self.kinds
         alike: dict[int, np.ndarray] = {}  # by the node's costs: in equal layers the same operator's
         for v, own in enumerate(problem.costs):
             mark = alike.setdefault(which[v], np.zeros(len(own), bool))

@@ -37,6 +37,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..identity import IdentityCache, IdentitySet, numbered
 from .elimination import Tables, eliminate, elimination_order
 from .problem import MemoryUsage, Problem
 from .search_memory import current
@@ -80,7 +81,7 @@ def binding(problem: Problem) -> tuple[Problem, np.ndarray]:
     times = times[peak > problem.limit]
     first, last = np.searchsorted(times, start), np.searchsorted(times, stop)
     merged: dict[tuple[int, int | None, int, int], np.ndarray] = {}
-    sums: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}  # equal sums of equal amounts are one array
+    once = IdentityCache().once  # equal sums of equal amounts are one array
     for use, a, b, moves, low in zip(uses, first.tolist(), last.tolist(), varies.tolist(), least.tolist()):
         if a >= b:
             continue
@@ -94,10 +95,8 @@ def binding(problem: Problem) -> tuple[Problem, np.ndarray]:
         )
         known = merged.get(key)
         if known is not None:
-            pair = (id(known), id(amount))
-            if pair not in sums:
-                sums[pair] = (known + amount, known, amount)
-            amount = sums[pair][0]
+            one, other = known, amount
+            amount = once("sum", (one, other), lambda: one + other)
         merged[key] = amount
     usages = tuple(MemoryUsage(v, a, b, amount, other=other) for (v, other, a, b), amount in merged.items())
     names = (*problem.names, "what every plan holds") if problem.names else ()
@@ -116,21 +115,21 @@ class _Extremes:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._allowed = [np.isfinite(own) for own in problem.costs]
-        self._known: dict[tuple[Hashable, ...], tuple[tuple[float, float], object]] = {}
+        self._known = IdentityCache()
 
     def of(self, use: MemoryUsage) -> tuple[float, float]:
         problem = self.problem
         edge = None if use.other is None else problem.edges[use.node, use.other]
-        key = (id(use.amount), id(edge), *(id(problem.costs[v]) for v in use.nodes))
-        if key not in self._known:
+
+        def extremes() -> tuple[float, float]:
             if edge is None:
                 some = np.asarray(use.amount)[self._allowed[use.node]]
             else:
                 own, other = (self._allowed[v] for v in use.nodes)
-                allowed = np.isfinite(edge) & own[:, None] & other
-                some = np.asarray(use.amount)[allowed]
-            self._known[key] = (float(some.min(initial=np.inf)), float(some.max(initial=-np.inf))), use.amount
-        return self._known[key][0]
+                some = np.asarray(use.amount)[np.isfinite(edge) & own[:, None] & other]
+            return float(some.min(initial=np.inf)), float(some.max(initial=-np.inf))
+
+        return self._known.once("extremes", (use.amount, edge, *(problem.costs[v] for v in use.nodes)), extremes)
 
 
 def _running(first: np.ndarray, last: np.ndarray, amounts: np.ndarray, count: int) -> np.ndarray:
@@ -169,14 +168,7 @@ class Rows:
     @classmethod
     def of(cls, problem: Problem, count: int) -> Rows:
         uses = problem.usages
-        place: dict[int, int] = {}
-        arrays: list[np.ndarray] = []
-        which = []
-        for use in uses:
-            if id(use.amount) not in place:
-                place[id(use.amount)] = len(arrays)
-                arrays.append(use.amount)
-            which.append(place[id(use.amount)])
+        arrays, which = list(IdentitySet(use.amount for use in uses)), numbered(use.amount for use in uses)
         sizes = np.array([array.size for array in arrays], np.int64)
         node, first, last = (
             np.array([getattr(use, name) for use in uses], np.int64) for name in ("node", "start", "stop")
@@ -257,18 +249,19 @@ class Rows:
     ) -> dict[tuple[int, int], np.ndarray]:
         """The edges, with the memory paid for that two nodes decide; equal tables and prices give one table."""
         price, out = self.prices(multipliers), dict(edges)
-        paid: dict[tuple[int, int, float], tuple[np.ndarray, np.ndarray]] = {}
-        budget = current()
-        for n in np.flatnonzero((price > 0) & (self.step > 0)).tolist():
+        once, budget = IdentityCache().once, current()
+        for place, n in enumerate(np.flatnonzero((price > 0) & (self.step > 0)).tolist()):
             pair = (int(self.node[n]), int(self.other[n]))
             table = out[pair]
-            key = (id(table), int(self.array[n]), float(price[n]))
-            if key not in paid:
+            paid, amount = float(price[n]), self.arrays[int(self.array[n])]
+
+            def priced() -> np.ndarray:
                 budget.ask(table.nbytes)
-                if len(paid) % 64 == 0:
-                    budget.watch()
-                paid[key] = table + key[2] * self.arrays[key[1]], table
-            out[pair] = paid[key][0]
+                return table + paid * amount
+
+            if place % 64 == 0:
+                budget.watch()
+            out[pair] = once(paid, (table, amount), priced)
         return out
 
 
@@ -316,9 +309,9 @@ def period(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray]) -> int
 def kinds(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray]) -> np.ndarray:
     """By node, a number that it shares with the nodes of equal costs and the same tables."""
     looks: list[list[tuple[int, ...]]] = [[] for _ in costs]
-    for (i, j), table in edges.items():
-        looks[i].append((0, id(table)))
-        looks[j].append((1, id(table)))
+    for (i, j), number in zip(edges, numbered(edges.values())):
+        looks[i].append((0, number))
+        looks[j].append((1, number))
     return _kinds(costs, looks)
 
 
@@ -337,10 +330,10 @@ def shorter(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], size:
     """
     count, reach = len(costs), NEAR * size
     looks: list[list[tuple[int, int, int]]] = [[] for _ in costs]
-    for (i, j), table in edges.items():
+    for (i, j), number in zip(edges, numbered(edges.values())):
         near = j - i <= reach
-        looks[i].append((0, j - i, id(table)) if near else (1, j, id(table)))
-        looks[j].append((0, i - j, id(table)) if near else (1, i, id(table)))
+        looks[i].append((0, j - i, number) if near else (1, j, number))
+        looks[j].append((0, i - j, number) if near else (1, i, number))
     kind = _kinds(costs, looks)
     same = np.concatenate(([False], kind[size:] == kind[:-size], [False]))
     begins, ends = np.flatnonzero(same[1:] & ~same[:-1]), np.flatnonzero(same[:-1] & ~same[1:])
@@ -521,16 +514,10 @@ class _Flat:
     """Tables of nodes as arrays."""
 
     def __init__(self, scopes: Sequence[tuple[int, ...]], tables: Sequence[np.ndarray]) -> None:
-        place: dict[int, int] = {}
-        arrays, offsets, total = [], [], 0
-        for table in tables:
-            if id(table) not in place:
-                place[id(table)] = total
-                arrays.append(np.asarray(table, float).ravel())
-                total += table.size
-            offsets.append(place[id(table)])
+        arrays = [np.asarray(table, float).ravel() for table in IdentitySet(tables)]
+        begins = np.cumsum([0, *(array.size for array in arrays)])
         self.values = np.concatenate(arrays) if arrays else np.empty(0)
-        self.offset = np.array(offsets, np.int64)
+        self.offset = begins[numbered(tables)]
         self.low = np.array([scope[0] for scope in scopes], np.int64)
         self.high = np.array([scope[-1] for scope in scopes], np.int64)
         self.step = np.array([table.shape[1] if table.ndim == 2 else 0 for table in tables], np.int64)

@@ -46,6 +46,7 @@ import numpy as np
 
 from ..errors import PlanError
 from ..garbage_collection import gc_paused
+from ..identity import IdentitySet
 from .anytime import GRACE, bounded, descend, eliminated, wide, within
 from .cutting_planes import LeastMemory, Searched, costless, leanest_by_prices, priced_search, swept_leanest
 from .elimination import Tables, eliminate, elimination_order
@@ -547,7 +548,7 @@ def _solve(problem: Problem, seconds: float | None, merge: bool, gap: float) -> 
     notes = []
     if merge:
         problem = interned(problem)
-        tables = len({id(table) for table in problem.edges.values()})
+        tables = len(IdentitySet(problem.edges.values()))
         notes.append(f"merged: {len(problem.edges)} edges have {tables} different tables")
     if problem.limit is not None:
         return solve_limited(problem, seconds=seconds, gap=gap)

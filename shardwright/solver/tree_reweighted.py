@@ -39,6 +39,7 @@ from typing import Any
 
 import numpy as np
 
+from ..identity import IdentitySet
 from .problem import Problem
 from .search_memory import current
 
@@ -103,8 +104,8 @@ class Messages:
         self.states = np.zeros(len(problem.costs), np.int64)
         self._retained = [0.0] * len(problem.costs)  # min r_v of the last sweep over v, and the amounts since
         self._swept = 0
-        tables = {id(table): table for table in (*problem.costs, *problem.edges.values())}
-        most = (float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for table in tables.values())
+        tables = IdentitySet((*problem.costs, *problem.edges.values()))
+        most = (float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for table in tables)
         self._slack = UNIT * max(most, default=0.0)
         place = {v: n for n, v in enumerate(self.order)}
         near: list[list[tuple[int, np.ndarray]]] = [[] for _ in self.order]
