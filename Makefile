@@ -64,6 +64,12 @@ $(STAMP): pyproject.toml
 	@$(PIP) --constraint $(HELD) --editable '.[test,examples]'
 	@$(VENV)/bin/python -c 'import torchao' >/dev/null 2>&1 || { $(VENV)/bin/python -m pip uninstall -qqy torchao; \
 	    echo "$(VENV): torchao does not run on $$(cat $(HELD)): it is removed, and its tests are skipped"; }
+	@$(VENV)/bin/python -c 'import torchvision' >/dev/null 2>&1 || { \
+	    folder=$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+	    && cp tests/support/torchvision_operators.py "$$folder" && echo 'import torchvision_operators' >"$$folder/torchvision_operators.pth" \
+	    && { $(VENV)/bin/python -c 'import torchvision' >/dev/null 2>&1 \
+	        && echo "$(VENV): torchvision was built for another torch than $$(cat $(HELD)): its own operators (nms) have names here, and do not run" \
+	        || { rm "$$folder"/torchvision_operators.*; echo "$(VENV): torchvision cannot be imported: shardwright doctor says why"; }; }; }
 	@touch $@
 
 clean:

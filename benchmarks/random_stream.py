@@ -24,7 +24,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.rules.counter_rng import PLAIN
+from shardwright.rules.random_numbers.counter_rng import PLAIN
 
 SIZES = ((64,), (32, 32), (128, 128), (512, 512), (2048, 2048))
 P, DEVICES, BATCH, WIDTH = 0.1, 8, 64, 1024

@@ -31,13 +31,17 @@ myst_enable_extensions = ["attrs_block"]
 suppress_warnings = ["myst.header", "misc.highlighting_failure"]
 
 default_role = "py:obj"  # `name` in a docstring: a link where the name is public, else plain code
-autodoc_typehints = "none"  # signatures hold them
+autodoc_typehints = "signature"  # signatures hold them
 autodoc_member_order = "bysource"
 autodoc_mock_imports = ["accelerate", "lightning", "transformers"]  # of the classes for their loops
 autodoc_class_signature = "mixed"
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-python_maximum_signature_line_length = 100
+python_maximum_signature_line_length = 72  # longer ones have a line for each argument: they fit beside the contents
+python_use_unqualified_type_names = True
+autodoc_typehints_format = "short"
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 
 
 def setup(app: Any) -> None:

@@ -1,32 +1,40 @@
 """Pictures of the pages, made by the program: ``python docs/pictures.py`` writes them.
 
-``python docs/pictures.py --report`` writes the picture of a report too, which needs Debian's chromium.
+``python docs/pictures.py --report`` writes those of reports too, which needs Debian's chromium.
 
 1. `slices`: a tensor under a `Layout`, one box for each slice, with the ranks that hold it.
 2. `memory`: the memory of a device in plans of one model, by kind.
 3. `host_time`, `redistributions`, `searches`, `further_sizes`: figures of the last recorded runs of the benchmarks
    (benchmarks/results, in JSON).
-4. `report`: the HTML report of the plan of docs/how-to/read-a-plan.md, as a browser shows it.
+4. `pipeline`: a simulated step of four stages, which the README has as text.
+5. `reports`: HTML reports of the plans of docs/how-to/read-a-plan.md and docs/learn/pipelines.md, as a browser shows
+   them. docs/how-to/pictures/reports.json has a digest of each page whose picture is there, so that a test finds
+   pictures that are stale.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import subprocess
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from browser import Browser
 from PIL import Image
 from torch import nn
 
 import shardwright as sw
+from shardwright.report.html_report import page
+from shardwright.report.timeline import picture
 
 DOCS = Path(__file__).parent
+REPORTS = DOCS / "how-to" / "pictures"
 RESULTS = DOCS.parent / "benchmarks" / "results"
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
 CELL, MARGIN = 48, 8  # pixels
@@ -153,6 +161,18 @@ def _head(width: int, height: int, title: str) -> str:
     )
 
 
+def pipeline() -> str:
+    """The step in time of sixteen layers of GPT-3's width, on four stages of sixteen devices."""
+    sys.path.insert(0, str(DOCS.parent / "examples"))
+    import gpt3  # noqa: PLC0415  an example, found by the path above
+
+    stages = {"tokens": 0, "positions": 0, "norm": 3, "head": 3} | {f"blocks.{i}": i // 4 for i in range(16)}
+    asked = gpt3.gpt3(16, 64) | {"parallel_mode": "recursive_programming"}
+    schedule = {"stages": 4, "micro_batches": 8, "scheduler": "1f1b", "stage_config": stages}
+    plan = sw.plan(**asked, devices=64, cluster="h200x8x8", pipeline=schedule)
+    return picture(plan.simulation, [f"ranks {stage.ranks[0]}-{stage.ranks[-1]}" for stage in plan.stages])
+
+
 def made() -> dict[Path, str]:
     """Every picture of the pages, by its file."""
     layout = sw.Layout((2, 2, 2), ("dp", "sp", "mp"))
@@ -162,6 +182,7 @@ def made() -> dict[Path, str]:
         folder / "mp-sp-dp.svg": slices(layout("mp", ("sp", "dp")), (2, 4), '("mp", ("sp", "dp")), 2 x 4'),
         folder / "mp-dp-sp.svg": slices(layout("mp", ("dp", "sp")), (2, 4), '("mp", ("dp", "sp")), 2 x 4'),
         folder / "memory.svg": memory(),
+        DOCS / "pipeline.svg": pipeline(),
         DOCS / "understand" / "pictures" / "host-time.svg": host_time(),
         DOCS / "understand" / "pictures" / "redistributions.svg": redistributions(),
         DOCS / "understand" / "pictures" / "searches.svg": searches(),
@@ -169,25 +190,79 @@ def made() -> dict[Path, str]:
     }
 
 
-def report(path: Path) -> None:
-    """Write a picture of the report of the plan that the page makes in its first block of code."""
-    text = (DOCS / "how-to" / "read-a-plan.md").read_text(encoding="utf-8")
+class Shown(NamedTuple):
+    """A report as a picture shows it.
+
+    Attributes:
+        text: the page.
+        script: run in the page before the picture is taken.
+        width, height: of the screen, in pixels.
+        dark: True for a reader who prefers dark pages.
+    """
+
+    text: str
+    script: str = ""
+    width: int = 1280
+    height: int = 1180
+    dark: bool = False
+
+
+def first_block(file: str) -> dict[str, Any]:
+    """The names that the first block of code of a page defines."""
+    text = (DOCS / file).read_text(encoding="utf-8")
     names: dict[str, Any] = {"__name__": "report"}
     exec(text.split("```python\n")[1].split("```")[0], names)
-    with TemporaryDirectory() as folder:
-        page = Path(folder) / "plan.html"
-        names["plan"].report(page, explain=0)
-        text = page.read_text(encoding="utf-8").replace('class="module">', 'class="module" open>')
-        page.write_text(text, encoding="utf-8")
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=900,1180"]
-        path.parent.mkdir(exist_ok=True)
-        subprocess.run(["chromium", *flags, f"--screenshot={path}", page.as_uri()], check=True, capture_output=True)
-    Image.open(path).convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(path, optimize=True)
+    return names
+
+
+def reports() -> dict[str, Shown]:
+    """The reports of the pages: name of a picture -> the page."""
+    marked, staged = first_block("how-to/read-a-plan.md"), first_block("learn/pipelines.md")
+    tokens = marked["tokens"]
+    other = sw.plan(marked["Net"](), (tokens,), devices=8, parallel_mode="data_parallel")
+    one = page([marked["plan"]], ["plan.json"])
+    both = page([marked["plan"], other], ["plan.json", "other.json"], explain=0)
+    operator = "location.hash = 'layers.0.up'"
+    return {
+        "report": Shown(one),
+        "report-dark": Shown(one, dark=True),
+        "report-operator": Shown(one, operator, height=900),
+        "report-two": Shown(both),
+        "report-pipeline": Shown(
+            page([staged["model"].plan], ["pipeline.json"], explain=0), "location.hash = 'timeline'", height=620
+        ),
+        "report-phone": Shown(one, width=390, height=844),
+    }
+
+
+def digests(shown: Mapping[str, Shown]) -> dict[str, str]:
+    """Name of a picture -> the digest of what it shows. Lines of the program that made the plan do not count."""
+    return {
+        name: hashlib.sha256(re.sub(r"[\w./<>&;-]+:\d+", "", repr(each)).encode()).hexdigest()[:16]
+        for name, each in shown.items()
+    }
+
+
+def write_reports() -> None:
+    """Write the pictures of the reports, and their digests."""
+    shown = reports()
+    with TemporaryDirectory() as folder, Browser() as browser:
+        file = Path(folder) / "plan.html"
+        for name, each in shown.items():
+            file.write_text(each.text, encoding="utf-8")
+            browser.open(file, each.width, each.height, each.dark)
+            browser.value(f"{each.script}; new Promise(done => setTimeout(done, 200))")
+            browser.value("1")
+            path = REPORTS / f"{name}.png"
+            browser.picture(path)
+            Image.open(path).convert("P", palette=Image.Palette.ADAPTIVE, colors=96).save(path, optimize=True)
+    text = json.dumps({"torch": torch.__version__.partition("+")[0], "pages": digests(shown)}, indent=1)
+    (REPORTS / "reports.json").write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
     if "--report" in sys.argv:
-        report(DOCS / "how-to" / "pictures" / "report.png")
+        write_reports()
     for path, text in made().items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")

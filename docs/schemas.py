@@ -99,8 +99,12 @@ def record(
 
 
 def document(title: str, schema: Schema, **definitions: Schema) -> Schema:
-    """The whole of a schema's file."""
-    return {"$schema": DRAFT, "title": title, **schema, **({"$defs": definitions} if definitions else {})}
+    """The whole of a schema's file. Editors find it by a file's field "$schema", which readers leave out."""
+    name = title.removeprefix("Shardwright ").replace(" ", "-")
+    edited = name != "checkpoint-manifest"
+    named = {"patternProperties": {r"^\$schema$": text("Path of this schema, for an editor")}} if edited else {}
+    head = {"$schema": DRAFT, "$id": f"urn:shardwright:schema:{name}", "title": title}
+    return {**head, **schema, **named, **({"$defs": definitions} if definitions else {})}
 
 
 WORDS_OR_NULL: Schema = {"type": ["string", "null"]}

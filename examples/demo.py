@@ -92,11 +92,11 @@ def slices(plan: sw.Plan) -> Table:
     return table
 
 
-def bars(rows: Mapping[str, Mapping[str, int]]) -> Group:
+def bars(rows: Mapping[str, Mapping[str, float]]) -> Group:
     """A picture of memory: a bar for each row, a colour for each kind of tensors."""
     kinds = [kind for kind in next(iter(rows.values())) if any(row.get(kind) for row in rows.values())]
     most = max(sum(row.values()) for row in rows.values())
-    title = Text("Memory of a device:")
+    title = Text("Memory at its peak:")
     for kind, glyph, colour in zip(kinds, GLYPHS, COLOURS):
         title.append(f"  {glyph * 2} ", style=colour).append(kind)
     table = Table(box=None, show_header=False)
@@ -104,7 +104,7 @@ def bars(rows: Mapping[str, Mapping[str, int]]) -> Group:
         bar = Text()
         for kind, glyph, colour in zip(kinds, GLYPHS, COLOURS):
             bar.append(glyph * round(BAR * row.get(kind, 0) / most), style=colour)
-        table.add_row(name, bar, f"{sum(row.values()) / 2**20:.2f} MiB")
+        table.add_row(name, bar, f"{sum(row.values()) / 2**20:.1f} MiB")
     return Group(title, table)
 
 
@@ -137,9 +137,14 @@ def trained(console: Console, steps: int) -> tuple[float, sw.Plan, sw.Plan]:
     return worst, plan, alone
 
 
-def memory(alone: sw.Plan, plan: sw.Plan) -> dict[str, dict[str, int]]:
-    """Bytes of a device, by kind."""
-    return {"one device": alone.memory(0), f"each of {DEVICES}": plan.memory(0)}
+def memory(alone: sw.Plan, plan: sw.Plan) -> dict[str, dict[str, float]]:
+    """Bytes of a device by kind, at the moment when it holds most: they add up to the plan's peak."""
+    rows = {}
+    for name, each in (("one device", alone), (f"each of {DEVICES}", plan)):
+        held = each.timeline.kinds
+        row = {kind: held.get(kind, 0.0) for kind in ("parameters", "gradients", "optimizer")}
+        rows[name] = row | {"activations": each.peak - sum(row.values())}  # and all else that is alive then
+    return rows
 
 
 def called(command: str) -> str:

@@ -1,40 +1,23 @@
-"""Accelerators of any vendor: their streams, events, memory and random states, and which of them a process takes.
+"""Streams, events, memory and random states of an accelerator, of whichever vendor, by its module of torch.
 
-1. Functions ask the vendor's module of torch. A module may lack a function. Each function here says what it returns
-   then, so that callers name no vendor.
+    torch.device("cuda")   torch.cuda          torch.device("npu")   torch.npu          torch.device("cpu")   none
 
-       torch.device("cuda")   torch.cuda          torch.device("npu")   torch.npu          torch.device("cpu")   none
-
-2. The device of a process (`device_of_rank`). Let a host have c visible accelerators and p processes of the run, and
-   let this process be the i-th of the host:
-
-       c = 0, or backend="gloo"   the CPU
-       c >= p                     accelerator i
-       c = 1 < p                  accelerator 0: the launcher shows each process its own (Slurm's --gpus-per-task=1,
-                                  CUDA_VISIBLE_DEVICES); two processes that see the same one are an error
-       1 < c < p                  an error
-
-   Where the program has initialised a process group itself, see `process.device_of_group`.
+A vendor's module may lack a function. Each function here says what it returns then, so that callers name no vendor.
 """
 
 from __future__ import annotations
 
 import contextlib
-import socket
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import SettingError
-from .launch.environment import RankInRun
 
 __all__ = [
-    "accelerator_count",
-    "asked_device",
     "current_stream",
     "default_device",
-    "device_of_rank",
     "event",
     "host_memory",
     "is_accelerator",
@@ -51,9 +34,6 @@ __all__ = [
     "total_memory",
     "within",
 ]
-
-# -- streams, events, memory, random states
-
 
 #: Kinds of devices whose hardware adds float64 numbers; others emulate that type, or lack it.
 _FLOAT64 = ("cpu", "meta", "cuda", "xpu")
@@ -199,74 +179,3 @@ def total_memory(device: torch.device) -> int:
     if found is None:
         raise SettingError(f"torch does not tell how much memory the device {device} has", legal='"cuda", "npu", "cpu"')
     return int(found)
-
-
-# -- the device of a process
-
-
-CPU = torch.device("cpu")
-
-
-def accelerator_count() -> int:
-    """The number of accelerators that this process sees."""
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-
-
-def asked_device(device: Any, setting: str = "init") -> torch.device | None:
-    """The device that the user names, as ``setting(device=...)``; None: none.
-
-    Raises:
-        SettingError: no device, or one that is not there.
-    """
-    if device is None:
-        return None
-    try:
-        made = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise SettingError(f"{setting}(device={device!r})", legal='"cpu", "cuda", "cuda:1", …') from None
-    if made.type in ("cpu", "meta"):
-        if made.type == "meta":
-            raise SettingError(f"{setting}(device={device!r}): no values are computed there", legal='"cpu", or "cuda"')
-        return CPU
-    count = accelerator_count()
-    mine = torch.accelerator.current_accelerator() if count else None
-    if mine is None or mine.type != made.type or (made.index or 0) >= count:
-        devices = [f"{mine.type}:{i}" for i in range(count)] if mine is not None else []
-        raise SettingError(f"{setting}(device={device!r}): there is no such device", legal=", ".join(["cpu", *devices]))
-    return made
-
-
-def device_of_rank(place: RankInRun, backend: str | None = None, device: torch.device | None = None) -> torch.device:
-    """The device of a process under a launcher. The accelerator becomes torch's current one.
-
-    Args:
-        place: the place of the process in the run.
-        backend: the backend that the user names; with "gloo" processes compute on the CPU.
-        device: the device that the user names; one without an index: of that kind, the index as above.
-
-    Raises:
-        SettingError: fewer accelerators than processes of the host.
-    """
-    count = accelerator_count()
-    if (device is not None and device.type == "cpu") or not count or (device is None and backend == "gloo"):
-        return CPU
-    if device is not None and device.index is not None:
-        index = device.index
-    elif count >= place.devices:
-        index = place.device
-    elif count == 1:
-        index = 0
-    else:
-        raise SettingError(
-            f"{place.devices} processes run on the host {socket.gethostname()}, which shows {count} accelerators",
-            legal=f"{count} processes on the host, or init(device='cpu') for all processes",
-        )
-    return made_current(index)
-
-
-def made_current(index: int) -> torch.device:
-    """The accelerator of an index, once it is torch's current one."""
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    torch.accelerator.set_device_index(index)
-    return torch.device(kind.type, index)

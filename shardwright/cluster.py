@@ -270,7 +270,12 @@ class Cluster:
                 more than `MOST_DEVICES` devices.
         """
         held = read_object(
-            path, SettingError, "the cluster file", "a preset's name, or a file that Cluster.save wrote", MIB
+            path,
+            SettingError,
+            "the cluster file",
+            "a preset's name, or a file that Cluster.save wrote",
+            MIB,
+            edited=True,
         )[1]
         return cls.from_dict(held, f"cluster file {os.fspath(path)!r}")
 

@@ -112,7 +112,9 @@ class PlanWork:
         if not self.flops:
             return []
         out = [_rate("TFLOP/s", each * self.flops / 1e12)]
-        if current().processes or self.plan.devices == 1:  # else one device stands for several
+        alone = self.plan.devices > 1 and not current().processes  # one device stands for several
+        unlike = self.assumed and not is_accelerator(current().device)  # a CPU beside GPUs that nobody named
+        if not alone and not unlike:
             share = each * self.seconds
             peak = f"the peak of {self.assumed}, which is assumed" if self.assumed else "peak"
             tag = "share_of_assumed_peak" if self.assumed else "share_of_peak"
@@ -311,8 +313,8 @@ class Monitor:
     cluster; the time of a step by computation and exposed communication, as rank 0 has measured it; and the most memory
     that was in use: of an accelerator since the last line (torch's count of it begins again), of a process on the CPU
     ever. What is not known is not shown: the share of peak and exposed communication where all ranks are in one
-    process; exposed communication without a model, and of one that ``torch.compile`` compiles. Where no cluster was
-    named, the line says which one is assumed.
+    process; the share of peak on a CPU where no cluster was named; exposed communication without a model, and of one
+    that ``torch.compile`` compiles. On an accelerator without a named cluster the line says which one is assumed.
 
     Args:
         model: an `AutoParallel`, whose work in a step is shown if it is known; None: it is not shown.

@@ -467,17 +467,18 @@ class _Neighbourhood:
         graph = plan.graph.with_ops(
             tuple(replace(op, mark=self._mark(op, plan.decisions[op.name])) for op in plan.graph.ops)
         )
-        uneven = any(d.bound.uneven for d in plan.decisions.values())
+        uneven, placed = any(d.bound.uneven for d in plan.decisions.values()), plan.input_placement
         self.search = Search.of(
-            PlanningProblem(
-                graph, plan.devices, plan.input_placement, "replicate", plan.stored, uneven, costs, plan.hsdp
-            )
+            PlanningProblem(graph, plan.devices, placed, "replicate", plan.stored, uneven, costs, plan.hsdp)
         )
         self.passing = opened(plan)
         self.decisions = {n: replace(d, open=self.passing[n]) for n, d in plan.decisions.items()}
-        self.made: CostGraph = self.search.cost_graph(self.search.options([self.decisions]), [self.decisions])
         self.chosen: dict[str, Strategy] = {n: strategy_of(d) for n, d in self.decisions.items()}
+        self.made: CostGraph = self.search.cost_graph(self._options(), [self.decisions])
         self.problem, self.node = self.made.problem, self.made.operators[name]
+
+    def _options(self) -> dict[str, tuple[Strategy, ...]]:
+        return self.search.options([self.decisions])
 
     @cached_property
     def states(self) -> tuple[int, ...]:
@@ -517,9 +518,8 @@ class _Neighbourhood:
         forms.pop(self._form(options[own]))
         firsts = [states[0] for states in forms.values()][:count]
         found = tuple(self._alternative(options[first], float(whole.costs[first]), self.cost) for first in firsts)
-        least = float(whole.costs[own])
-        decision = self.plan.decisions[self.name]
-        return Explanation(self.plan, decision, shares, self.cost, least, found, len(options), whole.exact)
+        mine, least = self.plan.decisions[self.name], float(whole.costs[own])
+        return Explanation(self.plan, mine, shares, self.cost, least, found, len(options), whole.exact)
 
     def _limited(self, shares: tuple[Share, ...], count: int, limit: float) -> Explanation:
         """The explanation where all plans must keep a limit."""

@@ -25,7 +25,7 @@ from .capture.hybrid_models import check_mode, one_slice, own_parameters
 from .capture.regions import with_policy
 from .cluster import Cluster, memory_of
 from .errors import CaptureError, PlanError, SettingError, ShardwrightError, known_keywords
-from .garbage_collection import gc_paused
+from .garbage_collection import gc_paused, roomy_stack
 from .graph import Graph
 from .launch.progress import keep, phase
 from .layout import Layout
@@ -82,6 +82,7 @@ OWN_STATISTICS = ("data_parallel",)
 
 
 @phase("plan", lambda graph, devices, settings, **_: settings.search_progress)
+@roomy_stack
 @gc_paused()
 def make_plan(
     graph: Graph,
@@ -123,8 +124,7 @@ def make_plan(
     hsdp = None if settings.hsdp is None else replace(settings.hsdp, whole=whole)
     automatic = hsdp if hsdp is not None and hsdp.is_automatic else None
     cluster = Cluster.of(settings.cluster, devices)
-    memory, optimizer = memory_of(settings.memory, cluster), settings.optimizer
-    fitting = planners(fits_memory=True)
+    memory, optimizer, fitting = memory_of(settings.memory, cluster), settings.optimizer, planners(fits_memory=True)
     if memory is not None and parallel_mode not in fitting and (automatic is None or parallel_mode not in PLANNERS):
         follows = parallel_mode in planners(searches=True)
         raise SettingError(

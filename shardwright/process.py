@@ -2,9 +2,7 @@
 
 1. `Runtime`, `init`, `current`: a process has one runtime, as it has one default process group. It is the one piece
    of state that outlives a call. `launch.environment` reads the launcher's environment.
-2. `device_of_group`, `check_shared`: the device of a process in a process group, and the check before ranks
-   communicate that no two have the same one.
-3. `RandomStream`: the seed of each call of a model that draws random numbers,
+2. `RandomStream`: the seed of each call of a model that draws random numbers,
 
     seed of a call = (torch.initial_seed(), number of calls that have drawn since the default generator was seeded)
 
@@ -20,7 +18,6 @@ import atexit
 import contextlib
 import difflib
 import os
-import socket
 import sys
 import time
 import warnings
@@ -34,15 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .accelerators import (
-    accelerator_count,
-    asked_device,
-    default_device,
-    device_of_rank,
-    is_recording_graph,
-    made_current,
-)
+from .accelerators import default_device, is_recording_graph
 from .errors import SettingError, known_keywords
+from .launch.device_choice import Companions, asked_device, cpu_remark, device_of_group, device_of_rank
 from .launch.environment import LOOPBACK, RankInRun, find, is_loopback, is_msrun_scheduler, leading_to, remark, token_of
 from .launch.lifelines import Lifelines
 from .torch_private import default_store
@@ -50,9 +41,8 @@ from .torch_private import default_store
 __all__ = [
     "RandomStream",
     "Runtime",
-    "check_shared",
+    "compare_devices",
     "current",
-    "device_of_group",
     "init",
     "of_micro_batch",
     "playing",
@@ -119,7 +109,7 @@ def init(
     """Find out the runtime of this process. May be called again.
 
     Under a launcher (torchrun, ``shardwright run``, mpirun, Slurm's srun, msrun, a rank table) it joins the process
-    group of the processes that were started; `launch.environment` says which variables are read, and which take
+    group of the processes that were started; the page on launching says which variables are read, and which take
     precedence. Otherwise all devices are in this process, and no launcher is needed. The scheduler that msrun starts
     beside the workers ends here, with exit code 0.
 
@@ -132,17 +122,18 @@ def init(
             operation.
         watch: True: ranks watch one another while they run: all run the same program, and a missing rank is named.
             False: a collective only fails after the timeout. None: True, or as before.
-        device: the device on which this process computes, such as "cuda", "cuda:1" or "cpu". None: with processes, see
-            `accelerators`; in one process, that of the model.
+        device: the device on which this process computes, such as "cuda", "cuda:1" or "cpu". None: with processes, the
+            accelerator of the rank's place on its host, or the CPU; in one process, that of the model.
 
     Returns:
         The runtime.
 
     Raises:
         SettingError: a number of devices below 1, in the argument or in the environment; variables of launchers, or a
-            rank table, that are faulty or contradict one another; ranks that do not join; a device that is not there;
-            more processes on a host than accelerators; two processes on one accelerator; a worker of a launcher that is
-            not read.
+            rank table, that are faulty or contradict one another; ranks that do not join; a worker of a launcher that
+            is not read. On every rank alike: a device that is not there; more processes on a host than accelerators;
+            two processes on one accelerator. In a process group of the program's own, the last two are found at the
+            first call of a model.
 
     Example:
         >>> runtime = sw.init(devices=8)
@@ -156,7 +147,6 @@ def init(
             file=sys.stderr,
         )
         raise SystemExit(0)
-    asked_for = asked_device(device)
     if devices is not None and (not isinstance(devices, int) or isinstance(devices, bool) or devices < 1):
         named = isinstance(devices, str) and devices.isalpha()
         raise SettingError(
@@ -169,25 +159,19 @@ def init(
     before = _current[0] if _current else Runtime(False, None, 0, torch.device("cpu"))
     watched = before.watch if watch is None else watch
     if dist.is_available() and dist.is_initialized():
-        runtime = Runtime(
-            True,
-            dist.get_world_size(),
-            dist.get_rank(),
-            device_of_group(_place_in_group(), asked_for),
-            before.timeout if timeout is None else timeout,
-            watched,
-        )
+        found = _found(lambda: device_of_group(_place_in_group(), asked_device(device)))
+        if isinstance(found, SettingError):
+            raise _told_in_group(found)
+        _note_interface(_address_of_group(), dist.get_backend_config())
+        _remark(cpu_remark(found, device is not None), dist.get_rank())
+        wait = before.timeout if timeout is None else timeout
+        runtime = Runtime(True, dist.get_world_size(), dist.get_rank(), found, wait, watched)
     elif dist.is_available() and (place := find(os.environ)) is not None:
-        mine = device_of_rank(place, backend, asked_for)
-        wait = DEFAULT_TIMEOUT if timeout is None else timedelta(seconds=timeout)
-        _join(
-            place,
-            mine,
-            backend or {"cuda": "nccl", "npu": "hccl"}.get(mine.type, "gloo"),
-            wait,
-            torch_timeout(wait.total_seconds()) if watched else wait,
-        )
-        runtime = Runtime(True, dist.get_world_size(), dist.get_rank(), mine, wait.total_seconds(), watched)
+        mine = _found(lambda: device_of_rank(place, backend, asked_device(device), os.environ))
+        limit = DEFAULT_TIMEOUT if timeout is None else timedelta(seconds=timeout)
+        found = _join(place, mine, backend, limit, torch_timeout(limit.total_seconds()) if watched else limit)
+        _remark(cpu_remark(found, device is not None or backend is not None), place.rank)
+        runtime = Runtime(True, dist.get_world_size(), dist.get_rank(), found, limit.total_seconds(), watched)
     else:
         warning = remark(os.environ)
         if warning is not None:
@@ -195,8 +179,10 @@ def init(
         asked = os.environ.get("SHARDWRIGHT_DEVICES")
         if asked and not (asked.isdecimal() and int(asked)):
             raise SettingError(f"SHARDWRIGHT_DEVICES={asked}", legal="a whole number of at least 1")
-        chosen_device = asked_for or default_device()
-        runtime = Runtime(False, int(asked) if asked else devices, 0, chosen_device, chosen=asked_for is not None)
+        chosen = asked_device(device)
+        runtime = Runtime(
+            False, int(asked) if asked else devices, 0, chosen or default_device(), chosen=chosen is not None
+        )
     _current[:] = [runtime]
     if runtime.processes and watched and dist.get_world_size() > 1:
         lifelines()
@@ -229,12 +215,46 @@ def _check_backend(backend: str | None) -> None:
         raise SettingError(f"init(backend={backend!r}): there is no such backend", legal=meant + ", ".join(known))
 
 
-def _join(place: RankInRun, device: torch.device, backend: str, timeout: timedelta, collectives: timedelta) -> None:
-    """Join the process group. All ranks have `timeout` to join; its collectives have the timeout `collectives`."""
-    if "GLOO_SOCKET_IFNAME" not in os.environ:  # checkpoints have a Gloo group beside another backend's
-        interface = leading_to(place.master_addr, place.master_port)
-        if interface is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface  # Gloo takes an interface in no other way
+def _found(find_device: Callable[[], torch.device]) -> torch.device | SettingError:
+    """The device of this process, or the error of the choice, which the other ranks have to hear of before it is
+    raised."""
+    try:
+        return find_device()
+    except SettingError as error:
+        return error
+
+
+def _remark(text: str | None, rank: int) -> None:
+    if text is not None and rank == 0:
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def _note_interface(address: tuple[str, int] | None, backends: str) -> None:
+    """Name the network interface of the run to Gloo, unless there is a Gloo group already: checkpoints have one beside
+    another backend's, and the name of a host often leads to 127.0.1.1."""
+    if address is None or "GLOO_SOCKET_IFNAME" in os.environ or "gloo" in backends:
+        return
+    interface = leading_to(*address)
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface  # Gloo takes an interface in no other way
+
+
+def _join(
+    place: RankInRun,
+    found: torch.device | SettingError,
+    backend: str | None,
+    timeout: timedelta,
+    collectives: timedelta,
+) -> torch.device:
+    """Join the process group. All ranks have `timeout` to join; its collectives have the timeout `collectives`.
+
+    Args:
+        found: the device of this process, or the error that keeps it from having one.
+
+    Raises:
+        SettingError: on every rank alike: that of a rank; two processes on one device.
+    """
+    _note_interface((place.master_addr, place.master_port), "")
     from .launch.rendezvous import admitted, meet  # noqa: PLC0415  needed only under a launcher
 
     token = token_of(os.environ)
@@ -245,15 +265,81 @@ def _join(place: RankInRun, device: torch.device, backend: str, timeout: timedel
         store.set_timeout(collectives)
     else:
         store = meet(place, timeout.total_seconds(), token)
-    check_shared(device, place, dist.PrefixStore("shardwright devices", store), timeout)
+    companions = Companions(
+        dist.PrefixStore("shardwright devices", store),
+        place.rank,
+        place.size,
+        "one process for each accelerator: as many processes as the host has, or one visible device for each",
+    )
+    companions.tell(found)
+    _remark(companions.check(timeout), place.rank)
+    assert isinstance(found, torch.device)  # else `check` has raised
     dist.init_process_group(
-        backend,
+        backend or {"cuda": "nccl", "npu": "hccl"}.get(found.type, "gloo"),
         store=dist.PrefixStore("default_pg", store),
         rank=place.rank,
         world_size=place.size,
         timeout=collectives,
     )
     _joined[:] = [weakref.ref(dist.group.WORLD)]
+    return found
+
+
+# -- a process group that the program has initialised itself
+
+
+#: The process group whose ranks have compared their devices: at most one.
+_compared: list[Callable[[], Any]] = []
+
+
+def compare_devices() -> None:
+    """Compare the devices of all ranks of a process group that the program has initialised itself, before anything is
+    sent. All ranks call it; after the first call in a group nothing is done.
+
+    Raises:
+        SettingError: on every rank alike: ranks with devices of several kinds, two on one accelerator, or none.
+    """
+    group = dist.group.WORLD
+    if any(known() is group for known in (*_compared, *_joined)):
+        return
+    companions = _companions()
+    if companions is not None:
+        companions.tell(current().device)
+        _remark(companions.check(timedelta(seconds=current().timeout)), dist.get_rank())
+    _compared[:] = [weakref.ref(group)]
+
+
+def _told_in_group(error: SettingError) -> SettingError:
+    """The error of this rank, of which the other ranks of the program's own group hear; or that of an earlier rank."""
+    companions = _companions()
+    if companions is None:
+        return error
+    companions.tell(error)
+    return companions.fault() or error
+
+
+def _companions() -> Companions | None:
+    """The ranks of the program's own process group; None where there are no others, or no store."""
+    if dist.get_world_size() == 1 or dist.get_backend() in ("fake", "mpi"):
+        return None
+    return Companions(
+        dist.PrefixStore("shardwright devices", default_store()),
+        dist.get_rank(),
+        dist.get_world_size(),
+        "torch.accelerator.set_device_index(the number of the process on its host) in each process before its first "
+        'call of shardwright, or shardwright.init(device="cuda:3") there',
+    )
+
+
+def _address_of_group() -> tuple[str, int] | None:
+    """The address at which rank 0 of the program's own group listens; None where it is unknown."""
+    store = default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return store.host, store.port
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    return (address, int(port)) if address and port.isdecimal() else None
 
 
 #: Looks for rank 0's lifelines in `init`, and the seconds of the pause between two: other ranks may be there first.
@@ -343,86 +429,6 @@ def world_size() -> int:
     return current().devices or 1
 
 
-# -- the device of a rank ----------------------------------------------------------------------------------------------
-
-
-def device_of_group(place: RankInRun | None, device: torch.device | None = None) -> torch.device:
-    """The device of a process whose program has initialised the process group itself.
-
-    Args:
-        place: the place of the process by its environment, where the environment agrees with the group.
-        device: the device that the user names; None: by the group.
-
-    Raises:
-        SettingError: the group communicates on accelerators alone, and there is none.
-    """
-    count = accelerator_count()
-    if device is not None and (device.type == "cpu" or device.index is not None):
-        return device if device.type == "cpu" else made_current(device.index)
-    if device is None and (not count or _only_gloo()):
-        return torch.device("cpu")
-    bound = dist.group.WORLD.bound_device_id if dist.group.WORLD is not None else None
-    if bound is not None:
-        return made_current(bound.index or 0)
-    index = torch.accelerator.current_device_index()
-    if index == 0 and place is not None and count >= place.devices:
-        index = place.device  # nothing was set
-    return made_current(index)
-
-
-def check_shared(device: torch.device, place: RankInRun, store: dist.Store, timeout: timedelta) -> None:
-    """Check that all ranks have devices of one kind, and no two processes one accelerator, before they communicate.
-    All ranks call it.
-
-    Args:
-        device: the device of this process.
-        place: its place in the run.
-        store: a store that all ranks of the run have.
-        timeout: the time in which all ranks have to arrive.
-
-    Raises:
-        SettingError: on every rank alike, with the host and the ranks.
-    """
-    arrived = store.add(f"{place.size}/arrived", 1)  # workers that are started anew find the keys of the first ones
-    hostname, keys = socket.gethostname(), dist.PrefixStore(f"{place.size}/{(arrived - 1) // place.size}", store)
-    mine = f"{device.type}|{place.rank}|{hostname}"
-    first = keys.compare_set("kind", "", mine).decode()
-    if first.split("|")[0] != device.type:
-        keys.set("unlike", f"{first}|{mine}")
-    name = None if device.type == "cpu" else _identity(device)
-    if name is not None and keys.add(f"{hostname}/{name}", 1) > 1:
-        keys.set("twice", f"{hostname}|{place.rank}|{device}")
-    if keys.add("ready", 1) == place.size:
-        keys.set("all", "1")
-    keys.wait(["all"], timeout)
-    if keys.check(["unlike"]):
-        one, rank, host, other, second, other_host = keys.get("unlike").decode().split("|")
-        raise SettingError(
-            f"rank {rank} on the host {host} has the device {one}, rank {second} on the host {other_host} has {other}",
-            legal="the same kind of device for all ranks; init(device='cpu') on all ranks",
-        )
-    if keys.check(["twice"]):
-        host, rank, name = keys.get("twice").decode().split("|")
-        raise SettingError(
-            f"rank {rank} and another process of the host {host} have the same device {name}",
-            legal="one process for each accelerator: as many processes as the host has, or one visible device for each",
-        )
-
-
-def _only_gloo() -> bool:
-    """True where the process group has no backend for accelerators."""
-    kind = torch.accelerator.current_accelerator()
-    backends = dict(part.split(":") for part in dist.get_backend_config().split(",") if ":" in part)
-    return kind is None or backends.get(kind.type, "gloo") in ("gloo", "mpi")
-
-
-def _identity(device: torch.device) -> str | None:
-    """A name of a device that is the same in every process of the host; None where the backend has none."""
-    properties = getattr(torch.get_device_module(device.type), "get_device_properties", None)
-    uuid = getattr(properties(device.index), "uuid", None) if properties is not None else None
-    return None if uuid is None else str(uuid)
-
-
 # -- the seed of each call ---------------------------------------------------------------------------------------------
 
 
@@ -443,7 +449,7 @@ class RandomStream:
         return self.seed, self.calls
 
     def draw(self, exact: bool) -> Tensor:
-        """The seed of a call's first micro-batch, as a tensor in host memory for `rules.counter_rng`. The call is
+        """The seed of a call's first micro-batch, as a tensor in host memory for `rules.random_numbers`. The call is
         counted.
 
         Args:

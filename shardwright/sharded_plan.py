@@ -120,7 +120,7 @@ class SavedPlan:
         return SavedPlan._read(Path(path))
 
     def describe(self) -> Any:
-        """The plan in the field's words, by groups of equal layers: a `report.description.Description`, whose text is
+        """The plan in the field's words, by groups of equal layers: a description, whose text is
         its `str`.
 
         Example:
@@ -145,12 +145,12 @@ class SavedPlan:
         import_module(".report.explanations", __package__).tell(self, name, width=width)
 
     def report(self, path: str | Path, explain: int | None = None) -> None:
-        """Write the plan as one HTML file that opens without a network (`report.html_report`; needs Jinja2).
+        """Write the plan as one HTML file that opens without a network. It needs Jinja2.
 
         Args:
             path: of the file.
-            explain: the number of operators, the most expensive first, whose alternatives are priced; None: three in a
-                small plan, otherwise none.
+            explain: the number of operators, the most expensive first, whose alternatives are priced; None: three,
+                in a large plan while nothing else changes.
 
         Raises:
             PlanError: the file cannot be written.

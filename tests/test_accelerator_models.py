@@ -32,7 +32,9 @@ CASES = [
         for how in ("2 stages, late", "4 stages, cpu")
     ),
     *("pipeline, parts of the batch", "blocks recomputed"),
-    *("compiled", "compiled, with normal numbers", "compiled, pipeline"),
+    *("numbers without float64", "numbers without float64 and words"),
+    *("compiled", "compiled, with other random numbers", "compiled, pipeline"),
+    "compiled, attention with fast dropout",
     *(f"default device, {how}" for how in ("late", "built on it", "pipeline")),
     *(
         f"one process, {how}{pipeline}"

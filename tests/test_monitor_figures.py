@@ -16,6 +16,7 @@ from small_networks import D, draw, labels
 from torch import nn
 
 import shardwright as sw
+import shardwright.monitor as monitor_module
 from shardwright import accelerators
 from shardwright.monitor import PlanWork, memory_figures
 from shardwright.process import Runtime, playing
@@ -53,7 +54,15 @@ def test_the_share_of_peak_is_of_all_devices_in_the_dtype_of_each_operator() -> 
     assert share.text == f"{100 * share.value:.3g} % of peak"
 
 
-def test_a_cluster_that_is_assumed_is_named() -> None:
+def test_a_cpu_has_no_share_of_a_cluster_that_nobody_named() -> None:
+    plan = planned()
+    with ranks_of():
+        found = [len(PlanWork(plan, named).figures(1.0)) for named in (False, True)]
+    assert found == [1, 2]
+
+
+def test_a_cluster_that_is_assumed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_module, "is_accelerator", lambda device: True)
     plan = planned()
     with ranks_of():
         (_, assumed), (_, named) = (PlanWork(plan, given).figures(1.0) for given in (False, True))

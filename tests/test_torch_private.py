@@ -1,4 +1,4 @@
-"""Private names of torch stand in one module, and a version of torch that lacks one says so where the name is used."""
+"""Private names of torch stand in one folder, and a version of torch that lacks one says so where the name is used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ import shardwright as sw
 from shardwright import torch_private
 
 PACKAGE = Path(sw.__file__).parent
-FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "torch_private.py")
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent.name != "torch_private")
+LOOKUP = torch_private.version_lookup
 
 #: Private by their spelling alone: names of Python's own library.
 PYTHONS = {
@@ -103,10 +104,45 @@ def uses(tree: ast.Module, own: set[str]) -> list[tuple[int, str]]:
     return found
 
 
-def test_private_names_stand_in_one_module() -> None:
+@lru_cache(maxsize=1)
+def names_of_torch() -> set[str]:
+    """Private names of torch's objects that a text may name: attributes of modules, tensors, optimizers, operators.
+    Names of ATen's operators, which schemas spell, do not count."""
+    objects = (torch.nn.Module(), torch.nn.LSTM(1, 1), torch.ones(1), torch.optim.SGD([torch.ones(1)], 1.0))
+    objects += (torch.nn.modules.module, torch.ops.aten.add.Tensor, torch.fx.Graph(), torch.fx.GraphModule)
+    names = {name for held in objects for name in dir(held) if is_private(name)} - PYTHONS
+    return {name for name in names if not hasattr(torch.ops.aten, name)}
+
+
+def texts(tree: ast.Module) -> list[tuple[int, str]]:
+    """Lines with texts that are private names of torch, or that begin one: ``vars(module)["_parameters"]``,
+    ``getattr(module, f"_global{kind}")``."""
+    joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) and node.values]
+    parts = {part for node in joined for part in node.values}
+    found = [
+        (node.lineno, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and node not in parts
+        and isinstance(node.value, str)
+        and node.value in names_of_torch()
+    ]
+    begins = [(node.lineno, node.values[0].value) for node in joined if isinstance(node.values[0], ast.Constant)]
+    return found + [
+        (line, begin)
+        for line, begin in begins
+        if begin[:1] == "_" < begin and any(name.startswith(begin) for name in names_of_torch())
+    ]
+
+
+def test_private_names_stand_in_one_folder() -> None:
     own = own_names()
-    found = [f"{path.relative_to(PACKAGE)}:{line} {name}" for path in FILES for line, name in uses(tree_of(path), own)]
-    assert not found, "private names belong into torch_private.py, behind functions"
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line} {name}"
+        for path in FILES
+        for line, name in [*uses(tree_of(path), own), *texts(tree_of(path))]
+    ]
+    assert not found, "private names belong into torch_private, behind functions"
     for path in FILES:
         # Whatever the tree hides: in docstrings, in strings of paths.
         assert not re.search(r"\btorch\.(?:\w+\.)*_[a-z]", path.read_text()), path
@@ -128,8 +164,22 @@ def test_the_search_finds(text: str, name: str) -> None:
     assert name in [found for _, found in uses(ast.parse(text), own_names())]
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("TABLES = ('_parameters', 'x')", "_parameters"),
+        ("vars(module)['_forward_hooks']", "_forward_hooks"),
+        ("getattr(nn.modules.module, f'_global{kind}')", "_global"),
+        ("if key == '_flat_weights': pass", "_flat_weights"),
+    ],
+)
+def test_the_search_finds_texts(text: str, name: str) -> None:
+    assert [found for _, found in texts(ast.parse(text))] == [name]
+    assert not texts(ast.parse("f'_{x}'; '_own'; f'{x}_parameters'; 'torch'"))
+
+
 def test_every_name_is_there_in_this_version() -> None:
-    torch_private.demand(*torch_private._NAMES)
+    torch_private.demand(*torch_private.NAMES)
     assert (
         torch_private.schema_of(torch.ops.aten.add.Tensor).name == "aten::add" and torch_private.schema_of(len) is None
     )
@@ -201,7 +251,7 @@ import pkgutil, sys, warnings
 import torch
 from importlib import import_module
 from shardwright import torch_private
-torch_private._found = lambda path: None  # a torch without any of them
+torch_private.version_lookup.lookup = lambda path: None  # a torch without any of them
 import shardwright as sw
 for module in pkgutil.walk_packages(sw.__path__, "shardwright."):
     if not module.name.endswith("__main__") and ".integrations." not in module.name:  # these need their libraries
@@ -223,9 +273,8 @@ def test_the_package_is_imported_without_any_of_them() -> None:
 
 @pytest.fixture()
 def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_private, "_found", lambda path: None)
-    for name in torch_private._NAMES:
-        monkeypatch.delitem(vars(torch_private), name, raising=False)
+    monkeypatch.setattr(LOOKUP, "lookup", lambda path: None)
+    monkeypatch.setattr(LOOKUP, "LOOKED_UP", {})
 
 
 def test_a_missing_name_says_so_where_it_is_used(lacking: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,8 +301,6 @@ def test_a_missing_name_says_so_where_it_is_used(lacking: None, monkeypatch: pyt
             call()
     assert torch_private.operators("_softmax.default") == () and not torch_private.fused_optimizers()
     assert torch_private.torch_function("relu") is None
-    for name in list(torch_private._NAMES):
-        monkeypatch.delitem(vars(torch_private), name, raising=False)
 
 
 def test_checkpoints_are_seen_where_torch_wraps_them_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +323,7 @@ def test_checkpoints_are_seen_where_torch_wraps_them_in_another_way(monkeypatch:
 
 
 def test_every_feature_is_named() -> None:
-    for _name, (path, feature) in torch_private._NAMES.items():
+    for _name, (path, feature) in torch_private.NAMES.items():
         assert path.startswith("torch.") and feature
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         torch_private.nothing

@@ -9,6 +9,8 @@ source_lines         files, lines and modules of the user's code
 mutation             in-place operators, rewritten as a program without writes
 regions              recompute regions, autograd functions and vmap regions, each kept whole
 observed_state       the Python state that the forward reads and writes
+observed             parts of this observation: names in code, stand-ins, state of arrays
+second_run           further captures of one call: counters, and values that change by themselves
 side_effects         effects of a forward besides its result
 watched_calls        prints, logs and hooks of a forward; functions that cache, such as `functools.lru_cache`
 guards               the Python state that was read, checked before each call

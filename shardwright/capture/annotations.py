@@ -34,6 +34,7 @@ from torch import nn
 
 from ..errors import SettingError, place_text
 from ..graph import map_leaves
+from ..torch_private import parameter_table
 from .regions import ATTRIBUTE, RecomputeSettings, region
 from .source_lines import stack_level
 
@@ -424,7 +425,7 @@ def check_not_planned(call: str, target: nn.Module | nn.Parameter | Operator) ->
         if not isinstance(target, nn.Parameter):
             return bool(_PLANNED.get(target))
         parts = [part for part, models in _PLANNED.items() if models and isinstance(part, nn.Module)]
-        return any(held is target for part in parts for held in vars(part)["_parameters"].values())
+        return any(held is target for part in parts for held in parameter_table(part).values())
 
     if is_collecting() or not planned():
         return

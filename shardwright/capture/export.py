@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..autocast import current
 from ..errors import CaptureError, ShardwrightError
-from ..garbage_collection import gc_paused
+from ..garbage_collection import gc_paused, roomy_stack
 from ..graph import Graph, values_in
 from ..launch.progress import Work
 from ..mixed_precision import MixedPrecision, captured_types, casts, masters, with_masters
@@ -63,7 +63,8 @@ from .module_calls import WithLoss, outermost_left_out, scalers_refused, user_fu
 from .observed_state import Observation
 from .recapture import AsExported, Differs, LightRun, Outline, Program, is_mistake, memory_of, outline
 from .regions import collect_functions, collect_regions
-from .side_effects import Blamed, Effects, ForwardOutcome, LineFinder, counter, depends, judged, numbered
+from .second_run import Captured, check_again, with_counters
+from .side_effects import Effects, ForwardOutcome, LineFinder, judged
 from .source_lines import UsersLine, calling_line, innermost, is_users, user_frame
 from .watched_calls import computed_for_real, refuse_backward_hooks, watched_calls
 
@@ -188,16 +189,6 @@ class Recording:
         self.operators.extend(marks)
 
 
-class _Exported(NamedTuple):
-    """The result of one run of the forward, and the program by which it was read."""
-
-    graph: Graph
-    seen: Observation
-    outcome: ForwardOutcome
-    program: Program
-    marks: list[Operator]
-
-
 def capture(net: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any] | None = None, **settings: Any) -> Graph:
     """Capture one call of a model.
 
@@ -250,7 +241,7 @@ def captures(
     programs = [] if programs is None else programs
     while len(graphs) < len(calls):
         left = calls[len(graphs) :]
-        made: list[_Exported] = []
+        made: list[Captured] = []
         if programs:
             with Work("capture of the model at other sizes"):
                 made, reason = _captured(net, left, loss_fn, device, hooks_around, mixed_precision, programs)
@@ -259,7 +250,12 @@ def captures(
         if len(made) < len(left):
             with Work("capture of the model"):
                 made += _captured(net, [left[len(made)]], loss_fn, device, hooks_around, mixed_precision, ())[0]
-        for one in made:
+        for one, call in zip(made, left):
+            if one.program not in programs or (recording is not None and recording.why):
+                with Work("second run of the model"):
+                    check_again(
+                        one, partial(_captured, net, [call], loss_fn, device, hooks_around, mixed_precision, later=True)
+                    )
             if one.program in programs:
                 programs.remove(one.program)
             programs.insert(0, one.program)
@@ -270,6 +266,7 @@ def captures(
     return graphs
 
 
+@roomy_stack
 @gc_paused()
 @layouts_unrecorded()
 def _captured(
@@ -280,8 +277,14 @@ def _captured(
     hooks_around: bool,
     mixed_precision: MixedPrecision | None,
     programs: Sequence[Program],
-) -> tuple[list[_Exported], Differs | None]:
+    finder: LineFinder | None = None,
+    later: bool = False,
+) -> tuple[list[Captured], Differs | None]:
     """Captures as described in `captures`: by exports, or by light runs that follow one of `programs`.
+
+    Args:
+        finder: looks for the line of a change.
+        later: True for a second capture, in which clocks are ahead.
 
     Returns:
         The captures; with `programs` those before the first that follows none, or that fails on tensors without
@@ -320,10 +323,11 @@ def _captured(
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         counters: Mapping[GuardedPlace, Any],
-        finder: LineFinder | None = None,
-    ) -> _Exported:
-        seen = Observation(modules, functions)
-        watch, hooks = _Watch(module, seen, counters, finder), _hooks_on(paths.values())
+        *,
+        finder: LineFinder | None,
+    ) -> Captured:
+        seen = Observation(modules, functions, later)
+        watch, hooks = _Watch(module, seen, counters, finder, bool(programs)), _hooks_on(paths.values())
         with (
             recurrent_weights(module),
             collect_marks() as marks,
@@ -347,12 +351,12 @@ def _captured(
             [(mark, mark.in_strategy, mark.out_strategy, mark.source, mark.priority) for mark in marks],
         )
 
-        def read(program: Program, nodes: AsExported) -> _Exported | None:
+        def read(program: Program, nodes: AsExported) -> Captured | None:
             template = program.template
             if isinstance(template, GraphTemplate) and not watch.outcome.updates:
                 graph = template.graph(nodes, decisive)
                 if graph is not None:
-                    return _Exported(with_masters(graph), seen, watch.outcome, program, marks)
+                    return Captured(with_masters(graph), seen, watch.outcome, program, marks)
                 program.template = None
                 return None
             reader = GraphReader(
@@ -368,13 +372,14 @@ def _captured(
             graph = reader.graph()
             if not watch.outcome.updates:
                 program.template = reader.template(graph, decisive)
-            return _Exported(with_masters(graph), seen, watch.outcome, program, marks)
+            return Captured(with_masters(graph), seen, watch.outcome, program, marks)
 
-        one = traced.followed(read) or traced.followed(read)  # the second time without the template
-        assert one is not None
+        one = None
+        while one is None:  # once more for each program whose template does not fit, and is dropped
+            one = traced.followed(read)
         return one
 
-    made: list[_Exported] = []
+    made: list[Captured] = []
     try:
         with (
             outermost_left_out(net, module, loss_fn is None, hooks_around),
@@ -393,7 +398,7 @@ def _captured(
                     lambda x: empty(x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x,
                     opened((tuple(call[0]), call[1])),
                 )
-                one = _with_counters(partial(exported, args, kwargs))
+                one = with_counters(partial(exported, args, kwargs, finder=finder))
                 _check_constants(one.graph)
                 _check_updates(one.graph)
                 made.append(one)
@@ -456,48 +461,6 @@ def _named_modules(net: nn.Module, loss_fn: Any) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _with_counters(exported: Callable[..., _Exported]) -> _Exported:
-    """Export a model; where the forward changes numbers, export it again with counters in their place.
-
-    Raises:
-        CaptureError: a change that cannot be repeated at each call, with the line.
-    """
-    try:
-        first = exported({})
-        if first.outcome.numbers:
-            counters = {place: counter(old, place.path) for place, old, _ in first.outcome.numbers}
-            numbers = numbered(first.outcome, exported(counters).outcome, counters)
-            if numbers.counters:  # a program that depends on a counter differs at a later count
-                further = exported({place: place.get() + 3 for place in numbers.counters})
-                if not _same_program(first.graph, further.graph):
-                    raise depends(numbers.counters[0])
-            if numbers.read:  # does the number settle, or change at each call?
-                after = exported(dict(numbers.read)).outcome.numbers
-                settled = {place.identity: new for place, new in numbers.read}
-                moving = next((p for p, _, new in after if settled.get(p.identity, new) != new), None)
-                if moving is not None:
-                    raise depends(moving)
-        return first
-    except Blamed as blamed:
-        finder = LineFinder(blamed.watch)
-        with contextlib.suppress(Blamed, ShardwrightError):
-            exported({}, finder)
-        raise CaptureError(blamed.message, source=finder.line or calling_line(), legal=blamed.legal) from None
-
-
-def _same_program(a: Graph, b: Graph) -> bool:
-    """True where two captures of one model gave the same program."""
-
-    def spelled(graph: Graph) -> list[str]:
-        return [f"{op.name} {op.kind} {op.args} {op.kwargs} {op.outputs}" for op in graph.ops] + [str(graph.outputs)]
-
-    return (
-        spelled(a) == spelled(b)
-        and list(a.constants) == list(b.constants)
-        and all(torch.equal(x, b.constants[name]) for name, x in a.constants.items())
-    )
-
-
 def _check_constants(graph: Graph) -> None:
     """Refuse trained tensors that belong to no module of the model.
 
@@ -555,6 +518,7 @@ class _Watch:
         seen: observes the state that the forward reads and writes.
         counters: place -> the counter that replaces its number.
         finder: looks for the line of a change.
+        traced: True where the functions that run are noted.
 
     Attributes:
         running: True while the forward runs.
@@ -564,9 +528,15 @@ class _Watch:
     """
 
     def __init__(
-        self, module: nn.Module, seen: Observation, counters: Mapping[GuardedPlace, Any], finder: LineFinder | None
+        self,
+        module: nn.Module,
+        seen: Observation,
+        counters: Mapping[GuardedPlace, Any],
+        finder: LineFinder | None,
+        traced: bool,
     ) -> None:
         self._module, self._seen, self._counters, self._finder = module, seen, counters, finder
+        self._traced = traced
         self.running, self.effects, self.outcome = False, Effects(), ForwardOutcome()
         self.out_spec: Any = None
         self._left_out: dict[int, Any] = {}
@@ -584,7 +554,7 @@ class _Watch:
             hook.remove()
 
     def _begin(self, *_: object) -> None:
-        self._seen.begin(self._counters)
+        self._seen.begin(self._counters, self._traced and self._finder is None)
         # torch.export turns an assigned buffer of the outermost module into a copy, which fails where the assigned
         # tensor is an input or another buffer. Without torch's hooks the buffers of all modules are treated alike.
         for number, hook in [*_BUFFER_HOOKS.items()]:
@@ -598,6 +568,7 @@ class _Watch:
         if self.running and self._finder is not None:
             self._finder.stop()
         self.running = False
+        self._seen.stop()
 
     def _end(self, _: object, __: tuple[object, ...], result: Any) -> Any:
         self._stop()

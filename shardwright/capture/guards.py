@@ -17,11 +17,10 @@ Worked example: a forward reads ``self.beta``, which is ``2.0``. The guard is (`
 
 from __future__ import annotations
 
-import collections
+import contextvars
+import functools
 import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -29,143 +28,21 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["CONTAINERS", "HOOKS", "MISSING", "TABLES", "GuardedPlace", "Guards", "contents", "is_simple", "spelled"]
+from ..torch_private import hook_tables, parameter_table, part_tables
+from .observed.opaque_state import equal_states, guarded_state, state_of
+from .observed.places import CALLED, CONTAINERS, MISSING, GuardedPlace, contents, entries, is_simple, same, spelled
+
+__all__ = ["CONTAINERS", "HOOKS", "MISSING", "GuardedPlace", "Guards", "contents", "is_simple", "spelled"]
 
 
-class _Missing:
-    """The value of an empty place."""
-
-    def __repr__(self) -> str:
-        return "missing"
-
-    def __deepcopy__(self, memo: dict[int, object]) -> _Missing:
-        return self
-
-
-MISSING = _Missing()
-
-#: The dicts of a module that hold its parts, and the dicts of hooks on which a captured program depends.
-TABLES = ("_parameters", "_buffers", "_modules")
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-CONTAINERS = (list, dict, set, collections.deque)
-
-_SIMPLE = (
-    int,
-    float,
-    complex,
-    bool,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    range,
-    slice,
-    Enum,
-    type(Ellipsis),
-)
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
+#: Kinds of hooks on which a captured program depends.
+HOOKS = ("forward-pre hooks", "forward hooks", "backward hooks", "backward-pre hooks")
 
 _class_get = types.MappingProxyType.get
 
 
-def is_simple(value: Any) -> bool:
-    """True for a value that cannot change in place: numbers, strings, dtypes, functions, classes, tuples of these."""
-    if isinstance(value, (tuple, frozenset)):
-        return all(map(is_simple, value))
-    return isinstance(value, (_SIMPLE, _FUNCTIONS))
-
-
-@dataclass(frozen=True, eq=False)
-class GuardedPlace:
-    """A place in which Python keeps a value.
-
-    Args:
-        owner: a dict (attributes, globals, a user's dict), a closure's cell, a class, or an object with slots.
-        key: the key of the dict, or the name of the attribute.
-        path: the user's name for the place: ``net.blocks.0.beta``.
-    """
-
-    owner: Any
-    key: Any
-    path: str
-
-    @property
-    def identity(self) -> tuple[int, Any]:
-        """A key that is equal for the same place. A dict of such keys holds the places too: they keep the ids alive."""
-        return id(self.owner), self.key
-
-    def get(self) -> Any:
-        """The value of the place; `MISSING` where it is empty."""
-        owner = self.owner
-        if isinstance(owner, dict):
-            return dict.get(owner, self.key, MISSING)  # not the `get` of a subclass of the user
-        if isinstance(owner, types.CellType):
-            try:
-                return owner.cell_contents
-            except ValueError:
-                return MISSING
-        if isinstance(owner, type):
-            return owner.__dict__.get(self.key, MISSING)
-        return getattr(owner, self.key, MISSING)
-
-    def set(self, value: Any) -> None:
-        """Set the value of the place; `MISSING` removes it."""
-        owner = self.owner
-        if isinstance(owner, dict):
-            if value is MISSING:
-                owner.pop(self.key, None)
-            else:
-                owner[self.key] = value
-        elif isinstance(owner, types.CellType):
-            if value is MISSING:
-                del owner.cell_contents
-            else:
-                owner.cell_contents = value
-        elif value is MISSING:
-            delattr(owner, self.key)
-        else:
-            setattr(owner, self.key, value)
-
-
-def contents(container: Any) -> tuple[object, ...]:
-    """The entries of a container, as a tuple; for a dict its keys, then its values."""
-    return (*dict.keys(container), *dict.values(container)) if isinstance(container, dict) else tuple(container)
-
-
-def _entries(container: Any) -> tuple[object, ...]:
-    """The keys of a dict, the entries of another container."""
-    return tuple(dict.keys(container)) if isinstance(container, dict) else tuple(container)
-
-
 def _identical(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
-
-
-def _same(old: Any, new: Any) -> bool:
-    """True where two values mean the same to a program."""
-    if old is new:
-        return True
-    if type(old) is not type(new):
-        return False
-    if isinstance(old, tuple):
-        return len(old) == len(new) and all(map(_same, old, new))
-    return isinstance(old, (*_SIMPLE, frozenset)) and repr(old) == repr(new) and (old == new or old != old)
-
-
-def spelled(value: Any) -> str:
-    """The text of a value in a message: the value where it is simple, otherwise its kind."""
-    if isinstance(value, nn.Module):
-        return f"a {type(value).__name__}"
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    if isinstance(value, (types.FunctionType, type)):
-        return value.__qualname__
-    text = repr(value) if is_simple(value) or value is MISSING else f"a {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class Guards:
@@ -196,14 +73,16 @@ class Guards:
     def settle(self) -> None:
         """Record the present values of all places."""
         own = [vars(module) for _, module in self._modules]
-        tables, paths = [], []
-        for (path, module), attributes in zip(self._modules, own):
+        tables: list[dict[Any, Any]] = []
+        paths = []
+        for path, module in self._modules:
             around = self._around.get(id(module), ())
-            for kind in (*TABLES, *(h for h in HOOKS if h not in around)):
-                tables.append(attributes[kind])
-                paths.append((path, kind))
-        for kind in HOOKS:
-            tables.append(getattr(nn.modules.module, f"_global{kind}"))  # private torch name
+            for kind, table in (part_tables(module) | hook_tables(module)).items():
+                if kind not in around:
+                    tables.append(table)
+                    paths.append((path, kind))
+        for kind, table in hook_tables(None).items():
+            tables.append(table)
             paths.append(("the whole of torch.nn", kind))
         self._tables, self._paths = tables, paths
         self._lengths = list(map(len, tables))
@@ -213,7 +92,7 @@ class Guards:
         self._counts = list(map(len, self._full))
         self._members = list(chain.from_iterable(map(dict.values, self._full)))
         self._keys = [tuple(t) for t in self._full]
-        self._parameters = [p for a in own for p in a["_parameters"].values() if p is not None]
+        self._parameters = [p for _, m in self._modules for p in parameter_table(m).values() if p is not None]
         self._trained = list(map(_requires_grad, self._parameters))
         found = {
             place.identity: place
@@ -223,15 +102,17 @@ class Guards:
                     for (path, _), a in zip(self._modules, own)
                     for key in ("training", "forward")
                 ),
+                *(GuardedPlace(module, "__class__", f"{path}.__class__") for path, module in self._modules),
                 *self._places,
             )
         }
         self._containers: list[tuple[Any, tuple[object, ...], str]] = []
+        self._states: list[tuple[Any, tuple[object, ...], str]] = []
         seen: set[int] = set()
         for place in list(found.values()):
             self._contain(place.get(), place.path, seen, found)
-        places = found.values()
-        self._dict_places = [p for p in places if type(p.owner) is dict]
+        places = list(found.values())
+        self._dict_places = [p for p in places if isinstance(p.owner, dict)]
         self._dicts, self._names = [p.owner for p in self._dict_places], [p.key for p in self._dict_places]
         self._values = [p.get() for p in self._dict_places]
         self._class_places = [p for p in places if isinstance(p.owner, type)]
@@ -243,21 +124,43 @@ class Guards:
         self._cell_places = [p for p in places if isinstance(p.owner, types.CellType)]
         self._cells = [p.owner for p in self._cell_places]
         self._cell_values = [p.get() for p in self._cell_places]
-        self._others = [
-            (p, p.get())
-            for p in places
-            if not isinstance(p.owner, (type, types.CellType)) and type(p.owner) is not dict
+        self._others = [(p, p.get()) for p in places if not isinstance(p.owner, (dict, type, types.CellType))]
+        # Most of the others are attributes, such as the defaults of functions: each is read of all its owners at once.
+        by_name: dict[str, list[tuple[GuardedPlace, Any]]] = {}
+        self._asked: list[tuple[GuardedPlace, Any]] = []
+        for place, value in self._others:
+            is_attribute = isinstance(place.key, str) and place.key is not CALLED and value is not MISSING
+            (by_name.setdefault(place.key, []) if is_attribute else self._asked).append((place, value))
+        self._attributes = [
+            (attrgetter(name), [place.owner for place, _ in held], [value for _, value in held])
+            for name, held in by_name.items()
         ]
 
     def _contain(self, value: Any, path: str, seen: set[int], found: dict[tuple[int, Any], GuardedPlace]) -> None:
-        """Guard the contents of a container: its entries, or the keys of a dict, with a place for each value."""
+        """Guard the contents of a container: its entries, or the keys of a dict, with a place for each value; and the
+        state of an object without attributes."""
+        held: tuple[Any, ...]
         if isinstance(value, tuple):
             held = value
-        elif not isinstance(value, CONTAINERS) or id(value) in seen:
+        elif isinstance(value, functools.partial):
+            held = value.args, value.keywords
+        elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+            held = (value.__self__,)
+        elif is_simple(value) or id(value) in seen:
+            return
+        elif isinstance(value, contextvars.ContextVar):
+            seen.add(id(value))
+            held = (value.get(None),)
+            self._states.append((value, state_of(value) or (), path))
+        elif not isinstance(value, CONTAINERS):
+            seen.add(id(value))
+            state = guarded_state(value, path)
+            if state is not None:
+                self._states.append((value, state, path))
             return
         else:
             seen.add(id(value))
-            held = _entries(value)
+            held = entries(value)
             self._containers.append((value, held, path))
             if isinstance(value, dict):
                 places = [GuardedPlace(value, key, f"{path}[{key!r}]") for key in held]
@@ -283,10 +186,12 @@ class Guards:
                     map(is_, map(_class_get, self._classes, self._class_names, repeat(MISSING)), self._class_values)
                 )
                 and all(map(is_, map(_cell_contents, self._cells), self._cell_values))
-                and all(_identical(_entries(held), was) for held, was, _ in self._containers)
-                and all(place.get() is was for place, was in self._others)
+                and all(_identical(entries(held), was) for held, was, _ in self._containers)
+                and all(all(map(is_, map(get, owners), was)) for get, owners, was in self._attributes)
+                and all(same(was, place.get()) for place, was in self._asked)
+                and all(equal_states(state_of(held), was) for held, was, _ in self._states)
             )
-        except ValueError:  # an empty cell
+        except (ValueError, AttributeError):  # an empty cell, or a deleted attribute
             return False
 
     def change(self) -> str | None:
@@ -296,14 +201,14 @@ class Guards:
         """
         for (path, kind), table, length in zip(self._paths, self._tables, self._lengths):
             if len(table) != length:
-                return f"{path} has {len(table)} {_KINDS[kind]} and had {length}"
+                return f"{path} has {len(table)} {kind} and had {length}"
         was = iter(self._members)
         for (path, kind), table, keys in zip(self._full_paths, self._full, self._keys):
             for (key, now), before in zip(table.items(), was):
                 if now is not before:
-                    return f"{path}.{key} is another one" if kind in TABLES else f"{path} has other {_KINDS[kind]}"
+                    return f"{path}.{key} is another one" if kind not in HOOKS else f"{path} has other {kind}"
             if tuple(table) != keys:
-                return f"{path} names its {_KINDS[kind]} differently"
+                return f"{path} names its {kind} differently"
         for parameter, before in zip(self._parameters, self._trained):
             if parameter.requires_grad is not before:
                 return f"{self._name(parameter)}.requires_grad was {before} and is {parameter.requires_grad}"
@@ -315,19 +220,24 @@ class Guards:
         ]
         for place, before in recorded:
             now = place.get()
-            if not _same(before, now):
-                if (is_simple(before) and is_simple(now)) or MISSING in (before, now):
+            if not same(before, now):
+                if (is_simple(before) and is_simple(now)) or before is MISSING or now is MISSING:
                     return f"{place.path} was {spelled(before)} and is {spelled(now)}"
                 return f"{place.path} is another object: {spelled(now)}"
         for held, before, path in self._containers:
-            now = _entries(held)
-            if len(before) != len(now) or not all(map(_same, before, now)):
+            now = entries(held)
+            if len(before) != len(now) or not all(map(same, before, now)):
                 return f"{path} holds something else than it did"
+        for held, before, path in self._states:
+            if not equal_states(state_of(held), before):
+                return f"{path}, a {type(held).__name__}, holds something else than it did"
         self._values = [p.get() for p in self._dict_places]
         self._class_values = [p.get() for p in self._class_places]
         self._cell_values = [p.get() for p in self._cell_places]
         self._others = [(p, p.get()) for p, _ in self._others]
-        self._containers = [(held, _entries(held), path) for held, _, path in self._containers]
+        self._asked = [(p, p.get()) for p, _ in self._asked]
+        self._attributes = [(get, owners, list(map(get, owners))) for get, owners, _ in self._attributes]
+        self._containers = [(held, entries(held), path) for held, _, path in self._containers]
         return None
 
     def parts_changed(self) -> bool:
@@ -365,14 +275,5 @@ class Guards:
         )
 
 
-_KINDS = {
-    "_parameters": "parameters",
-    "_buffers": "buffers",
-    "_modules": "submodules",
-    "_forward_pre_hooks": "forward-pre hooks",
-    "_forward_hooks": "forward hooks",
-    "_backward_hooks": "backward hooks",
-    "_backward_pre_hooks": "backward-pre hooks",
-}
 _requires_grad = attrgetter("requires_grad")
 _cell_contents = attrgetter("cell_contents")

@@ -6,7 +6,8 @@ forward is then captured for it, and so are the casts of its autocast.
     parameters have values     their device
     parameters have none       that of the first input with values, else torch's default device, else the CPU
 
-Processes take the device of the process instead, and move what is elsewhere.
+Processes take the device of the process instead, and move there a model or an input that is elsewhere. A model on
+several devices is an error in processes too.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accelerators import asked_device, default_device
+from ..accelerators import default_device
 from ..errors import CaptureError, SettingError
+from ..launch.device_choice import asked_device
 from ..pytree_objects import opened
-from ..torch_private import pytree
+from ..torch_private import buffer_table, parameter_table, pytree
 from .annotations import is_collecting
 from .source_lines import calling_line
 
@@ -58,7 +60,7 @@ def device_of(net: nn.Module, loss_fn: Any = None, inputs: Any = ()) -> torch.de
 
 def place_of(module: nn.Module) -> tuple[dict[str, Any], str, torch.device] | None:
     """The table and the name of the first parameter, or else buffer, and its device; None: there is none."""
-    tables = (getattr(part, kind) for kind in ("_parameters", "_buffers") for part in module.modules())
+    tables = (table(part) for table in (parameter_table, buffer_table) for part in module.modules())
     return next(((t, name, held.device) for t in tables for name, held in t.items() if held is not None), None)
 
 

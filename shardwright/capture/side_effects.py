@@ -30,7 +30,8 @@ import torch
 from torch import nn
 
 from ..errors import place_text
-from .guards import CONTAINERS, MISSING, GuardedPlace, contents, is_simple, spelled
+from ..torch_private import buffer_table, part_tables
+from .observed.places import CONTAINERS, MISSING, Entry, GuardedPlace, contents, is_simple, spelled
 from .observed_state import Change, Observation
 from .source_lines import is_users
 
@@ -71,10 +72,11 @@ class Blamed(Exception):
 
 @dataclass(frozen=True)
 class Printed:
-    """Text written to a stream: "stdout", "stderr", or a file of the user."""
+    """Text written to a stream: "stdout", "stderr", or a file of the user; and the line that has written it."""
 
     stream: Any
     text: str
+    source: str | None = None
 
     def play(self) -> None:
         stream = getattr(sys, self.stream) if isinstance(self.stream, str) else self.stream
@@ -131,9 +133,15 @@ class _Advanced:
 
 @dataclass
 class Effects:
-    """The side effects of a captured forward at each call, in order."""
+    """The side effects of a captured forward at each call, in order.
+
+    Attributes:
+        entries: the effects.
+        assigned: True where the assignments were made during the capture (`assign`).
+    """
 
     entries: list[Any] = field(default_factory=list)
+    assigned: bool = False
 
     def play(self) -> None:
         """Repeat the effects."""
@@ -146,18 +154,34 @@ class Effects:
 
     def assign(self) -> None:
         """Make the assignments now, as the first call of the forward would."""
+        self.assigned = True
         for entry in self.entries:
             if isinstance(entry, _Assigned):
                 entry.place.set(entry.value)
 
     def described(self) -> list[tuple[object, ...]]:
         """A list to compare two captures of one model: texts with their streams in order, then sorted assignments."""
-        texts = [e.described() for e in self.entries if isinstance(e, (Printed, Logged))]
-        return texts + sorted(
-            (type(e).__name__, e.place.path, repr(getattr(e, "value", None)), repr(getattr(e, "steps", None)))
+        return [described for described, _ in self._described()]
+
+    def line_of(self, index: int) -> tuple[str, Callable[[], Callable[[], bool]] | None]:
+        """The line of an effect by its index in `described`, "" where it is not known; and a function that starts to
+        watch the place of an assignment, or None."""
+        found = self._described()
+        entry = found[index][1] if index < len(found) else None
+        if isinstance(entry, (_Assigned, _Advanced)):
+            return "", Change(entry.place, None, None).watch
+        if isinstance(entry, Logged):
+            return place_text(entry.name, entry.line), None
+        return (entry.source or "") if isinstance(entry, Printed) else "", None
+
+    def _described(self) -> list[tuple[tuple[object, ...], Any]]:
+        texts = [(e.described(), e) for e in self.entries if isinstance(e, (Printed, Logged))]
+        writes = [
+            ((type(e).__name__, e.place.path, repr(getattr(e, "value", None)), repr(getattr(e, "steps", None))), e)
             for e in self.entries
             if isinstance(e, (_Assigned, _Advanced))
-        )
+        ]
+        return texts + sorted(writes, key=lambda write: write[0])
 
     def advanced(self) -> list[GuardedPlace]:
         """The places of the counters."""
@@ -311,11 +335,13 @@ class ForwardOutcome:
         updates: (the dict of buffers, name, path, new tensor) of assigned buffers.
         effects: the effects at each call.
         numbers: changed numbers: (place, old, new), possibly counters.
+        texts: variables of the environment that were read and have changed: (place, new).
     """
 
     updates: list[tuple[dict[str, object], str, str, torch.Tensor]] = field(default_factory=list)
     effects: Effects = field(default_factory=Effects)
     numbers: list[tuple[GuardedPlace, Any, Any]] = field(default_factory=list)
+    texts: list[tuple[GuardedPlace, str]] = field(default_factory=list)
 
 
 def judged(seen: Observation, effects: Effects) -> ForwardOutcome:
@@ -328,7 +354,7 @@ def judged(seen: Observation, effects: Effects) -> ForwardOutcome:
     Raises:
         Blamed: a change that cannot be repeated at each call.
     """
-    drawn = seen.draws()
+    drawn = seen.drawn()
     if drawn is not None:
         raise Blamed(
             f"the forward draws a number from {drawn[0]}, which the captured program would repeat at each call",
@@ -336,15 +362,17 @@ def judged(seen: Observation, effects: Effects) -> ForwardOutcome:
             drawn[1],
         )
     outcome, done = ForwardOutcome(effects=Effects(list(effects.entries))), set()
-    buffers = {id(vars(m)["_buffers"]): m for _, m in seen.modules}
-    parts = {id(vars(m)[t]): t for _, m in seen.modules for t in ("_parameters", "_modules")}
+    buffers = {id(buffer_table(m)) for _, m in seen.modules}
+    parts = {id(table): kind for _, m in seen.modules for kind, table in part_tables(m).items()}
     for change in list(seen.changes()):
         place, new = change.place, change.new
         done.add(place.identity)
         if id(place.owner) in buffers:
             outcome.updates.append(_update(change))
+        elif seen.is_hook(place):  # a hook for one call
+            outcome.effects.entries.append(_Assigned(place, MISSING))
         elif id(place.owner) in parts:
-            what = "parameter" if parts[id(place.owner)] == "_parameters" else "submodule"
+            what = parts[id(place.owner)].removesuffix("s")
             raise Blamed(
                 f"the forward replaces, adds or deletes its {what} {place.path}",
                 "changes of the model outside of its forward",
@@ -352,6 +380,8 @@ def judged(seen: Observation, effects: Effects) -> ForwardOutcome:
             )
         else:
             _written(change, new, outcome)
+            if isinstance(place.key, Entry) and place.identity in seen.reads:
+                outcome.texts.append((place, new))
     for place in seen.written.values():
         value = place.get()
         if place.identity not in done and value is not MISSING and is_simple(value) and not isinstance(value, Counter):
@@ -385,7 +415,9 @@ def _written(change: Change, new: Any, outcome: ForwardOutcome) -> None:
         raise depends(GuardedPlace(place.owner, place.key, other.trace.path))
     if place.key is None:
         what = "a tensor is kept" if any(map(_holds_tensor, new)) else "what it holds changes at each call"
-        raise Blamed(f"the forward changes {place.path}, a {type(place.owner).__name__}: {what}", _STATE, change.watch)
+        kind = {"ndarray": "numpy array"}.get(name := type(place.owner).__name__, name)
+        legal = _STATE if isinstance(place.owner, CONTAINERS) else f"a number in its place (self.calls += 1); {_STATE}"
+        raise Blamed(f"the forward changes {place.path}, a {kind}: {what}", legal, change.watch)
     if _holds_tensor(new):
         raise Blamed(
             f"the forward assigns a tensor to {place.path}, where the program would not put it", _TABLE, change.watch

@@ -29,23 +29,22 @@ import io
 import logging
 import re
 import sys
-import sysconfig
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter, methodcaller
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..errors import PACKAGE_FOLDER, CaptureError, place_text
-from ..torch_private import DisableTorchFunction, FakeTensor, hooks_of_all_modules, pytree, untraced
-from .guards import GuardedPlace
+from ..errors import CaptureError, place_text
+from ..torch_private import DisableTorchFunction, FakeTensor, hooks_of, hooks_of_all_modules, pytree, untraced
 from .hybrid_models import refused_collective
+from .observed.places import GuardedPlace
+from .observed.stand_ins import by_user, frames, held_by
 from .side_effects import Effects, Logged, Printed
 from .source_lines import calling_line, is_users
 
@@ -54,7 +53,6 @@ __all__ = ["computed_for_real", "refuse_backward_hooks", "watched_calls"]
 # -- prints, logs, hooks, numbers
 
 
-_PYTHON = sysconfig.get_path("stdlib") + "/"
 _VALUELESS = re.compile(r"(Fake|Functional)Tensor\(")
 
 #: The text of a number without a value, which `_VALUELESS` finds.
@@ -77,18 +75,18 @@ def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[Non
                 "holds, and what item() takes out of it, is known once the program runs",
                 legal="a text without tensors, or a further output of the forward that is printed outside",
             )
-        last = effects.entries[-1] if effects.entries else None
-        if isinstance(last, Printed) and last.stream == stream:
-            effects.entries[-1] = Printed(stream, last.text + text)
+        last, line = effects.entries[-1] if effects.entries else None, calling_line()
+        if isinstance(last, Printed) and (last.stream, last.source) == (stream, line):
+            effects.entries[-1] = Printed(stream, last.text + text, line)
         else:
-            effects.entries.append(Printed(stream, text))
+            effects.entries.append(Printed(stream, text, line))
 
     def without_value(kind: type, name: str) -> Callable[..., str]:
         plain = getattr(kind, name)
 
         def text(self: Any, *args: Any) -> str:
             unknown = isinstance(self, torch.SymBool) or not self.node.has_hint()
-            return _UNKNOWN if unknown and running() and _by_user() else plain(self, *args)
+            return _UNKNOWN if unknown and running() and by_user() else plain(self, *args)
 
         return text
 
@@ -108,8 +106,8 @@ def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[Non
     plain_print, plain_handle = builtins.print, logging.Logger.handle
 
     def print_(*args: Any, **kwargs: Any) -> None:
-        file = kwargs.get("file")
-        if file is None or isinstance(file, _Stream) or not running() or not _by_user():
+        file = held_by(kwargs.get("file"))
+        if file is None or isinstance(file, _Stream) or not running() or not by_user():
             plain_print(*args, **kwargs)
             return
         text = io.StringIO()
@@ -117,7 +115,7 @@ def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[Non
         note_text(file, text.getvalue())
 
     def handle(self: logging.Logger, record: logging.LogRecord) -> None:
-        if not running() or not _by_user() or _once():
+        if not running() or not by_user() or _once():
             plain_handle(self, record)
             return
         text = record.getMessage()
@@ -133,7 +131,7 @@ def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[Non
         plain = getattr(torch.Tensor, name)
 
         def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if running() and _by_user():
+            if running() and by_user():
                 raise CaptureError(
                     f"the forward calls {name} on a tensor, which the captured program would leave out",
                     legal="a torch.autograd.Function with that backward, or a further output of the forward on "
@@ -185,7 +183,7 @@ class _Stream:
         self._stream, self._name, self._note, self._running = stream, name, note, running
 
     def write(self, text: str) -> int:
-        if self._running() and _by_user():
+        if self._running() and by_user():
             self._note(self._name, text)
             return len(text)
         return self._stream.write(text)
@@ -194,29 +192,9 @@ class _Stream:
         return getattr(self._stream, name)
 
 
-def _frames() -> Iterator[FrameType]:
-    """The frames of the current call from the innermost, without frames of Shardwright."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
-            yield frame
-        frame = frame.f_back
-
-
-def _by_user() -> bool:
-    """True where the user's code is the caller, directly or through Python's library; warnings are Python's own."""
-    for frame in _frames():
-        file = frame.f_code.co_filename
-        if is_users(file):
-            return True
-        if not file.startswith((_PYTHON, "<frozen")) or "-packages/" in file or file.endswith("/warnings.py"):
-            return False
-    return False
-
-
 def _once() -> bool:
     """True for a message that is given once, by `logger.warning_once` of transformers, say."""
-    for depth, frame in enumerate(_frames()):
+    for depth, frame in enumerate(frames()):
         if frame.f_code.co_name.endswith("_once"):
             return True
         if depth > 8:
@@ -230,11 +208,10 @@ def refuse_backward_hooks(modules: list[tuple[str, nn.Module]]) -> None:
     Raises:
         CaptureError: with the line of the hook.
     """
-    everyones = hooks_of_all_modules()
     for path, hooks in [
-        *((path, vars(m)[kind]) for path, m in modules for kind in ("_backward_hooks", "_backward_pre_hooks")),
-        ("all modules", everyones.backward),
-        ("all modules", everyones.backward_pre),
+        *((path, table) for path, m in modules for table in (hooks_of(m).backward, hooks_of(m).backward_pre)),
+        ("all modules", hooks_of_all_modules().backward),
+        ("all modules", hooks_of_all_modules().backward_pre),
     ]:
         for hook in hooks.values():
             code = getattr(getattr(hook, "__func__", hook), "__code__", None)

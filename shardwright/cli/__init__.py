@@ -7,6 +7,7 @@
     doctor_command       doctor
     command_line         what commands share: the parser with its examples, --json, --import; the target of a command
     forked_ranks         forked processes with a time limit, two of them as ranks, for doctor
+    library_imports      optional libraries imported, each in a process of its own, for doctor
 
 ``shardwright run`` is `launch.run`, which needs no torch.
 """

@@ -8,9 +8,9 @@ Each check yields findings (`Finding`): ok, warning or problem. Areas, in the or
     collectives   two ranks of this machine communicate over each backend, on the loopback and on the run's interface
     host          shared memory, open files, disks, clock, host name, ports
 
-Checks that ask drivers, name servers or other processes run in forked processes (`forked_ranks`), which are killed
-after `SECONDS`: a driver that does not answer is a finding. This process itself touches no accelerator, since a process
-that has touched one can fork no process that uses it.
+Checks that import libraries, ask drivers, name servers or other processes run in forked processes (`forked_ranks`),
+which are killed after `SECONDS`: a driver that does not answer is a finding. This process itself touches no
+accelerator, since a process that has touched one can fork no process that uses it.
 
 The output names no host and no folder, but for what a variable of a launcher holds.
 """
@@ -39,6 +39,7 @@ from ..launch.environment import LOOPBACK, PORT, RankInRun, find, leading_to, re
 from ..launch.run_settings import bound, check_port
 from .command_line import add_json_option, print_json
 from .forked_ranks import LONG, SHORT, in_children, played, words
+from .library_imports import library_imports
 
 __all__ = ["Finding", "add_doctor_parser", "doctor", "findings"]
 
@@ -106,7 +107,7 @@ def add_doctor_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         ),
     )
     add_json_option(parser)
-    parser.add_argument("--quick", action="store_true", help="leave out the two ranks that communicate")
+    parser.add_argument("--quick", action="store_true", help="leave out imports, and the two ranks that communicate")
     parser.set_defaults(func=doctor, parser=parser)
 
 
@@ -132,10 +133,11 @@ def findings(quick: bool = False) -> Iterator[Finding]:
     """The findings of all checks.
 
     Args:
-        quick: True: without the two ranks that communicate.
+        quick: True: without the imports of libraries and the two ranks that communicate.
     """
     checks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
         ("versions", versions),
+        *([] if quick else [("versions", imports)]),
         ("devices", devices),
         ("launcher", launcher),
         *([] if quick else [("collectives", collectives)]),
@@ -282,6 +284,29 @@ def _libraries(check: str, names: Iterable[str], ranges: dict[str, tuple[str, bo
     return _version(check, (WARNING if optional else PROBLEM) if lacking else OK, text, mend)
 
 
+def imports() -> Iterator[Finding]:
+    """The optional libraries that are installed, each imported in a process of its own."""
+    try:
+        import torch  # noqa: PLC0415  takes seconds; the forked processes need not import it again
+    except Exception:  # `versions` has said so
+        return
+    answers = library_imports()
+    fit = [name for name, error in answers.items() if not error]
+    yield _version("imports", OK, ", ".join(fit) or "no optional library is installed")
+    for name, error in answers.items():
+        if not error:
+            continue
+        mend = f"pip install --force-reinstall {name}, or pip uninstall {name} where no model needs it"
+        if "torchvision::" in error:  # its own operators are not there: it was built for another torch
+            build = "cpu" if torch_build(torch) == "CPU" else "of the same accelerator"
+            mend = (
+                f"torchvision {metadata.version('torchvision')} was built for another torch than {torch.__version__}: "
+                f"install both from one index (build: {build}; https://pytorch.org/get-started/locally), or pip "
+                "uninstall torchvision where no model needs it"
+            )
+        yield _version(f"import {name}", WARNING, f"it cannot be imported: {error}", mend)
+
+
 def release(version: str) -> tuple[int, ...]:
     """The numbers of a version: (2, 13, 0) of "2.13.0+cpu"."""
     found = re.match(r"\d+(?:\.\d+)*", version)
@@ -358,7 +383,8 @@ def seen_accelerators() -> list[dict[str, object]]:
     """Name and memory of each accelerator that torch sees; touches them all."""
     import torch  # noqa: PLC0415  takes seconds
 
-    from ..accelerators import accelerator_count, module_of, total_memory  # noqa: PLC0415  imports torch
+    from ..accelerators import module_of, total_memory  # noqa: PLC0415  imports torch
+    from ..launch.device_choice import accelerator_count  # noqa: PLC0415  imports torch
 
     kind = torch.accelerator.current_accelerator() if accelerator_count() else None
     if kind is None:
@@ -381,7 +407,7 @@ def seen_accelerators() -> list[dict[str, object]]:
 
 def taken_device() -> str:
     """The device that a process with this environment would take."""
-    from ..accelerators import accelerator_count, device_of_rank  # noqa: PLC0415  imports torch
+    from ..launch.device_choice import accelerator_count, device_of_rank  # noqa: PLC0415  imports torch
 
     try:
         place = find(os.environ)
@@ -474,7 +500,7 @@ def default_backend() -> tuple[str, int]:
     import torch  # noqa: PLC0415  takes seconds
     import torch.distributed as dist  # noqa: PLC0415  takes seconds
 
-    from ..accelerators import accelerator_count  # noqa: PLC0415  imports torch
+    from ..launch.device_choice import accelerator_count  # noqa: PLC0415  imports torch
 
     kind = torch.accelerator.current_accelerator() if accelerator_count() else None
     return ("gloo", 0) if kind is None else (dist.get_default_backend_for_device(kind), accelerator_count())

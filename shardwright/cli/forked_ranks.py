@@ -43,13 +43,14 @@ class ForkedAnswer:
     mend: str = ""
 
 
-def in_children(functions: Sequence[Callable[[], object]], seconds: float) -> list[ForkedAnswer]:
+def in_children(functions: Sequence[Callable[[], object]], seconds: float, together: bool = True) -> list[ForkedAnswer]:
     """Call each function in a forked process of its own, all at once. Processes that have not answered after `seconds`,
     or one second after another has failed, are killed.
 
     Args:
         functions: return what can be pickled.
         seconds: the longest wait.
+        together: False: one that fails does not end the others.
 
     Returns:
         An answer for each function.
@@ -77,7 +78,7 @@ def in_children(functions: Sequence[Callable[[], object]], seconds: float) -> li
                     started[index].join(1)
                     answers[index] = ForkedAnswer(error=_ended(started[index].exitcode))
                 ready.close()
-                if answers[index].error:
+                if answers[index].error and together:
                     failed = True
                     deadline = min(deadline, time.monotonic() + 1)
     finally:
@@ -136,7 +137,8 @@ def played(backend: str, interface: str, rank: int, port: int, limit: float) -> 
     import torch  # noqa: PLC0415  takes seconds
     import torch.distributed as dist  # noqa: PLC0415  takes seconds
 
-    from ..accelerators import device_of_rank, is_accelerator  # noqa: PLC0415  imports torch
+    from ..accelerators import is_accelerator  # noqa: PLC0415  imports torch
+    from ..launch.device_choice import device_of_rank  # noqa: PLC0415  imports torch
     from ..launch.rendezvous import meet  # noqa: PLC0415  imports torch.distributed
 
     torch.set_num_threads(1)  # the threads of a forked process's parent are not there

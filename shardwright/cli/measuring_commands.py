@@ -237,7 +237,8 @@ def add_rehearse_parser(subparsers: argparse._SubParsersAction[argparse.Argument
         help="play one rank of a plan on one device: seconds and memory beside the plan's",
         description="Play one rank of a plan on one device: real kernels on the rank's real shapes, and the memory "
         "that it holds. The other ranks are not there; what they would send takes no time. Prints the seconds of each "
-        "operator, the communication as the plan has it, and the peak of memory, each beside what the plan promises. "
+        "operator, the communication that they do not hide and the step in time, both as the plan's schedule and cost "
+        "model have the messages, and the peak of memory, each beside what the plan promises. "
         "The plan's file is enough. Exit code 0: played, 2: it cannot be played.",
         examples=(
             ("shardwright rehearse plan.json --rank 7", "one device plays rank 7 of the plan, be it for 1,024 devices"),

@@ -665,7 +665,8 @@ def add_report_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--explain",
         type=int,
         metavar="N",
-        help="price the alternatives of the N most expensive operators (default: 3 in a small plan, otherwise none)",
+        help="price the alternatives of the N most expensive operators (default: 3; of a large plan "
+        "those 3 while nothing else changes)",
     )
     add_import_option(parser)
     parser.add_argument(

@@ -77,7 +77,12 @@ class _Fault(Exception):
 
 
 def read_object(
-    path: str | os.PathLike[str], error: type[ShardwrightError], name: str, legal: str, limit: int = 256 * MIB
+    path: str | os.PathLike[str],
+    error: type[ShardwrightError],
+    name: str,
+    legal: str,
+    limit: int = 256 * MIB,
+    edited: bool = False,
 ) -> tuple[str, dict[str, Any]]:
     """The text of a file, and the JSON object in it.
 
@@ -87,6 +92,7 @@ def read_object(
         name: the name of the document in errors: "the plan".
         legal: the legal documents, for errors.
         limit: the bytes of the file, at most.
+        edited: True for a document that people edit: its field "$schema" is for their editor, and left out.
 
     Raises:
         ShardwrightError: of class `error`: the file cannot be read, or holds no such object; with the line.
@@ -111,6 +117,8 @@ def read_object(
     encoded = parse(text, error, name, str(path), legal)
     if not isinstance(encoded, dict):
         raise error(f"{name} is {kind_of(encoded)}, and no object", source=str(path), legal=legal)
+    if edited and not isinstance(schema := encoded.pop("$schema", ""), str):
+        raise error(f"{name}: '$schema' is {kind_of(schema)}", source=str(path), legal="the path of a JSON Schema")
     return text, encoded
 
 

@@ -10,8 +10,9 @@
     guardian             the end of the workers where the launcher is killed
     environment          the place of a process in the run, from the variables of its launcher
     rank_table           the file that assigns ranks to the devices of an Ascend cluster
+    device_choice        the device of a process
 
-Only `agent` and `rendezvous` import torch.
+Only `agent`, `device_choice` and `rendezvous` import torch.
 """
 
 from __future__ import annotations

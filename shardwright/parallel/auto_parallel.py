@@ -32,7 +32,7 @@ from ..capture.model_device import check_inputs, check_values, place_of
 from ..capture.module_calls import FunctionOfModels, has_global_hooks, hooked
 from ..capture.source_lines import stack_level
 from ..errors import SettingError, known_keywords
-from ..garbage_collection import gc_paused
+from ..garbage_collection import gc_paused, roomy_stack
 from ..layout import Layout
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..pytree_objects import opened, with_tensors
@@ -137,8 +137,8 @@ class AutoParallel(CallPlanning, nn.Module):
         compile: True: ``torch.compile`` compiles the planned program; a text: the same, with the backend of that
             name; a dict: with its arguments "backend", "mode" and "options", such as {"mode": "max-autotune"}. A
             process that plays several devices warns and runs the program operator by operator. On NCCL and HCCL the
-            program sums gradients itself, in every backward, also under `no_sync`. Masks of dropout are exact there
-            under either `random`.
+            program sums gradients itself, in every backward, also under `no_sync`. Masks of dropout outside of
+            attention are exact there under either `random`.
         cluster: the devices and their links, which the cost model uses: a `Cluster`, the name of a preset, a JSON
             file; None: see `Cluster.of`.
         memory: the memory limit of a device, in the modes that search: bytes, "70GB", or "cluster" for the device's
@@ -367,19 +367,6 @@ class AutoParallel(CallPlanning, nn.Module):
         call = self._running.buckets.padded(self.net, self.loss_fn, args, kwargs, self._agreed_bucket)
         return call.cropped(self._between_hooks(call.args, call.kwargs))
 
-    def _agreed_bucket(self, index: int) -> int:
-        """The index of the longest bucket that any process needs, where processes feed different parts of the batch."""
-        runtime = self._runtime()
-        settings = self._settings
-        whole = settings.dataset_strategy == "full_batch" or settings.parallel_mode == "stand_alone"
-        if not runtime.processes or whole:
-            return index
-        from torch import distributed  # noqa: PLC0415  needed by runs in processes alone
-
-        needed = torch.tensor(index, device=runtime.device)
-        distributed.all_reduce(needed, distributed.ReduceOp.MAX)
-        return int(needed)
-
     def _between_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call with the hooks of the outermost module around it."""
         net = self.net
@@ -528,6 +515,7 @@ class AutoParallel(CallPlanning, nn.Module):
             )
         return change or ""
 
+    @roomy_stack
     @gc_paused()
     def _build(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "", hooks_around: bool = True

@@ -34,7 +34,7 @@ from ..pipeline.pipeline_plan import PipelinePlan, PipelineSearchResult, StagePa
 from ..pipeline.stage_search import AutomaticStages
 from ..planners.planning_problem import global_inputs, implied_devices, warn_of_ignored_marks
 from ..planning import make_pipeline, make_plan
-from ..process import Runtime, current, stream
+from ..process import Runtime, compare_devices, current, stream
 from ..pytree_objects import opened, with_tensors
 from ..rules.attention import with_fast_attention
 from ..runtime.deferred_init import beginnings
@@ -119,6 +119,7 @@ class CallPlanning(SettingMethods):
             from ..runtime.distributed.agreement import Agreement, begin_planning  # noqa: PLC0415  in processes alone
 
             begin_planning("" if recording is None else recording.why)
+            compare_devices()
             ranks = Agreement(settings.parallel_mode, signature)
         try:
             self._check_wrapper(self._wrapper)
@@ -130,6 +131,8 @@ class CallPlanning(SettingMethods):
                 from ..runtime.distributed.parameters import held_layouts  # noqa: PLC0415  in processes alone
 
                 stored = held_layouts(module)
+            if runtime.processes and before is None and not stored:
+                device_of(self.net, self.loss_fn)  # an error where it is on several
             check_mode(module, settings.parallel_mode)
             if hybrid:
                 devices = devices or 1
@@ -173,8 +176,7 @@ class CallPlanning(SettingMethods):
                         partial(captures, self.net, **how),
                     )
                 graph = with_policy(graph, settings.recompute)
-                # A compiler's own masks cost no more than fast ones, and fuse (`runtime.compilation`).
-                fast = self._running.random == "fast" and not self._running.compiled
+                fast = self._running.random == "fast"
                 return with_fast_attention(graph) if fast else graph, wide[0] if wide else None
 
             automatic = (
@@ -236,6 +238,20 @@ class CallPlanning(SettingMethods):
             )
             warn_of_parts(self, (args, kwargs), digests)
         return plan
+
+    def _agreed_bucket(self, index: int) -> int:
+        """The index of the longest bucket that any process needs, where processes feed different parts of the batch."""
+        runtime = self._runtime()
+        settings = self._settings
+        whole = settings.dataset_strategy == "full_batch" or settings.parallel_mode == "stand_alone"
+        if not runtime.processes or whole:
+            return index
+        from torch import distributed  # noqa: PLC0415  needed by runs in processes alone
+
+        compare_devices()
+        needed = torch.tensor(index, device=runtime.device)
+        distributed.all_reduce(needed, distributed.ReduceOp.MAX)
+        return int(needed)
 
     def _heard(self, error: SettingError) -> SettingError:
         """The error that keeps this rank from a call after the first one, which the other ranks have heard of."""

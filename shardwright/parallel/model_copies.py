@@ -22,15 +22,13 @@ from ..capture.export import ModelAndLoss
 from ..errors import SettingError
 from ..runtime.deferred_init import put_in_place, substitute
 from ..runtime.optimizer_guard import Accumulation
+from ..torch_private import MODULE_TABLES
 from .setting_methods import SettingMethods
 
 __all__ = ["Followers", "copied"]
 
 #: Attributes of a wrapper whose values a copy shares.
 _SHARED = frozenset({"_settings", "_running", "_warned", "_kind", "_wrapper"})
-
-#: The tables that a wrapper has in common with its model.
-_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 def copied(model: SettingMethods, memo: dict[int, object]) -> SettingMethods:
@@ -71,7 +69,7 @@ def copied(model: SettingMethods, memo: dict[int, object]) -> SettingMethods:
     held = made.__dict__
     held["net"] = copy.deepcopy(model.net, memo)
     held["loss_fn"] = copy.deepcopy(model.loss_fn, memo)
-    held |= {table: held["net"].__dict__[table] for table in _TABLES}
+    held |= {table: held["net"].__dict__[table] for table in MODULE_TABLES}
     held |= {
         "_programs": OrderedDict(),
         "_states": {},

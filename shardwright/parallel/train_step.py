@@ -45,7 +45,7 @@ import torch
 from torch import nn
 
 from ..capture.module_calls import FunctionOfModels, as_written, redirected, together
-from ..capture.observed_state import names_read
+from ..capture.observed.code_names import names_read
 from ..capture.source_lines import is_users, stack_level
 from ..errors import SettingError, place_text
 from ..torch_private import COMPILED

@@ -13,14 +13,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ..cluster import Cluster
-from ..cost.cost_model import CostModel
+from ..cost.cost_model import CostModel, StepInTime
 from ..errors import PlanError
 from ..graph import Graph, Value
 from ..layout import Layout, digits_size, group_of
@@ -537,18 +537,21 @@ def moments(plan: Plan) -> tuple[Moment, ...]:
     )
 
 
-def timeline_of(plan: Plan | PipelinePlan, beside: bool = False) -> Simulation:
+def timeline_of(
+    plan: Plan | PipelinePlan, beside: bool = False, steps: Mapping[int, StepInTime] | None = None
+) -> Simulation:
     """The timeline of one step of a plan.
 
     Args:
         plan: the plan.
         beside: False: every message takes time of its own, as plans are priced. True: messages travel beside
             computation, as the schedule of communication says (`Price.elapsed`).
+        steps: with `beside`, stage of a pipeline -> a micro-batch in time, in place of the plan's `stage_in_time`.
 
     A plan without a pipeline is one stage and one micro-batch, with its bytes at every moment (`Plan.timeline`). For
     a stage of a pipeline, the bytes are the maximum during a forward, and during a backward.
     """
-    return _of_one(plan, beside) if isinstance(plan, Plan) else _of_stages(plan, beside)
+    return _of_one(plan, beside) if isinstance(plan, Plan) else _of_stages(plan, beside, steps or {})
 
 
 def _of_one(plan: Plan, beside: bool) -> Simulation:
@@ -600,7 +603,7 @@ def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], 
     )
 
 
-def _of_stages(plan: PipelinePlan, beside: bool) -> Simulation:
+def _of_stages(plan: PipelinePlan, beside: bool, steps: Mapping[int, StepInTime]) -> Simulation:
     costs = CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
     each: dict[str, list[Any]] = {
         name: [] for name in ("forward", "backward", "begin", "end", "fixed", "kept", "running")
@@ -612,7 +615,7 @@ def _of_stages(plan: PipelinePlan, beside: bool) -> Simulation:
         two = CostModel(Cluster.of(stage.plan.cluster, stage.devices), stage.devices).plan(stage.plan, 2)
         forward, backward = two.forward - one.forward, two.backward - one.backward
         fixed, kept, held = _held(stage.plan, together=True)
-        own = stage.plan.stage_in_time if beside else None
+        own = (steps.get(stage.number) or stage.plan.stage_in_time) if beside else None
         values = (
             forward if own is None else own.forward,
             backward if own is None else own.total - own.forward,

@@ -56,7 +56,7 @@ def read_document(path: str | os.PathLike[str]) -> PlanDocument | PipelineDocume
             two lines for one operator.
     """
     path = Path(path)
-    text, encoded = read_object(path, PlanError, "the plan", "a file that Plan.save wrote")
+    text, encoded = read_object(path, PlanError, "the plan", "a file that Plan.save wrote", edited=True)
     if "schema" not in encoded:
         raise PlanError("not a plan: it has no schema", source=str(path), legal="a file that Plan.save wrote")
     schema = PIPELINE_SCHEMA if "pipeline" in encoded else SCHEMA

@@ -167,7 +167,7 @@ class ParameterStrategies:
             LayoutError: a layout that does not fit the tensor.
         """
         path = Path(path)
-        text, encoded = read_object(path, PlanError, "the file of parameters' strategies", _LEGAL)
+        text, encoded = read_object(path, PlanError, "the file of parameters' strategies", _LEGAL, edited=True)
         if encoded.get("kind") != KIND:
             if "schema" not in encoded or "kind" in encoded:
                 raise PlanError("neither parameters' strategies nor a plan", source=str(path), legal=_LEGAL)

@@ -1,7 +1,7 @@
 """Measured seconds beside those that a plan promises, as values and as text.
 
 1. `OperatorSeconds`, `measured_table`: the operators, for a rehearsal and for a trace.
-2. `Rehearsal`: the operators of one rank, its step, what the links would take, and memory.
+2. `Rehearsal`: the operators of one rank, its step in time, what the links would take, and memory.
 
 ratio = measured / promised
 """
@@ -133,10 +133,14 @@ class Rehearsal:
         steps: the number of steps that were measured.
         operators: in program order.
         step: seconds of a whole step as it ran.
-        promised_step: seconds of a step by the plan.
+        promised_step: seconds of a step by the plan as a sum, in which nothing overlaps (`Plan.cost`).
         rest: seconds of the step in no operator: copies, sums of gradients, autograd, Python.
-        communication: seconds of communication by the plan, which are all exposed.
-        waiting: seconds that the rank waits for other stages, by the plan.
+        communication: seconds of all messages by the plan.
+        exposed, promised_exposed: seconds in which the computation waits for messages, as the plan's schedule issues
+            them and its cost model prices them: beside the measured operators, and beside the promised ones.
+        waiting, promised_waiting: seconds that the rank waits for other stages, likewise; 0 without a pipeline.
+        elapsed, promised_elapsed: seconds of the step in time, likewise: computing, casts of
+            redistributions, exposed and waiting.
         slept: seconds that the step slept for communication; None: communication took no time.
         peak: the most bytes held in a step that begins without gradients, as after ``zero_grad()``.
         peak_accumulating: the same in a step that begins with the gradients of another one.
@@ -160,7 +164,12 @@ class Rehearsal:
     promised_step: float
     rest: float
     communication: float
+    exposed: float
+    promised_exposed: float
     waiting: float
+    promised_waiting: float
+    elapsed: float
+    promised_elapsed: float
     slept: float | None
     peak: int
     peak_accumulating: int
@@ -178,9 +187,12 @@ class Rehearsal:
         return math.fsum(o.promised for o in self.operators)
 
     def ratios(self) -> dict[str, float | None]:
-        """Measured by promised: "computing", "peak", "peak_accumulating"."""
+        """Measured by promised: "computing", "exposed", "waiting", "elapsed", "peak", "peak_accumulating"."""
         return {
             "computing": ratio_of(self.computing, self.promised_computing),
+            "exposed": ratio_of(self.exposed, self.promised_exposed),
+            "waiting": ratio_of(self.waiting, self.promised_waiting),
+            "elapsed": ratio_of(self.elapsed, self.promised_elapsed),
             "peak": ratio_of(self.peak, self.promised_peak),
             "peak_accumulating": ratio_of(self.peak_accumulating, self.promised_peak),
         }
@@ -212,27 +224,30 @@ class Rehearsal:
             width: of the table, in characters; None: the terminal's, or 100 where there is none.
         """
         where = f", stage {', '.join(map(str, self.stages))}" if self.stages else ""
+        ratios = self.ratios()
+        in_seconds = lambda title, name, measured, promised: figure_line(
+            title, time_text(measured), time_text(promised), ratios[name]
+        )
         lines = [
             f"rank {self.rank} of {self.devices}{where}, played on {self.device}; the plan is priced for "
             f"{self.cluster}; medians of {self.steps} steps",
             "",
             f"{'':<20} {'measured':>10} {'promised':>10} {'ratio':>7}",
-            figure_line(
-                "computing", time_text(self.computing), time_text(self.promised_computing), self.ratios()["computing"]
-            ),
-            figure_line("  the rest", time_text(self.rest), "", None),
+            in_seconds("computing", "computing", self.computing, self.promised_computing),
             figure_line(
                 "communication",
                 "" if self.slept is None else f"{time_text(self.slept)} slept",
                 time_text(self.communication),
-                None,
+                None if self.slept is None else ratio_of(self.slept, self.communication),
             ),
+            in_seconds("  exposed", "exposed", self.exposed, self.promised_exposed),
         ]
         if self.stages:
-            lines.append(figure_line("waiting for stages", "", time_text(self.waiting), None))
-        ratios = self.ratios()
+            lines.append(in_seconds("waiting for stages", "waiting", self.waiting, self.promised_waiting))
         lines += [
-            figure_line("a step", time_text(self.step), time_text(self.promised_step), None),
+            in_seconds("a step in time", "elapsed", self.elapsed, self.promised_elapsed),
+            figure_line("  as it ran", time_text(self.step), "", None),
+            figure_line("  in no operator", time_text(self.rest), "", None),
             figure_line("peak memory", size_text(self.peak), size_text(self.promised_peak), ratios["peak"]),
             figure_line(
                 "  accumulating",
@@ -240,6 +255,7 @@ class Rehearsal:
                 size_text(self.promised_peak),
                 ratios["peak_accumulating"],
             ),
+            "exposed, in time: the measured computing beside the messages of the plan's cost model and schedule",
         ]
         if (correlation := self.correlation()) is not None:
             lines.append(f"rank correlation of the operators' seconds: {correlation:.2f}")

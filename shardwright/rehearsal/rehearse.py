@@ -42,24 +42,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..accelerators import accelerator_count, asked_device
 from ..cluster import Cluster
 from ..cost.communication_schedule import Fusion
 from ..cost.cost_model import CostModel
 from ..cost.memory_timeline import optimizer_bytes
 from ..errors import PlanError, SettingError
+from ..launch.device_choice import accelerator_count, asked_device
 from ..launch.progress import phase
 from ..layout import Layout
 from ..partition.local_program import LocalOp
 from ..partition.padded_dims import true_slice
-from ..partition.rematerialization import RecomputedInstruction
-from ..pipeline.pipeline_plan import PipelinePlan, moments
+from ..pipeline.pipeline_plan import PipelinePlan
 from ..planfile import load_plan
 from ..process import Runtime, playing, stream
 from ..pytree_objects import opened
 from ..report.format import size_text
 from ..report.operator_names import OperatorNames
-from ..rules.counter_rng import PLAIN
+from ..rules.random_numbers.counter_rng import PLAIN
 from ..runtime.distributed.dtensors import beginning, to_dtensor
 from ..runtime.distributed.parameters import ShardedState
 from ..runtime.optimizer_guard import Accumulation
@@ -71,6 +70,7 @@ from ..solver.search_memory import free_memory
 from ..torch_private import TorchDispatchMode, backward_number, local_tensor, pytree, storage_id
 from .rehearsal_report import OperatorSeconds, Rehearsal, folded
 from .simulated_ranks import AbsentStages, DrawnValues, NamedGroups, Slept, alone
+from .step_in_time import promised_seconds, step_of
 
 __all__ = ["OperatorClock", "memory_of", "most_held", "rehearse"]
 
@@ -543,7 +543,7 @@ class _Rehearsed:
     ) -> Rehearsal:
         plan = self.plan
         micro = 1 if isinstance(plan, Plan) else plan.micro_batches
-        promised = _promised_seconds(self.plans, micro)
+        promised = promised_seconds(self.plans, micro)
         of = lambda name, half: median(one.get((name, half), 0.0) for one in each)
         operators = tuple(
             OperatorSeconds(
@@ -556,10 +556,10 @@ class _Rehearsed:
             for name in dict.fromkeys(name for name, _ in promised)
         )
         prices = [CostModel(Cluster.of(p.cluster, p.devices), p.devices).plan(p, micro) for p in self.plans]
-        waiting, stages = 0.0, tuple[int, ...]()
-        if isinstance(plan, PipelinePlan):
-            stages = tuple(stage.number for stage in plan.of_rank(self.rank))
-            waiting = plan.simulation.total - plan.simulation.busy(plan.schedule.placement[stages[0]])
+        stages = () if isinstance(plan, Plan) else tuple(stage.number for stage in plan.of_rank(self.rank))
+        played = {(o.operator, "forward"): o.forward for o in operators}
+        played |= {(o.operator, "backward"): o.backward for o in operators}
+        in_time, promised_in_time = step_of(plan, self.rank, played), step_of(plan, self.rank)
         rests = [
             total - sleeping - sum(one.values()) for total, sleeping, one in zip(seconds, slept, each, strict=True)
         ]
@@ -575,7 +575,9 @@ class _Rehearsed:
             plan.cost,
             max(0.0, median(rests)),
             sum(price.communication for price in prices),
-            waiting,
+            *(in_time.exposed, promised_in_time.exposed),
+            *(in_time.waiting, promised_in_time.waiting),
+            *(in_time.elapsed, promised_in_time.elapsed),
             None if self.slept is None else median(slept),
             peak,
             accumulating,
@@ -588,18 +590,6 @@ def _ranks(plan: PipelinePlan, rank: int) -> tuple[int, int]:
     """The first rank of a rank's stage, and how many it has."""
     stage = plan.of_rank(rank)[0]
     return stage.first, stage.devices
-
-
-def _promised_seconds(plans: Sequence[Plan], micro_batches: int) -> dict[tuple[str, str], float]:
-    """The seconds of computation by (operator, "forward" or "backward"), in program order."""
-    out: dict[tuple[str, str], float] = {}
-    for plan in plans:
-        for instruction, moment in zip((*plan.program.instructions, *plan.backward), moments(plan), strict=True):
-            ran = instruction.instruction if isinstance(instruction, RecomputedInstruction) else instruction
-            if isinstance(ran, LocalOp):
-                key = ran.operator, moment.half
-                out[key] = out.get(key, 0.0) + moment.seconds * micro_batches
-    return out
 
 
 def _name(device: torch.device) -> str:

@@ -31,10 +31,12 @@ from .tables import explain, summary
 
 __all__ = [
     "alternatives_table",
+    "because",
     "cause",
     "costs",
     "decided",
     "explanation",
+    "micro",
     "module",
     "next_best",
     "shares_table",
@@ -289,22 +291,22 @@ def next_best(answer: Explanation, names: OperatorNames) -> str | None:
         return None
     best = min(fitting, key=lambda other: other.total)
     least = "" if answer.exact and best.proved else "at least " if not answer.exact else "at most "
-    more = f"{least}{_micro(best.more)} a step" if answer.stage is None else f"{least}{_micro(best.more)} a micro-batch"
-    alone = "impossible" if math.isinf(best.alone) else _micro(best.alone)
+    more = f"{least}{micro(best.more)} a step" if answer.stage is None else f"{least}{micro(best.more)} a micro-batch"
+    alone = "impossible" if math.isinf(best.alone) else micro(best.alone)
     label = "next best" if best.more >= 0 else "better by the search"
     text = f"{label}: {strategy_text(best.decision)}, {more} if all else is chosen anew, "
     text += f"{alone} if nothing else changes"
-    return text + (f", since {_because(best.holder, names)}" if best.holder is not None else "")
+    return text + (f", since {because(best.holder, names)}" if best.holder is not None else "")
 
 
-def _micro(seconds: float) -> str:
+def micro(seconds: float) -> str:
     """A difference in microseconds."""
     return f"{seconds * 1e6:+.3g} us" if abs(seconds) < 1e-2 else f"{seconds * 1e6:+,.0f} us"
 
 
-def _because(holder: Holder, names: OperatorNames) -> str:
+def because(holder: Holder, names: OperatorNames) -> str:
     """The reason why an alternative alone costs more, as a sentence."""
-    more = "cannot be" if math.isinf(holder.more) else f"takes {_micro(holder.more)}"
+    more = "cannot be" if math.isinf(holder.more) else f"takes {micro(holder.more)}"
     if not holder.value:
         return f"its own work, and what it is fed, {more}"
     if not holder.operators:

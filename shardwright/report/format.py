@@ -26,6 +26,7 @@ from ..sharded_plan import Plan
 __all__ = [
     "ValueNumbers",
     "arguments",
+    "count_text",
     "details_of",
     "halo_text",
     "header",
@@ -207,6 +208,14 @@ def size_text(count: float) -> str:
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
     return f"{size:.0f} {units[0]}" if units[0] == "B" or size >= 10 else f"{size:.1f} {units[0]}"
+
+
+def count_text(count: int) -> str:
+    """A number of elements: ``8.03 billion``; below a million exactly."""
+    for word, factor in (("trillion", 10**12), ("billion", 10**9), ("million", 10**6)):
+        if count >= factor:
+            return f"{count / factor:.3g} {word}"
+    return f"{count:,}"
 
 
 def time_text(seconds: float) -> str:

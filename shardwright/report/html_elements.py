@@ -6,6 +6,8 @@
     Branch, Leaf, Tensor   modules, equal layers once; an operator; a tensor of it
     Place                  parameters that lie alike
 
+   `joined`, `gathered` and `unfolded` shorten a tree of modules for its reader.
+
 2. `html_table`: a title, rows, and lines below, for a notebook; all texts are escaped.
 
 3. `SlicePictures`: for each layout, a tensor in coloured slices, and the devices, each in the colour of its slice. Each
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import product
 from typing import NamedTuple
@@ -46,21 +48,38 @@ __all__ = [
     "SlicePictures",
     "Stat",
     "Tensor",
+    "gathered",
     "html_table",
+    "joined",
     "memory",
     "slice_svg",
+    "unfolded",
 ]
 
 # -- values
 
 
+#: Operators below this share of the step are gathered in one row where they are several.
+SMALL = 0.001
+
+
 @dataclass(frozen=True)
 class Stat:
-    """A key figure: its name, its text, and a sentence about it."""
+    """A key figure.
+
+    Attributes:
+        name: its name.
+        text: the figure.
+        about: a sentence about it.
+        mood: "good", "bad" or "".
+        part: the share of a whole that is drawn as a bar, in [0, 1]; None: no bar.
+    """
 
     name: str
     text: str
     about: str = ""
+    mood: str = ""
+    part: float | None = None
 
 
 @dataclass(frozen=True)
@@ -164,11 +183,21 @@ def _span(ends: Iterable[str]) -> str:
 
 @dataclass
 class Branch:
-    """A module, or equal modules: branches and leaves in the order of the program."""
+    """A module, or equal modules: branches and leaves in the order of the program.
+
+    Attributes:
+        title: the last part of its path.
+        times: the number of equal modules.
+        inside: its modules and operators.
+        open: True where a page shows it unfolded.
+        small: True where it is no module, but operators of one that hardly cost anything.
+    """
 
     title: str
     times: int = 1
     inside: list[Branch | Leaf] = field(default_factory=list)
+    open: bool = False
+    small: bool = False
 
     def leaves(self) -> Iterator[Leaf]:
         """Yield the operators inside."""
@@ -197,6 +226,40 @@ class Branch:
     def count(self) -> int:
         """The number of operators."""
         return sum(len(leaf.names) for leaf in self.leaves())
+
+
+def joined(branch: Branch) -> Branch:
+    """A branch whose inner branches with one branch alone are joined with it: ``model.layers``."""
+    inside: list[Branch | Leaf] = []
+    for one in branch.inside:
+        if isinstance(one, Branch):
+            one = joined(one)
+            while len(one.inside) == 1 and isinstance(only := one.inside[0], Branch):
+                one = Branch(f"{one.title}.{only.title}", max(one.times, only.times), only.inside)
+        inside.append(one)
+    return replace(branch, inside=inside)
+
+
+def gathered(branch: Branch) -> Branch:
+    """A branch whose operators that hardly cost anything stand in one row, at its end."""
+    inside = [gathered(one) if isinstance(one, Branch) else one for one in branch.inside]
+    small = [one for one in inside if isinstance(one, Leaf) and one.part < SMALL and not any(one.sent)]
+    if len(small) < 2 or len(small) == len(inside):
+        return replace(branch, inside=inside)
+    names = {one.names for one in small}
+    others = [one for one in inside if isinstance(one, Branch) or one.names not in names]
+    rest = Branch("operators that cost next to nothing", inside=list(small), small=True)
+    return replace(branch, inside=[*others, rest])
+
+
+def unfolded(branch: Branch) -> Branch:
+    """A branch whose inner branches are open where they hold most of it, down to its layers."""
+    whole = branch.seconds
+    most = lambda one: isinstance(one, Branch) and one.times == 1 and 0 < 0.5 * whole < one.seconds
+    inside = [
+        replace(unfolded(one), open=True) if isinstance(one, Branch) and most(one) else one for one in branch.inside
+    ]
+    return replace(branch, inside=inside)
 
 
 @dataclass(frozen=True)
@@ -494,7 +557,7 @@ def _colour(one: int, ones: int, other: int, others: int) -> str:
 # -- memory over a step ------------------------------------------------------------------------------------------------
 
 #: Pixels of the picture of memory, and its most columns.
-WIDTH, HEIGHT, LEFT, TOP, COLUMNS = 720, 220, 64, 18, 360
+WIDTH, HEIGHT, LEFT, TOP, COLUMNS = 720, 220, 116, 32, 360
 
 
 def memory(seconds: Sequence[float], kinds: Mapping[str, Sequence[float]], forward: int, limit: float | None) -> str:
@@ -528,7 +591,7 @@ def memory(seconds: Sequence[float], kinds: Mapping[str, Sequence[float]], forwa
             columns[column] = i
     at = sorted(columns.items())
     out = [
-        f'<svg class="memory" role="img" font-size="11" viewBox="0 0 {WIDTH} {HEIGHT + TOP + 34}" '
+        f'<svg class="memory" role="img" font-size="13" viewBox="0 0 {WIDTH} {HEIGHT + TOP + 58}" '
         f'aria-label="memory over the step; the peak is {escape(size_text(most))}">'
     ]
     below = [0.0] * count
@@ -548,21 +611,22 @@ def memory(seconds: Sequence[float], kinds: Mapping[str, Sequence[float]], forwa
     anchor = "end" if starts[peak] > whole / 2 else "start"
     shift = -4 if anchor == "end" else 4
     out.append(
-        f'<text x="{x(starts[peak]) + shift:.1f}" y="{TOP - 5}" text-anchor="{anchor}">peak '
+        f'<text x="{x(starts[peak]) + shift:.1f}" y="{TOP - 8}" text-anchor="{anchor}">peak '
         f"{escape(size_text(most))}</text>"
     )
     if 0 < forward < count:
         out.append(f'<path class="half" d="M{x(starts[forward]):.1f} {TOP}V{TOP + HEIGHT}"/>')
     if limit is not None and limit <= top:
         out.append(f'<path class="limit" d="M{LEFT} {y(limit):.1f}H{WIDTH}"/>')
-        out.append(f'<text x="{LEFT + 4}" y="{y(limit) - 3:.1f}">a device has {escape(size_text(limit))}</text>')
+        at_limit = f'x="{LEFT + 6}" y="{y(limit) + 5:.1f}" dominant-baseline="hanging"'
+        out.append(f"<text {at_limit}>a device has {escape(size_text(limit))}</text>")
     for part in (0.0, 0.5, 1.0):
         out.append(
             f'<text x="{LEFT - 6}" y="{y(top * part) + 4:.1f}" text-anchor="end">{escape(size_text(top * part))}</text>'
         )
-    below_axis = TOP + HEIGHT + 16
+    below_axis = TOP + HEIGHT + 24
     out.append(f'<text x="{LEFT}" y="{below_axis}">forward</text>')
     if 0 < forward < count:
         out.append(f'<text x="{x(starts[forward]) + 4:.1f}" y="{below_axis}">backward</text>')
-    out.append(f'<text x="{WIDTH}" y="{below_axis + 14}" text-anchor="end">{escape(time_text(whole))}</text></svg>')
+    out.append(f'<text x="{WIDTH}" y="{below_axis + 26}" text-anchor="end">{escape(time_text(whole))}</text></svg>')
     return "".join(out)

@@ -23,7 +23,7 @@ from ..sharded_plan import OperatorPlan, Plan
 from .format import size_text, time_text
 from .html_elements import KIND_COLOURS, Drawn, SlicePictures, html_table, memory, slice_svg
 from .plan_diff import difference
-from .report_content import PlanContent
+from .report_content import LAYOUTS, PlanContent
 from .timeline import picture
 
 __all__ = ["layout_html", "mark_html", "operator_html", "page", "plan_html", "write"]
@@ -41,8 +41,8 @@ def page(plans: Sequence[Plan | PipelinePlan], titles: Sequence[str] = (), expla
     Args:
         plans: one or two plans.
         titles: their names, such as their files.
-        explain: the number of operators whose alternatives are priced, the most expensive first; None: three in a
-            small plan that was not searched within a limit of memory, otherwise none.
+        explain: the number of operators whose alternatives are priced, the most expensive first; None: three, in a
+            large plan or one that was searched within a limit of memory while nothing else changes, without a search.
 
     Raises:
         SettingError: neither one nor two plans, or Jinja2 is missing.
@@ -80,7 +80,11 @@ def page(plans: Sequence[Plan | PipelinePlan], titles: Sequence[str] = (), expla
     ]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(template).render(
-        plans=sections, difference=[*lines[:MOST_LINES], *more], symbols=pictures.symbols(), colours=KIND_COLOURS
+        plans=sections,
+        difference=[*lines[:MOST_LINES], *more],
+        symbols=pictures.symbols(),
+        colours=KIND_COLOURS,
+        layouts=LAYOUTS,
     )
 
 

@@ -55,6 +55,7 @@ class OperatorNames:
             name: d for each in plans for name, d in each.decisions.items() if d.op.target is not send
         }
         self.producers = {v: op.name for each in plans for v, op in each.graph.producers().items()}
+        self.sources = {v.name for each in plans for v in each.graph.sources()}
         self.buffers = {name for each in plans for name in each.graph.buffers}
         self.kinds = {name: d.op.kind for name, d in self.decisions.items()}
         self.paths = operator_paths(self.decisions)
@@ -73,6 +74,8 @@ class OperatorNames:
 
     def value(self, name: str) -> str:
         """The path of the operator that produces a value, ``result of ...``; a value that none produces as it is."""
+        if name in self.sources:  # a parameter's name begins with that of its operator
+            return name
         found = self.producers.get(name, name)
         if found not in self.decisions:  # a value inside of an operator has a number behind the operator's name
             found = name.rpartition(".")[0]
@@ -159,6 +162,11 @@ class OperatorNames:
                 legal="; ".join(f"{group.path} ({group.alike})" if group.alike > 1 else group.path for group in groups),
             )
         return groups[0]
+
+    def single(self, path: str) -> bool:
+        """True where a path means one operator."""
+        found = self._found(path)
+        return found is not None and len(found.operators) == 1
 
     def _found(self, path: str) -> Found | None:
         by_path = tuple(name for name, known in self.paths.items() if known == path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 from ..cluster import Cluster
@@ -25,8 +24,8 @@ from ..redistribution import CollectiveKind
 from ..sharded_plan import Collective, OperatorPlan, ParameterPlan, Plan
 from . import tables
 from .description import cluster_line, describe, inputs_line
-from .explanations import alternatives_table, cause, decided, next_best, shares_table
-from .format import layout_text, size_text, time_text
+from .explanations import alternatives_table, because, cause, decided, micro, next_best, shares_table
+from .format import count_text, layout_text, size_text, time_text
 from .html_elements import (
     KIND_COLOURS,
     Branch,
@@ -38,8 +37,12 @@ from .html_elements import (
     SlicePictures,
     Stat,
     Tensor,
+    gathered,
+    joined,
     memory,
+    unfolded,
 )
+from .local_alternatives import local_alternatives
 from .operator_cuts import OperatorCuts, operator_cuts, vocabularies
 from .operator_names import OperatorNames
 from .plan_diff import strategy_text
@@ -52,8 +55,18 @@ __all__ = ["PlanContent"]
 #: are drawn; of notes; of the tensors at the peak of memory.
 MOST_OPERATORS, MOST_ACTIONS, MOST_NOTES, MOST_HELD = 2_000, 6_000, 40, 14
 
-#: Alternatives are priced without a request only for a plan of at most so many operators, of so many of them.
+#: A search for alternatives without a request: only for a plan of at most so many operators, of so many of them. In a
+#: larger plan their alternatives are priced while nothing else changes, without a search.
 CHEAP, EXPLAINED = 160, 3
+
+#: Seconds below this share of a sum are its rounding error.
+ROUNDING = 1e-9
+
+#: The meaning of a layout's text.
+LAYOUTS = (
+    "[2@4·4@1, -]: dim 0 in 8 parts, dim 1 whole on each device that has a part. 2@4: rank r has number r // 4 % 2 of "
+    "2; the first number is the major one."
+)
 
 
 class PlanContent:
@@ -63,27 +76,27 @@ class PlanContent:
         plan: the plan.
         title: its name on the page.
         pictures: of the page.
-        explain: the number of operators, the most expensive first, whose alternatives are priced; None: `EXPLAINED` in
-            a plan of at most `CHEAP` operators that was not searched within a limit of memory, otherwise none.
-        file: the name of the plan's file, for commands; "": plan.json.
+        explain: the number of operators, the most expensive first, whose alternatives are priced; None: `EXPLAINED`,
+            by a search in a plan of at most `CHEAP` operators that was not searched within a limit of memory.
+        file: the name of the plan's file, for commands; "": the plan is at hand in Python, which the page names then.
     """
 
     def __init__(
         self, plan: Plan | PipelinePlan, title: str, pictures: SlicePictures, explain: int | None, file: str = ""
     ) -> None:
-        self.plan, self.title, self.pictures, self.file = plan, title, pictures, file or "plan.json"
+        self.plan, self.title, self.pictures, self.file = plan, title, pictures, file
         self.names = OperatorNames(plan)
         self.cluster = Cluster.of(plan.cluster, plan.devices)
         self.staged = isinstance(plan, PipelinePlan)
         self.plans = dict(_plans(plan))
         self.stage_of = {name: stage for stage, each in self.plans.items() for name in each.decisions}
         self.clusters = {stage: Cluster.of(each.cluster, each.devices) for stage, each in self.plans.items()}
-        self.explain = explain if explain is not None else EXPLAINED * self.is_cheap
-        self.explains = explain is not None
+        self.explain = EXPLAINED if explain is None else explain
+        self.searches = explain is not None or self.is_cheap
 
     @property
     def is_cheap(self) -> bool:
-        """True where alternatives are priced without a request."""
+        """True where alternatives are searched without a request."""
         limited = any(each.found is not None and each.found.limit is not None for each in self.plans.values())
         return not limited and len(self.names.decisions) <= CHEAP
 
@@ -112,15 +125,15 @@ class PlanContent:
         found = plan.found.notes if isinstance(plan, Plan) and plan.found is not None else ()
         notes = notes_of(dict.fromkeys((*plan.notes, *found)))
         more = [f"and {len(notes) - MOST_NOTES} more notes"] if len(notes) > MOST_NOTES else []
-        lines = [
-            *describe(plan).body(),
+        about = [
             cluster_line(plan),
             inputs_line(plan),
             *(line for each in self.plans.values() for line in regions(each, self.names)),
             *(f"note: {note}" for note in notes[:MOST_NOTES]),
             *more,
         ]
-        return Section(tuple(dict.fromkeys(lines)))
+        # Layers that are split alike have equal lines, each of which stays; a note of each stage is said once.
+        return Section((*describe(plan).body(), *dict.fromkeys(about)))
 
     def stats(self) -> tuple[Stat, ...]:
         """Key figures."""
@@ -129,24 +142,39 @@ class PlanContent:
         elements = sum(math.prod(p.shape) for p in unique.values())
         over = plan.peak > cluster.memory
         out = [
-            Stat("devices", f"{plan.devices:,}", f"of {cluster.name}"),
             Stat(
                 "a step", time_text(plan.cost), "every message waited for at once: the cost that plans are compared by"
-            ),
+            )
         ]
         if isinstance(plan, Plan):
             beside = "messages beside computation, as on a library such as NCCL"
             out.append(Stat("a step with overlap", time_text(plan.price.elapsed), beside))
         else:
             out.append(Stat("bubble", f"{plan.simulation.bubble:.1%}", "the part of the devices' time that they wait"))
+        out.append(self._proof())
         held = f"a device has {size_text(cluster.memory)}" + "; that is too little" * over
+        listed = len(self.names.decisions)
+        everything = sum(len(each.decisions) for each in self.plans.values())
+        others = f"{listed:,} below, the others only send a value on; " * (everything > listed)
         return (
             *out,
-            Stat("peak memory", size_text(plan.peak), held),
-            Stat("a rank sends", size_text(plan.sent), "in a step, forward and backward"),
-            Stat("parameters", f"{elements:,}", f"elements of {len(unique):,} tensors, buffers included"),
-            Stat("operators", f"{len(self.names.decisions):,}", f"plan {plan.fingerprint}"),
+            Stat("peak memory", size_text(plan.peak), held, "bad" * over, min(1.0, plan.peak / cluster.memory)),
+            Stat("a rank sends", size_text(plan.sent), "in a step, forward and backward, passing on included"),
+            Stat("devices", f"{plan.devices:,}", f"of {cluster.name}"),
+            Stat("parameters", count_text(elements), f"{elements:,} elements of {len(unique):,} tensors, with buffers"),
+            Stat("operators", f"{everything:,}", f"{others}plan {plan.fingerprint}"),
         )
+
+    def _proof(self) -> Stat:
+        """The certificate as a figure: the gap between cost and lower bound."""
+        plan = self.plan
+        if not isinstance(plan, Plan) or plan.bound is None or plan.gap is None:
+            searched = isinstance(plan, Plan) and plan.found is not None
+            return Stat(
+                "certificate", "none", "no lower bound was proved" if searched else "nothing was searched whole"
+            )
+        about = f"no plan of the search takes less than {time_text(plan.bound)}"
+        return Stat("certificate", f"gap {plan.gap:.2%}", about, "good")
 
     def certificate(self) -> Section:
         """Cost, lower bound and gap of the search."""
@@ -273,7 +301,7 @@ class PlanContent:
                 at = known[key]
             at.inside.append(self._leaf(group, group in dear, costs))
         self.left_out = sum(len(group) for _, group in chains[MOST_OPERATORS:])
-        return _joined(root)
+        return unfolded(gathered(joined(root)))
 
     left_out = 0
 
@@ -291,6 +319,9 @@ class PlanContent:
         title = path if self.names.kinds[name] in path else f"{path} ({self.names.kinds[name]})"
         stages = sorted({self.stage_of[n] for n in group})
         why, priced, alternatives = self._why(name, explain)
+        sentences = (
+            (why,) if isinstance(why, str) else self._sentences(why, name) if isinstance(why, Explanation) else why
+        )
         recomputed = decision.op.recompute is not None and not decision.op.recompute.keep
         notes = [*filter(None, (operator.note,)), *(["recomputed in the backward"] if recomputed else [])]
         if times < len(group):
@@ -311,7 +342,7 @@ class PlanContent:
             together / self.whole if self.whole else 0.0,
             tuple(sent for _, sent in figures.values()),
             decided(why, self.names) if isinstance(why, Explanation) else cause(decision, self.names),
-            self._sentences(why, name),
+            sentences,
             priced,
             alternatives,
             Grid.of(shares_table(shares_of(plan, name, costs[stage]), self.names)),
@@ -324,12 +355,19 @@ class PlanContent:
         """Bytes that a rank sends for an operator."""
         return sum(c.sent for c in self.messages.get(name, ()))
 
-    def _why(self, name: str, explain: bool) -> tuple[Explanation | str, bool, Grid | None]:
-        """The explanation of an operator, or the reason why there is none; its alternatives."""
+    def _asked(self, name: str) -> str:
+        """The command, or the call, that prices an operator's alternatives."""
+        path = self.names.paths[name]
+        word = path if self.names.single(path) else name
+        return f"shardwright explain {self.file} {word}" if self.file else f'plan.explain("{word}")'
+
+    def _why(self, name: str, explain: bool) -> tuple[Explanation | str | tuple[str, ...], bool, Grid | None]:
+        """The explanation of an operator, the reason why there is none, or sentences; its alternatives."""
         if not explain:
-            kind = "prices them"
-            return f"Its alternatives are not priced here: shardwright explain {self.file} {name} {kind}.", False, None
+            return f"Its alternatives are not priced here: {self._asked(name)} prices them.", False, None
         try:
+            if not self.searches:
+                return self._beside(name)
             explanation = explained(self.plan, name)
         except ShardwrightError as error:
             return f"Its alternatives cannot be priced: {error.message}", False, None
@@ -341,9 +379,25 @@ class PlanContent:
             Grid.of(alternatives_table(explanation, self.names)) if explanation.alternatives else None,
         )
 
-    def _sentences(self, why: Explanation | str, name: str) -> tuple[str, ...]:
-        if isinstance(why, str):
-            return (why,)
+    def _beside(self, name: str) -> tuple[tuple[str, ...], bool, Grid | None]:
+        """Sentences on the alternatives of an operator while nothing else changes, and their table."""
+        found = local_alternatives(self.plan, name)
+        if not found:
+            return ("There is no other way to cut it, or this plan is none of the search's.",), True, None
+        best, label = found[0], "next best" if found[0].alone >= 0 else "better"
+        held = f", since {because(best.holder, self.names)}" if best.holder is not None else ""
+        unit = " a micro-batch" if self.staged else " a step"
+        rows = [
+            (strategy_text(a.decision), micro(a.alone), because(a.holder, self.names) if a.holder else "")
+            for a in found
+        ]
+        sentences = (
+            f"{label}: {strategy_text(best.decision)}, {micro(best.alone)}{unit} if nothing else changes{held}.",
+            f"Memory is not looked at here. With all else chosen anew: {self._asked(name)}.",
+        )
+        return sentences, True, Grid(("alternative", "alone", "held by"), tuple(rows), (1,))
+
+    def _sentences(self, why: Explanation, name: str) -> tuple[str, ...]:
         return tuple(
             filter(None, (next_best(why, self.names), "" if why.alternatives else "there is no other way to cut it"))
         )
@@ -506,7 +560,7 @@ class PlanContent:
             if not each.price.collectives:
                 lines.append(f"{which}{': ' * self.staged}nothing is sent")
                 continue
-            hidden = max(0.0, spent - step.exposed)
+            hidden = _rest(spent, step.exposed)
             lines.append(
                 f"{which}{': ' * self.staged}messages take {time_text(spent)}; {time_text(step.exposed)} exposed (the "
                 f"computation waits), {time_text(hidden)} hidden behind {time_text(step.compute)} of computation"
@@ -537,7 +591,7 @@ class PlanContent:
         plan = self.plan
         simulation = plan.simulation if isinstance(plan, PipelinePlan) else timeline_of(plan)
         made = simulation.schedule
-        lines = [headline(simulation)]
+        lines: list[str] = []
         if isinstance(plan, PipelinePlan):
             lines.append(
                 f"with messages beside computation, as on a library: {headline(timeline_of(plan, beside=True))}"
@@ -547,9 +601,9 @@ class PlanContent:
             ranks = [range(plan.devices)]
         if len(simulation.spans) > MOST_ACTIONS:
             return Section(
-                tuple(lines),
+                (headline(simulation), *lines),
                 missing=f"{len(simulation.spans):,} actions are too many to draw here: shardwright simulate "
-                f"{self.file} --picture step.svg draws them",
+                f"{self.file or 'plan.json'} --picture step.svg draws them",
             )
         named = [f"ranks {tables.ranks_text(r)}" if len(r) > 1 else f"rank {r[0]}" for r in ranks]
         drawn = picture(simulation, named, beside=plan.in_time if isinstance(plan, Plan) else None)
@@ -564,7 +618,7 @@ class PlanContent:
             if simulation.total
         ]
         grid = Grid(("devices", "works", "waits", "peak memory"), tuple(waits), (1, 2, 3))
-        return Section(tuple(lines), (grid,), ((lines[0], drawn),))
+        return Section(tuple(lines), (grid,), (("", drawn),))
 
 
 def _plans(plan: Plan | PipelinePlan) -> Iterator[tuple[int, Plan]]:
@@ -572,18 +626,6 @@ def _plans(plan: Plan | PipelinePlan) -> Iterator[tuple[int, Plan]]:
         yield 0, plan
     else:
         yield from ((stage.number, stage.plan) for stage in plan.stages)
-
-
-def _joined(branch: Branch) -> Branch:
-    """A branch whose inner branches with one branch alone are joined with it: ``model.layers``."""
-    inside: list[Branch | Leaf] = []
-    for one in branch.inside:
-        if isinstance(one, Branch):
-            one = _joined(one)
-            while len(one.inside) == 1 and isinstance(only := one.inside[0], Branch):
-                one = Branch(f"{one.title}.{only.title}", max(one.times, only.times), only.inside)
-        inside.append(one)
-    return replace(branch, inside=inside)
 
 
 def _sends(collectives: Sequence[Collective]) -> Grid | None:
@@ -597,9 +639,15 @@ def _sends(collectives: Sequence[Collective]) -> Grid | None:
     return Grid(columns, rows, (1, 4, 5, 6)) if rows else None
 
 
+def _rest(whole: float, part: float) -> float:
+    """A sum of seconds without a part of it; 0 where they are equal but for rounding."""
+    return rest if (rest := whole - part) > ROUNDING * whole else 0.0
+
+
 def _collectives(plan: Plan, step: StepInTime, schedule: CommunicationSchedule, cluster: Cluster, title: str) -> Grid:
     """The collectives by kind, ranks and phase: bytes, seconds, and seconds of waiting."""
     sums: dict[tuple[CollectiveKind, Digits, str], list[float]] = {}  # by kind, digits and phase
+    sent = sum(c.sent for c in plan.collectives(0))
     for c in plan.price.collectives:
         entry = sums.setdefault((c.kind, c.digits, c.phase), [0, 0.0, 0.0, 0.0])
         entry[0] += 1
@@ -613,7 +661,7 @@ def _collectives(plan: Plan, step: StepInTime, schedule: CommunicationSchedule, 
     rows = []
     for (kind, digits, phase), (count, nbytes, seconds, waited) in sorted(sums.items(), key=lambda e: -e[1][2]):
         over = ", ".join(f"{units} by {level.name}" for level, units in cluster.crossed(digits))
-        hidden = max(0.0, seconds - waited)
+        hidden = _rest(seconds, waited)
         rows.append(
             (
                 str(kind),
@@ -634,12 +682,13 @@ def _collectives(plan: Plan, step: StepInTime, schedule: CommunicationSchedule, 
             "",
             f"{total[0]:g}",
             size_text(total[1]),
-            *map(time_text, (total[2], step.exposed, max(0.0, total[2] - step.exposed))),
+            *map(time_text, (total[2], step.exposed, _rest(total[2], step.exposed))),
         )
     )
     columns = ("collective", "ranks", "over", "phase", "times", "bytes", "seconds", "exposed", "hidden")
     about = (
-        "bytes: of a rank's own inputs, together; exposed: the computation waits; hidden: the rest. Messages of "
-        "several collectives count as their first one, so a row may wait longer than its own seconds."
+        f"bytes: of a rank's own inputs, together. A rank sends {size_text(sent)}: in an all-gather, say, it also "
+        "passes on what it receives. Exposed: the computation waits; hidden: the rest. Messages of several collectives "
+        "count as their first one, so a row may wait longer than its own seconds."
     )
     return Grid(columns, tuple(rows), (1, 4, 5, 6, 7, 8), title, about)

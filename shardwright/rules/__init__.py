@@ -7,8 +7,7 @@ dims                 names of dims, positions in a slice, padding
 pointwise, matmul, spatial, reduction, normalization, loss, attention, shape, indexing, recurrent,
 random_operators
                      the families of operators
-counter_rng          the numbers that random operators draw: a word for each position of the whole tensor
-dropout_kernel       the mask of a dropout in one kernel, on devices for which Triton compiles
+random_numbers/      the numbers that random operators draw, equal under every cut; masks of dropouts
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from . import (
     matmul,
     normalization,
     pointwise,
+    random_numbers,
     random_operators,
     recurrent,
     reduction,

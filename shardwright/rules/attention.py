@@ -5,7 +5,7 @@
 3. Where the keys or the width of the scores are split too, or weights are dropped, the attention is expanded: the
    softmax over split keys and the sums over ranks follow from the operators of the expansion.
 4. Weights that are dropped by torch's own numbers (``random="fast"``) stay inside one attention
-   (`attention_with_dropout`), where keys and widths are whole and no key head serves several query heads.
+   (`attention_with_dropout`), where keys and widths are whole.
 5. With grouped queries a head of the queries is a pair (head of the keys, member of its group). Heads may be split
    further than there are key heads; the keys are then repeated.
 
@@ -20,6 +20,8 @@ operator's number and from the start of the rank's slice, as for every fast numb
 replicas agree, slices differ, and a recomputed attention drops the same weights. The state of the generator is the same
 before and after.
 
+A compiled program calls torch's attention, too. The generator is seeded once, before the program.
+
 Example: 8 rows and 4 heads, rows cut in 4 parts and heads in 2. Each of 8 ranks calls torch with [2, 2, l, d] and a
 seed of its own; two ranks that hold the same rows and heads have the same seed.
 """
@@ -31,6 +33,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,13 +41,15 @@ from torch import Tensor
 from ..graph import Graph, Op, Value
 from ..layout import Digits
 from ..torch_private import FakeTensor
-from .counter_rng import PLAIN, fast_seed
 from .dims import cut_size, named, operand, operands, positions, wide
 from .notation import Assignment, Bound
+from .random_numbers.counter_rng import PLAIN, fast_seed
+from .random_numbers.dropout import drop
+from .random_numbers.traced_numbers import traced
 from .random_operators import dropped, numbers_of, pieces, placed
 from .registry import Builder, Expansion, Rule, register
 
-__all__ = ["attention_with_dropout", "with_fast_attention"]
+__all__ = ["attention_with_dropout", "compiled_attention", "seeded", "with_fast_attention", "written_out_attention"]
 
 
 aten = torch.ops.aten
@@ -62,7 +67,7 @@ def with_fast_attention(graph: Graph) -> Graph:
 
 
 @contextmanager
-def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
     """Seed the default generator of a device inside the ``with`` block."""
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):
@@ -88,6 +93,7 @@ def _attention(
     is_causal: bool,
     scale: float | None,
     micro: Sequence[int] = (),
+    enable_gqa: bool = False,
 ) -> Tensor:
     """The attention of a rank's slice.
 
@@ -96,24 +102,86 @@ def _attention(
         dims: the cut dims of the result [..., l, e].
         whole: sizes of the whole result without its last dim.
         number: of the random operator.
+        enable_gqa: True where a key head serves several query heads.
     """
-    attend = torch.nn.functional.scaled_dot_product_attention
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
     if query.is_meta or isinstance(query, FakeTensor):
         # No numbers without values. Without dropout a CPU has a fused kernel too, which saves what a device's saves.
-        return attend(query, key, value, attn_mask, 0.0, is_causal, scale=scale)
-    rows = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+        return attend(query, key, value, attn_mask, 0.0, is_causal)
+    if enable_gqa:
+        rows = (*torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value))), query.shape[-3])
+    else:
+        rows = (*torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value))),)
     size = (*rows, query.shape[-2])
-    with _seeded(query.device, fast_seed(seed, starts, dims, size, whole, number, micro)):
-        return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+    with seeded(query.device, fast_seed(seed, starts, dims, size, whole, number, micro)):
+        return attend(query, key, value, attn_mask, dropout_p, is_causal)
 
 
 _library = torch.library.Library("shardwright", "FRAGMENT")
 _library.define(
     "attention_with_dropout(Tensor seed, Tensor[] starts, int[] dims, int[] whole, int number, Tensor query, "
-    "Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, int[] micro=[]) "
-    "-> Tensor"
+    "Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, int[] micro=[], "
+    "bool enable_gqa=False) -> Tensor"
 )
 _library.impl("attention_with_dropout", _attention, "CompositeImplicitAutograd")
+
+
+def compiled_attention(
+    seed: Tensor,
+    starts: Sequence[Tensor],
+    dims: Sequence[int],
+    whole: Sequence[int],
+    number: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    micro: Sequence[int] = (),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`attention_with_dropout` in a compiled program, which draws from the device's generator: it is seeded before the
+    program (`runtime.device_seed`)."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def written_out_attention(
+    seed: Tensor,
+    starts: Sequence[Tensor],
+    dims: Sequence[int],
+    whole: Sequence[int],
+    number: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    micro: Sequence[int] = (),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The same with exact numbers, by operators that a compiler sees through: for programs whose attentions are cut in
+    several ways, for which one seed of the generator does not do."""
+    out, (rows, columns) = query.dtype, (query.shape[-2], key.shape[-2])
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    wide_query, wide_key, wide_value = (x.to(wide(out)) for x in (query, key, value))
+    scores = (wide_query * (scale or 1 / math.sqrt(query.shape[-1]))) @ wide_key.mT
+    if is_causal:
+        attn_mask = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None:
+        seen = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if seen else scores + attn_mask
+    weights = scores.softmax(-1)
+    weights = torch.where(scores.amax(-1, keepdim=True) == -math.inf, 0.0, weights)
+    draw = traced(drop, query.device)
+    of_all = (seed, starts, weights, dims, [*weights.shape], [*whole, columns], number, dropout_p, micro)
+    return (draw(*of_all)[0] @ wide_value).to(out)
+
 
 #: Its gradient is that of the operators it calls.
 attention_with_dropout = torch.ops.shardwright.attention_with_dropout.default
@@ -168,7 +236,7 @@ def _text(op: Op) -> tuple[str, dict[str, int]]:
 
 
 def _expand(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
-    inside = op.fast and not _grouped(op) and cut_size(bound, assignment, ["e"]) == 1
+    inside = op.fast and cut_size(bound, assignment, ["e"]) == 1 and _groups_stay(op, bound, assignment)
     if cut_size(bound, assignment, ["s", "d"]) > 1 or (op.argument("dropout_p") and not inside):
         return lambda b: _worked_out(b, op)
     if op.argument("dropout_p"):
@@ -181,15 +249,41 @@ def _expand(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
     return None
 
 
+def _groups_stay(op: Op, bound: Bound, assignment: Assignment) -> bool:
+    """True where each rank has whole groups of query heads beside their key heads, or a part of one group."""
+    if not _grouped(op):
+        return True
+    (heads, members), (parts, more) = _grouping(op), (cut_size(bound, assignment, [name]) for name in "hg")
+    return (more == 1 and heads % parts == 0) or (parts == heads and members % more == 0)
+
+
 def _dropping_text(op: Op) -> tuple[str, dict[str, int]]:
     """The notation of `attention_with_dropout`: the seed, the starts, and an attention; a cut dim is (parts, size of a
-    part), as in the notation of a mask."""
-    texts, out, _ = _texts(op)
-    starts, placed_texts, sizes = placed(op, op.output(0).shape[:-1])
-    names = [*named(len(op.output(0).shape) - 2, "b"), "l"]
-    cut = {names[d]: placed_texts[d] for d in op.argument("dims")}
-    plain = f"{', '.join(texts.values())} -> {out}"
-    return f"{', '.join(['seed!', *starts])}, {re.sub(r'[a-z]+[0-9]*', lambda m: cut.get(m[0], m[0]), plain)}", sizes
+    part), as in the notation of a mask.
+
+    Of grouped heads in at most as many parts as there are key heads a part of the keys stands beside its queries. In
+    more parts (p r), each of p key heads stands beside r parts of its queries.
+    """
+    texts, out, sizes = _texts(op)
+    starts, placed_texts, more = placed(op, op.output(0).shape[:-1])
+    names, cut = [*named(len(op.output(0).shape) - 2, "b"), "l"], {}
+    for d, start, begin in zip(op.argument("dims"), range(len(starts)), op.argument("starts")):
+        if not (sizes and d == len(names) - 2):
+            cut[names[d]] = placed_texts[d]
+            continue
+        heads, parts = sizes["h"], begin.shape[0]
+        if parts <= heads:
+            cut |= {"Q": placed_texts[d], "h": f"(p{d} k{d}!)"}
+            more[f"k{d}"] = heads // parts
+        else:
+            starts[start] = f"(p{d} r{d})"
+            cut |= {"Q": f"(p{d} r{d} q{d}!)", "h": f"p{d}"}
+            more[f"r{d}"] = parts // heads
+    if "Q" not in cut:
+        more |= sizes
+    plain = f"{', '.join(texts.values())} -> {out}".replace(GROUPED, "Q")
+    plain = re.sub(r"[a-zQ]+[0-9]*", lambda m: cut.get(m[0], m[0]), plain).replace("Q", GROUPED)
+    return f"{', '.join(['seed!', *starts])}, {plain}", more
 
 
 def _causal(b: Builder, op: Op) -> Value:
@@ -212,7 +306,10 @@ def _dropped_inside(b: Builder, op: Op, rows: Sequence[Digits], cut_queries: boo
     p, scale = op.argument("dropout_p"), op.argument("scale")
     shape = op.output(0).shape[:-1]
     place, micro = numbers_of(b, op, shape, rows), pieces(op, shape)
-    return b.call(attention_with_dropout, *place, query, key, value, mask, p, causal, scale, *micro)
+    made: Value = b.call(
+        attention_with_dropout, *place, query, key, value, mask, p, causal, scale, *(micro or [[]]), _grouped(op)
+    )
+    return made
 
 
 def _worked_out(b: Builder, op: Op) -> Value:

@@ -24,9 +24,10 @@ from torch import Tensor
 from ..errors import MissingRuleError
 from ..graph import SEED, Op, Value, map_values
 from ..layout import Digits, digits_size
-from . import counter_rng  # noqa: F401  (defines the operators)
 from .dims import named, operand, part_length, whole, wide
 from .notation import Assignment, Bound
+from .random_numbers import counter_rng  # noqa: F401  (defines the operators)
+from .random_numbers.dropout import drop
 from .registry import (
     POINTWISE,
     Builder,
@@ -89,12 +90,20 @@ def _local_numbers(op: Op, bound: Bound, assignment: Assignment) -> Local:
     return Local(op.target, args, kwargs)
 
 
+def _dropping_text(op: Op) -> tuple[str, dict[str, int]]:
+    """The notation of a dropout: the seed, the starts, and x; its result and its mask."""
+    starts, texts, sizes = placed(op, op.output(0).shape)
+    out = operand(texts)
+    return f"{', '.join(['seed!', *starts, out])} -> {out}, {out}", sizes
+
+
 def _choose_text(op: Op) -> tuple[str, dict[str, int]]:
     starts, texts, sizes = placed(op, op.output(0).shape[:-1])
     return f"{', '.join(['seed!', *starts])}, {operand([*texts, 'c!'])} -> {operand([*texts, 's!'])}", sizes
 
 
 register((mask, draw), Rule(_numbers_text, reduction="none", localize=_local_numbers))
+register((drop,), Rule(_dropping_text, reduction="none", localize=_local_numbers))
 register((permutation,), Rule("seed! -> n!"))
 register((choose,), Rule(_choose_text))
 
@@ -180,11 +189,18 @@ def numbers_of(b: Builder, op: Op, shape: Sequence[int], dims: Sequence[Digits])
 
 def dropped(b: Builder, op: Op, x: Value, p: float) -> Value:
     """Dropout of a value during the expansion of an operator; the numbers are those of `op`."""
-    return _scaled(b, x, _Place.of(b, op, x).kept(1 - p), p)
+    return _in_one(b, op, x, p)[0]
+
+
+def _in_one(b: Builder, op: Op, x: Value, p: float) -> tuple[Value, Value]:
+    """The dropout of a value, and its mask."""
+    shape, (dims, starts) = list(x.shape), _cut(b, x.shape, b.layouts[x.name].tensor_dims)
+    made: tuple[Value, Value] = b.call(drop, SEED, starts, x, dims, shape, shape, op.number, p, *pieces(op, shape))
+    return made
 
 
 def _scaled(b: Builder, x: Value, kept: Value, p: float) -> Value:
-    """``x · kept / (1-p)``. The backward saves the boolean mask alone: one byte an element."""
+    """``x · kept / (1-p)``, of a mask that several elements share."""
     return b.call(aten.mul.Tensor, b.call(aten.mul.Tensor, x, kept), 1 / (1 - p) if p < 1 else 0.0)
 
 
@@ -200,8 +216,8 @@ def _expand_dropout(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
 
     def work(b: Builder) -> Value | tuple[Value, Value]:
         if op.kind == "native_dropout":
-            kept = _Place.of(b, op, x).kept(1 - p)
-            return _scaled(b, x, kept, p), b.to(kept, op.output(1).dtype)
+            made, kept = _in_one(b, op, x, p)
+            return made, b.to(kept, op.output(1).dtype)
         if op.kind == "dropout":
             return dropped(b, op, x, p)
         place = _Place.of(b, op, x)
@@ -263,14 +279,27 @@ def _exponential(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value
     return b.call(aten.div.Tensor, drawn, rate) if rate != 1 else drawn
 
 
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers are computed: float64 only for results that it alone can hold, as not every device has
+    it."""
+    return torch.float32 if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float64
+
+
+#: The probability above which float32 has every whole number that a geometric draw can give: 2⁻⁵⁴ ≤ u, and
+#: log(2⁵⁴) / p < 2²⁴.
+_LIKELY = 54 * math.log(2) / 2**24
+
+
 def _geometric(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     p = op.argument("p")
-    waited = b.call(aten.div.Tensor, place.numbers("exponential", torch.float64), -math.log1p(-p))
+    computed = torch.float32 if p > _LIKELY else _computed_in(dtype)
+    waited = b.call(aten.div.Tensor, place.numbers("exponential", computed), -math.log1p(-p))
     return b.to(b.call(aten.clamp_min.default, b.call(aten.ceil.default, waited), 1), dtype)
 
 
 def _cauchy(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value:
-    turned = b.call(aten.mul.Tensor, b.call(aten.sub.Tensor, place.numbers("uniform", torch.float64), 0.5), math.pi)
+    drawn = place.numbers("uniform", _computed_in(dtype))
+    turned = b.call(aten.mul.Tensor, b.call(aten.sub.Tensor, drawn, 0.5), math.pi)
     made = b.call(aten.mul.Tensor, b.call(aten.tan.default, turned), op.argument("sigma"))
     return b.to(b.call(aten.add.Tensor, made, op.argument("median")), dtype)
 

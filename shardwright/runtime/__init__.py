@@ -6,7 +6,8 @@ profile_ranges       names of operators, redistributions and buckets in a profil
 saved_tensors        recomputed regions, and weights gathered again in the backward
 deferred_init        parameters that are planned before they have values, and created as slices
 slice_initialization parts of parameters that a rank draws alone, with the numbers of one device
-compilation          torch.compile of planned programs; masks and the seed in a compiled program
+compilation          torch.compile of planned programs
+device_seed          the random operators of a compiled program, and its seed in the memory of its device
 optimizer_guard      checks before an optimizer's step
 pipeline_step        one step of a pipeline
 pipeline_p2p         the stages of a pipeline on processes, and the messages between them

@@ -1,39 +1,18 @@
-"""``torch.compile`` of planned programs: the backend, its mode and its options; and dropouts in a compiled program.
+"""``torch.compile`` of planned programs: the backend, its mode and its options.
 
-1. The setting (`Compilation`).
+    compile=True                             the default backend, inductor
+    compile="aot_eager"                      another backend
+    compile={"mode": "max-autotune"}         a mode of inductor; also "backend" and "options"
 
-       compile=True                             the default backend, inductor
-       compile="aot_eager"                      another backend
-       compile={"mode": "max-autotune"}         a mode of inductor; also "backend" and "options"
-
-   A program has one set of shapes, so it is compiled with ``dynamic=False``. With a mode or an option that uses CUDA
-   graphs, parameters keep their addresses (`keep_in_place`): a graph then reads them where they are, and copies the
-   inputs alone.
-
-2. The masks of `rules.counter_rng` in operators that a compiler sees through, and fuses with what reads them
-   (`traced_mask`): the same bits as the operator ``shardwright.mask``. Seed, starts and positions stay tensors: the
-   traced program is the same in every step, reads no value of the seed, and makes no copy of its own on the host.
-
-       position i of an element    Σ over dims of (start + number of the row) · stride in the whole tensor
-       word                        mix(state + (i div 2) · step), as in `counter_rng`
-       element                     half i mod 2 of the word, as a signed integer of 32 bits, below p·2³² − 2³¹
-
-   A seed that says "fast" gets these numbers too: they cost no more here.
-
-3. The seed of the call and the start of the rank's slice, which a mask reads, are tensors in host memory. A compiler
-   does not record a CUDA graph of a program that has such a tensor, so a compiled program has them on its device
-   (`place_seed`):
-
-       seed      copied at each call, 32 bytes, without a wait: the one input that differs from step to step
-       starts    an ``arange`` of the program, made on the device
-
-   A program with another random operator, which reads its seed on the host, keeps both in host memory.
+A program has one set of shapes, so it is compiled with ``dynamic=False``. With a mode or an option that uses CUDA
+graphs, parameters keep their addresses (`keep_in_place`): a graph then reads them where they are, and copies the inputs
+alone.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,13 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SettingError
-from ..rules.counter_rng import _GOLDEN, _MIX13, _MIX_GAMMA, _signed
-from .lowering import Lowered
 
-__all__ = ["TRACED", "Compilation", "keep_in_place", "place_seed", "traced_mask"]
-
-# -- the setting
-
+__all__ = ["Compilation", "keep_in_place"]
 
 #: The modes of torch.compile.
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -160,105 +134,3 @@ def keep_in_place(tensors: Iterable[Tensor]) -> None:
 
     for tensor in tensors:
         mark_static_address(tensor)
-
-
-# -- masks that a compiler fuses
-
-
-_ALTERNATING = _signed(0xAAAAAAAAAAAAAAAA)
-
-
-def traced_mask(
-    seed: Tensor,
-    starts: Sequence[Tensor],
-    like: Tensor | None,
-    dims: Sequence[int],
-    size: Sequence[int],
-    whole: Sequence[int],
-    number: int,
-    p: float,
-    dtype: torch.dtype,
-    device: torch.device | None,
-    micro: Sequence[int] = (),
-) -> Tensor:
-    """1 with probability p, else 0; the arguments are those of the operator ``shardwright.mask``."""
-    on = like.device if like is not None else torch.device(device or "cpu")
-    below = round(p * 2**32) - (1 << 31)
-    if abs(below) == 1 << 31:
-        return torch.full(tuple(size), below > 0, dtype=dtype, device=on)
-    seed = seed.to(on)
-    begin = {d: start.reshape(()).to(on) for d, start in zip(dims, starts)}
-    at = torch.zeros((), dtype=torch.int64, device=on)
-    stride = 1
-    for d in range(len(size) - 1, -1, -1):
-        rows, extent = torch.arange(size[d], device=on), whole[d]
-        if d in begin:
-            rows = rows + begin[d]
-        if micro and d == micro[0]:
-            piece = extent // micro[2]
-            rows = rows // piece * (micro[1] * piece) + seed[3] * piece + rows % piece
-            extent *= micro[1]
-        at = at + (rows * stride).reshape((-1,) + (1,) * (len(size) - 1 - d))
-        stride *= extent
-    state, step = _key(seed, number)
-    word = _mixed(state + (at >> 1) * step)
-    half = torch.where((at & 1).bool(), word >> 32, (word << 32) >> 32)
-    return (half < below).expand(tuple(size)).to(dtype)
-
-
-def _key(seed: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """`counter_rng.key`, of the seed and the call in a tensor."""
-    of_call = _mixed(_mixed(seed[0] + _signed(_GOLDEN)) + (seed[1] + 1) * _signed(_GOLDEN))
-    state = _mixed(of_call + _signed((number + 1) * _GOLDEN))
-    step = _mixed(state + _signed(_GOLDEN), _MIX_GAMMA) | 1
-    regular = _ones(step ^ _shifted(step, 1)) < 24
-    return state, torch.where(regular, step ^ _ALTERNATING, step)
-
-
-def _mixed(z: Tensor, rounds: Sequence[tuple[int, int | None]] = _MIX13) -> Tensor:
-    for shift, factor in rounds:
-        z = z ^ _shifted(z, shift)
-        if factor is not None:
-            z = z * _signed(factor)
-    return z
-
-
-def _shifted(z: Tensor, shift: int) -> Tensor:
-    """A shift to the right that fills with zeros: that of signed words copies the sign."""
-    return (z >> shift) & ((1 << 64 - shift) - 1)
-
-
-def _ones(z: Tensor) -> Tensor:
-    """The number of bits that are 1."""
-    z = z - (_shifted(z, 1) & 0x5555555555555555)
-    z = (z & 0x3333333333333333) + (_shifted(z, 2) & 0x3333333333333333)
-    z = (z + _shifted(z, 4)) & 0x0F0F0F0F0F0F0F0F
-    return _shifted(z * 0x0101010101010101, 56)
-
-
-#: Operator -> the function that a compiled program calls in its place.
-TRACED: dict[Hashable, Callable[..., Tensor]] = {torch.ops.shardwright.mask.default: traced_mask}
-
-
-# -- the seed on the device
-
-
-def place_seed(lowered: Lowered, device: torch.device) -> torch.device | None:
-    """Put the starts of a compiled program's masks on its device.
-
-    Returns:
-        The device on which the program takes the seed; None: it takes it in host memory, or draws nothing.
-    """
-    seed = lowered.plan.program.seed
-    if seed is None or device.type == "cpu":
-        return None
-    inputs = [node for node in lowered.nodes if node.op == "placeholder"]
-    readers = next(node for node in inputs if node.meta["instance"].name == seed.name).users
-    if not all(node.target in TRACED for node in readers):
-        return None
-    for mask in readers:
-        for start in mask.args[1]:
-            while start.target is not torch.ops.aten.arange.start_step:
-                (start,) = start.all_input_nodes
-            start.kwargs = {**start.kwargs, "device": device}
-    return device

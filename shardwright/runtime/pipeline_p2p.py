@@ -65,7 +65,8 @@ from ..pipeline.schedules import Action, Schedule
 from ..process import Runtime
 from ..redistribution import digits_value
 from ..torch_private import number_of_groups
-from .compilation import Compilation, place_seed
+from .compilation import Compilation
+from .device_seed import CompiledSeed, trace_random_numbers
 from .distributed.buckets import GradientSums
 from .distributed.collectives import carried
 from .distributed.gradients import of_stage
@@ -518,7 +519,7 @@ def process_pipeline(
     for stage in stages:
         groups = held.groups
         lowered = lower(stage.plan, plan)
-        seed_device = place_seed(lowered, runtime.device) if compiled else None
+        seed = trace_random_numbers(lowered, runtime.device, groups.rank) if compiled else CompiledSeed()
         trained = [name for name, p in parameters.items() if name in lowered.parameters and p.requires_grad]
         schedule = stage.plan.scheduled(not groups.exchanges, fusion, trained, stage=True)
         outside = stage.plan.gathered_once
@@ -529,7 +530,7 @@ def process_pipeline(
         counts = None if stage.counts is None else _counting(lower(stage.counts), held, runtime)
         bodies[stage.number] = StageBody(
             stage,
-            body,
+            seed.around(body),
             {n: leaves[n] for n in lowered.parameters},
             {n: held.buffers[n] for n in lowered.buffers},
             [stage.plan.graph.constants[n].to(runtime.device) for n in lowered.constants],
@@ -538,7 +539,7 @@ def process_pipeline(
             partial(_added, body, groups.rank),
             body.gathers,
             _cut(stage, body),
-            seed_device,
+            seed.device,
         )
     _make_even(runtime)
     link = link_of(plan, runtime.rank, runtime.device, _shapes(plan), getattr(before, "link", None))

@@ -38,6 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import SettingError
+from ..partition.rematerialization import Region
 from ..torch_private import storage_id, top_saved_tensors_hooks, version_of
 from .lowering import Lowered, Node, number_of_result
 from .profile_ranges import AGAIN, RECOMPUTED, gather_text, named_when_profiled, profiling, range_of
@@ -95,17 +96,19 @@ class _Recompute:
     """The recomputation of a region: its nodes in order, and the nodes whose own saved tensors are collected.
 
     Attributes:
+        frees: for each step, the keys of the values that no later step and no `Dropped` needs.
         named: the steps as ranges of a profile.
     """
 
     steps: tuple[tuple[Hashable, Step], ...]
     own: frozenset[Hashable]
+    frees: tuple[tuple[Hashable, ...], ...]
     named: Callable[[], tuple[tuple[Hashable, Step], ...]]
 
     def __call__(self, env: dict[Hashable, Any]) -> tuple[dict[Hashable, Any], dict[Hashable, list[Tensor]]]:
         own: dict[Hashable, list[Tensor]] = {}
         with torch.enable_grad():  # some operators compute differently without it
-            for key, step in self.named() if profiling() else self.steps:
+            for (key, step), frees in zip(self.named() if profiling() else self.steps, self.frees, strict=True):
                 if key in self.own:
                     packed: list[Tensor] = []
                     # Detached: an output's graph would hold the output.
@@ -115,6 +118,9 @@ class _Recompute:
                 else:
                     made = step(env)
                 env[key] = _leaves(made, {})
+                del made  # its graph has saved tensors
+                for unused in frees:
+                    env.pop(unused, None)
         return env, own
 
 
@@ -372,6 +378,18 @@ class LoweredRegions(Generic[Key]):
             for text, (key, step) in zip(texts, steps)
         )
 
+    def _frees(self, region: Region, nodes: Sequence[Node]) -> tuple[tuple[Key, ...], ...]:
+        """For each node of a region's recomputation, the keys of the values that nothing needs after it."""
+        dropped = {self.key(self.values[name]) for name in region.dropped}
+        last: dict[Key, int] = {}
+        for place, node in enumerate(nodes):
+            last.update((self.key(read), place) for read in (*node.all_input_nodes, node))
+        out: list[list[Key]] = [[] for _ in nodes]
+        for key, place in last.items():
+            if key not in dropped:
+                out[place].append(key)
+        return tuple(map(tuple, out))
+
     def recomputation(self, step: Callable[[Node], Step]) -> Callable[[], list[RegionRun]]:
         """A function that begins a call and returns a `RegionRun` for each region.
 
@@ -383,7 +401,7 @@ class LoweredRegions(Generic[Key]):
             nodes = [n for i in region.recompute_set for n in self.nodes[i]]
             steps = tuple((self.key(n), step(n)) for n in nodes)
             own = frozenset(self.key(self.nodes[i][0]) for i in region.own)
-            made.append(_Recompute(steps, own, partial(self._named, nodes, steps)))
+            made.append(_Recompute(steps, own, self._frees(region, nodes), partial(self._named, nodes, steps)))
         lent = [
             (k, self.key(self.values[n]), other)
             for k, region in enumerate(self.regions)

@@ -28,8 +28,9 @@ from ..pipeline.pipeline_plan import PipelinePlan
 from ..process import Runtime, stream
 from ..pytree_objects import closed, holds_objects
 from ..sharded_plan import Plan
-from .compilation import Compilation, keep_in_place, place_seed
+from .compilation import Compilation, keep_in_place
 from .deferred_init import materialize, put_in_place
+from .device_seed import CompiledSeed, trace_random_numbers
 from .distributed.parameter_hooks import with_rank_dim
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lowering import Lowered, lower
@@ -50,6 +51,7 @@ class StepProgram:
     Attributes:
         plan: the plan.
         body: the runtime's own program: `SingleDeviceExecutor`, `LocalExecutor` or `RankExecutor`.
+        run: the same, or a function that seeds a generator before it.
         held: the parameters of the processes runtime, for the model's next program; None in the local one.
         exact: True where random numbers belong to positions of whole tensors; False where they belong to operators
             and slices.
@@ -70,6 +72,7 @@ class StepProgram:
         seed_device: torch.device | None = None,
     ) -> None:
         self.plan, self.body, self.held, self.exact = plan, body, held, True
+        self.run = body
         self.begin: Callable[[], None] | None = None
         self.guards, self.effects = Guards((), ()), Effects()
         self._draws = plan.program.seed is not None
@@ -105,7 +108,7 @@ class StepProgram:
             seed = stream.draw(self.exact)
             tensors.insert(0, seed if self._seed_device is None else seed.to(self._seed_device, non_blocking=True))
         with step_range(self.plan, self.held):
-            made = self.body(*self._state, *tensors)
+            made = self.run(*self._state, *tensors)
         if self._sole and not self._updated:
             return _wrapper(made[0], self._handings[0])  # most often the loss: no tree to build
         results = iter(made)
@@ -175,10 +178,12 @@ def make_program(
     lowered = lower(plan)
     single = plan.devices == 1 and (compiled or not plan.regions)
     of_ranks = runtime.processes and plan.devices > 1
-    seed_device = place_seed(lowered, runtime.device) if compiled and (single or of_ranks) else None
+    seed = CompiledSeed()
+    if compiled and (single or of_ranks):
+        seed = trace_random_numbers(lowered, runtime.device, runtime.rank if of_ranks else 0)
     if of_ranks:
         return _on_processes(
-            lowered, holder, runtime, gradients_mean, before, fusion, accumulation, broadcast, compiled, seed_device
+            lowered, holder, runtime, gradients_mean, before, fusion, accumulation, broadcast, compiled, seed
         )
     if before is None:
         materialize(holder, lambda name, old, whole: whole, runtime.device, real=False)
@@ -191,7 +196,9 @@ def make_program(
             stacklevel=stack_level(),
         )
     body = SingleDeviceExecutor(lowered, compiled) if single else LocalExecutor(lowered)
-    return StepProgram(plan, body, state, [named[n] for n in lowered.updates], device=moved, seed_device=seed_device)
+    made = StepProgram(plan, body, state, [named[n] for n in lowered.updates], device=moved, seed_device=seed.device)
+    made.run = seed.around(body)
+    return made
 
 
 def _move(holder: nn.Module, device: torch.device) -> None:
@@ -211,7 +218,7 @@ def _on_processes(
     accumulation: Accumulation,
     broadcast: bool,
     compiled: Compilation | None,
-    seed_device: torch.device | None,
+    seed: CompiledSeed,
 ) -> StepProgram:
     # DTensor and the rest take a second to import: a program that runs in one process does without.
     from .distributed.agreement import counted  # noqa: PLC0415  processes alone use it
@@ -253,7 +260,7 @@ def _on_processes(
         held,
         runtime.device,
         gradients_mean and (plan.input_placement.per_rank_batch or plan.own is not None),
-        seed_device,
+        seed.device,
     )
-    program.begin = counted(plan)
+    program.begin, program.run = counted(plan), seed.around(body)
     return program

@@ -45,7 +45,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..errors import PlanError
-from ..garbage_collection import gc_paused
+from ..garbage_collection import gc_paused, roomy_stack
 from ..identity import IdentitySet
 from .anytime import GRACE, bounded, descend, eliminated, wide, within
 from .cutting_planes import LeastMemory, Searched, costless, leanest_by_prices, priced_search, swept_leanest
@@ -543,6 +543,7 @@ def solve(problem: Problem, *, seconds: float | None = None, merge: bool = False
             raise PlanError(f"no assignment of strategies was found: {error}", legal="a larger search_memory") from None
 
 
+@roomy_stack
 @gc_paused()
 def _solve(problem: Problem, seconds: float | None, merge: bool, gap: float) -> Solution:
     notes = []

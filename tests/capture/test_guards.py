@@ -349,5 +349,5 @@ def test_an_observation_takes_no_object_for_an_earlier_one_of_the_same_id() -> N
     for number in range(20):
         seen._found(reader([number]), "net.function")
         seen._found(Plain(), "net.plain")
-    assert len(seen.reads) == 20  # the cell of each function
-    assert sum(kept.path == "net.plain" for kept in seen._spaces) == 20
+    assert sum(place.key == "held" for place in seen.reads.values()) == 20  # the cell of each function
+    assert sum(kept.path == "net.plain" for kept in seen._spaces.values()) == 20

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.cli import doctor_command, main
+from shardwright.cli import doctor_command, library_imports, main
 from shardwright.cli.doctor_command import Finding, within
 
 Usage = namedtuple("Usage", "total used free")
@@ -145,6 +145,36 @@ def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, capsys
     assert only(found, "torch").state == "problem" and not [one for one in found if one.area == "devices"]
     assert only(found, "ports").state == "ok"
     assert list(doctor_command.collectives()) == []
+
+
+def a_library(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed library of one file."""
+    (folder / f"{name}.py").write_text(text)
+    (folder / f"{name}-1.2.dist-info").mkdir()
+    (folder / f"{name}-1.2.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_libraries_are_imported_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_library(tmp_path, "fits_here", "import torch", monkeypatch)
+    wrapped = "try:\n    raise RuntimeError('operator torchvision::nms does not exist')\n"
+    wrapped += "except RuntimeError as e:\n    raise ImportError('Could not import') from e"
+    a_library(tmp_path, "wraps_it", wrapped, monkeypatch)
+    a_library(tmp_path, "ends_it", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", monkeypatch)
+    names = {name: name for name in ("fits_here", "wraps_it", "ends_it")}
+    monkeypatch.setattr(library_imports, "IMPORTED", names | {"not_there": "not_there"})
+    found = list(doctor_command.imports())
+    assert only(found, "imports").found == "fits_here" and only(found, "imports").state == "ok"
+    wraps, ends = only(found, "import wraps_it"), only(found, "import ends_it")
+    assert wraps.state == ends.state == "warning"
+    assert "operator torchvision::nms does not exist" in wraps.found and "another torch" in wraps.mend
+    assert "install both from one index" in wraps.mend and "SIGSEGV" in ends.found and "uninstall ends_it" in ends.mend
+    assert not set(names) & set(sys.modules), "nothing is imported here"
+
+
+def test_quick_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_command, "imports", raises(AssertionError("imports")))
+    assert only(doctor_command.findings(quick=True), "torch").state == "ok"
 
 
 @pytest.mark.parametrize(("mine", "state"), [("3.9.2", "problem"), ("3.10.1", "ok"), ("3.99.0", "warning")])

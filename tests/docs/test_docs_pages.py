@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from doc_pages import PYTHON, RUN, anchors, broken_links, links, run
+import torch
+from doc_pages import PYTHON, RUN, anchors, broken_links, commands_of, links, recorded_differences, run, shown
 from paths import DOCS, ROOT
 
 import shardwright as sw
 from shardwright import errors
+from shardwright.cli.main import main as cli
 from shardwright.planners.planning_problem import PLANNERS
 from shardwright.rules import registry
 
@@ -25,6 +28,36 @@ LIBRARIES = ("hugging_face", "accelerate", "lightning")
 TAUGHT = [
     page for folder in ("learn", "how-to", "reference", "understand") for page in sorted((DOCS / folder).glob("*.md"))
 ]
+STARTS = [ROOT / "README.md", DOCS / "index.md", DOCS / "what-is-there.md"]
+#: The begin of a block that does not run.
+BLOCK = re.compile(r"^ *```(?:py|sh|text|json|diff)\n", re.MULTILINE)
+
+ELSEWHERE = "another library's code, beside ours"
+PRINTED = "printed on another machine, or after a failure; a test of the command or the message has its form"
+SHELL = "for a shell, a launcher or a scheduler; tests/launch and tests/cli run these"
+#: The blocks that do not run, by page: their number, and the reason.
+NOT_RUN = {
+    "README.md": (4, "a pretrained model; a picture and a line that other tests compare; make"),
+    "docs/how-to/cluster-file.md": (1, SHELL),
+    "docs/how-to/doctor.md": (1, PRINTED),
+    "docs/how-to/from-dtensor.md": (1, ELSEWHERE),
+    "docs/how-to/from-fsdp2.md": (1, ELSEWHERE),
+    "docs/how-to/from-jax.md": (1, ELSEWHERE),
+    "docs/how-to/hugging-face.md": (3, "compared with what was recorded; commands that take half a minute"),
+    "docs/how-to/long-work.md": (3, PRINTED),
+    "docs/how-to/read-a-profile.md": (4, PRINTED),
+    "docs/how-to/rehearse.md": (1, PRINTED),
+    "docs/how-to/slurm.md": (1, SHELL),
+    "docs/learn/checkpoints.md": (1, PRINTED),
+    "docs/learn/five-minutes.md": (2, SHELL),
+    "docs/learn/many-hosts.md": (3, PRINTED),
+    "docs/learn/pipelines.md": (1, "columns are left out of a table"),
+    "docs/learn/search.md": (1, "a search of two minutes; tests/cli plans GPT-3"),
+    "docs/reference/commands.md": (1, SHELL),
+    "docs/reference/files.md": (2, "settings of an editor, and a file that test_schemas reads"),
+    "docs/understand/examples.md": (3, "compared with what the examples print, in tests/examples"),
+    "docs/understand/index.md": (1, "a picture"),
+}
 
 
 def named(page: Path) -> str:
@@ -39,7 +72,7 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    "page", [p for p in [*TAUGHT, ROOT / "README.md"] if RUN.search(p.read_text(encoding="utf-8"))], ids=named
+    "page", [p for p in [*TAUGHT, *STARTS] if RUN.search(p.read_text(encoding="utf-8"))], ids=named
 )
 @pytest.mark.filterwarnings("ignore")
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +86,11 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     finally:
         PLANNERS.clear()
         PLANNERS.update(before)
+
+
+def test_blocks_that_do_not_run_are_listed_with_a_reason() -> None:
+    counts = {named(page): len(BLOCK.findall(page.read_text(encoding="utf-8"))) for page in [*TAUGHT, *STARTS]}
+    assert {name: count for name, count in counts.items() if count} == {name: n for name, (n, _) in NOT_RUN.items()}
 
 
 def test_a_learn_page_has_code_that_runs() -> None:
@@ -90,6 +128,49 @@ def test_a_block_that_is_wrong_is_found(block: str, found: str, tmp_path: Path) 
     page.write_text(f"# Page\n\n{block}\n")
     with pytest.raises((AssertionError, ValueError), match=found):
         run(page)
+
+
+def test_commands_that_take_long_are_shown_as_they_were_recorded() -> None:
+    pages = [page for page in PAGES if shown(page)]
+    records = {page: DOCS / "recorded" / f"{page.stem}.txt" for page in pages}
+    assert [named(page) for page, record in records.items() if not record.exists()] == []
+    assert {
+        named(page): found for page, record in records.items() if (found := recorded_differences(page, record))
+    } == {}
+
+
+def test_a_figure_that_was_not_recorded_is_found(tmp_path: Path) -> None:
+    page, record = tmp_path / "page.md", tmp_path / "page.txt"
+    page.write_text(
+        "# Page\n\n```text\n$ shardwright plan a.py\n...\na step takes 2 ms\n$ shardwright explain b\n```\n"
+    )
+    record.write_text("$ shardwright plan a.py\nplan\na step takes 1 ms\n")
+    assert recorded_differences(page, record) == ["shardwright plan a.py", "shardwright explain b"]
+    record.write_text("$ shardwright plan a.py\nplan\na step takes 2 ms\n$ shardwright explain b\n")
+    assert recorded_differences(page, record) == []
+
+
+@pytest.mark.long
+def test_the_large_model_of_a_page_is_planned_as_it_was_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page's own code with two layers: its parameters are bfloat16, and its plan costs what the record says. Where
+    it does not, all figures of the page are to be recorded again (docs/recorded)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    text = (DOCS / "how-to" / "hugging-face.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n# file: llama8b.py\n(.*?)```", text, re.DOTALL)
+    assert "num_hidden_layers=32" in code
+    Path("llama2.py").write_text(code.replace("num_hidden_layers=32", "num_hidden_layers=2"))
+    with torch.device("meta"):
+        net = importlib.import_module("llama2").build()["net"]
+    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+    words = ["llama2.py:build", "--devices", "8", "--cluster", "h100x8", "--hsdp", "level3"]
+    assert cli(["plan", *words]) == 0
+    (step,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a step takes")]
+    known = dict(commands_of((DOCS / "recorded" / "hugging-face.txt").read_text(encoding="utf-8")))
+    assert step in known[" ".join(["shardwright", "plan", *words])]
 
 
 def test_every_page_is_in_a_list_of_contents() -> None:
@@ -160,6 +241,41 @@ def test_pictures_are_those_of_the_program(monkeypatch: pytest.MonkeyPatch) -> N
     assert {path for path, text in made.items() if path.read_text(encoding="utf-8") != text} == set(), (
         "python docs/pictures.py"
     )
+
+
+#: A figure with a unit, and paragraphs that name the script that measures theirs.
+FIGURE = re.compile(r"(?<![\w.])([\d,]*\d(?:\.\d+)?) (?:s|ms|us|seconds|minutes?|MB|GB|%|times|damages|kinds)\b")
+
+
+def unmeasured(text: str, kept: str) -> list[str]:
+    """The figures of paragraphs that name a script of benchmarks/ and do not stand where figures are kept."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    measured = [part for part in prose.split("\n\n") if "benchmarks/" in part and "--seconds" not in part]
+    numbers = [number for part in measured for number in FIGURE.findall(part.replace("\n", " "))]
+    return [number for number in numbers if not re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", kept)]
+
+
+def test_figures_of_pages_are_measured() -> None:
+    """Each stands where the scripts' figures are kept, as those of the README do."""
+    kept = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    pages = [page for folder in ("learn", "how-to", "understand") for page in sorted((DOCS / folder).glob("*.md"))]
+    texts = {named(page): page.read_text(encoding="utf-8") for page in pages}
+    assert sum(bool(FIGURE.search(text)) and "benchmarks/" in text for text in texts.values()) > 1
+    assert {name: found for name, text in texts.items() if (found := unmeasured(text, kept))} == {}
+    assert unmeasured("It takes 17 s (`benchmarks/a.py`), or 13 s.", "13 s") == ["17"]
+
+
+def test_pictures_of_reports_show_the_page_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest of each page is that of its picture; another torch may plan otherwise."""
+    monkeypatch.setattr(sys, "path", [str(DOCS), *sys.path])
+    pictures = importlib.import_module("pictures")
+    known = json.loads((pictures.REPORTS / "reports.json").read_text(encoding="utf-8"))
+    shown = pictures.reports()
+    assert set(known["pages"]) == set(shown) == {path.stem for path in pictures.REPORTS.glob("report*.png")}
+    if known["torch"] == torch.__version__.partition("+")[0]:
+        assert known["pages"] == pictures.digests(shown), "python docs/pictures.py --report"
+    changed = {name: each._replace(text=f"{each.text} ") for name, each in shown.items()}
+    assert not set(pictures.digests(changed).values()) & set(pictures.digests(shown).values())
 
 
 def test_figures_of_the_readme_are_measured() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from paths import DOCS, ROOT
+
+sys.path.insert(0, str(DOCS))
+import browser
 
 GENERATOR = ("sphinx", "myst_parser", "furo")
 MISSING = [name for name in GENERATOR if importlib.util.find_spec(name) is None]
@@ -29,6 +34,15 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0 and not done.stderr.strip(), done.stderr
     names = (tmp_path / "html" / "reference" / "names.html").read_text(encoding="utf-8")
     assert 'id="shardwright.AutoParallel.hsdp"' in names and 'id="shardwright.plan"' in names
+    signature = re.sub("<[^>]*>", "", names.split('id="shardwright.init"')[1].split("</dt>")[0])
+    assert "timeout: float | None = None" in " ".join(html.unescape(signature).split()), "signatures have types"
+    start = (tmp_path / "html" / "index.html").read_text(encoding="utf-8")
+    assert "report.png" in start and "toctree-l2" not in start.split("<article")[1], "a picture, and its links once"
+    if browser.found is not None:
+        with browser.Browser() as opened:
+            opened.open(tmp_path / "html" / "reference" / "names.html", 1300)
+            wide = "[...document.querySelectorAll('pre')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
+            assert opened.value(wide) == 0, "code is as wide as the column"
     assert "--comm-memory" in (tmp_path / "html" / "reference" / "commands.html").read_text(encoding="utf-8")
     # Pages need no network: styles, scripts and pictures are in the folder.
     for page in (tmp_path / "html").rglob("*.html"):

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 import pytest
-from paths import DOCS
+from paths import DOCS, ROOT
 
 import shardwright as sw
 
@@ -166,3 +166,50 @@ def test_a_gap_is_found(text: str, lacks: list[str]) -> None:
 
     double.__doc__ = text
     assert lacking(double) == lacks
+
+
+def test_texts_of_the_reference_name_no_module_of_the_inside() -> None:
+    """A reader cannot look there. The public modules, those for other loops, and names of the docstring's own stay."""
+    inside = {
+        str(path.relative_to(ROOT / "shardwright").with_suffix("")).replace("/", ".")
+        for path in (ROOT / "shardwright").rglob("*.py")
+        if "/" in str(path.relative_to(ROOT / "shardwright")) and "integrations" not in path.parts
+    }
+    texts = {name: inspect.getdoc(value) or "" for name, value in functions()}
+    texts |= {f"{owner}.{member}": inspect.getdoc(value) or "" for owner, member, value in members()}
+    texts |= {name: inspect.getdoc(generated.public(name)) or "" for name in LISTED}
+    named = {
+        name: [word for word in re.findall(r"`([\w.]+)`", text) if {word, word.rpartition(".")[0]} & inside]
+        for name, text in texts.items()
+    }
+    assert {name: words for name, words in named.items() if words} == {}
+
+
+def test_every_argument_of_the_reference_has_a_type() -> None:
+    """Signatures on the page hold them."""
+    untyped = [
+        f"{name}.{each.name}"
+        for name, function in functions()
+        for each in inspect.signature(function).parameters.values()
+        if each.annotation is each.empty and each.name not in ("self", "cls")
+    ]
+    assert untyped == []
+
+
+#: Words of quantities in the text of an argument, and the units or forms of which one stands beside them.
+QUANTITIES = {
+    r"\btimeout\b|\bseconds?\b": r"second|\bs\b|minutes?",
+    r"\bmemory\b(?=[:,])": r"byte|GB|limit|memory",
+    r"\bshapes?\b(?=[:,])": r"dim|shape|whole|size|tensor",
+}
+
+
+def test_quantities_of_the_reference_have_units() -> None:
+    found = []
+    for name, value in functions():
+        for line in sections(value).get("Args", "").splitlines():
+            argument, _, text = line.strip().partition(":")
+            for word, unit in QUANTITIES.items():
+                if re.search(word, f"{argument}:") and text and not re.search(rf"{unit}|as for", text):
+                    found.append(f"{name}({argument}):{text}")
+    assert found == []

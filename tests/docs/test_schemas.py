@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoint_runs import trained
 from document_schemas import FORMATS, faults, validator
 from mutations import places
@@ -115,6 +116,32 @@ def test_a_checkpoint_is_valid(whole: bool, tmp_path: Path) -> None:
     path = sw.save_checkpoint(model, optimizer, tmp_path, step=1, integrated_save=whole).wait()
     assert valid("manifest", (path / "manifest.json").read_text())
     assert valid("plan", (path / "plan.json").read_text())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_schema_has_a_name_of_its_own(name: str) -> None:
+    names = [validator(each).schema["$id"] for each in FORMATS]
+    assert len(set(names)) == len(FORMATS) and all(each.startswith("urn:shardwright:schema:") for each in names)
+    assert bool(faults(name, {"$schema": 1})) and any("schema" in fault for fault in faults(name, {"$schema": 1}))
+
+
+def test_a_file_may_name_its_schema(tmp_path: Path) -> None:
+    """Readers of edited files leave the field out; another value than a text, and other fields, are errors."""
+    cluster = tmp_path / "a.cluster.json"
+    written_cluster = Cluster.of("h100x8").to_dict()
+    cluster.write_text(json.dumps({"$schema": "./cluster.schema.json", **written_cluster}))
+    assert Cluster.load(cluster) == Cluster.of("h100x8") and faults("cluster", json.loads(cluster.read_text())) == []
+    for wrong in ({"$schema": 1}, {"$comment": "x"}):
+        cluster.write_text(json.dumps({**wrong, **written_cluster}))
+        with pytest.raises(ShardwrightError):
+            Cluster.load(cluster)
+        assert faults("cluster", json.loads(cluster.read_text()))
+    plan = sw.plan(torch.nn.Linear(8, 8), (torch.ones(4, 8),), devices=4, parallel_mode="data_parallel")
+    plan.save(tmp_path / "a.plan.json")
+    text = (tmp_path / "a.plan.json").read_text()
+    (tmp_path / "b.plan.json").write_text(text.replace("{", '{"$schema": "plan.schema.json",', 1))
+    assert sw.Plan.load(tmp_path / "b.plan.json").fingerprint == plan.fingerprint
+    assert faults("plan", json.loads((tmp_path / "b.plan.json").read_text())) == []
 
 
 # -- changed documents: refused by the schema where the reader refuses them --------------------------------------------

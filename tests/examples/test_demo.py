@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import re
+import shlex
 import sys
 from pathlib import Path
+from unittest import mock
 
 import demo
 import pytest
 import torch
 from gpt import GPT
+
+from shardwright.cli.main import build_parser
 
 PAGE = Path(demo.__file__).parent.parent / "docs" / "understand" / "examples.md"
 
@@ -32,6 +36,36 @@ def test_it_ends_with_the_losses_the_bytes_and_the_peak(printed: str) -> None:
     eight, one = map(float, re.findall(r"(\d+\.\d) MiB(?: a device \(|\))", printed))
     assert 0 < eight < one / 4
     assert re.search(r"step 3 of 3 \S+ loss (\d\.\d{8}) on one, \1 on eight", printed)
+
+
+def test_its_bars_add_up_to_the_peak(printed: str) -> None:
+    bars = re.findall(r"^ *(?:one device|each of 8)\s.*?([\d.]+) MiB *$", printed, re.MULTILINE)
+    eight, one = re.findall(r"(\d+\.\d) MiB(?: a device \(|\))", printed)
+    assert bars == [one, eight]
+
+
+def test_the_next_commands_are_those_of_the_command_line(printed: str) -> None:
+    """Each is parsed by its own command; the files that they name are there, or made by the first one."""
+    listed = [
+        line.split("shardwright ", 1)[1] for line in printed.split("Next:")[1].splitlines() if "shardwright " in line
+    ]
+    assert listed == [command.removeprefix("shardwright ") for command in demo.NEXT] and len(listed) == 3
+    for command in listed:
+        arguments = build_parser().parse_args(shlex.split(command))
+        named = [word for word in shlex.split(command) if word.endswith(".py")]
+        assert arguments.func and all((PAGE.parent.parent.parent / word).is_file() for word in named)
+
+
+def test_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No clock: 40 steps by default, each model captured once, each step one call of each model."""
+    calls: list[int] = []
+    step = demo.Training.step
+    monkeypatch.setattr(demo.Training, "step", lambda self, *batch: calls.append(1) or step(self, *batch))
+    monkeypatch.setattr(demo, "BATCH", 8)
+    with mock.patch.object(sys, "stdout", io.StringIO()):
+        assert demo.main(["--steps", "2"]) == 0
+    assert len(calls) == 4
+    assert "default=40" in Path(demo.__file__).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

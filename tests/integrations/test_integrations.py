@@ -147,7 +147,7 @@ def test_monitors_write_lines_of_rank_0(ours: list[dict[str, Any]], library: str
         assert rates["samples"] / rates["steps"] == pytest.approx(rows, rel=0.05)
         assert ("tokens" in rates) == (library == "trainer")
         assert " loss " in line and " computation  " in line and " exposed communication  " in line
-        assert " of the peak of h100x8, which is assumed" in line and " resident" in line
+        assert "peak of" not in line and " resident" in line  # on a CPU, without a named cluster
 
 
 def test_a_schedule_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -29,13 +29,15 @@ ON_RANKS = (
     "cli/",
     "process.py",
     "ops.py",
-    "torch_private.py",
+    "torch_private/",
     "pipeline/schedules.py",
 )  # takes the orders of torch's own schedules; needs no process group
 #: Files that read or set variables of the environment. `launch.environment` says what they mean.
 OF_ENVIRONMENT = {
+    "capture/observed/stand_ins.py",  # records what the forward of a model reads and sets
     "launch/run.py",
     "launch/agent.py",
+    "launch/device_choice.py",
     "process.py",
     "launch/progress.py",
     "cli/doctor_command.py",

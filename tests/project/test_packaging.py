@@ -92,6 +92,9 @@ def test_its_page_in_a_registry(wheel: zipfile.ZipFile) -> None:
     for target in re.findall(r'<a href="([^"]*)"', page):
         assert target.startswith(("https://", "#")), target
     shown = [re.sub("<[^>]*>", "", block) for block in re.findall(r"<pre.*?</pre>", page, re.S)]
+    text = message.get_payload(decode=True).decode()
+    assert "`docs/models.md`" in text and "(docs/models.md)" not in text, "links to files are plain code there"
+    assert "[docs/models.md](docs/models.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
     picture = drawn((ROOT / "docs" / "pipeline.svg").read_text())
     assert picture.count("▓") > 100 and any(picture in block for block in shown)
 
@@ -130,3 +133,27 @@ def test_the_demands_of_tests_leave_torch_alone() -> None:
             0,
             128,
         )  # 128: no git
+
+
+@pytest.mark.long
+def test_an_environment_imports_a_torchvision_that_does_not_fit(tmp_path: Path) -> None:
+    """The lines of `make venv` that come after the installation, run on an environment of its own which sees the
+    packages of this one."""
+    own = {n: v for n, v in os.environ.items() if n not in ("MAKEFLAGS", "MAKEOVERRIDES", "TORCH", "PYTHONPATH")}
+    said = subprocess.run(["make", "-n", "-B", "venv"], cwd=ROOT, env=own, capture_output=True, text=True, check=True)
+    rule = (
+        ".venv/bin/python -c 'import torchvision'" + said.stdout.split(".venv/bin/python -c 'import torchvision'", 1)[1]
+    )
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    ask = [venv / "bin" / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = Path(subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip())
+    (packages / "seen.pth").write_text(str(Path(pytest.__file__).parent.parent) + "\n")
+    (venv / "torch.txt").write_text("torch==0")
+    plain = [venv / "bin" / "python", "-c", "import torchvision"]
+    fits = subprocess.run(plain, env=own, capture_output=True).returncode == 0
+    command = rule.partition("touch ")[0].replace(".venv/", f"{venv}/")
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, env=own, capture_output=True, text=True)
+    assert ("its own operators (nms) have names here, and do not run" in done.stdout) is not fits, done
+    assert subprocess.run(plain, env=own, capture_output=True).returncode == 0
+    assert (packages / "torchvision_operators.pth").exists() is not fits

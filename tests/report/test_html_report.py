@@ -4,38 +4,38 @@ Values as a notebook shows them: tables and pictures that say what the value is.
 
 from __future__ import annotations
 
-import json
+import math
 import re
-import shutil
-import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
-import gpt
-import language
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from paths import EXAMPLES
+from paths import DOCS, EXAMPLES
 from pipeline_networks import Chain, setting
 from torch import nn
 
 import shardwright as sw
 from shardwright.cluster import Cluster
 from shardwright.operator_explanation import seconds_of
-from shardwright.report import html_report
-from shardwright.report.format import size_text, time_text
-from shardwright.report.html_elements import SlicePictures, html_table
+from shardwright.report import html_report, report_content
+from shardwright.report.format import count_text, size_text, time_text
+from shardwright.report.html_elements import Branch, Grid, Leaf, SlicePictures, gathered, html_table, unfolded
 from shardwright.report.html_report import page
 from shardwright.report.operator_names import OperatorNames
 
+sys.path[:0] = [str(EXAMPLES), str(DOCS)]
+import browser
+import gpt
+import language
+
 # -- the page
-
-
-sys.path.insert(0, str(EXAMPLES))
 
 
 def gpt_plan(mode: str = "semi_auto", layers: int = 3, devices: int = 8, **how: object) -> sw.Plan:
@@ -126,7 +126,65 @@ def test_alternatives_of_the_dearest_operators(plan: sw.Plan) -> None:
     explained = [part for part in text.split('<details class="op"')[1:] if "are not priced here" not in part]
     dearest = max(OperatorNames(plan).decisions, key=lambda name: plan.price.by_operator.get(name, 0.0))
     assert len(explained) == 1 and dearest in explained[0]
-    assert "are not priced here: shardwright explain plan.json" in page([plan], explain=0)
+    assert "are not priced here: plan.explain(" in page([plan], explain=0)
+    of_a_file = page([plan], ["folder/edited.json"], explain=0)
+    assert "are not priced here: shardwright explain folder/edited.json blocks.0.up prices" in of_a_file
+
+
+def test_alternatives_of_a_large_plan_are_priced_without_a_search(
+    plan: sw.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_content, "CHEAP", 1)
+    monkeypatch.setattr(report_content, "explained", None)  # a search
+    explained = [part for part in page([plan]).split('<details class="op"')[1:] if "are not priced here" not in part]
+    assert len(explained) == 3
+    assert all(re.search(r"(next best|better): .* a step if nothing else changes", part) for part in explained)
+    assert all('data-head="alone"' in part and "plan.explain(" in part for part in explained)
+
+
+def test_layers_that_are_split_alike_keep_their_lines(monkeypatch: pytest.MonkeyPatch, plan: sw.Plan) -> None:
+    """Two parts of unlike layers may read the same, and parts are indented."""
+    lines = ["layer 0: in parts", "    up: data 8", "layer 1: in parts", "    up: data 8"]
+    monkeypatch.setattr(report_content, "describe", lambda plan: SimpleNamespace(body=lambda: lines, headline="plan"))
+    text = page([plan], explain=0)
+    assert text.count("up: data 8") == 2 and text.count('style="--in:4"') == 2
+
+
+def test_no_sum_of_seconds_is_a_rounding_error() -> None:
+    assert report_content._rest(0.1 + 0.2, 0.3) == 0.0 and report_content._rest(1.0, 0.25) == 0.75
+    for mode in ("semi_auto", "data_parallel"):
+        text = re.sub(r"<script.*", "", page([gpt_plan(mode)], explain=0), flags=re.DOTALL)
+        assert not re.search(r"\de-\d+ (s|ms|us)\b", text)
+
+
+def test_a_sentence_stands_once(plan: sw.Plan) -> None:
+    found = Page(page([plan], explain=0))
+    said = Counter(" ".join("".join(text).split()) for tag, _, text in found.elements if tag in ("p", "text"))
+    assert not [line for line, times in said.items() if times > 1 and line.count(" ") > 5 and "layout [" not in line]
+
+
+def test_the_page_counts_operators_as_the_plan_does(plan: sw.Plan) -> None:
+    made = sw.plan(nn.Linear(8, 8), (torch.ones(4, 8),), devices=4, parallel_mode="data_parallel")
+    for each in (plan, made):
+        stats = Page(page([each], explain=0)).with_attribute("data-stat")
+        assert stats["operators"].startswith(f"operators{len(each.decisions):,}")
+        assert f"{len(each.decisions)} operators" in repr(each)
+
+
+def test_large_numbers_are_short() -> None:
+    assert [count_text(n) for n in (999_999, 8_030_261_376, 1_200_000)] == ["999,999", "8.03 billion", "1.2 million"]
+
+
+def test_operators_without_a_cost_share_a_row() -> None:
+    leaf = lambda title, part, sent=0: Leaf(
+        title, title, (title,), "", "", "", "", (part,), part, (sent,), "", (), False, None, Grid((), ()), None, (), ()
+    )
+    costs, sends, a, b = leaf("mul", 0.9), leaf("send", 0.0, 8), leaf("view", 0.0), leaf("view#1", 0.0)
+    inner = Branch("model", inside=[a, costs, b, sends])
+    tree = unfolded(gathered(Branch("", inside=[inner, leaf("relu", 0.1)])))
+    (model, relu) = tree.inside
+    assert model.open and [each.title for each in model.inside[:2]] == ["mul", "send"] and relu.title == "relu"
+    assert model.inside[2].small and not model.inside[2].open and model.inside[2].inside == [a, b]
 
 
 class Hostile(nn.Module):
@@ -157,9 +215,11 @@ def test_two_plans_and_pipelines(plan: sw.Plan, tmp_path: Path) -> None:
     other = gpt_plan("data_parallel")
     found = Page(page([plan, other], ["a.json", "b.json"]))
     heads = ["".join(text) for tag, _, text in found.elements if tag == "h2"]
-    assert [head.partition(":")[0] for head in heads] == ["a.json", "b.json"]
+    assert [head.partition(":")[0] for head in heads[1:]] == ["a.json", "b.json"]
     (difference,) = ["".join(text) for _, given, text in found.elements if given.get("id") == "difference"]
     assert "mode: semi_auto -> data_parallel" in difference
+    places = [given.get("id") or tag for tag, given, _ in found.elements if tag == "main" or given.get("id")]
+    assert places.index("difference") < places.index("main"), "the difference comes first"
     how = {"pipeline": setting("zbv", 4), "hsdp": {"threshold": 0}}
     staged = sw.plan(
         Chain(),
@@ -222,49 +282,17 @@ def test_devices_of_one_colour_hold_one_slice(data: st.DataObject) -> None:
 
 # -- in a browser ------------------------------------------------------------------------------------------------------
 
-#: Appended to the page: what a reader does, and what is there then.
-DRIVE = """<script>
-const seen = {};
-const shown = part => [...document.querySelectorAll(part)].filter(e => e.checkVisibility()).length;
-seen.width = innerWidth; seen.wide = document.documentElement.scrollWidth;
-seen.back = getComputedStyle(document.body).backgroundColor;
-seen.folded = shown(".op"); seen.all = document.querySelectorAll(".op").length;
-search.value = "mlp_or_nothing"; search.dispatchEvent(new Event("input")); seen.none = shown(".op");
-search.value = WORD; search.dispatchEvent(new Event("input")); seen.found = shown(".op"); seen.says = found.textContent;
-search.value = ""; search.dispatchEvent(new Event("input")); seen.again = shown(".op");
-const module = document.querySelector(".module"); module.open = true; seen.unfolded = shown(".op");
-const picture = document.querySelector("svg.slices");
-for (let e = picture; e; e = e.parentElement) if (e.tagName === "DETAILS") e.open = true;
-picture.focus(); seen.focus = document.activeElement === picture; seen.tip = tip.hidden ? "" : tip.textContent;
-const press = key => document.dispatchEvent(new KeyboardEvent("keydown", {key, cancelable: true}));
-press("ArrowRight"); press("ArrowRight"); seen.second = tip.textContent;
-press("ArrowLeft"); press("ArrowLeft"); seen.last = tip.textContent;
-const frame = picture.getBoundingClientRect(), [x, y] = at(picture.dataset.mesh.split(",").map(Number), 5);
-const move = x => picture.dispatchEvent(
-  new MouseEvent("mousemove", {bubbles: true, clientX: frame.left + x, clientY: frame.top + y + 3}));
-move(x + 3); seen.pointed = tip.textContent; seen.outlined = picture.querySelectorAll("rect").length;
-move(3); seen.tensor = tip.textContent; seen.plain = picture.querySelectorAll("rect").length;
-const dims = [...document.querySelectorAll("[data-dims]")].map(e => e.dataset.dims);
-seen.held = Object.fromEntries(dims.map(each => [each, [...Array(8).keys()].map(rank => held(each, rank))]));
-document.dispatchEvent(new KeyboardEvent("keydown", {key: "Escape"})); seen.gone = tip.hidden;
-document.dispatchEvent(new KeyboardEvent("keydown", {key: "/"})); seen.slash = document.activeElement === search;
-document.body.innerHTML = "<pre id=seen></pre>"; document.getElementById("seen").textContent = JSON.stringify(seen);
-</script></body>"""
+in_a_browser = pytest.mark.skipif(browser.found is None, reason="no chromium is installed")
 
 
-def in_a_browser(text: str, folder: Path, word: str, *flags: str) -> dict:
-    """The values that `DRIVE` has seen of a page."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("no chromium is installed")
-    path = folder / "page.html"
-    path.write_text(text.replace("</body>", DRIVE.replace("WORD", json.dumps(word))))
-    base = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", *flags]
-    base.append("--disable-dev-shm-usage")  # ranks of other tests may have filled /dev/shm
-    done = subprocess.run([browser, *base, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=120)
-    seen = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.S)
-    assert seen, f"exit code {done.returncode}: {done.stderr[-2000:]}"
-    return json.loads(seen[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[browser.Browser]:
+    with browser.Browser() as opened:
+        yield opened
+
+
+SHOWN = "[...document.querySelectorAll('.op')].filter(e => e.checkVisibility()).length"
+TIP = "tip.hidden ? '' : tip.textContent"
 
 
 def held_by_ranks(plan: sw.Plan) -> Iterator[tuple[str, list[str]]]:
@@ -293,27 +321,129 @@ def test_layers_of_unlike_seconds_are_folded() -> None:
     assert "as of 2 of 3" in text
 
 
-def test_a_reader_folds_searches_and_points(plan: sw.Plan, tmp_path: Path) -> None:
-    text = page([plan], explain=0)
-    seen = in_a_browser(text, tmp_path, "blocks.{0-2}.up")
-    assert 0 < seen["folded"] < seen["all"], "layers are folded"
-    assert seen["none"] == 0 and 0 < seen["found"] < seen["all"]
-    assert seen["again"] == seen["folded"] < seen["unfolded"]
-    assert seen["focus"] and "devices" in seen["tip"] and seen["gone"] and seen["slash"]
-    assert seen["second"].startswith("rank 1 holds") and seen["last"].startswith("rank 7 holds")
-    assert seen["pointed"].startswith("rank 5 holds") and seen["outlined"] == 1
-    assert seen["tensor"] == seen["tip"] and seen["plain"] == 0
-    expected = dict(held_by_ranks(plan))
-    assert {dims: said for dims, said in seen["held"].items() if not dims.startswith("0:")} == expected
-    assert any(dims.startswith("0:") and "part 1 of 4 of dim 0" in said for dims, said in seen["held"].items())
-    light = seen["back"]
-    dark = in_a_browser(text, tmp_path, "up", "--force-dark-mode")
-    assert light == "rgb(255, 255, 255)" and dark["back"] != light
+@in_a_browser
+def test_a_reader_folds_searches_and_points(plan: sw.Plan, tmp_path: Path, chromium: browser.Browser) -> None:
+    """With real keys and a real pointer."""
+    path = tmp_path / "page.html"
+    path.write_text(page([plan], explain=0))
+    chromium.open(path)
+    value, press = chromium.value, chromium.press
+    everything, folded = value("document.querySelectorAll('.op').length"), value(SHOWN)
+    assert 0 < folded < everything, "layers are folded"
+    press("/")
+    assert value("document.activeElement === search")
+    press(*"blocks.{0-2}.up")
+    assert 0 < value(SHOWN) < everything and re.fullmatch(r"\d+ of \d+", value("found.textContent"))
+    press(*"or_nothing")
+    assert value(SHOWN) == 0
+    value("search.select()")
+    press("x", "Escape")  # Escape empties a search
+    value("search.value = ''; search.dispatchEvent(new Event('input'))")
+    assert value(SHOWN) == folded
+    value("document.querySelector('.module:not([open]) summary').focus()")
+    press("Enter")
+    assert value(SHOWN) > folded, "a module is unfolded by a key"
+    value("document.querySelector('.op').open = true; var picture = document.querySelector('.op svg.slices')")
+    value("picture.scrollIntoView({block: 'center'}); picture.previousElementSibling.tabIndex = 0")
+    value("picture.previousElementSibling.focus()")
+    press("Tab")
+    assert value("document.activeElement === picture") and "devices" in value(TIP)
+    tip = value(TIP)
+    press("ArrowRight", "ArrowRight")
+    assert value(TIP).startswith("rank 1 holds")
+    press("ArrowLeft", "ArrowLeft")
+    assert value(TIP).startswith("rank 7 holds")
+    press("Escape")
+    assert value(TIP) == ""
+    x, y, mesh = value(
+        "(() => {const b = picture.getBoundingClientRect(), m = picture.dataset.mesh.split(',').map(Number);"
+        "const [x, y] = at(m, 5); return [b.left + x + 3, b.top + y + 3, b.left]})()"
+    )
+    chromium.move(x, y)
+    assert value(TIP).startswith("rank 5 holds") and value("picture.querySelectorAll('rect').length") == 1
+    chromium.move(mesh + 3, y)
+    assert value(TIP) == tip and value("picture.querySelectorAll('rect').length") == 0
+    dims = "[...document.querySelectorAll('[data-dims]')].map(e => e.dataset.dims)"
+    held = value(f"Object.fromEntries({dims}.map(e => [e, [...Array(8).keys()].map(rank => held(e, rank))]))")
+    assert {each: said for each, said in held.items() if not each.startswith("0:")} == dict(held_by_ranks(plan))
+    assert any(each.startswith("0:") and "part 1 of 4 of dim 0" in said for each, said in held.items())
 
 
-def test_a_narrow_screen(plan: sw.Plan, tmp_path: Path) -> None:
-    seen = in_a_browser(page([plan, plan], explain=0), tmp_path, "up", "--window-size=390,900")
-    assert seen["wide"] <= seen["width"], "nothing is cut off at the right"
+@in_a_browser
+def test_an_address_names_an_operator(plan: sw.Plan, tmp_path: Path, chromium: browser.Browser) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(page([plan], explain=0))
+    chromium.open(path)
+    name = next(name for name in plan.decisions if name.startswith("blocks.1."))
+    chromium.value(f"location.hash = {name!r}")
+    assert chromium.value("new Promise(r => setTimeout(() => r(1), 50)); 1") == 1
+    opened = chromium.value("[...document.querySelectorAll('.op[open]')].map(e => e.dataset.names)")
+    assert len(opened) == 1 and name in opened[0].split()
+
+
+@in_a_browser
+def test_light_and_dark(plan: sw.Plan, tmp_path: Path, chromium: browser.Browser) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(page([plan], explain=0))
+    contrasts = []
+    for dark in (False, True):
+        chromium.open(path, dark=dark)
+        colours = [
+            chromium.value(f"getComputedStyle(document.querySelector('{part}')).{what}")
+            for part, what in (("body", "backgroundColor"), ("body", "color"), (".soft", "color"), ("td", "color"))
+        ]
+        back, fore, soft, cell = (luminance(colour) for colour in colours)
+        assert (back < 0.1) is dark and (fore > 0.5) is dark
+        contrasts += [contrast(back, each) for each in (fore, soft, cell)]
+    assert min(contrasts) > 4.5, "text is legible: WCAG AA"
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of "rgb(r, g, b)"."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [c / 12.92 if c <= 0.04045 else math.pow((c + 0.055) / 1.055, 2.4) for c in parts]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear))
+
+
+def contrast(one: float, other: float) -> float:
+    return (max(one, other) + 0.05) / (min(one, other) + 0.05)
+
+
+#: What does not fit: parts of tables and texts that lie outside of the screen, and their number of pixels.
+CUT = """[...document.querySelectorAll('td, p, b, small, summary, .stats div, svg.memory text')]
+  .filter(e => e.checkVisibility()).map(e => [e.textContent.slice(0, 40), e.getBoundingClientRect()])
+  .filter(([_, box]) => box.right > innerWidth + 1 || box.left < -1)
+  .map(([text, box]) => [text, box.left, box.right])"""
+#: The least height of a line of text, in pixels of the screen.
+LEAST = """Math.min(...[...document.querySelectorAll('svg.memory text, .drawn svg:not(.memory) text, td, p, small')]
+  .filter(e => e.checkVisibility() && e.textContent.trim())
+  .map(e => e.ownerSVGElement ? e.getBBox().height * e.getScreenCTM().a : parseFloat(getComputedStyle(e).fontSize)))"""
+
+
+@in_a_browser
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("count", [1, 2])
+def test_nothing_is_cut_off_and_all_text_is_legible(
+    plan: sw.Plan, width: int, count: int, tmp_path: Path, chromium: browser.Browser
+) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(page([plan] * count, explain=0).replace("<details", "<details open"))
+    chromium.open(path, width)
+    assert chromium.value("innerWidth") == width >= chromium.value("document.documentElement.scrollWidth")
+    assert chromium.value(LEAST) >= 9
+    if width == 390 or count == 1:
+        assert chromium.value(CUT) == []
+    clipped = "[...document.querySelectorAll('.drawn')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
+    assert width == 390 or chromium.value(clipped) == 0, "timelines fit"
+
+
+@in_a_browser
+def test_the_search_stays_in_view(plan: sw.Plan, tmp_path: Path, chromium: browser.Browser) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(page([plan], explain=0))
+    chromium.open(path)
+    chromium.value("scrollTo(0, 1500)")
+    assert 0 <= chromium.value("search.getBoundingClientRect().top") < 40 < chromium.value("scrollY")
 
 
 # -- tables in a notebook

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.rules.attention import attention_with_dropout
-from shardwright.rules.counter_rng import PLAIN
+from shardwright.rules.attention import attention_with_dropout, written_out_attention
+from shardwright.rules.random_numbers.counter_rng import PLAIN
+from shardwright.runtime.device_seed import trace_random_numbers
+from shardwright.runtime.lowering import lower
 
 D = torch.float64
 BATCH, HEADS, QUERIES, KEYS, P = 8, 4, 16, 16, 0.25
@@ -73,7 +75,7 @@ def test_one_operator_and_its_gradient(mark: str, how: str) -> None:
     model = model_of(MARKS[mark], causal=how == "causal", masked=how == "masked")
     torch.manual_seed(4)
     out = model(ROWS)
-    assert "attention_with_dropout" in kinds(model) and not {"matmul", "mask"} & kinds(model)
+    assert "attention_with_dropout" in kinds(model) and not {"matmul", "drop"} & kinds(model)
     net = model.net
     allowed = (
         torch.ones(QUERIES, KEYS).tril().bool()
@@ -158,29 +160,53 @@ def test_cut_keys_and_widths_are_expanded(mark: str) -> None:
     assert "attention_with_dropout" not in kinds(model) and 0 < (out == 0).double().mean() < 2 * P
 
 
-def test_exact_numbers_and_compiled_programs_are_expanded() -> None:
-    """A compiler fuses its own masks, which are exact under either setting."""
-    exact, compiled = (
-        model_of(MARKS["batch and heads"], random="exact"),
-        model_of(MARKS["batch and heads"], compile=True),
-    )
-    exact(ROWS)
-    with pytest.warns(UserWarning, match="operator by operator"):
-        compiled(ROWS)
-    for model in (exact, compiled):
-        assert "mask" in kinds(model) and not any(op.fast for op in model.plan.graph.ops)
+def test_exact_numbers_are_expanded() -> None:
+    model = model_of(MARKS["batch and heads"], random="exact")
+    model(ROWS)
+    assert "drop" in kinds(model) and not any(op.fast for op in model.plan.graph.ops)
 
 
-def test_shared_key_heads_are_expanded() -> None:
-    sw.init(devices=2)
+class Grouped(nn.Module):
+    """Attention with 8 query heads for 4 key heads, or as many as are marked."""
 
-    class Grouped(nn.Module):
-        def forward(self, q: Tensor, k: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, k, dropout_p=P, enable_gqa=True)
+    def __init__(self, mark: Any) -> None:
+        super().__init__()
+        self.attend = sw.shard(F.scaled_dot_product_attention, mark)
 
-    model = sw.AutoParallel(Grouped(), parallel_mode="semi_auto", random="fast")
-    out = model(ROWS, ROWS[:, :2])
-    assert out.shape == ROWS.shape and "attention_with_dropout" not in kinds(model)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend(q, k, v, dropout_p=P, enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    "mark, devices, replicas",
+    [
+        (((1, 1, 1, 1),) * 3, 2, 2),
+        (((2, 1, 1, 1),) * 3, 4, 2),
+        (((1, 4, 1, 1),) * 3, 4, 1),
+        (((2, 2, 1, 1),) * 3, 4, 1),
+        (((1, 8, 1, 1), (1, 4, 1, 1), (1, 4, 1, 1)), 8, 1),  # two ranks have one key head, and half of its queries each
+        (((2, 2, 2, 1), (2, 2, 1, 1), (2, 2, 1, 1)), 8, 1),
+    ],
+)
+def test_shared_key_heads_stay_inside(mark: Any, devices: int, replicas: int) -> None:
+    """Grouped queries: each weight is dropped or raised, slices differ, and the gradient is of the same weights."""
+    sw.init(devices=devices)
+    model = sw.AutoParallel(Grouped(mark), parallel_mode="semi_auto", random="fast").dataset_strategy("full_batch")
+    q = torch.zeros(2, 8, 16, 8, dtype=D)
+    v = torch.eye(16, dtype=D).repeat(2, 4, 1, 1).requires_grad_()
+    out = model(q, q[:, :4], v)
+    assert "attention_with_dropout" in kinds(model) and not {"matmul", "drop"} & kinds(model)
+    kept = out.detach() != 0
+    torch.testing.assert_close(out.detach(), kept.to(D) / 16 / (1 - P))
+    upstream = torch.randn(out.shape, dtype=D)
+    out.backward(upstream)
+    by_head = (out.detach().mT @ upstream).unflatten(1, (4, 2)).sum(2)
+    torch.testing.assert_close(v.grad, by_head)
+    body, seen = list(model._programs.values())[-1].body, []
+    body.record = lambda node, made: seen.append(made) if "attention" in str(node.target) else None
+    model(q, q[:, :4], v)
+    parts = [tuple((part != 0).flatten().tolist()) for part in seen[-1]]
+    assert len(set(parts)) * replicas == devices
 
 
 def test_scores_are_not_in_memory() -> None:
@@ -224,3 +250,97 @@ def test_a_saved_plan_has_the_operator(tmp_path: Path) -> None:
     model.plan.save(tmp_path / "plan.json")
     loaded = sw.Plan.load(tmp_path / "plan.json")
     assert "attention_with_dropout" in {i.op.kind for i in loaded.program.instructions if hasattr(i, "op")}
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+class Seen:
+    """A backend of torch.compile that runs what it is given, and keeps it."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        self.graphs.append(graph)
+        return graph.forward
+
+    @property
+    def operators(self) -> list[str]:
+        return [str(node.target) for graph in self.graphs for node in graph.graph.nodes if node.op == "call_function"]
+
+
+def test_a_compiled_program_keeps_the_kernel() -> None:
+    """One graph with torch's own attention; numbers follow from the seed, and the gradient is of the same weights."""
+    backend = Seen()
+    sw.init(devices=1)
+    net = Attention(((1, 1, 1, 1),) * 3)
+    model = sw.AutoParallel(net, parallel_mode="semi_auto", random="fast", compile=backend)
+    torch.manual_seed(4)
+    out = model(ROWS)
+    state = torch.get_rng_state()
+    assert len(backend.graphs) == 1 and sum("scaled_dot_product" in name for name in backend.operators) == 1
+    assert not any("xor" in name or "matmul" in name for name in backend.operators)
+    kept = out.detach() != 0
+    torch.testing.assert_close(out.detach(), kept / KEYS / (1 - P), check_dtype=False)
+    upstream = torch.randn(out.shape, dtype=D, generator=torch.Generator().manual_seed(2))
+    out.backward(upstream)
+    torch.testing.assert_close(net.value.grad, out.detach().mT @ upstream)
+    torch.manual_seed(4)
+    assert torch.equal(model(ROWS), out) and torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(model(ROWS), out) and len(backend.graphs) == 1
+
+
+def test_the_generators_of_replicas_agree() -> None:
+    """Rows in 2 parts, heads in 2, on 8 devices, a process each: two replicas of each of four slices."""
+    model = model_of(MARKS["batch and heads"], devices=8)
+    model(ROWS)
+    cpu, seeds = torch.device("cpu"), []
+    for rank in range(8):
+        found = trace_random_numbers(lower(model.plan), cpu, rank)
+        assert found.generator is not None and found.device is None
+        of = [found.generator.of(torch.tensor([5, call, 0, 0])) for call in range(2)]
+        assert len(set(of)) == 2
+        seeds.append(of[0])
+    assert seeds[::2] == seeds[1::2] and len(set(seeds)) == 4
+
+
+class Twice(nn.Module):
+    """Two attentions that are cut in two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (
+            sw.shard(F.scaled_dot_product_attention, MARKS[mark]) for mark in ("batch and heads", "queries")
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x, x, x, dropout_p=P), x, x, dropout_p=P)
+
+
+def test_attentions_that_are_cut_in_two_ways_are_written_out() -> None:
+    sw.init(devices=4)
+    model = sw.AutoParallel(Twice(), parallel_mode="semi_auto", random="fast").dataset_strategy("full_batch")
+    model(ROWS)
+    lowered = lower(model.plan)
+    found = trace_random_numbers(lowered, torch.device("cpu"), 0)
+    assert found.generator is None and [n.target for n in lowered.nodes].count(written_out_attention) == 2
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_written_out_attention(causal: bool, masked: bool) -> None:
+    q, k = (torch.randn(2, heads, 16, 8, dtype=D) for heads in (4, 2))
+    seen = torch.rand(16, 16) < 0.7 if masked else None
+    if masked:
+        seen[3] = False  # a row whose every key is masked
+        causal = False
+    value = torch.eye(16, dtype=D).repeat(2, 2, 1, 1)
+    attend = F.scaled_dot_product_attention
+    weights = attend(q, k, value, seen, 0.0, causal, enable_gqa=True)
+    args = torch.tensor([5, 1, 1, 0]), [], [], [2, 4, 16], 3, q, k, value, seen
+    made = [written_out_attention(*args, p, causal, None, (), True) for p in (0.0, P)]
+    torch.testing.assert_close(made[0], weights.nan_to_num())
+    torch.testing.assert_close(made[1], made[0] / (1 - P) * (made[1] != 0))
+    share = (made[1] == 0)[made[0] != 0].double().mean()
+    assert abs(share - P) < 0.1

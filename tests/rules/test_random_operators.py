@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 
 import shardwright as sw
 from shardwright.process import RandomStream, of_micro_batch, stream
-from shardwright.rules import counter_rng, random_operators
-from shardwright.rules.counter_rng import KINDS, PLAIN, device_words, host_words, key
+from shardwright.rules import random_operators
+from shardwright.rules.random_numbers import counter_rng
+from shardwright.rules.random_numbers.counter_rng import KINDS, PLAIN, device_words, host_words, key
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 X, T = draw(16, 8), labels(16)
@@ -484,7 +485,7 @@ def test_plans_with_random_operators_are_verified_and_shown(tmp_path) -> None:
     assert plan.operator("drop").in_strategy == ((2, 4),) and plan.operator("drop").op == "dropout"
     parallel(Dropped((2, 4)), CROSS_ENTROPY, save_graphs=tmp_path)(X, T)
     text = (tmp_path / "rank_5" / "execute.ir").read_text()
-    assert "= mask(%<seed>, " in text and "# seed %<seed>" in text
+    assert "= drop(%<seed>, " in text and "# seed %<seed>" in text
 
 
 def test_a_wrong_place_is_found(monkeypatch) -> None:
@@ -519,13 +520,13 @@ def test_fast_numbers_differ_between_shards_and_agree_between_replicas() -> None
     shards: list[list[Tensor]] = []
     model(ones)  # plans
     body = list(model._programs.values())[-1].body
-    body.record = lambda node, made: shards.append(made) if "mask" in str(node.target) else None
+    body.record = lambda node, made: shards.append(made) if "drop" in str(node.target) else None
     torch.manual_seed(4)
     out, again = model(ones), model(ones)
     torch.manual_seed(4)
     assert torch.equal(model(ones), out) and not torch.equal(out, again)
     assert set(out.unique().tolist()) == {0.0, 2.0} and 0.4 < (out != 0).double().mean() < 0.6
-    of_rank = shards[0]
+    of_rank = [mask for _, mask in shards[0]]
     assert all(torch.equal(of_rank[2 * i], of_rank[2 * i + 1]) for i in range(4))
     assert all(not torch.equal(of_rank[2 * i], of_rank[2 * j]) for i in range(4) for j in range(i))
     exact = parallel(Both())

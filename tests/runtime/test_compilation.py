@@ -1,11 +1,8 @@
-"""Compiled programs beside everything that changes what a program is (recomputed parts, weights that are stored in
-parts and gathered again, dims that do not divide), on real processes with the losses of one device; and masks as a
-compiler traces them, bit for bit those of the operator.
-"""
+"""The compiled program beside everything that changes what a program is: recomputed parts, weights that are stored in
+parts and gathered again, dims that do not divide. On real processes the losses are those of one device."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +14,6 @@ from small_networks import D, draw, labels
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.rules.counter_rng import key
-from shardwright.runtime.compilation import _key, traced_mask
-
-# -- programs
-
 
 WORLD = 2
 COMPILER = "aot_eager"  # captures and partitions as the default one does, and makes no C++ of it
@@ -128,57 +120,3 @@ def test_the_cases_are_what_they_say() -> None:
         plans[name] = sw.plan(net, batch[:1], nn.CrossEntropyLoss(), batch[1], devices=WORLD, **options)
     assert plans["recomputed"].regions and plans["in_parts_and_recomputed"].regions
     assert plans["uneven"].parameters["head.weight"].local_shape(0)[0] == 4
-
-
-# -- masks
-
-
-mask = torch.ops.shardwright.mask.default
-
-
-def seed_of(seed: int, call: int, micro: int = 0) -> torch.Tensor:
-    return torch.tensor([seed if seed < 1 << 63 else seed - (1 << 64), call, 1, micro])
-
-
-def test_keys() -> None:
-    draws = random.Random(0)
-    for _ in range(300):
-        seed, call, number = draws.getrandbits(64), draws.randrange(1 << 20), draws.randrange(1 << 10)
-        made = [int(x) & ((1 << 64) - 1) for x in _key(seed_of(seed, call), number)]
-        assert tuple(made) == key(seed, call, number)
-
-
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize(
-    "whole, size, starts, micro",
-    [
-        ((64,), (64,), {}, ()),
-        ((7, 5), (7, 5), {}, ()),
-        ((8, 6, 10), (4, 6, 5), {0: 4, 2: 5}, ()),
-        ((3, 9), (3, 3), {1: 6}, ()),
-        ((4, 3, 5), (2, 3, 5), {0: 2}, (0, 4, 1)),
-        ((8, 7), (4, 7), {0: 2}, (0, 2, 4)),
-        ((), (), {}, ()),
-        ((0, 4), (0, 4), {}, ()),
-    ],
-)
-def test_the_same_bits(whole: tuple, size: tuple, starts: dict[int, int], micro: tuple, p: float) -> None:
-    for k in range(micro[1] if micro else 1):
-        for dtype in (torch.bool, torch.float32, torch.bfloat16):
-            args = (
-                seed_of(2**63 + 12345, 7, k),
-                [torch.tensor([start]) for start in starts.values()],
-                None,
-                list(starts),
-                list(size),
-                list(whole),
-                3,
-                p,
-                dtype,
-                torch.device("cpu"),
-                list(micro),
-            )
-            expected, got = mask(*args), traced_mask(*args)
-            assert got.dtype == expected.dtype and got.shape == expected.shape
-            assert torch.equal(got, expected)
-            assert p in (0.0, 1.0) or expected.numel() < 20 or 0 < expected.float().mean() < 1

@@ -1,4 +1,5 @@
-"""A count of captures, by kind: exports, and light runs that follow an export."""
+"""A count of captures, by kind: exports, and light runs that follow an export. The second run of a capture, which is
+compared with the first, is not counted."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def counted_captures(monkeypatch: Any = None) -> list[str]:
     """
     seen: list[str] = []
     module = import_module("shardwright.capture.export")
-    export, run = torch.export.export, module.LightRun
+    export, run, check = torch.export.export, module.LightRun, module.check_again
 
     def exported(*args: Any, **kwargs: Any) -> Any:
         seen.append("export")
@@ -29,7 +30,13 @@ def counted_captures(monkeypatch: Any = None) -> list[str]:
             seen.append("light run")
             super().__init__(*args)
 
+    def checked(*args: Any) -> None:
+        before = len(seen)
+        check(*args)
+        del seen[before:]
+
     put = setattr if monkeypatch is None else monkeypatch.setattr
     put(torch.export, "export", exported)
     put(module, "LightRun", Run)
+    put(module, "check_again", checked)
     return seen

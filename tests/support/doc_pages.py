@@ -1,8 +1,13 @@
 """Pages of the documentation: their blocks of code, run in order, and their links.
 
 A block ```` ```python ```` runs, as a doctest where it has ``>>>``. In a block ```` ```console ```` each line
-``$ shardwright ...`` runs, and its output is compared. Blocks of other languages (```` ```py ````, ```` ```text ````,
-```` ```sh ````) do not run. All blocks of a page share one namespace and one folder.
+``$ shardwright ...`` runs, and its output is compared. A block ```` ```python ```` that begins with ``# file: NAME`` is
+written into that file. Blocks of other languages (```` ```py ````, ```` ```text ````, ```` ```sh ````) do not run. All
+blocks of a page share one namespace and one folder.
+
+A block ```` ```text ```` that begins with ``$ shardwright`` shows commands that take too long for a test: its lines are
+compared with the output that docs/recorded/<page>.txt has of them (`recorded_differences`), but for one that
+is stopped (^C).
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ PYTHON = re.compile(r"^( *)```python\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 RUN = re.compile(r"^( *)```(python|console)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 FENCED = re.compile(r"^ *(`{3,}).*?^ *\1", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
+WRITTEN = re.compile(r"# file: (\S+)\n")
+SHOWN = re.compile(r"^( *)```text\n( *\$ shardwright .*?)^ *```", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
 
 
@@ -33,7 +40,9 @@ def run(page: Path) -> int:
     blocks = list(RUN.finditer(text))
     for block in blocks:
         code, line = textwrap.dedent(block[3]), text[: block.start(3)].count("\n")
-        if block[2] == "console":
+        if file := WRITTEN.match(code):
+            Path(file[1]).write_text(code[file.end() :], encoding="utf-8")
+        elif block[2] == "console":
             _run_commands(code, f"{page.name}:{line + 1}")
         elif ">>>" in code:
             test = doctest.DocTestParser().get_doctest(code, names, page.name, str(page), line)
@@ -49,8 +58,7 @@ def run(page: Path) -> int:
 def _run_commands(text: str, where: str) -> None:
     """Run the commands of a console block, and compare what each prints with the lines below it."""
     checker = doctest.OutputChecker()
-    for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
-        command, _, expected = part.partition("\n")
+    for command, expected in commands_of(text):
         program, *arguments = shlex.split(command)
         assert program == "shardwright", f"{where}: {command}"
         printed = io.StringIO()
@@ -61,6 +69,30 @@ def _run_commands(text: str, where: str) -> None:
             example = doctest.Example(command, expected)
             found = checker.output_difference(example, printed.getvalue(), FLAGS | doctest.REPORT_NDIFF)
             raise AssertionError(f"{where}: {command}\n{found}")
+
+
+def commands_of(text: str) -> list[tuple[str, str]]:
+    """The commands of a block, ``$ ...``, each with the lines below it."""
+    parts = re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]
+    return [(command, output) for command, _, output in (part.partition("\n") for part in parts)]
+
+
+def shown(page: Path) -> list[tuple[str, str]]:
+    """The commands of a page's blocks ```` ```text ````, each with its output, but for those that are stopped."""
+    blocks = (textwrap.dedent(block[2]) for block in SHOWN.finditer(page.read_text(encoding="utf-8")))
+    return [pair for block in blocks if "^C" not in block for pair in commands_of(block)]
+
+
+def recorded_differences(page: Path, record: Path) -> list[str]:
+    """The commands of a page's blocks ```` ```text ```` whose output is not that of the record."""
+    checker = doctest.OutputChecker()
+    known = dict(commands_of(record.read_text(encoding="utf-8")))
+    return [
+        command
+        for command, output in shown(page)
+        if command not in known
+        or not checker.check_output(output.rstrip() + "\n", known[command].rstrip() + "\n", FLAGS)
+    ]
 
 
 def anchors(text: str) -> set[str]:

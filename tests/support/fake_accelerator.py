@@ -51,7 +51,7 @@ from gpt import GPT, mark
 import shardwright as sw
 from shardwright import process
 from shardwright.parallel import call_planning
-from shardwright.rules import counter_rng
+from shardwright.rules.random_numbers import counter_rng
 from shardwright.runtime import deferred_init, step_program
 from shardwright.runtime.distributed import agreement, parameters
 

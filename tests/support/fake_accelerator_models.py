@@ -19,11 +19,13 @@ from gpt import mark
 from resnet50 import ResNet, split
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
 from shardwright import process
 from shardwright.pipeline.schedules import SCHEDULES, schedule
-from shardwright.rules import counter_rng
+from shardwright.rules.random_numbers import counter_rng
 from shardwright.runtime import pipeline_p2p
 from shardwright.runtime.compilation import Compilation
 
@@ -141,12 +143,9 @@ def raised(call: Callable[[], Any]) -> str:
     return "no error"
 
 
-def as_compiled(make: Callable[[], nn.Module], drawn: bool, **given: Any) -> dict[str, Any]:
-    """A model whose program is compiled, by a compiler that runs it as it is.
-
-    Args:
-        drawn: True where the program has a random operator that reads its seed on the host.
-    """
+def as_compiled(make: Callable[[], nn.Module], **given: Any) -> dict[str, Any]:
+    """A model whose program is compiled, by a compiler that runs it as it is. No tensor or number of it that differs
+    from call to call is in host memory."""
     programs: list[torch.fx.GraphModule] = []
 
     def compiled(self: Compilation, program: torch.fx.GraphModule, more: Any = None) -> Callable[..., Any]:
@@ -154,33 +153,69 @@ def as_compiled(make: Callable[[], nn.Module], drawn: bool, **given: Any) -> dic
 
         def run(*tensors: Tensor) -> Any:
             (on,) = {x.device.type for x in tensors if x.shape == (4,) and x.dtype == torch.int64}
-            assert on == ("cpu" if drawn else "npu"), f"the seed is on {on}"
+            assert on == "npu", f"the seed is on {on}"
             return program(*tensors)
 
         return run
 
     seed = lambda exact: torch.empty(4, dtype=torch.int64, device="cpu")  # a fake one: its copy is one, too
-    with (
-        mock.patch.object(Compilation, "compiled", compiled),
-        mock.patch.object(process.stream, "draw", seed),
-        mock.patch.dict(counter_rng.PLAIN, {torch.ops.shardwright.draw.default: counter_rng._empty}),
-    ):
+    with mock.patch.object(Compilation, "compiled", compiled), mock.patch.object(process.stream, "draw", seed):
         result = fake.outcome(make, MANY_ROWS, nn.MSELoss, parallel_mode="data_parallel", compile=True, **given)
     assert programs
     made = {str(node.kwargs["device"]) for p in programs for node in p.graph.nodes if node.kwargs.get("device")}
-    assert made <= ({"cpu"} if drawn else {"npu:0"}) and (made or "prepared" in given), made
+    assert made <= {"npu:0"} and (made or {"prepared", "random"} & {*given}), made
     return result
 
 
 class Noise(nn.Module):
-    """Dropout, and normal numbers."""
+    """Dropout, normal numbers, slopes that are drawn, a permutation, and classes that are drawn."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.dropout = nn.Linear(16, 16), nn.Dropout(0.1)
+        self.inner, self.dropout, self.slopes = nn.Linear(16, 16), nn.Dropout(0.1), nn.RReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.dropout(x)) + torch.randn_like(x)
+        order, chosen = torch.randperm(16, device=x.device), torch.multinomial(x.detach().softmax(-1), 16, True)
+        return self.slopes(self.inner(self.dropout(x)) + torch.randn_like(x))[:, order].gather(1, chosen)
+
+
+class WithoutDoubles(TorchDispatchMode):
+    """A device that has no float64, as mps and Ascend have none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves((args, kwargs, made)):
+            if isinstance(x, Tensor) and x.device.type == "npu" and x.dtype in self.lacks:
+                raise TypeError(f"{func}: the device has no {x.dtype}")
+        return made
+
+    lacks: tuple[torch.dtype, ...] = (torch.float64,)
+
+
+def drawn_numbers(words: bool) -> dict[str, Any]:
+    """All numbers of `counter_rng` on a device without float64.
+
+    Args:
+        words: True where the device computes with integers of 64 bits; else masks and floats are drawn without them.
+    """
+    seed, where, lacking = torch.tensor([5, 1, 1, 0]), ([], None, [], [64, 7], [64, 7], 3), WithoutDoubles()
+    lacking.lacks = (torch.float64,) if words else (torch.float64, torch.int64)
+    with (
+        mock.patch.object(counter_rng, "has_words", lambda kind: words),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        lacking,
+    ):
+        made = [counter_rng._mask(seed, *where, 0.3, torch.bool, fake.DEVICE)]
+        for kind in ("uniform", "normal", "exponential"):
+            for dtype in (torch.float32, torch.bfloat16):
+                made.append(counter_rng._draw(seed, *where, kind, dtype, fake.DEVICE))
+        if words:
+            made.append(counter_rng._draw(seed, *where, "integer", torch.int64, fake.DEVICE))
+            for replacement in (True, False):
+                weights = torch.empty(8, 4, device=fake.DEVICE)
+                made.append(counter_rng._choose(seed, [], weights, [], [8], 3, 2, replacement))
+    assert not counter_rng.has_doubles("npu")
+    return {"loss": str(made[0].device), "parameters": sorted({str(x.device) for x in made})}
 
 
 def recomputed(net: nn.Module, loss: nn.Module, model: sw.AutoParallel) -> None:
@@ -258,10 +293,14 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         yield f"{name}, pipeline", partial(in_one_process, partial(run, prepared=piped("zero_bubble", 4)), chosen)
     yield "one process, moved after the first call", partial(in_one_process, moved_later)
     yield "moved after the first call", moved_away
-    yield "compiled", partial(as_compiled, partial(Layers, 2), False, dataset="data_parallel", inputs="device")
-    yield "compiled, with normal numbers", partial(as_compiled, Noise, True, dataset="data_parallel", inputs="device")
+    yield "compiled", partial(as_compiled, partial(Layers, 2), dataset="data_parallel", inputs="device")
+    yield "compiled, with other random numbers", partial(as_compiled, Noise, dataset="data_parallel", inputs="device")
+    fast = {"dataset": "data_parallel", "inputs": "device", "random": "fast"}
+    yield "compiled, attention with fast dropout", partial(as_compiled, Attention, **fast)
     piped_and_compiled = {"dataset": "data_parallel", "inputs": "device", "prepared": piped("1f1b", 2)}
-    yield "compiled, pipeline", partial(as_compiled, partial(Layers, 2), False, **piped_and_compiled)
+    yield "compiled, pipeline", partial(as_compiled, partial(Layers, 2), **piped_and_compiled)
+    yield "numbers without float64", partial(drawn_numbers, True)
+    yield "numbers without float64 and words", partial(drawn_numbers, False)
     yield "blocks recomputed", partial(fake.outcome, fake.gpt, fake.TOKENS, fake.TokenLoss, prepared=recomputed)
 
 

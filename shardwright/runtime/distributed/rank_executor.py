@@ -340,7 +340,7 @@ class RankExecutor:
             else:
                 env[node] = copied(graph, node, env)
                 if node.op == "call_function":
-                    env[node].target = targets[node] = plain_function(node, bool(compiled))
+                    env[node].target = targets[node] = plain_function(node)
             if node in regions.savers:
                 plain, watched = env[node], tuple(env[n] for n in regions.watched(node))
                 saver = BoundSaver(regions.savers[node], targets[node])

@@ -428,7 +428,7 @@ class SingleDeviceExecutor:
                 continue
             env[node] = copied(graph, node, env)
             if node.op == "call_function":
-                env[node].target = plain_function(node, bool(compiled))
+                env[node].target = plain_function(node)
         self.module = torch.fx.GraphModule(torch.nn.Module(), graph)
         self._compiled = bool(compiled)
         self._run = compiled.compiled(self.module) if compiled else self.module.forward

@@ -9,7 +9,8 @@ The first way that fits is taken:
    (`leading`).
 5. Dim 0 may be split: the ranks' slices beside one another along dim 0. By its rule the operator gives the same.
 6. A loss summed over rows: the same, row by row, and a sum for each rank.
-7. Any other operator: the call with the axes as more dims, or a call for each stored shard, with the results stacked.
+7. A dropout: the mask of each rank, and the plain product.
+8. Any other operator: the call with the axes as more dims, or a call for each stored shard, with the results stacked.
 
 The call with more dims before all others (`leading`) changes the arguments: dims are counted from the last one, new
 sizes come first in a shape, and new dims are not indexed. The rule of the longer call decides whether it may be made:
@@ -37,11 +38,11 @@ from ...graph import Op, Value, changed, form_of, key_of, leaves_of_type, map_le
 from ...layout import Digit, Layout
 from ...partition.local_program import LocalOp
 from ...rules import Bound, Rule, bound_rule, find_rule
-from ...rules.counter_rng import PLAIN
 from ...rules.loss import SUM
+from ...rules.random_numbers.counter_rng import PLAIN
+from ...rules.random_numbers.dropout import drop, mask_of, scale_of
 from ...rules.registry import POINTWISE
 from ...torch_private import OpOverload, overload_name, schema_of, torch_function
-from ..compilation import TRACED
 from ..lowering import Node
 from ..profile_ranges import named_when_profiled, profiling, rank_text
 from .products import product
@@ -256,6 +257,7 @@ class Call:
             self._told_of_dims,
             self._side_by_side,
             self._sums_of_rows,
+            self._dropping,
             self._with_more_dims,
         ):
             made = way()
@@ -403,8 +405,27 @@ class Call:
 
         return self._written(sums, side=True, args=(scores, target), kwargs={})
 
-    def _one_by_one(self) -> Get:
-        """A call for each stored shard of the result."""
+    def _dropping(self) -> Get | None:
+        """A dropout: the masks are drawn rank by rank, and multiplied for all ranks at once."""
+        node = self.node
+        if node.target is not drop:
+            return None
+        x, p = node.args[2], node.args[7]
+        assert isinstance(x, Node) and isinstance(p, float)
+        masks, get, scale = self._one_by_one(mask_of), self._get(x), scale_of(p)
+
+        def dropped(tensors: Sequence[Any]) -> tuple[Tensor, Tensor]:
+            mask = masks(tensors)
+            return get(tensors) * mask * scale, mask
+
+        return dropped
+
+    def _one_by_one(self, function: Callable[..., Tensor] | None = None) -> Get:
+        """A call for each stored shard of the result.
+
+        Args:
+            function: with the arguments of the operator; None: the operator.
+        """
         axes, out, node = self.axes, self.out, self.node
         count, firsts = self._count(), dict[int, int]()
         for rank, place in enumerate(axes.places(out)):
@@ -412,8 +433,8 @@ class Call:
         ranks = [firsts[k] for k in range(count)]
         parts = [(self._get(a), self._shape(a), [axes.places(self._shape(a))[r] for r in ranks]) for a in self.operands]
         shard = {a: itemgetter(i) for i, a in enumerate(self.operands)}
-        each = _call(plain_function(node), node.args, node.kwargs, shard.__getitem__)
-        several = "instance" not in node.meta
+        each = _call(function or plain_function(node), node.args, node.kwargs, shard.__getitem__)
+        several = "instance" not in node.meta and function is None
 
         def run(tensors: Sequence[Any]) -> Any:
             shards = []
@@ -589,17 +610,16 @@ class SameOnAllRanks(torch.autograd.Function):
         return gradient.reshape((*ctx.held, *gradient.shape[len(ctx.out) :])), None, None, None, None
 
 
-def plain_function(node: Node, compiled: bool = False) -> Any:
+def plain_function(node: Node) -> Any:
     """The function that a node calls, without the Python layer of its overload object: ``torch.relu`` for
     ``aten.relu.default``; ``torch.mm`` for a matmul of two matrices, to which it reduces; plain functions for this
     package's random operators.
 
     The function replaces the overload only where its name means this function in `torch` itself, because code that fx
     writes calls it by its name (``torch.broadcast_tensors`` takes its tensors one by one), and where its arguments
-    determine the overload. An overload object takes 6 µs a call longer. In a compiled program masks are computed by
-    operators that the compiler sees through.
+    determine the overload. An overload object takes 6 µs a call longer.
     """
-    target = (TRACED.get(node.target) if compiled else None) or PLAIN.get(node.target) or node.target
+    target = PLAIN.get(node.target) or node.target
     if target is aten.matmul.default and all(len(a.meta["instance"].value.shape) == 2 for a in node.all_input_nodes):
         return torch.mm
     if (

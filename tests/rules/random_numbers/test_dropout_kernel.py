@@ -15,8 +15,9 @@ pytest.importorskip("triton", reason="Triton has no package for this machine")
 DRAWN = """
 import random
 import torch
-from shardwright.rules import dropout_kernel
-from shardwright.rules.counter_rng import Slice, _signed, host_words, key
+from shardwright.rules.random_numbers import dropout_kernel
+from shardwright.rules.random_numbers.counter_rng import Slice, host_words, key
+from shardwright.rules.random_numbers.words import signed
 
 random.seed(0)
 for turn in range(40):
@@ -29,11 +30,22 @@ for turn in range(40):
     below = -(1 << 31) + 1 if turn % 5 == 0 else round(random.random() * 2**32) - (1 << 31)
     out = torch.zeros(size, dtype=torch.bool)
     rows = at.offsets_on(torch.device("cpu")) if at.rows else at.first
-    dropout_kernel.store_mask(out, rows, at.run, _signed(start), _signed(step), below)
+    dropout_kernel.store_mask(out, rows, at.run, signed(start), signed(step), below)
     positions = torch.tensor(at.offsets())[:, None] + torch.arange(at.run)
     words = host_words(start, step, (positions.ravel() // 2).numpy(), 1).view(torch.int32)
     halves = words.gather(1, positions.view(-1, 1) % 2)
     assert torch.equal(out, (halves < below).view(size)), (size, whole, starts)
+    dtype, scale = (torch.float32, torch.bfloat16, torch.float16)[turn % 3], 1 / random.uniform(0.3, 1)
+    x = (torch.randn(size) * 10 ** random.uniform(-6, 3)).to(dtype)
+    x.view(-1)[0] = float("inf") if turn % 7 == 0 else -0.0
+    y, mask = dropout_kernel.drop(x, rows, at.run, signed(start), signed(step), below, scale)
+    assert torch.equal(mask, out) and y.dtype == dtype
+    wanted = x * mask * scale
+    if dtype == torch.bfloat16:  # which the interpreter cuts off; a GPU rounds it (`cvt.rn` below)
+        wanted = (x.float() * mask * scale).view(torch.int32).bitwise_and(-65536).view(torch.float32).bfloat16()
+    bits = {4: torch.int32, 2: torch.int16}[x.element_size()]
+    same = (y.view(bits) == wanted.view(bits)) | (y.isnan() & wanted.isnan())
+    assert same.all(), (dtype, scale, y[~same], wanted[~same])
 print("the same bits")
 """
 
@@ -41,15 +53,22 @@ print("the same bits")
 COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from shardwright.rules import dropout_kernel
+from shardwright.rules.random_numbers import dropout_kernel
 
 whole = dict.fromkeys(("numel", "run", "first", "start", "step"), "i64") | {"below": "i32"}
 for many, rows in ((True, "*i64"), (False, "*u8")):
-    signature = {"out": "*u8", "rows": rows} | whole | {"MANY": "constexpr", "BLOCK": "constexpr"}
-    source = ASTSource(dropout_kernel._compiled, signature, {"MANY": many, "BLOCK": dropout_kernel.BLOCK})
-    for generation in (80, 90):
-        made = compile(source, target=GPUTarget("cuda", generation, 32))
-        assert made.asm["ptx"].count("st.global") >= 1 and made.asm["cubin"]
+    constants = {"MANY": many, "BLOCK": dropout_kernel.BLOCK}
+    signature = {"out": "*u8", "rows": rows} | whole | dict.fromkeys(constants, "constexpr")
+    sources = {"mask": ASTSource(dropout_kernel._compiled, signature, constants)}
+    for dtype in ("fp32", "bf16", "fp16"):
+        signature = {"x": f"*{dtype}", "y": f"*{dtype}", "out": "*u8", "rows": rows} | whole | {"scale": "fp32"}
+        signature |= dict.fromkeys(constants, "constexpr")
+        sources[dtype] = ASTSource(dropout_kernel._compiled_drop, signature, constants)
+    for name, source in sources.items():
+        for generation in (80, 90):
+            made = compile(source, target=GPUTarget("cuda", generation, 32))
+            assert made.asm["ptx"].count("st.global") >= (1 if name == "mask" else 2) and made.asm["cubin"]
+            assert {"bf16": "cvt.rn.bf16", "fp16": "cvt.rn.f16"}.get(name, "") in made.asm["ptx"]
 print("compiled")
 """
 

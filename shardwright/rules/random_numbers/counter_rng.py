@@ -12,8 +12,8 @@ choice of steps are those of G. Steele, D. Lea, C. Flood, "Fast splittable pseud
 nine vector operations a word; Philox-4x32-10 takes over a hundred. Where the seed says "fast", numbers come from
 torch's own generator instead, seeded by the operator and the start of the rank's slice: replicas agree, slices differ.
 
-A device without integers of 64 bits computes the same masks in halves of 32 bits (`Halves`). The host computes its
-other numbers.
+A device without integers of 64 bits computes the same words in halves of 32 bits (`words`). Where there is no float64,
+normal and exponential numbers are computed in float32, and agree to its rounding.
 
 The operators take the seed and the positions as tensors in host memory, since the program is the same on every rank:
 
@@ -42,12 +42,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "PLAIN", "Slice", "device_words", "fast_seed", "fill_in_halves", "host_words", "key"]
+from ...accelerators import sum_type
+from .words import GOLDEN, MIX13, MIX_GAMMA, UNIFORM_BITS, Halves, Rounds, signed
+
+__all__ = [
+    "KINDS",
+    "PLAIN",
+    "Slice",
+    "device_words",
+    "fast_seed",
+    "fill_as_able",
+    "fill_in_halves",
+    "has_doubles",
+    "has_words",
+    "host_words",
+    "key",
+    "placed_stream",
+]
 
 _BITS = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX13 = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)
-_MIX_GAMMA = (33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53), (33, None)
 
 #: Words computed at a time on a CPU thread: with a temporary, they fit the second-level cache.
 _CHUNK = 1 << 14
@@ -58,18 +71,13 @@ _NUMPY: dict[torch.dtype, type[np.generic]] = {
     torch.float64: np.float64,
 }
 
-_ROUNDS = tuple((np.uint64(shift), None if factor is None else np.uint64(factor)) for shift, factor in _MIX13)
+_ROUNDS = tuple((np.uint64(shift), None if factor is None else np.uint64(factor)) for shift, factor in MIX13)
 
 #: Kinds of numbers of `draw`: "uniform" in [0, 1); "normal"; "exponential", above 0; "integer" in [0, 2⁶³).
 KINDS = ("uniform", "normal", "exponential", "integer")
 
 
-def _signed(x: int) -> int:
-    x &= _BITS
-    return x - (1 << 64) if x >> 63 else x
-
-
-def _mixed(z: int, rounds: tuple[tuple[int, int | None], ...] = _MIX13) -> int:
+def _mixed(z: int, rounds: Rounds = MIX13) -> int:
     for shift, factor in rounds:
         z = ((z ^ z >> shift) * (factor or 1)) & _BITS
     return z
@@ -77,88 +85,16 @@ def _mixed(z: int, rounds: tuple[tuple[int, int | None], ...] = _MIX13) -> int:
 
 @lru_cache(maxsize=4)
 def _of_call(seed: int, call: int) -> int:
-    return _mixed(_mixed(seed + _GOLDEN & _BITS) + (call + 1) * _GOLDEN & _BITS)
+    return _mixed(_mixed(seed + GOLDEN & _BITS) + (call + 1) * GOLDEN & _BITS)
 
 
 def key(seed: int, call: int, number: int) -> tuple[int, int]:
     """Start and step of the stream of one operator in one call, as unsigned numbers."""
-    state = _mixed(_of_call(seed, call) + (number + 1) * _GOLDEN & _BITS)
-    step = _mixed(state + _GOLDEN & _BITS, _MIX_GAMMA) | 1
+    state = _mixed(_of_call(seed, call) + (number + 1) * GOLDEN & _BITS)
+    step = _mixed(state + GOLDEN & _BITS, MIX_GAMMA) | 1
     if (step ^ step >> 1).bit_count() < 24:  # too regular a pattern
         step ^= 0xAAAAAAAAAAAAAAAA
     return state, step
-
-
-class Halves(NamedTuple):
-    """Integers of 64 bits modulo 2⁶⁴ on a device without them, as two tensors of 32 bits, whose products wrap.
-
-    A product with a constant needs the upper half of a product of two numbers of 32 bits, which follows from four
-    products of 16 bits (D. Knuth, "The Art of Computer Programming", volume 2, 4.3.1).
-
-    Attributes:
-        upper, lower: the bits, as signed integers of 32 bits.
-    """
-
-    upper: Tensor
-    lower: Tensor
-
-    @classmethod
-    def of(cls, x: int, shape: Sequence[int], device: torch.device) -> Halves:
-        """A number in every element of a shape."""
-        upper, lower = (torch.full(tuple(shape), _signed32(n), dtype=torch.int32, device=device) for n in (x >> 32, x))
-        return cls(upper, lower)
-
-    @classmethod
-    def wide(cls, x: Tensor) -> Halves:
-        """Non-negative integers of 32 bits."""
-        return cls(torch.zeros_like(x), x)
-
-    def unsqueezed(self) -> Halves:
-        return Halves(self.upper[..., None], self.lower[..., None])
-
-    def ravelled(self) -> Halves:
-        return Halves(self.upper.ravel(), self.lower.ravel())
-
-    def __add__(self, other: Halves) -> Halves:  # type: ignore[override]
-        lower = self.lower + other.lower
-        carry = (lower ^ _LEAST) < (other.lower ^ _LEAST)  # as numbers without sign
-        return Halves(self.upper + other.upper + carry, lower)
-
-    def times(self, factor: int) -> Halves:
-        """The product with a constant."""
-        above, below = _signed32(factor >> 32), _signed32(factor)
-        first, second = factor >> 16 & 0xFFFF, factor & 0xFFFF
-        left, right = _right(self.lower, 16), self.lower & 0xFFFF
-        one, other = left * second, right * first
-        carried = _right(_right(right * second, 16) + (one & 0xFFFF) + (other & 0xFFFF), 16)
-        upper = left * first + _right(one, 16) + _right(other, 16) + carried
-        return Halves(upper + self.upper * below + self.lower * above, self.lower * below)
-
-    def shifted(self, bits: int) -> Halves:
-        """The number shifted to the right by 1 to 31 bits."""
-        return Halves(_right(self.upper, bits), _right(self.lower, bits) | self.upper << 32 - bits)
-
-    def mixed(self) -> Halves:
-        """`_mix` of each number."""
-        z = self
-        for shift, factor in _MIX13:
-            by = z.shifted(shift)
-            z = Halves(z.upper ^ by.upper, z.lower ^ by.lower)
-            z = z if factor is None else z.times(factor)
-        return z
-
-
-_LEAST = -1 << 31
-
-
-def _signed32(x: int) -> int:
-    x &= 0xFFFFFFFF
-    return x - (1 << 32) if x >> 31 else x
-
-
-def _right(x: Tensor, bits: int) -> Tensor:
-    """A shift to the right that fills with zeros."""
-    return (x >> bits) & ((1 << 32 - bits) - 1)
 
 
 #: Numbers of rows: one, an array, or a tensor on any device.
@@ -260,7 +196,7 @@ class Slice:
         at = Halves.of(self.first, (1,), device)
         for rows in self.rows:
             numbers = rows.rows(torch.arange(rows.many, dtype=torch.int32, device=device))
-            at = (at.unsqueezed() + Halves.wide(numbers).times(rows.stride)).ravelled()
+            at = at.unsqueezed().plus(Halves.wide(numbers).times(rows.stride)).ravelled()
         return at
 
 
@@ -317,26 +253,36 @@ def device_words(start: int, step: int, offsets: Tensor | int, count: int, devic
         count: the number of words from each.
         device: of the words.
     """
-    z = torch.arange(count, device=device).mul_(_signed(step))
+    z = torch.arange(count, device=device).mul_(signed(step))
     if isinstance(offsets, int):
-        z = z.add_(_signed(start + offsets * step)).view(1, count)
+        z = z.add_(signed(start + offsets * step)).view(1, count)
     else:
-        z = (offsets * _signed(step)).add_(_signed(start))[:, None] + z
-    for shift, factor in _MIX13:  # shifts of signed words copy the sign, which is masked
+        z = (offsets * signed(step)).add_(signed(start))[:, None] + z
+    for shift, factor in MIX13:  # shifts of signed words copy the sign, which is masked
         z.bitwise_xor_((z >> shift).bitwise_and_((1 << 64 - shift) - 1))
         if factor is not None:
-            z.mul_(_signed(factor))
+            z.mul_(signed(factor))
     return z
 
 
 @lru_cache
-def _has_words(kind: str) -> bool:
+def has_words(kind: str) -> bool:
     """True where devices of a type compute with integers of 64 bits."""
     try:
-        torch.arange(2, device=kind).mul_(_signed(_GOLDEN)).bitwise_xor_(1).bitwise_and_(3)
+        torch.arange(2, device=kind).mul_(signed(GOLDEN)).bitwise_xor_(1).bitwise_and_(3)
     except RuntimeError:  # NotImplementedError is one, too
         return False
     return True
+
+
+@lru_cache
+def has_doubles(kind: str) -> bool:
+    """True where devices of a type compute with float64."""
+    try:
+        torch.ones(1, dtype=torch.float64, device=kind).add_(0.5)
+    except (RuntimeError, TypeError):  # the latter from mps
+        return False
+    return sum_type(torch.device(kind)) == torch.float64
 
 
 def fill_in_halves(out: Tensor, at: Slice, stream: tuple[int, int], below: int) -> Tensor:
@@ -353,13 +299,13 @@ def fill_in_halves(out: Tensor, at: Slice, stream: tuple[int, int], below: int) 
     flat, begin = out.view(-1, at.run), at.first % 2 if at.aligned else 0
     count = (begin + at.run + 1) // 2 if at.aligned else at.run
     numbers = Halves.wide(torch.arange(count, dtype=torch.int32, device=out.device))
-    position = first.shifted(1) + numbers if at.aligned else first + numbers
+    position = (first.shifted(1) if at.aligned else first).plus(numbers)
     word = (position if at.aligned else position.shifted(1)).times(step)
-    word = (word + Halves.of(start, (1,), out.device)).mixed()
+    word = word.plus(Halves.of(start, (1,), out.device)).mixed()
     if at.aligned:
         made = torch.stack((word.lower, word.upper), -1).flatten(-2)[:, begin : begin + at.run]
     else:  # rows begin in different halves of a word
-        made = torch.where((position.lower & 1).bool(), word.upper, word.lower)
+        made = word.half(position.odd())
     flat.copy_(made < below)
     return out
 
@@ -409,7 +355,7 @@ def _filled(
     return out
 
 
-def _state(
+def placed_stream(
     seed: Tensor,
     starts: Sequence[Tensor],
     dims: Sequence[int],
@@ -439,7 +385,7 @@ def fast_seed(
     micro: Sequence[int] = (),
 ) -> int:
     """The seed of torch's generator for an operator that draws inside torch; arguments as of ``shardwright.mask``."""
-    at, stream, _ = _state(seed, starts, dims, size, whole, number, micro)
+    at, stream, _ = placed_stream(seed, starts, dims, size, whole, number, micro)
     return _of_slice(at, stream)
 
 
@@ -464,7 +410,7 @@ def _mask(
 ) -> Tensor:
     """1 with probability p, else 0: most often booleans."""
     on = _made_on(seed, like, device)
-    at, stream, fast = _state(seed, starts, dims, size, whole, number, micro)
+    at, stream, fast = placed_stream(seed, starts, dims, size, whole, number, micro)
     below, number_type = round(p * 2**32) - (1 << 31), _NUMPY.get(dtype) if on.type == "cpu" else None
     simple = fast is None and -1 << 31 < below < 1 << 31 and at.aligned
     if simple and number_type is not None and 0 < math.prod(size) <= 2 * _CHUNK:
@@ -484,10 +430,10 @@ def _mask(
 
         if dropout_kernel.available(on):
             rows = at.offsets_on(on) if at.rows else at.first
-            dropout_kernel.store_mask(out, rows, at.run, _signed(stream[0]), _signed(stream[1]), below)
+            dropout_kernel.store_mask(out, rows, at.run, signed(stream[0]), signed(stream[1]), below)
             return out
 
-    if on.type != "cpu" and not _has_words(on.type):
+    if on.type != "cpu" and not has_words(on.type):
         return fill_in_halves(out, at, stream, below)
 
     def put(made: Tensor, into: Tensor) -> None:
@@ -516,9 +462,7 @@ def _draw(
     out = torch.empty(size, dtype=dtype, device=on)
     if not out.numel():
         return out
-    at, stream, fast = _state(seed, starts, dims, size, whole, number, micro)
-    if fast is None and on.type != "cpu" and not _has_words(on.type):
-        return out.copy_(_filled(torch.empty(size, dtype=dtype, device="cpu"), at, stream, False, _PUT[kind]))
+    at, stream, fast = placed_stream(seed, starts, dims, size, whole, number, micro)
     if fast is not None:
         generator = torch.Generator(out.device).manual_seed(fast)
         if kind == "integer":
@@ -529,7 +473,35 @@ def _draw(
             "exponential": out.exponential_,
         }
         return fills[kind](generator=generator)
-    return _filled(out, at, stream, False, _PUT[kind])
+    if on.type == "cpu":
+        return _filled(out, at, stream, False, _PUT[kind])
+    return fill_as_able(out, at, stream, kind, has_words(on.type), has_doubles(on.type))
+
+
+def fill_as_able(out: Tensor, at: Slice, stream: tuple[int, int], kind: str, words: bool, doubles: bool) -> Tensor:
+    """Numbers on a device.
+
+    Args:
+        out: the numbers, contiguous.
+        at: their positions.
+        stream: start and step.
+        kind: one of `KINDS`.
+        words, doubles: True where the device computes with integers of 64 bits, and with float64.
+    """
+    if not words:
+        out.view(-1, at.run).copy_(_words_in_halves(at, stream, out.device).numbers(kind, out.dtype))
+        return out
+    put = _PUT[kind]
+    if not doubles and kind in ("normal", "exponential"):
+        put = lambda made, into: into.copy_(Halves.of_words(made).numbers(kind, into.dtype))
+    return _filled(out, at, stream, False, put)
+
+
+def _words_in_halves(at: Slice, stream: tuple[int, int], device: torch.device) -> Halves:
+    """The words of all positions of a slice, (runs, elements of a run), by integers of 32 bits alone."""
+    start, step = stream
+    numbers = Halves.wide(torch.arange(at.run, dtype=torch.int32, device=device))
+    return at.halves_on(device).unsqueezed().plus(numbers).times(step).plus(Halves.of(start, (1,), device)).mixed()
 
 
 def _upper(made: Tensor, bits: int) -> Tensor:
@@ -538,7 +510,7 @@ def _upper(made: Tensor, bits: int) -> Tensor:
 
 
 def _put_uniform(made: Tensor, into: Tensor) -> None:
-    bits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[into.dtype]
+    bits = UNIFORM_BITS[into.dtype]
     into.copy_(_upper(made, bits)).mul_(2.0**-bits)
 
 
@@ -556,8 +528,15 @@ _PUT = {
 
 
 def _permutation(seed: Tensor, number: int, count: int, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    drawn = _draw(seed, [], None, [], [count], [count], number, "integer", torch.int64, device)
-    return drawn.argsort(stable=True).to(dtype)
+    on = _made_on(seed, None, device)
+    if on.type in ("cpu", "meta") or has_words(on.type):
+        drawn = _draw(seed, [], None, [], [count], [count], number, "integer", torch.int64, on)
+        return drawn.argsort(stable=True).to(dtype)
+    at, stream, fast = placed_stream(seed, [], [], [count], [count], number, ())
+    if fast is not None:
+        return torch.randperm(count, generator=torch.Generator(on).manual_seed(fast), dtype=dtype, device=on)
+    word = _words_in_halves(at, stream, on)
+    return Halves(word.upper.ravel(), word.lower.ravel()).order().to(dtype)
 
 
 def _choose(
@@ -576,30 +555,32 @@ def _choose(
     With replacement: the class at which a uniform number falls among the cumulative weights. Without replacement: the
     `count` largest of weight/e with e exponential, which is the order of draws one by one.
     """
-    wide = weights.double()
-    rows, classes = list(weights.shape[:-1]), weights.shape[-1]
+    wide = torch.float64 if has_doubles(weights.device.type) else torch.float32
+    rows = list(weights.shape[:-1])
+
+    def drawn(kind: str, columns: int) -> Tensor:
+        size, of = [*rows, columns], [*whole, columns]
+        return _draw(seed, starts, weights, dims, size, of, number, kind, wide, None, micro)
+
+    return chosen(weights.to(wide), drawn, count, replacement)
+
+
+def chosen(weights: Tensor, drawn: Callable[[str, int], Tensor], count: int, replacement: bool) -> Tensor:
+    """The classes that numbers choose.
+
+    Args:
+        weights: in the dtype in which sums are computed.
+        drawn: (kind, number of columns) -> numbers for each row.
+        count, replacement: as of torch's multinomial.
+    """
+    classes = weights.shape[-1]
     if not replacement:
-        drawn = _draw(
-            seed,
-            starts,
-            weights,
-            dims,
-            [*rows, classes],
-            [*whole, classes],
-            number,
-            "exponential",
-            torch.float64,
-            None,
-            micro,
-        )
-        return (wide / drawn).topk(count, dim=-1).indices
-    drawn = _draw(
-        seed, starts, weights, dims, [*rows, count], [*whole, count], number, "uniform", torch.float64, None, micro
-    )
-    sums = wide.cumsum(-1)
-    chosen = torch.searchsorted(sums, drawn * sums[..., -1:], right=True)
-    last = (wide > 0).long().mul_(torch.arange(classes, device=wide.device)).amax(-1, keepdim=True)
-    return torch.minimum(chosen, last)  # the product may round up to the whole sum
+        return (weights / drawn("exponential", classes)).topk(count, dim=-1).indices
+    sums, narrow = weights.cumsum(-1), weights.dtype != torch.float64
+    at = torch.searchsorted(sums, drawn("uniform", count) * sums[..., -1:], right=True, out_int32=narrow)
+    numbers = torch.arange(classes, device=weights.device, dtype=at.dtype)
+    last = torch.where(weights > 0, numbers, 0).amax(-1, keepdim=True)
+    return torch.minimum(at, last).long()  # the product may round up to the whole sum
 
 
 #: Operator -> the function that does its work, for callers that skip torch's dispatch: a call through torch costs as

@@ -1,0 +1,266 @@
+"""State in reach of a forward, copied when it is first seen, compared after the forward, and restored at the end.
+
+spaces     dicts of attributes, and the tables of modules
+held       lists, dicts, sets
+places     globals, variables of closures, attributes of classes and of objects with slots
+opaque     objects without attributes (`opaque_state`)
+hooks      tables of forward hooks: a hook that removes itself
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ...torch_private import forward_hook_tables, part_tables
+from .opaque_state import draws, equal_states, set_state, state_of, watch_state
+from .places import CONTAINERS, MISSING, GuardedPlace, filled, refill, same_content
+
+__all__ = ["Change", "KeptState", "untraced_function"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A place that a forward has changed.
+
+    Args:
+        place: its owner is the object itself where the content of a list, a set or an array was changed, or the order
+            of a dict, and its key None.
+        old, new: the values; the contents of a list or a set.
+    """
+
+    place: GuardedPlace
+    old: Any
+    new: Any
+
+    def watch(self) -> Callable[[], bool]:
+        """A function that returns True once the place has changed, from this call on."""
+        owner, place = self.place.owner, self.place
+        if place.key is None and isinstance(owner, CONTAINERS):
+            before = filled(owner)
+            return lambda: not same_content(owner, before)
+        if place.key is None:
+            return watch_state(owner)()
+        old = place.get()
+        return lambda: (now := place.get()) is not old and not _equal(old, now)
+
+
+def _equal(old: Any, now: Any) -> bool:
+    """True for equal texts: the environment makes a new object at each read."""
+    return type(old) is type(now) is str and old == now
+
+
+def untraced_function(value: Any) -> Any:
+    """The function behind a wrapper that ``torch.fx.wrap`` puts in its place while a model is traced; any other value
+    itself."""
+    if isinstance(value, types.FunctionType) and value.__module__ != __name__ and hasattr(value, "__wrapped__"):
+        file = value.__code__.co_filename
+        if file.endswith("_symbolic_trace.py"):
+            return value.__wrapped__
+    return value
+
+
+@dataclass
+class _Kept:
+    """A dict or container, with its contents before the export, and at the beginning of the forward."""
+
+    owner: Any
+    before: Any
+    begun: Any
+    path: str
+
+
+class KeptState:
+    """Copies of the state in reach of a forward.
+
+    The dicts below have ids as keys. Every such object is kept alive here, so that no other object gets its id.
+    """
+
+    def __init__(self) -> None:
+        self._paths: dict[int, str] = {}  # id of a dict of attributes, one of `_spaces` -> the path of its object
+        self._spaces: dict[int, _Kept] = {}
+        self._held: dict[int, _Kept] = {}
+        self._hooks: list[_Kept] = []
+        self._places: dict[tuple[int, Any], tuple[GuardedPlace, Any]] = {}
+        self._entries: list[tuple[type, frozenset[str]]] = []  # classes, and the names of their attributes
+        self._opaque: dict[int, tuple[Any, Any, str]] = {}  # id of an object -> itself, its state, its path
+        self._replaced: dict[tuple[int, Any], Any] = {}  # a place -> its number, while a counter replaces it
+        self._stood_for: list[tuple[GuardedPlace, Any]] = []  # places of stand-ins -> the objects behind them
+        self._own: set[tuple[int, Any]] = set()  # attributes that torch's layers assign to themselves
+
+    def keep_space(self, attributes: dict[str, Any], path: str, module: nn.Module | None = None) -> bool:
+        """Keep a dict of attributes, and the tables of its module; False where it is kept already."""
+        if id(attributes) in self._paths:
+            return False
+        self._paths[id(attributes)] = path
+        tables = [] if module is None else part_tables(module).values()
+        for space in (attributes, *tables):
+            self._spaces[id(space)] = self._kept(space, path)
+        for hooks in [] if module is None else forward_hook_tables(module):
+            self._hooks.append(self._kept(hooks, path))
+        return True
+
+    def keep_hooks(self) -> None:
+        """Keep the tables of the hooks of all modules."""
+        for hooks in forward_hook_tables(None):
+            self._hooks.append(self._kept(hooks, "all modules"))
+
+    def keep_content(self, container: Any, path: str) -> bool:
+        """Keep a list, dict or set; False where it is kept already."""
+        if id(container) in self._held:
+            return False
+        self._held[id(container)] = self._kept(container, path)
+        return True
+
+    def keep_place(self, place: GuardedPlace) -> None:
+        """Keep the value of a place outside of the kept dicts."""
+        if not isinstance(place.owner, dict) or id(place.owner) not in self._paths:
+            self._places.setdefault(place.identity, (place, untraced_function(place.get())))
+
+    def keep_class(self, cls: type) -> None:
+        """Keep the attributes of a class."""
+        names = frozenset(vars(cls))
+        self._entries.append((cls, names))
+        for name in names:
+            if not name.startswith("__"):
+                self.keep_place(GuardedPlace(cls, name, f"{cls.__name__}.{name}"))
+
+    def keep_opaque(self, value: Any, path: str) -> bool:
+        """Keep the state of an object without attributes; False for an object of another kind."""
+        state = state_of(value)
+        if state is not None:
+            self._opaque.setdefault(id(value), (value, state, path))
+        return state is not None
+
+    def put_stand_in(self, place: GuardedPlace, value: Any, stand_in: Any) -> None:
+        """Put a stand-in in the place of a value until the end of the capture."""
+        owner = place.owner
+        if isinstance(owner, type) and isinstance(stand_in, types.FunctionType):
+            stand_in = staticmethod(stand_in)
+        place.set(stand_in)
+        self._stood_for.append((place, value))
+        kept = self._spaces.get(id(owner)) or self._held.get(id(owner))
+        if kept is not None:
+            kept.begun[place.key] = stand_in
+        else:
+            self._places[place.identity] = place, stand_in
+
+    def begin(self, numbers: Mapping[GuardedPlace, Any]) -> None:
+        """Take the present state for that at the beginning of the forward.
+
+        Args:
+            numbers: place -> its value during this forward.
+        """
+        for place, value in numbers.items():
+            self._replaced[place.identity] = place.get()
+            self._places.setdefault(place.identity, (place, place.get()))
+            place.set(value)
+        for kept in (*self._spaces.values(), *self._held.values(), *self._hooks):
+            kept.begun = self._before(kept.owner)  # torch.export has put its own tensors into the model
+
+    def _before(self, owner: Any) -> Any:
+        """A copy of a dict or container as it was before the forward."""
+        held = filled(owner)
+        if isinstance(owner, dict):
+            for (owned, key), number in self._replaced.items():
+                if owned == id(owner) and key in held:
+                    held[key] = number
+        return held
+
+    def _kept(self, owner: Any, path: str) -> _Kept:
+        before = self._before(owner)
+        return _Kept(owner, before, before if isinstance(owner, set) else before.copy(), path)
+
+    def changes(self) -> Iterator[Change]:
+        """The changes by the forward, compared with the present state."""
+        for kept in self._spaces.values():
+            if not same_content(kept.owner, kept.begun):
+                for change in _of_dict(kept, "{0}.{1}"):
+                    if change.place.identity not in self._own:
+                        yield change
+        for place, old in self._places.values():
+            new = untraced_function(place.get())
+            looked_at = isinstance(place.owner, dict) and (
+                id(place.owner) in self._paths or id(place.owner) in self._held
+            )
+            if new is not old and not looked_at and not _equal(old, new):
+                yield Change(place, old, new)
+        for cls, names in self._entries:
+            for name in vars(cls).keys() - names:
+                if (id(cls), name) not in self._places and not name.startswith("__"):
+                    yield Change(GuardedPlace(cls, name, f"{cls.__name__}.{name}"), MISSING, vars(cls)[name])
+        for kept in self._held.values():
+            held, before = kept.owner, kept.begun
+            if same_content(held, before):
+                continue
+            found = list(_of_dict(kept, "{0}[{1!r}]")) if isinstance(held, dict) else []
+            yield from found
+            if not found:
+                yield Change(GuardedPlace(held, None, kept.path), tuple(before), tuple(held))
+        for value, before, path in self._opaque.values():
+            if not draws(value) and not equal_states(state_of(value), before):
+                yield Change(GuardedPlace(value, None, path), (), ())
+        for kept in self._hooks:
+            for number, hook in kept.begun.items():
+                if number not in kept.owner:
+                    yield Change(GuardedPlace(kept.owner, number, f"a hook of {kept.path}"), hook, MISSING)
+
+    def is_hook(self, place: GuardedPlace) -> bool:
+        """True for an entry of a table of hooks."""
+        return any(place.owner is kept.owner for kept in self._hooks)
+
+    def drawn(self) -> tuple[str, Callable[[], Callable[[], bool]]] | None:
+        """A random number generator from which the forward has drawn, and a function that starts to watch it.
+
+        Generators of torch are not looked at. None where the forward has drawn from none.
+        """
+        for generator, before, path in self._opaque.values():
+            if draws(generator) and not equal_states(state_of(generator), before):
+                return path, watch_state(generator)
+        return None
+
+    def restore(self) -> None:
+        """Restore the state from before the forward. Hooks that the forward has registered stay."""
+        for kept in self._hooks:
+            _restore_hooks(kept.owner, kept.begun)
+        self._restore()
+
+    def _restore(self) -> None:
+        for kept in (*self._spaces.values(), *self._held.values()):
+            refill(kept.owner, kept.begun)
+        for place, old in self._places.values():
+            now = untraced_function(place.get())
+            if now is not old and not _equal(old, now):
+                place.set(old)
+        for cls, names in self._entries:
+            for name in [name for name in vars(cls).keys() - names if not name.startswith("__")]:
+                delattr(cls, name)
+        for value, before, _ in self._opaque.values():
+            set_state(value, before)
+
+    def put_back(self) -> None:
+        """Restore the state from before the capture."""
+        self._restore()
+        for place, value in reversed(self._stood_for):
+            place.set(value)
+        for kept in (*self._spaces.values(), *self._held.values()):
+            refill(kept.owner, kept.before)
+        for kept in self._hooks:
+            _restore_hooks(kept.owner, kept.before)
+
+
+def _restore_hooks(table: dict[int, Any], before: dict[int, Any]) -> None:
+    if not before.keys() <= table.keys():
+        refill(table, before | filled(table))
+
+
+def _of_dict(kept: _Kept, path: str) -> Iterator[Change]:
+    """The entries of a dict that have changed."""
+    for key in {**kept.begun, **filled(kept.owner)}:
+        old, new = kept.begun.get(key, MISSING), dict.get(kept.owner, key, MISSING)
+        if old is not new:
+            yield Change(GuardedPlace(kept.owner, key, path.format(kept.path, key)), old, new)

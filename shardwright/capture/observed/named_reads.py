@@ -1,0 +1,413 @@
+"""Reads that cannot be observed: names in the code of functions count as read.
+
+    def forward(self, x):
+        return x * SCALE * self.helper(Cfg)     the global SCALE, the class Cfg
+    def helper(self, cls):                      followed from the forward, which names it
+        return cls.K                            K of every class that is in reach: Cfg.K
+
+Functions are followed from the forward that names them, to watch what they may write. The reads of a function count
+only where the function runs: `NamedReads.trace` notes it in a light run.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import importlib.util
+import sys
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..annotations import Operator
+from ..source_lines import is_users
+from .code_names import names_of, user_function
+from .kept_state import KeptState, untraced_function
+from .opaque_state import guarded_state
+from .places import CALLED, CONTAINERS, GuardedPlace, is_simple
+from .stand_ins import StandIns
+
+__all__ = ["SEEN", "NamedReads", "is_users_class", "is_users_file"]
+
+#: Depth to which functions are followed from the forward that names them, and to which the attributes of classes that
+#: they name are looked at before the forward runs.
+_DEPTH, _NEAR = 4, 1
+
+#: Special methods that `Observation` replaces during a capture, or that nothing runs at a known time.
+_EXCHANGED = frozenset({"__getattribute__", "__setattr__", "__del__"})
+
+#: Special methods that no call of an object runs.
+_NOT_CALLED = _EXCHANGED.union(
+    "__init__ __new__ __init_subclass__ __set_name__ __class_getitem__ __repr__ __str__ __getstate__ "
+    "__setstate__ __reduce__ __reduce_ex__ __copy__ __deepcopy__ __dir__ __sizeof__".split()
+)
+
+#: Functions of torch that tell a setting on which a program may depend.
+_SETTINGS = frozenset(
+    "get_default_device get_num_threads get_num_interop_threads get_float32_matmul_precision "
+    "is_deterministic_algorithms_warn_only_enabled get_deterministic_debug_mode is_anomaly_enabled "
+    "is_anomaly_check_nan_enabled".split()
+)
+
+
+_Source = tuple[int | None, int | None]
+SEEN: _Source = (None, None)
+
+
+class _Users(dict[str, bool]):
+    """File -> True where it is the user's."""
+
+    def __missing__(self, file: str) -> bool:
+        found = self[file] = is_users(file)
+        return found
+
+
+class NamedReads(KeptState):
+    """The places that functions name, and those that were seen to be read.
+
+    Attributes:
+        running: True while the forward runs.
+        ran: the code of the user's functions that have run, by its id; None: not known (`trace`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = False
+        self.ran: dict[int, types.CodeType] | None = None
+        #: Ids of the code of the functions that name places, None for reads that were seen -> these places.
+        self._noted: dict[_Source, dict[tuple[int, Any], GuardedPlace]] = {SEEN: {}}
+        self._source: _Source = SEEN
+        self._looked_at: set[tuple[int, Any]] = set()
+        self._users = _Users()
+        self._scanned: dict[int, Any] = {}  # id of a function or code -> itself
+        self._reached: dict[int, dict[int, Any]] = {}  # id of code -> functions too deep to be scanned before it runs
+        self._waiting: collections.deque[tuple[types.FunctionType, int]] = collections.deque()  # still to be scanned
+        self._depth = -1  # of the function that is being scanned
+        self._words: dict[int | None, frozenset[str]] = {}  # id of a function's code -> the names in it
+        self._lineages: dict[int, tuple[type, ...]] = {}  # id of a class -> its bases of the user, itself the first
+        #: Name -> the classes, each with its bases, and the files that have it, and the function that has found each.
+        self._holders: dict[str, list[tuple[int | None, Any]]] = {}
+        self._found_by: dict[int, set[int | None]] = {}  # id of a class or file -> the functions that have found it
+        self._looked_through: set[tuple[int, bool, Any]] = set()  # classes whose special methods count as read
+        self._stand_ins: StandIns
+        self._inserted: dict[tuple[int, str], dict[str, Any]] = {}  # stand-ins of builtin functions in files
+
+    @property
+    def reads(self) -> dict[tuple[int, Any], GuardedPlace]:
+        """The places that were read, by identity: those that were seen, and those that the functions name which have
+        run, or may have run."""
+        found: dict[tuple[int, Any], GuardedPlace] = {}
+        for source, places in self._noted.items():
+            if self.ran is None or all(code is None or code in self.ran for code in source):
+                found.update(places)
+        return found
+
+    def follow(self, other: NamedReads) -> None:
+        """Take over what a second run of the same forward has observed."""
+        self.ran = other.ran
+        for source, places in other._noted.items():
+            self._noted.setdefault(source, {}).update(places)
+
+    def begin(self, numbers: Mapping[GuardedPlace, Any], traced: bool = False) -> None:
+        """Start recording: the forward begins.
+
+        Args:
+            numbers: place -> its value during this forward.
+            traced: True where the functions that run are noted. A debugger that traces goes on instead.
+        """
+        super().begin(numbers)
+        self.running = True
+        if traced and sys.gettrace() is None:
+            self.ran = {}
+            sys.settrace(self.trace)
+
+    def stop(self) -> None:
+        """Stop tracing: the forward has ended."""
+        if sys.gettrace() == self.trace:
+            sys.settrace(None)
+
+    def take_out(self) -> None:
+        """Take the stand-ins of builtin functions out of the user's files."""
+        for (_, name), held in self._inserted.items():
+            held.pop(name, None)
+
+    def _found(self, value: Any, path: str) -> None:
+        """Watch a value in reach of the forward."""
+        raise NotImplementedError
+
+    def _space(self, attributes: dict[str, Any], path: str, module: nn.Module | None = None) -> None:
+        """Watch a dict of attributes."""
+        raise NotImplementedError
+
+    def _note(self, place: GuardedPlace, scan: bool = True) -> None:
+        """Record a read of a place, or that the function names it which is being scanned."""
+        identity, noted = place.identity, self._noted.setdefault(self._source, {})
+        if identity in noted:
+            return
+        noted[identity] = place
+        if identity in self._looked_at:
+            return
+        self._looked_at.add(identity)
+        value = untraced_function(place.get())
+        if not is_simple(value):
+            guarded_state(value, place.path)
+        stand_in = self._stand_ins.function(value) or self._stand_ins.of_object(value, place.path)
+        if stand_in is not None:
+            self.put_stand_in(place, value, stand_in)
+            return
+        self.keep_place(place)
+        if scan:
+            self._found(value, place.path)
+
+    def _setting(self, function: Any) -> None:
+        """Record the value of a setting of torch."""
+        place = GuardedPlace(function, CALLED, f"torch.{function.__name__}()")
+        self._noted.setdefault(self._source, {})[place.identity] = place
+
+    def _scan(self, function: Any) -> None:
+        """Count the globals and cells in a function's code as read, and follow what they hold."""
+        function = user_function(function)
+        if function is None or id(function) in self._scanned:
+            return
+        code = id(function.__code__)
+        if self._depth == _DEPTH:
+            self._reached.setdefault(code, {})[id(function)] = function
+            if self.ran is not None and code in self.ran:
+                self._scan_reached(code)
+            return
+        self._scanned[id(function)] = function
+        self._waiting.append((function, self._depth + 1))
+        if self._depth >= 0:
+            return
+        source = self._source
+        try:
+            while self._waiting:
+                function, self._depth = self._waiting.popleft()
+                self._scan_function(function)
+        finally:
+            self._depth, self._source = -1, source
+
+    def _scan_reached(self, code: int) -> None:
+        """Scan the functions of code that runs."""
+        source = self._source
+        for function in self._reached.pop(code, {}).values():
+            if id(function) not in self._scanned:
+                self._scanned[id(function)] = function
+                self._scan_function(function)
+        self._source = source
+
+    def _scan_function(self, function: types.FunctionType) -> None:
+        code, named = function.__code__, function.__qualname__
+        self._scanned[id(code)] = code
+        self._source = id(code), None
+        self._space(vars(function), named)
+        for name, path in (
+            ("__code__", "the code of"),
+            ("__defaults__", "a default of"),
+            ("__kwdefaults__", "a default of"),
+        ):
+            self._note(GuardedPlace(function, name, f"{path} {named}"))
+        cells = dict(zip(code.co_freevars, function.__closure__ or ()))
+        self._scan_code(
+            code, function.__globals__, {name: (cells[name], f"{name}, which {named} closes over,") for name in cells}
+        )
+        if self._depth <= _NEAR:
+            self._named(names_of(code).words)
+
+    def trace(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        """Note the code of a function of the user that begins to run: a function for `sys.settrace`."""
+        code = frame.f_code
+        if self._users[code.co_filename]:
+            assert self.ran is not None
+            if id(code) not in self.ran:
+                self.ran[id(code)] = code
+                if self.running:
+                    self._runs(code, frame.f_globals)
+
+    def _runs(self, code: types.CodeType, held: dict[str, Any]) -> None:
+        """Count the globals in code that runs as read, and the attributes of classes that it names."""
+        source, depth, self._source = self._source, self._depth, (id(code), None)
+        self._depth = _DEPTH  # what runs is seen to run: no function is followed
+        try:
+            self._scan_reached(id(code))
+            if id(code) not in self._scanned:
+                self._scanned[id(code)] = code
+                self._scan_code(code, held, {})
+            self._named(names_of(code).words)
+        finally:
+            self._source, self._depth = source, depth
+
+    def _scan_code(self, code: types.CodeType, held: dict[str, Any], cells: dict[str, tuple[Any, str]]) -> None:
+        names, file = names_of(code), held.get("__name__", "")
+        for kind, name, chain in names.reads:
+            if kind == "cell" and name in cells:
+                cell, path = cells[name]
+                self._chain(GuardedPlace(cell, name, path), chain)
+            elif kind == "global" and (id(held), name) in self._inserted:
+                continue
+            elif kind == "global" and name in held:
+                self._chain(GuardedPlace(held, name, f"{file}.{name}"), chain)
+            elif kind == "global" and (stand_in := self._stand_ins.of_file(name)) is not None:
+                held[name] = stand_in
+                self._inserted[id(held), name] = held
+        for module, name in names.imports:
+            self._imported(module, name, held)
+        if names.words & {"eval", "exec"}:  # the text may name any global
+            for name, value in [*held.items()]:
+                if not name.startswith("__") and not isinstance(value, (types.ModuleType, types.FunctionType, type)):
+                    self._chain(GuardedPlace(held, name, f"{file}.{name}"), ())
+
+    def _chain(self, place: GuardedPlace, chain: tuple[str, ...]) -> None:
+        """Count a name, and the attributes that are read from it one from the other, as read."""
+        value = untraced_function(place.get())
+        if isinstance(value, Operator) and not chain:
+            return
+        if isinstance(value, types.ModuleType):
+            if not chain:
+                self._file(value)
+        else:
+            self._note(place)
+        for attribute in chain:
+            if isinstance(value, types.ModuleType):
+                if attribute not in vars(value):
+                    if attribute == "__dict__":
+                        self._file(value)
+                    return
+                place = GuardedPlace(vars(value), attribute, f"{value.__name__}.{attribute}")
+                if not is_users_file(value):
+                    found = place.get()
+                    self._of_library(value, place, found)
+                    if not isinstance(found, types.ModuleType):
+                        return
+                    value = found
+                    continue
+            elif isinstance(value, type) and is_users_class(value):
+                owner = next((b for b in value.__mro__ if attribute in b.__dict__), None)
+                if owner is None or not is_users_class(owner):
+                    return
+                place = GuardedPlace(owner, attribute, f"{owner.__name__}.{attribute}")
+            elif isinstance(value, types.FunctionType) and user_function(value) is value and attribute[:2] != "__":
+                place = GuardedPlace(vars(value), attribute, f"{value.__qualname__}.{attribute}")
+            else:
+                return
+            value = untraced_function(place.get())
+            if isinstance(value, types.ModuleType):
+                continue
+            self._note(place)
+
+    def _of_library(self, module: types.ModuleType, place: GuardedPlace, value: Any) -> None:
+        """Count a function of torch or numpy that the user's code names as read: it may be replaced."""
+        if module.__name__.split(".")[0] not in ("torch", "numpy"):
+            return
+        if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
+            self._noted.setdefault(self._source, {}).setdefault(place.identity, place)
+            if place.key in _SETTINGS and module is torch:
+                self._setting(value)
+
+    def _imported(self, module: str, name: str, held: dict[str, Any]) -> None:
+        """Count a name that is imported inside of a function as read."""
+        package = held.get("__package__") or str(held.get("__name__", "")).rpartition(".")[0]
+        try:
+            full = importlib.util.resolve_name(module, package)
+        except ImportError:
+            return
+        file = sys.modules.get(full)
+        if file is None or not is_users_file(file):
+            return
+        if name in vars(file):
+            self._chain(GuardedPlace(vars(file), name, f"{full}.{name}"), ())
+        else:
+            inner = sys.modules.get(f"{full}.{name}") if name else file
+            if inner is not None:
+                self._file(inner)
+
+    def _named(self, words: frozenset[str]) -> None:
+        """Count the attributes of classes and files that the present function names as read."""
+        code = self._source[0]
+        if code in self._words:
+            return
+        self._words[code] = words
+        for word in words & self._holders.keys():
+            for found_by, held in [*self._holders[word]]:
+                self._members(code, found_by, held, word)
+
+    def _holder(self, key: int, names: Iterable[str], held: Any) -> None:
+        """Count the attributes of a class, or the names of a file, that functions name as read.
+
+        Args:
+            key: the id of the class or file.
+            names: its names.
+            held: the file, or the class and its bases.
+        """
+        found_by = self._source[0]
+        if found_by in self._found_by.setdefault(key, set()) or None in self._found_by[key]:
+            return
+        self._found_by[key].add(found_by)
+        names = {name for name in names if name[:2] != "__"}
+        for name in names:
+            self._holders.setdefault(name, []).append((found_by, held))
+        for code, words in [*self._words.items()]:
+            for word in words & names:
+                self._members(code, found_by, held, word)
+
+    def _members(self, code: int | None, found_by: int | None, held: Any, name: str) -> None:
+        """Count a name of a file as read; or an attribute of a class, and that the classes which come before it have
+        none of this name.
+
+        Args:
+            code: the function that names it.
+            found_by: the function by which the file or class was found.
+        """
+        source, self._source = self._source, (code, found_by)
+        if isinstance(held, types.ModuleType):
+            self._chain(GuardedPlace(vars(held), name, f"{held.__name__}.{name}"), ())
+        else:
+            holds = [name in vars(base) for base in held]
+            for index, base in enumerate(held):
+                if holds[index] or not any(holds[:index]):
+                    self._note(GuardedPlace(base, name, f"{base.__name__}.{name}"))
+        self._source = source
+
+    def _file(self, module: types.ModuleType) -> None:
+        """Count the names of a user's file that functions name as read: the file was passed on as a value."""
+        if is_users_file(module):
+            self._holder(id(module), vars(module), module)
+
+    def _lineage(self, cls: type, built: bool = False) -> None:
+        """Count the attributes of a class that functions name as read.
+
+        Args:
+            built: an object of the class is in reach; its special methods count as read.
+        """
+        lineage = self._lineages.get(id(cls))
+        if lineage is None:
+            lineage = self._lineages[id(cls)] = tuple(base for base in cls.__mro__ if is_users_class(base))
+            for base in lineage:
+                if id(base) not in self._scanned:
+                    self._scanned[id(base)] = base
+                    self.keep_class(base)
+                    for name, value in [*vars(base).items()]:
+                        if isinstance(value, CONTAINERS):
+                            self._found(value, f"{base.__name__}.{name}")
+        self._holder(id(cls), {name for base in lineage for name in vars(base)}, lineage)
+        if (id(cls), built, self._source) in self._looked_through:
+            return
+        self._looked_through.add((id(cls), built, self._source))
+        left_out = _NOT_CALLED if built else _EXCHANGED
+        for base in lineage:
+            for name, value in [*vars(base).items()] if not issubclass(base, nn.Module) or built else ():
+                if name[:2] == "__" and name not in left_out and user_function(value) is not None:
+                    self._note(GuardedPlace(base, name, f"{base.__name__}.{name}"))
+
+
+def is_users_file(module: types.ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return is_users(file) if isinstance(file, str) else module.__name__ == "__main__"
+
+
+def is_users_class(cls: type) -> bool:
+    module = sys.modules.get(cls.__module__)
+    return module is not None and module is not builtins and is_users_file(module)

@@ -1,0 +1,233 @@
+"""Places in which Python keeps values: entries of dicts, variables of closures, attributes of classes and objects.
+
+Example: the attribute ``net.beta`` is the place of the dict ``vars(net)`` and the key "beta", with the path "net.beta".
+"""
+
+from __future__ import annotations
+
+import collections
+import operator
+import sys
+import types
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+__all__ = [
+    "CALLED",
+    "CONTAINERS",
+    "MISSING",
+    "Entry",
+    "GuardedPlace",
+    "contents",
+    "entries",
+    "filled",
+    "is_simple",
+    "refill",
+    "same",
+    "same_content",
+    "spelled",
+]
+
+
+class _Missing:
+    """The value of an empty place."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Missing:
+        return self
+
+
+MISSING = _Missing()
+
+
+class Entry(NamedTuple):
+    """Key of an entry of a mapping that is no dict, such as the environment."""
+
+    name: str
+
+
+#: Key of a place whose value is what its owner returns: ``torch.get_default_dtype()``.
+CALLED = "()"
+
+CONTAINERS = (list, dict, set, collections.deque)
+
+_SIMPLE = (
+    int,
+    float,
+    complex,
+    bool,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    range,
+    slice,
+    Enum,
+    type(Ellipsis),
+)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
+
+
+def is_simple(value: Any) -> bool:
+    """True for a value that cannot change in place: numbers, strings, dtypes, functions, classes, tuples of these."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(is_simple, value))
+    return isinstance(value, (_SIMPLE, _FUNCTIONS)) or _is_numpy_scalar(value)
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    numpy = sys.modules.get("numpy") if type(value).__module__ == "numpy" else None
+    return numpy is not None and isinstance(value, numpy.generic)
+
+
+@dataclass(frozen=True, eq=False)
+class GuardedPlace:
+    """A place in which Python keeps a value.
+
+    Args:
+        owner: a dict (attributes, globals, a user's dict), a closure's cell, a class, an object with slots; the
+            environment, with an `Entry`; a function, with `CALLED`.
+        key: the key of the dict, or the name of the attribute.
+        path: the user's name for the place: ``net.blocks.0.beta``.
+    """
+
+    owner: Any
+    key: Any
+    path: str
+
+    @property
+    def identity(self) -> tuple[int, Any]:
+        """A key that is equal for the same place. A dict of such keys holds the places too: they keep the ids alive."""
+        return id(self.owner), self.key
+
+    def get(self) -> Any:
+        """The value of the place; `MISSING` where it is empty."""
+        owner = self.owner
+        if isinstance(owner, dict):
+            return dict.get(owner, self.key, MISSING)  # not the `get` of a subclass of the user
+        if isinstance(owner, types.CellType):
+            try:
+                return owner.cell_contents
+            except ValueError:
+                return MISSING
+        if isinstance(owner, type):
+            return owner.__dict__.get(self.key, MISSING)
+        if self.key is CALLED:
+            return owner()
+        if isinstance(self.key, Entry):
+            return owner.get(self.key.name, MISSING)
+        return getattr(owner, self.key, MISSING)
+
+    def set(self, value: Any) -> None:
+        """Set the value of the place; `MISSING` removes it."""
+        owner = self.owner
+        if isinstance(owner, dict):
+            kind = _plain(owner)
+            if value is MISSING:
+                kind.pop(owner, self.key, None)
+            else:
+                kind.__setitem__(owner, self.key, value)
+        elif isinstance(self.key, Entry):
+            if value is MISSING:
+                owner.pop(self.key.name, None)
+            else:
+                owner[self.key.name] = value
+        elif isinstance(owner, types.CellType):
+            if value is MISSING:
+                del owner.cell_contents
+            else:
+                owner.cell_contents = value
+        elif value is MISSING:
+            delattr(owner, self.key)
+        else:
+            try:
+                setattr(owner, self.key, value)
+            except (AttributeError, TypeError):  # a frozen object
+                object.__setattr__(owner, self.key, value)
+
+
+def contents(container: Any) -> tuple[object, ...]:
+    """The entries of a container, as a tuple; for a dict its keys, then its values."""
+    return (*dict.keys(container), *dict.values(container)) if isinstance(container, dict) else tuple(container)
+
+
+def _plain(container: dict[Any, Any]) -> Any:
+    """The class of Python whose methods read and write a dict, whatever methods its own class has."""
+    return collections.OrderedDict if isinstance(container, collections.OrderedDict) else dict
+
+
+def entries(container: Any) -> tuple[object, ...]:
+    """The keys of a dict in their order, the entries of another container."""
+    return tuple(_plain(container).keys(container)) if isinstance(container, dict) else tuple(container)
+
+
+def filled(container: Any) -> Any:
+    """A plain copy of a container: a dict, a set or a list."""
+    if isinstance(container, dict):
+        return dict(_plain(container).items(container))
+    return set(container) if isinstance(container, set) else list(container)
+
+
+def refill(container: Any, content: Any) -> None:
+    """Give a container the content of an earlier copy, where it has another one."""
+    if same_content(container, content):
+        return
+    if isinstance(container, dict):
+        kind = _plain(container)
+        kind.clear(container)
+        for key, value in content.items():
+            kind.__setitem__(container, key, value)
+    elif isinstance(container, set):
+        set.clear(container)
+        set.update(container, content)
+    else:
+        container.clear()
+        container.extend(content)
+
+
+def same_content(container: Any, content: Any) -> bool:
+    """True where a container holds the same objects as an earlier copy, in the same order."""
+    if isinstance(container, dict):
+        kind = _plain(container)
+        return (
+            dict.__len__(container) == len(content)
+            and all(map(operator.eq, kind.keys(container), content))
+            and all(map(operator.is_, kind.values(container), content.values()))
+        )
+    if isinstance(container, set):
+        return bool(container == content)
+    return len(container) == len(content) and all(map(operator.is_, container, content))
+
+
+def same(old: Any, new: Any) -> bool:
+    """True where two values mean the same to a program."""
+    if old is new:
+        return True
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, tuple):
+        return len(old) == len(new) and all(map(same, old, new))
+    if not isinstance(old, (*_SIMPLE, frozenset)) and not _is_numpy_scalar(old):
+        return False
+    return repr(old) == repr(new) and (old == new or old != old)
+
+
+def spelled(value: Any) -> str:
+    """The text of a value in a message: the value where it is simple, otherwise its kind."""
+    if isinstance(value, nn.Module):
+        return f"a {type(value).__name__}"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, (types.FunctionType, type)):
+        return value.__qualname__
+    text = repr(value) if is_simple(value) or value is MISSING else f"a {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,100 @@
+"""Private names of tensors and parameters."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import version_lookup
+
+__all__ = [
+    "PARAMETER",
+    "GradientHooks",
+    "gradient_hooks",
+    "is_view",
+    "local_tensor",
+    "move_gradient_hooks",
+    "shell",
+    "spec_of",
+    "storage_id",
+    "version_of",
+]
+
+PARAMETER = "_is_param"  # attribute of a tensor that ``isinstance(tensor, nn.Parameter)`` asks for
+
+
+def version_of(x: Tensor) -> int:
+    """A number that grows when `x` is written to in place."""
+    return version_lookup.read_private(x, "_version", "noticing a tensor that is changed in place")
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """A number that tells one storage from another, for fake and meta tensors too."""
+    return version_lookup.read_private(storage, "_cdata", "telling views of one tensor from other tensors")
+
+
+def is_view(x: Tensor) -> bool:
+    """True where autograd knows `x` as a view of another tensor."""
+    return version_lookup.read_private(x, "_is_view", "pipelines that split the backward")()
+
+
+def local_tensor(x: Any) -> Tensor:
+    """The slice of a DTensor on this rank itself; ``to_local()`` would make an autograd node and a view (60 us)."""
+    return version_lookup.read_private(x, "_local_tensor", "parameters that are DTensors")
+
+
+def spec_of(x: Any) -> Any:
+    """The mesh, placements, shape and strides of a DTensor in one object; None for a plain tensor."""
+    spec = getattr(x, "_spec", None)
+    if spec is None and hasattr(x, "placements"):
+        raise version_lookup.missing_error("torch.distributed.tensor.DTensor._spec", "parameters that are DTensors")
+    return spec
+
+
+def gradient_hooks(tensor: Tensor) -> GradientHooks:
+    """The hooks of a leaf from ``register_hook`` and ``register_post_accumulate_grad_hook``."""
+    return GradientHooks(
+        version_lookup.read_private(tensor, "_backward_hooks", "hooks of parameters") or {},
+        version_lookup.read_private(tensor, "_post_accumulate_grad_hooks", "hooks of parameters") or {},
+    )
+
+
+def move_gradient_hooks(old: Tensor, new: Tensor) -> None:
+    """Put a leaf's hooks onto another leaf. The handles of the old hooks still remove them."""
+    held = gradient_hooks(old)
+    if held.before:
+        new._backward_hooks = held.before
+    if held.after:
+        new._post_accumulate_grad_hooks = held.after
+
+
+class GradientHooks(NamedTuple):
+    """The hooks of a leaf, by number: `before` get its gradient, `after` get the leaf once its gradient is added."""
+
+    before: dict[int, Any]
+    after: dict[int, Any]
+
+
+def shell(kind: type[Tensor], like: Any, storage_offset: int = 0, parameter: bool = False) -> Any:
+    """A tensor of a subclass without elements.
+
+    Args:
+        kind: the subclass.
+        like: (shape, strides, dtype, device, requires_grad).
+        parameter: True where ``isinstance(made, nn.Parameter)`` is to be true.
+    """
+    shape, strides, dtype, device, requires_grad = like
+    made = kind._make_wrapper_subclass(
+        kind,
+        shape,
+        strides=strides,
+        storage_offset=storage_offset,
+        dtype=dtype,
+        device=device,
+        requires_grad=requires_grad,
+    )
+    if parameter:
+        setattr(made, PARAMETER, True)
+    return made

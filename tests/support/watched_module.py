@@ -1,0 +1,8 @@
+"""A file of a user, whose names `test_watched_objects` changes."""
+
+K = 1.0
+TABLE = {"k": 1.0}
+
+
+def factor() -> float:
+    return K
