@@ -10,6 +10,9 @@ Each such call takes one number from torch's default generator. After ``torch.ma
 in its first state until the first such call, and the count begins again there. Example: after
 ``torch.manual_seed(7)`` the calls have the seeds (7, 0), (7, 1), (7, 2). Ranks need to be seeded alike; numbers that
 their data loading draws from the default generator in between make no difference, and nothing is sent.
+
+A call inside of a backward is that of ``torch.utils.checkpoint``, which runs a forward again from the generator's state
+at the first run: it has the number of the call that drew from that state, and is not counted.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import sys
 import time
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from .accelerators import default_device, is_recording_graph
@@ -36,7 +41,7 @@ from .errors import SettingError, known_keywords
 from .launch.device_choice import Companions, asked_device, cpu_remark, device_of_group, device_of_rank
 from .launch.environment import LOOPBACK, RankInRun, find, is_loopback, is_msrun_scheduler, leading_to, remark, token_of
 from .launch.lifelines import Lifelines
-from .torch_private import default_store
+from .torch_private import backward_number, default_store
 
 __all__ = [
     "RandomStream",
@@ -56,6 +61,8 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 #: torch itself gives up a collective after this multiple of the timeout, and no sooner than this much after it: ranks
 #: find out the missing one before. To find it takes 13 s at most on an idle machine, and longer on a busy one.
 TORCH_WAITS, TORCH_WAITS_LONGER = 1.5, timedelta(seconds=30)
+#: Calls whose random numbers a backward can draw again.
+REMEMBERED = 4096
 #: Seconds that the end of a process leaves the interpreter to threads of the process group, which need microseconds.
 LEAVING = 0.02
 
@@ -440,6 +447,9 @@ class RandomStream:
         self.seed: int | None = None
         self.calls = 0
         self._seen: int | None = None  # the default generator's seed at the last call
+        self._drawn: OrderedDict[int, tuple[int, int]] = (
+            OrderedDict()
+        )  # digest of a state -> seed and count of its call
         self._new: tuple[int, Tensor] | None = None  # a seed, and the state of a generator just seeded with it
 
     def upcoming(self) -> tuple[int, int]:
@@ -464,8 +474,14 @@ class RandomStream:
                 "is a number of the host, and each replay would draw the same numbers",
                 legal="the call outside of torch.cuda.graph; a graph of the model in eval(), or without random numbers",
             )
-        seed, call = self.upcoming()
-        self.calls += 1
+        state = xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().tobytes())
+        again = self._drawn.get(state) if backward_number() != -1 else None
+        seed, call = again or self.upcoming()
+        if again is None:
+            self.calls += 1
+            self._drawn[state] = seed, call
+            if len(self._drawn) > REMEMBERED:
+                self._drawn.popitem(last=False)
         _use_default_generator()
         return torch.tensor([seed if seed < 1 << 63 else seed - (1 << 64), call, int(exact), 0], device="cpu")
 

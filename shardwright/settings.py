@@ -244,8 +244,8 @@ class Settings:
         mixed_precision: the dtypes in which parameters are stored and read, and their gradients summed.
         comm_memory: bytes by which messages under way (weights gathered ahead of their use, gradients that are being
             sent) may raise the peak of a device's memory, on a library such as NCCL: bytes or text such as "2GB"; 0:
-            the peak stays as it is; None: twice the weights and gradients of the largest block. With `memory` the
-            peak stays within that, too.
+            the peak stays as it is; None: twice the weights and gradients of the largest block, and at least the
+            largest bucket of sums. With `memory` the peak stays within that, too.
         search_memory: the growth of host memory allowed to the process during a search: bytes or text such as "2GB";
             None: half of the free memory, and at most 3 GB.
         search_progress: called with a `SearchProgress` every few seconds of a search; None: the plan's progress is

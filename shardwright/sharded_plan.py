@@ -32,7 +32,7 @@ from .cost.communication_schedule import (
     forward_collectives,
 )
 from .cost.cost_model import CostModel, Price, StepInTime
-from .cost.memory_timeline import CountedOptimizer, MemoryTimeline, OptimizerSetting, timeline
+from .cost.memory_timeline import Allocation, CountedOptimizer, MemoryTimeline, OptimizerSetting, timeline
 from .errors import PlanError
 from .graph import Graph
 from .layout import Digits, Layout, group_of
@@ -439,6 +439,11 @@ class Plan(CountedOptimizer, SavedPlan):
         costs = CostModel(Cluster.of(self.cluster, self.devices), self.devices)
         return costs.in_time(self, self.stage_schedule, once=False)
 
+    @cached_property
+    def stage_in_time_once(self) -> StepInTime:
+        """The same with the work that is done once a step."""
+        return CostModel(Cluster.of(self.cluster, self.devices), self.devices).in_time(self, self.stage_schedule)
+
     @property
     def cost(self) -> float:
         """Seconds of one step by `price`, as a sum; plans are compared by it, and bounds are proved of it."""
@@ -546,6 +551,22 @@ class Plan(CountedOptimizer, SavedPlan):
         return timeline(self, self.optimizer)
 
     @cached_property
+    def stage_unscheduled(self) -> MemoryTimeline:
+        """The same of a stage of a pipeline in one micro-batch: weights that micro-batches share stay gathered, and the
+        part of a gradient that one of them has scattered is added to those before."""
+        line, once = self.unscheduled, self.gathered_once
+        held = [replace(h, stop=len(line.moments)) if h.what == "gathered" and h.name in once else h for h in line.held]
+        for moment, entry in enumerate(self.backward, line.forward):
+            if isinstance(entry, Redistribute) and self._scatters_each(entry):
+                part = entry.source
+                held.append(Allocation("backward", part.name, moment, moment + 1, part.local_bytes))
+        return replace(line, held=tuple(held))
+
+    def _scatters_each(self, move: Redistribute) -> bool:
+        """True where every micro-batch scatters the gradient of a weight."""
+        return move.cause == "parameter" and bool(move.forward.collectives) and not self.once(move, back=True)
+
+    @cached_property
     def schedule(self) -> CommunicationSchedule:
         """The moments at which each collective is issued and waited for, on a library such as NCCL."""
         return self._scheduled(True, None, None, False)
@@ -575,7 +596,7 @@ class Plan(CountedOptimizer, SavedPlan):
         return schedule_of(
             self.program,
             self.backward,
-            self.unscheduled if library else MemoryTimeline((), 0, ()),
+            (self.stage_unscheduled if stage else self.unscheduled) if library else None,
             scatters=self.hsdp is not None,
             allowance=self.comm_memory,
             limit=None if self.found is None else self.found.limit,
@@ -585,16 +606,19 @@ class Plan(CountedOptimizer, SavedPlan):
             library=library,
             stage=stage,
             outside=self.gathered_once if stage else (),
+            accumulates=self.hsdp is None or self.hsdp.accumulates_whole,
         )
 
     @cached_property
     def timeline(self) -> MemoryTimeline:
         """The memory of a device at every moment of a step, with the messages under way."""
-        return self.memory_under(self.schedule)
+        return replace(self.unscheduled, held=(*self.unscheduled.held, *self.schedule.allocations))
 
-    def memory_under(self, schedule: CommunicationSchedule) -> MemoryTimeline:
-        """The memory of a device at every moment of a step, with the messages under way of a schedule."""
-        return replace(self.unscheduled, held=(*self.unscheduled.held, *schedule.allocations))
+    @cached_property
+    def stage_timeline(self) -> MemoryTimeline:
+        """The same of a stage of a pipeline, in one micro-batch."""
+        line = self.stage_unscheduled
+        return replace(line, held=(*line.held, *self.stage_schedule.allocations))
 
     @property
     def peak(self) -> float:

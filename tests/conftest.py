@@ -1,5 +1,6 @@
 """Setup that every test file shares: threads, hypothesis profiles, the goldens."""
 
+import atexit
 import gc
 import logging
 import os
@@ -255,6 +256,12 @@ def pytest_testnodedown(node, error) -> None:
     for name, (ours, theirs) in getattr(node, "workeroutput", {}).get("figures", {}).items():
         before = _FIGURES.get(name, (0.0, 0.0))
         _FIGURES[name] = (before[0] + ours, before[1] + theirs)
+
+
+def pytest_unconfigure() -> None:
+    """Keep the summary the last lines: Triton, which torch.compile imports, lists at exit what pytest refers to."""
+    if "triton" in sys.modules:
+        atexit.register(os.dup2, os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -43,6 +43,7 @@ NAMED = {
     "cli/measuring_commands.py": "examples in messages",
     "rehearsal/rehearse.py": "torch's own default of fork_rng",
     "runtime/compilation.py": "torch's own names of inductor's modes",
+    "rules/random_numbers/dropout.py": "the kinds of devices whose kernels multiply in float32",
     "rules/random_numbers/dropout_kernel.py": "the kinds of devices for which Triton compiles",
     "process.py": "the name of each vendor's library of collectives, and examples",
     "torch_private/capture_internals.py": "cuDNN is NVIDIA's own",

@@ -12,8 +12,9 @@ observed_state       the Python state that the forward reads and writes
 observed             parts of this observation: names in code, stand-ins, state of arrays
 second_run           further captures of one call: counters, and values that change by themselves
 side_effects         effects of a forward besides its result
-watched_calls        prints, logs and hooks of a forward; functions that cache, such as `functools.lru_cache`
+watched_calls        prints, logs and hooks of a forward
 guards               the Python state that was read, checked before each call
+conditions           questions of a forward to torch (gradients, values, strides), which guards repeat
 model_device         the device of a model
 module_calls         the model with its loss, or a function of models, as one module; hooks at the borders of the model
 hybrid_models        rank-local parameters for ``hybrid_parallel``

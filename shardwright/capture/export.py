@@ -54,19 +54,21 @@ from ..torch_private import (
     without_cudnn,
 )
 from .annotations import Operator, collect_marks, mark_names, whole_shape
+from .conditions import Conditions, StridesAsked, path_of, watched_conditions
 from .graph_reader import GraphReader, bare
 from .graph_template import GraphTemplate
-from .guards import GuardedPlace, Guards
+from .guards import Condition, GuardedPlace, Guards
 from .hybrid_models import refused_collective
 from .model_device import check_call, device_of, usable
 from .module_calls import WithLoss, outermost_left_out, scalers_refused, user_functions
+from .observed.memoised_functions import computed_for_real
 from .observed_state import Observation
 from .recapture import AsExported, Differs, LightRun, Outline, Program, is_mistake, memory_of, outline
 from .regions import collect_functions, collect_regions
 from .second_run import Captured, check_again, with_counters
 from .side_effects import Effects, ForwardOutcome, LineFinder, judged
 from .source_lines import UsersLine, calling_line, innermost, is_users, user_frame
-from .watched_calls import computed_for_real, refuse_backward_hooks, watched_calls
+from .watched_calls import instead_of_checks, refuse_backward_hooks, watched_calls
 
 __all__ = ["ModelAndLoss", "Recording", "capture", "captures"]
 
@@ -162,6 +164,8 @@ class Recording:
         reads: the places that were read, by identity.
         effects: the effects of the forward at each call, besides its result.
         operators: the marked operators that were called.
+        conditions: the questions that the forward has asked.
+        strides: the forward's question for strides.
         guards: check that a program of this capture is still valid for the model; None until there is a program.
     """
 
@@ -170,23 +174,28 @@ class Recording:
     reads: dict[tuple[int, Any], GuardedPlace] = field(default_factory=dict)
     effects: Effects | None = None
     operators: list[Operator] = field(default_factory=list)
+    conditions: list[Condition] = field(default_factory=list)
+    strides: StridesAsked = field(default_factory=StridesAsked)
     guards: Guards | None = None
 
-    def add(self, seen: Observation, effects: Effects, marks: Sequence[Operator]) -> None:
+    def add(self, one: Captured) -> None:
         """Record one capture.
 
         Raises:
             CaptureError: the side effects differ from those of an earlier capture with other sizes.
         """
+        effects = one.outcome.effects
         if self.effects is not None and self.effects.described() != effects.described():
             other = next(a for a, b in zip_longest(self.effects.described(), effects.described()) if a != b)
             raise CaptureError(
                 f"what the forward does besides its result depends on the size of the batch: {other or ''}",
                 legal="pipelines without it: each micro-batch is a part of the batch",
             )
-        self.modules, self.effects = seen.modules, effects
-        self.reads.update(seen.reads)
-        self.operators.extend(marks)
+        self.modules, self.effects = one.seen.modules, effects
+        self.reads.update(one.seen.reads)
+        self.operators.extend(one.marks)
+        self.conditions += one.asked.asked(one.seen.reads.values(), one.graph, [m for _, m in one.seen.modules])
+        self.strides = one.asked.strides if one.asked.strides.line else self.strides
 
 
 def capture(net: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any] | None = None, **settings: Any) -> Graph:
@@ -260,7 +269,7 @@ def captures(
                 programs.remove(one.program)
             programs.insert(0, one.program)
             if recording is not None:
-                recording.add(one.seen, one.outcome.effects, one.marks)
+                recording.add(one)
             graphs.append(one.graph)
         del programs[PROGRAMS:]
     return graphs
@@ -334,7 +343,8 @@ def _captured(
             collect_functions(calling_line) as applied,
             collect_regions(module, prefix) as regions,
             seen,
-            watched_calls(watch.effects, lambda: watch.running),
+            watched_calls(watch.effects, lambda: watch.running, seen),
+            watched_conditions(watch.asked, lambda: watch.running, seen),
             watch,
             _objects_opened(module),
         ):
@@ -356,13 +366,13 @@ def _captured(
             if isinstance(template, GraphTemplate) and not watch.outcome.updates:
                 graph = template.graph(nodes, decisive)
                 if graph is not None:
-                    return Captured(with_masters(graph), seen, watch.outcome, program, marks)
+                    return Captured(with_masters(graph), seen, watch.outcome, program, marks, watch.asked)
                 program.template = None
                 return None
             reader = GraphReader(
                 program.exported, nodes, marks, marked, prefix, aliases, called, [f for f, _ in applied], regions
             )
-            reader.casting = casting
+            reader.casting, reader.path_of = casting, partial(path_of, seen.reads)
             owners = {id(buffer_table(m)): path for path, m in reversed(paths.items())} if watch.outcome.updates else {}
             for owner, key, *_ in watch.outcome.updates:
                 path = owners[id(owner)]
@@ -372,7 +382,7 @@ def _captured(
             graph = reader.graph()
             if not watch.outcome.updates:
                 program.template = reader.template(graph, decisive)
-            return Captured(with_masters(graph), seen, watch.outcome, program, marks)
+            return Captured(with_masters(graph), seen, watch.outcome, program, marks, watch.asked)
 
         one = None
         while one is None:  # once more for each program whose template does not fit, and is dropped
@@ -436,7 +446,8 @@ def _captured(
         raise CaptureError(
             f"the model cannot be captured: {problem}",
             source=user_frame(frames) or calling_line(),
-            legal=next((legal for part, legal in _INSTEAD.items() if part in first), None),
+            legal=instead_of_checks(file for file, _ in frames)
+            or next((legal for part, legal in _INSTEAD.items() if part in first), None),
         ) from error
 
 
@@ -523,6 +534,7 @@ class _Watch:
     Attributes:
         running: True while the forward runs.
         effects: the texts that the forward has printed and logged.
+        asked: the questions that the forward has asked.
         outcome: the changes made by the forward.
         out_spec: the nesting of the outputs.
     """
@@ -538,12 +550,13 @@ class _Watch:
         self._module, self._seen, self._counters, self._finder = module, seen, counters, finder
         self._traced = traced
         self.running, self.effects, self.outcome = False, Effects(), ForwardOutcome()
+        self.asked = Conditions()
         self.out_spec: Any = None
         self._left_out: dict[int, Any] = {}
 
     def __enter__(self) -> _Watch:
         self._hooks = (
-            self._module.register_forward_pre_hook(self._begin, prepend=True),
+            self._module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
             self._module.register_forward_hook(self._end),
         )
         return self
@@ -553,8 +566,9 @@ class _Watch:
         for hook in self._hooks:
             hook.remove()
 
-    def _begin(self, *_: object) -> None:
+    def _begin(self, _: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self._seen.begin(self._counters, self._traced and self._finder is None)
+        self.asked.begin(pytree.tree_leaves(opened((args, kwargs))))
         # torch.export turns an assigned buffer of the outermost module into a copy, which fails where the assigned
         # tensor is an input or another buffer. Without torch's hooks the buffers of all modules are treated alike.
         for number, hook in [*_BUFFER_HOOKS.items()]:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,6 +110,7 @@ class GraphReader(InPlaceReader):
         self.tensor_nodes: list[torch.fx.Node] = []  # the nodes among them whose values are tensors
         self.grad = torch.is_grad_enabled()  # True where gradients are on at this point of the program
         self.assigned: list[str] = []  # buffers whose new values are the last outputs
+        self.path_of: Callable[[Any], str | None] = lambda tensor: None  # the user's name of a constant
         self.out_spec: Any = program.call_spec.out_spec  # nesting of the outputs before the assigned buffers
         self.masters: Mapping[str, Master] = {}  # storage of parameters whose stored dtype is not the read dtype
         # Recomputed region -> number of operators, and the casts, before it.
@@ -497,6 +498,14 @@ class GraphReader(InPlaceReader):
         placed = refused_collective(name, source_of(node)) if "c10d" in space else None
         if placed is not None:
             raise placed
+        if space == "aten" and self.kwargs.get("generator") is not None:
+            raise CaptureError(
+                f"{target} draws from a torch.Generator, whose state a program neither keeps nor begins anew",
+                operator=node.name,
+                source=source_of(node) or None,
+                legal="the same operator without generator=, which draws by the seed of the process; or the numbers as "
+                "a buffer or an input",
+            )
         written = written_names(target)
         args, kwargs = self.taken((self.args, self.kwargs))
         if self.casting:

@@ -6,8 +6,11 @@ capture:
     structure   submodules, parameters and buffers of every module (identity), hooks, `training`, `requires_grad`
     reads       attributes of modules and of plain objects, class attributes, globals, closure cells (`observed_state`)
     contents    of lists, dicts and sets that were read
+    types       dtype and shape of parameters, buffers and of tensors that were read
+    conditions  questions that the forward has asked of torch: whether gradients are enabled, values of tensors
+                (`conditions`)
 
-A check compares all of it by identity, in loops that run in C: 30 to 60 us for a GPT of 12 layers. Values are compared
+A check compares all of it by identity, in loops that run in C: some 85 us for a GPT of 12 layers. Values are compared
 only where an object is another one: ``5.0`` in place of an equal ``5.0`` is no change.
 
 Worked example: a forward reads ``self.beta``, which is ``2.0``. The guard is (``vars(net)``, ``"beta"``, the object
@@ -20,19 +23,19 @@ from __future__ import annotations
 import contextvars
 import functools
 import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..torch_private import hook_tables, parameter_table, part_tables
+from ..torch_private import buffer_table, hook_tables, parameter_table, part_tables
 from .observed.opaque_state import equal_states, guarded_state, state_of
 from .observed.places import CALLED, CONTAINERS, MISSING, GuardedPlace, contents, entries, is_simple, same, spelled
 
-__all__ = ["CONTAINERS", "HOOKS", "MISSING", "GuardedPlace", "Guards", "contents", "is_simple", "spelled"]
+__all__ = ["CONTAINERS", "HOOKS", "MISSING", "Condition", "GuardedPlace", "Guards", "contents", "is_simple", "spelled"]
 
 
 #: Kinds of hooks on which a captured program depends.
@@ -45,6 +48,22 @@ def _identical(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 
+class Condition(NamedTuple):
+    """A question that a forward has asked besides reading attributes.
+
+    Args:
+        name: the user's words for the question: ``torch.is_grad_enabled()``, ``net.scale``.
+        ask: asks it now.
+        answer: the answer to the captured forward.
+        quiet: True where another answer needs no message, as between training and evaluation.
+    """
+
+    name: str
+    ask: Callable[[], object]
+    answer: object
+    quiet: bool = False
+
+
 class Guards:
     """The Python state for which one captured program is valid.
 
@@ -55,6 +74,7 @@ class Guards:
         places: the places that the capture has read.
         around: ``id`` of one of `modules` -> its kinds of hooks that run around the program, and are not part of it.
         counters: identities of places whose number changes at each call; the effects of the program hold the places.
+        conditions: the questions that the forward has asked.
     """
 
     def __init__(
@@ -63,8 +83,9 @@ class Guards:
         places: Iterable[GuardedPlace],
         around: Mapping[int, tuple[str, ...]] | None = None,
         counters: Collection[tuple[int, Any]] = (),
+        conditions: Iterable[Condition] = (),
     ) -> None:
-        self._modules = list(modules)
+        self._modules, self._conditions = list(modules), list(conditions)
         self._counters = counters
         self._places = [place for place in places if place.identity not in counters]
         self._around, self._copied = around or {}, False
@@ -94,6 +115,13 @@ class Guards:
         self._keys = [tuple(t) for t in self._full]
         self._parameters = [p for _, m in self._modules for p in parameter_table(m).values() if p is not None]
         self._trained = list(map(_requires_grad, self._parameters))
+        named = [
+            (f"{path}.{key}", held)
+            for path, module in self._modules
+            for table in (parameter_table(module), buffer_table(module))
+            for key, held in table.items()
+            if held is not None
+        ]
         found = {
             place.identity: place
             for place in (
@@ -110,7 +138,10 @@ class Guards:
         self._states: list[tuple[Any, tuple[object, ...], str]] = []
         seen: set[int] = set()
         for place in list(found.values()):
-            self._contain(place.get(), place.path, seen, found)
+            self._contain(place.get(), place.path, seen, found, named)
+        self._tensor_paths = [path for path, _ in named]
+        self._tensors = [held for _, held in named]
+        self._dtypes, self._shapes = list(map(_dtype, self._tensors)), list(map(_shape, self._tensors))
         places = list(found.values())
         self._dict_places = [p for p in places if isinstance(p.owner, dict)]
         self._dicts, self._names = [p.owner for p in self._dict_places], [p.key for p in self._dict_places]
@@ -136,9 +167,25 @@ class Guards:
             for name, held in by_name.items()
         ]
 
-    def _contain(self, value: Any, path: str, seen: set[int], found: dict[tuple[int, Any], GuardedPlace]) -> None:
+    def _contain(
+        self,
+        value: Any,
+        path: str,
+        seen: set[int],
+        found: dict[tuple[int, Any], GuardedPlace],
+        named: list[tuple[str, torch.Tensor]],
+    ) -> None:
         """Guard the contents of a container: its entries, or the keys of a dict, with a place for each value; and the
-        state of an object without attributes."""
+        state of an object without attributes.
+
+        Args:
+            seen: ids of the containers that were looked into.
+            found: receives the places.
+            named: receives the tensors, with their paths.
+        """
+        if isinstance(value, torch.Tensor):
+            named.append((path, value))
+            return
         held: tuple[Any, ...]
         if isinstance(value, tuple):
             held = value
@@ -167,7 +214,7 @@ class Guards:
                 found.update((p.identity, p) for p in places if p.identity not in self._counters)
                 held = tuple(dict.values(value))
         for entry in held:
-            self._contain(entry, path, seen, found)
+            self._contain(entry, path, seen, found, named)
 
     def hold(self) -> bool:
         """True where no guarded value has changed."""
@@ -182,6 +229,8 @@ class Guards:
                 and list(map(len, self._full)) == self._counts
                 and all(map(is_, chain.from_iterable(map(dict.values, self._full)), self._members))
                 and list(map(_requires_grad, self._parameters)) == self._trained
+                and list(map(_dtype, self._tensors)) == self._dtypes
+                and list(map(_shape, self._tensors)) == self._shapes
                 and all(
                     map(is_, map(_class_get, self._classes, self._class_names, repeat(MISSING)), self._class_values)
                 )
@@ -190,6 +239,7 @@ class Guards:
                 and all(all(map(is_, map(get, owners), was)) for get, owners, was in self._attributes)
                 and all(same(was, place.get()) for place, was in self._asked)
                 and all(equal_states(state_of(held), was) for held, was, _ in self._states)
+                and all(condition.ask() == condition.answer for condition in self._conditions)
             )
         except (ValueError, AttributeError):  # an empty cell, or a deleted attribute
             return False
@@ -212,6 +262,9 @@ class Guards:
         for parameter, before in zip(self._parameters, self._trained):
             if parameter.requires_grad is not before:
                 return f"{self._name(parameter)}.requires_grad was {before} and is {parameter.requires_grad}"
+        retyped = self.retyped()
+        if retyped is not None:
+            return retyped
         recorded = [
             *zip(self._dict_places, self._values),
             *zip(self._class_places, self._class_values),
@@ -231,6 +284,10 @@ class Guards:
         for held, before, path in self._states:
             if not equal_states(state_of(held), before):
                 return f"{path}, a {type(held).__name__}, holds something else than it did"
+        for condition in self._conditions:
+            answer = condition.ask()
+            if answer != condition.answer:
+                return f"{condition.name} was {condition.answer} and is {answer}"
         self._values = [p.get() for p in self._dict_places]
         self._class_values = [p.get() for p in self._class_places]
         self._cell_values = [p.get() for p in self._cell_places]
@@ -240,25 +297,41 @@ class Guards:
         self._containers = [(held, entries(held), path) for held, _, path in self._containers]
         return None
 
+    def retyped(self) -> str | None:
+        """The first parameter, buffer or tensor that has another dtype or shape than it had, in words; None: none has.
+
+        ``net.bfloat16()`` and assignments to ``.data`` change the tensor and leave the object.
+        """
+        for path, tensor, dtype, shape in zip(self._tensor_paths, self._tensors, self._dtypes, self._shapes):
+            if tensor.dtype is not dtype or tensor.shape != shape:
+                before, now = (
+                    f"{str(d).removeprefix('torch.')}{list(s)}"
+                    for d, s in ((dtype, shape), (tensor.dtype, tensor.shape))
+                )
+                return f"{path} was {before} and is {now}"
+        return None
+
     def parts_changed(self) -> bool:
-        """True where parameters, buffers or submodules of the model have been added, removed or replaced."""
+        """True where parameters, buffers or submodules of the model have been added, removed, replaced or retyped."""
         return (
             self._copied
+            or self.retyped() is not None
             or list(map(len, self._tables)) != self._lengths
             or not all(map(is_, chain.from_iterable(map(dict.values, self._full)), self._members))
         )
 
     def only_mode_changed(self) -> bool:
-        """True where nothing but `training` and `requires_grad` has changed, a change that needs no message."""
-        values, trained = self._values, self._trained
+        """True where nothing but `training`, `requires_grad` and quiet conditions have changed: needs no message."""
+        values, trained, conditions = self._values, self._trained, self._conditions
         self._values = [
             place.get() if place.key == "training" else value for place, value in zip(self._dict_places, values)
         ]
         self._trained = list(map(_requires_grad, self._parameters))
+        self._conditions = [condition for condition in conditions if not condition.quiet]
         try:
             return not self._copied and self.hold()
         finally:
-            self._values, self._trained = values, trained
+            self._values, self._trained, self._conditions = values, trained, conditions
 
     def __deepcopy__(self, memo: dict[int, object]) -> Guards:
         """Guards of no model: a copied model gets its guards when it is captured."""
@@ -275,5 +348,5 @@ class Guards:
         )
 
 
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _dtype, _shape = attrgetter("requires_grad"), attrgetter("dtype"), attrgetter("shape")
 _cell_contents = attrgetter("cell_contents")

@@ -424,6 +424,8 @@ class InPlaceReader:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     tensor_nodes: list[torch.fx.Node]
+    program: Any
+    path_of: Callable[[Any], str | None]
 
     def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
         raise NotImplementedError
@@ -543,11 +545,13 @@ class InPlaceReader:
         """
         memory, old, where = cell.memory, self.read(cell), {"source": source_of(node) or None}
         if memory.owner in _UNCHANGEABLE:
-            raise CaptureError(
-                f"the model changes its {memory.owner} {memory.name!r} in place",
-                **where,
-                legal=_UNCHANGEABLE[memory.owner],
-            )
+            changed = f"its parameter {memory.name!r}"
+            if memory.owner == "constant":
+                known = self.path_of(self.program.constants.get(memory.name))
+                changed = (
+                    f"{known or 'a tensor of no module'}, a plain tensor of shape {list(memory.whole.value.shape)},"
+                )
+            raise CaptureError(f"the model changes {changed} in place", **where, legal=_UNCHANGEABLE[memory.owner])
         if value.dtype != old.dtype:
             value = self.emit(aten.to.dtype, (value, old.dtype), {})[0]
         if value.shape != old.shape:

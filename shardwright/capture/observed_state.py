@@ -118,6 +118,14 @@ class Observation(NamedReads):
         """All modules that the forward uses, including modules outside of the model."""
         return self._modules
 
+    @property
+    def files(self) -> list[dict[str, Any]]:
+        """The globals of the user's functions that the forward names, or that are attributes of the modules."""
+        held = (value for _, module in self._modules for value in vars(module).values())
+        functions = [*self._scanned.values(), *filter(None, map(user_function, held))]
+        found = (getattr(function, "__globals__", None) for function in functions)
+        return list({id(names): names for names in found if names is not None}.values())
+
     def __enter__(self) -> Observation:
         try:
             self._stack.enter_context(self._stand_ins.put())

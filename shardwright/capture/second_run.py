@@ -20,6 +20,7 @@ import torch
 from ..errors import CaptureError, ShardwrightError
 from ..graph import Graph, Op, Value
 from .annotations import Operator
+from .conditions import Conditions
 from .observed.places import is_simple, same, spelled
 from .observed_state import Observation
 from .recapture import Differs, Program
@@ -40,6 +41,7 @@ class Captured(NamedTuple):
     outcome: ForwardOutcome
     program: Program
     marks: list[Operator]
+    asked: Conditions
 
 
 def with_counters(exported: Callable[..., Captured]) -> Captured:

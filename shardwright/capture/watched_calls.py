@@ -1,57 +1,48 @@
 """Calls of a forward that a captured program would repeat wrongly or leave out: prints and logs, hooks, numbers taken
-out of tensors, functions that cache their results.
+out of tensors.
 
-1. Calls that `watched_calls` records or refuses:
-
-       print, a log                    recorded, and repeated at each call of the program
-       the same of a tensor's values   an error: no tensor has values while a model is captured. A number that was
-                                       taken out of a tensor by ``item()`` is a symbol of torch then, such as ``zuf0``
-       a hook on a tensor or module    an error
-       a collective of torch           an error (`hybrid_models.refused_collective`)
-
-2. `computed_for_real`: functions that cache their results (`functools.lru_cache`, `functools.cache`). Such a function
-   computes a table of positions, say, at its first call, and returns the same tensor at every later call. A capture
-   runs the forward on tensors without values. The function would cache such a tensor, and the plain model would
-   receive it later.
-
-   A stand-in therefore replaces the function during a capture. The stand-in runs the function on real tensors,
-   outside of the capture: the function caches the result that one device would cache, and the program holds that
-   tensor as a constant.
+    print, a log                    recorded, and repeated at each call of the program
+    the same of a tensor's values   an error: no tensor has values while a model is captured. A number that was taken
+                                    out of a tensor by ``item()`` is a symbol of torch then, such as ``zuf0``
+    a hook on a tensor or module    an error
+    a seed, a generator's state     an error: random numbers of a program are those of the process's seed at each call
+    set_autocast_enabled            an error: the casts of a program are those of its contexts
+    a check of a tensor's values    left out: arguments of distributions, variances of `gaussian_nll_loss`
+    a size that values decide       the same without it: `nn.AdaptiveLogSoftmaxWithLoss` over all classes, `ctc_loss` of
+                                    padded targets; an error where there is no such form (`one_hot` of unknown classes)
+    a collective of torch           an error (`hybrid_models.refused_collective`)
 """
 
 from __future__ import annotations
 
 import builtins
-import collections
 import contextlib
 import functools
+import importlib
 import io
 import logging
+import math
 import re
 import sys
 import threading
-import types
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
-from operator import itemgetter, methodcaller
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
+from torch.nn import functional
 
 from ..errors import CaptureError, place_text
-from ..torch_private import DisableTorchFunction, FakeTensor, hooks_of, hooks_of_all_modules, pytree, untraced
+from ..rules.loss import ctc_losses
+from ..torch_private import COMPILER, hooks_of, hooks_of_all_modules
 from .hybrid_models import refused_collective
 from .observed.places import GuardedPlace
 from .observed.stand_ins import by_user, frames, held_by
 from .side_effects import Effects, Logged, Printed
-from .source_lines import calling_line, is_users
+from .source_lines import calling_line
 
-__all__ = ["computed_for_real", "refuse_backward_hooks", "watched_calls"]
-
-# -- prints, logs, hooks, numbers
-
+__all__ = ["Files", "in_all_files", "instead_of_checks", "refuse_backward_hooks", "watched_calls"]
 
 _VALUELESS = re.compile(r"(Fake|Functional)Tensor\(")
 
@@ -59,13 +50,24 @@ _VALUELESS = re.compile(r"(Fake|Functional)Tensor\(")
 _UNKNOWN = "FakeTensor(a number)"
 
 
+class Files(Protocol):
+    """The globals of the user's files, as an observation has them."""
+
+    @property
+    def files(self) -> list[dict[str, Any]]: ...
+
+    def put_stand_in(self, place: GuardedPlace, value: Any, stand_in: Any) -> None:
+        """Put a function in the place of a value until the end of the capture."""
+
+
 @contextlib.contextmanager
-def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[None]:
+def watched_calls(effects: Effects, running: Callable[[], bool], seen: Files) -> Iterator[None]:
     """Record prints and logs of a forward in `effects` instead of writing them, and refuse hooks on its tensors.
 
     Args:
         effects: receives the texts.
         running: returns True while the forward runs.
+        seen: the user's files.
     """
 
     def note_text(stream: Any, text: str) -> None:
@@ -101,6 +103,7 @@ def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[Non
 
         return call
 
+    _make_tables()
     thread = threading.get_ident()  # other threads, of a save in the background say, go on
     groups = getattr(sys.modules.get("torch.distributed"), "ProcessGroup", None)
     plain_print, plain_handle = builtins.print, logging.Logger.handle
@@ -141,8 +144,29 @@ def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[Non
 
         return call
 
+    def without_state(owner: Any, name: str, problem: str, legal: str) -> Callable[..., Any]:
+        plain = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if running() and by_user():
+                raise CaptureError(f"the forward calls {name}(), {problem}", legal=legal)
+            return plain(*args, **kwargs)
+
+        return call
+
+    states = [
+        (owner, name, without_state(owner, name, problem, legal))
+        for problem, legal, owners in _STATES
+        for owner, names in owners
+        for name in names
+        if hasattr(owner, name)  # some are deprecated
+    ]
     with contextlib.ExitStack() as stack:
+        in_all_files(seen, [(getattr(owner, name), ours) for owner, name, ours in (*states, *_WITHOUT_VALUES)])
         for owner, name, ours in (
+            *states,
+            *_WITHOUT_VALUES,
+            (Distribution, "_validate_args", False),  # private torch name: what set_default_validate_args sets
             (builtins, "print", print_),
             (logging.Logger, "handle", handle),
             *((torch.Tensor, n, refused(n)) for n in _TENSOR_HOOKS),
@@ -172,8 +196,173 @@ _COLLECTIVES = (
     "scatter",
     "send",
 )
+# -- functions of torch that look at values, without looking ----------------------------------------------------------
+
+
+def _gaussian_nll_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    var: torch.Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """`F.gaussian_nll_loss` without its check that variances are not negative."""
+    if isinstance(var, float):
+        var = var * torch.ones_like(input)
+    if var.shape != input.shape and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    if var.shape != input.shape and (
+        var.dim() != input.dim() or sum(y for x, y in zip(input.shape, var.shape) if x != y) != 1
+    ):
+        raise ValueError("var is of incorrect size")
+    var = var.clone()
+    with torch.no_grad():
+        var.clamp_(min=eps)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return _reduced(loss, reduction)
+
+
+def _reduced(loss: torch.Tensor, reduction: str) -> torch.Tensor:
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _adaptive_log_softmax(self: nn.AdaptiveLogSoftmaxWithLoss, input_: torch.Tensor, target_: torch.Tensor) -> Any:
+    """`nn.AdaptiveLogSoftmaxWithLoss` over all classes: torch computes each cluster for the rows that are in it."""
+    alone = target_.dim() == 0
+    rows, target = (input_.unsqueeze(0), target_.unsqueeze(0)) if alone else (input_, target_)
+    output = self.log_prob(rows).gather(1, target.unsqueeze(1)).squeeze(1)
+    loss = (-output).mean()
+    return nn.modules.adaptive._ASMoutput(output.squeeze(0) if alone else output, loss)  # private torch name
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    if num_classes == -1:
+        raise CaptureError(
+            "one_hot without num_classes: the number of classes depends on the values of a tensor",
+            source=calling_line(),
+            legal="F.one_hot(x, num_classes=…)",
+        )
+    return _PLAIN_ONE_HOT(tensor, num_classes)
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """`F.ctc_loss` of padded targets."""
+    alone = log_probs.dim() == 2
+    if targets.dim() != (1 if alone else 2):
+        raise CaptureError(
+            f"ctc_loss of targets of shape {list(targets.shape)} beside log_probs of shape {list(log_probs.shape)}: "
+            "labels one after another in one dim cannot be cut with the batch",
+            source=calling_line(),
+            legal="padded targets of shape [batch, labels], with their lengths",
+        )
+    if alone:
+        log_probs, targets = log_probs.unsqueeze(1), targets.unsqueeze(0)
+    lengths = []
+    for held in (input_lengths, target_lengths):
+        made = torch.as_tensor(held, device=targets.device).reshape(-1)
+        if made.shape[0] != log_probs.shape[1]:
+            raise CaptureError(
+                f"ctc_loss of {log_probs.shape[1]} rows with {made.shape[0]} lengths",
+                source=calling_line(),
+                legal="lengths as a tensor that is an input, with one number for each row",
+            )
+        lengths.append(made)
+    if torch.is_autocast_enabled(log_probs.device.type):
+        log_probs = log_probs.float()  # as autocast does with torch's own
+    losses = ctc_losses(log_probs, targets, *lengths, blank, zero_infinity)
+    if reduction == "mean":
+        losses = losses / lengths[1].to(losses.dtype).clamp_min(1)
+    return losses.squeeze(0) if alone and reduction == "none" else _reduced(losses, reduction)
+
+
+_PLAIN_ONE_HOT: Callable[..., torch.Tensor] = functional.one_hot
+
+#: Functions of torch that look at values of tensors, and the functions in their places while a model is captured.
+_WITHOUT_VALUES: tuple[tuple[Any, str, Any], ...] = (
+    (functional, "gaussian_nll_loss", _gaussian_nll_loss),
+    (functional, "one_hot", _one_hot),
+    (functional, "ctc_loss", _ctc_loss),
+    (nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax),
+)
+
+
+def instead_of_checks(files: Iterable[str]) -> str | None:
+    """The alternative to a check of values that stays, such as that of a distribution with ``validate_args=True``.
+
+    Args:
+        files: those of the stack of an error.
+    """
+    if any("/torch/distributions/" in file for file in files):
+        return "the distribution without validate_args=True: a check of values is left out where the default is used"
+    return None
+
+
+#: Functions that set a state of torch: what is wrong, what the user writes instead, and the names by their owners.
+_STATES: tuple[tuple[str, str, tuple[tuple[Any, tuple[str, ...]], ...]], ...] = (
+    (
+        "which a program does not repeat: its random numbers follow from the seed of the process, and differ at each "
+        "call",
+        "torch.manual_seed before the call of the model; numbers that stay the same as a buffer, or as an input",
+        (
+            (torch, ("manual_seed", "seed", "set_rng_state")),
+            (torch.random, ("manual_seed", "seed", "set_rng_state", "fork_rng")),
+            (torch.cuda, ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")),
+        ),
+    ),
+    (
+        "which the capture does not see: the casts of a program are those of the contexts around its operators",
+        "with torch.autocast(device_type, dtype, enabled=…): around the operators",
+        (
+            (
+                torch,
+                (
+                    "set_autocast_enabled",
+                    "set_autocast_dtype",
+                    "set_autocast_cpu_enabled",
+                    "set_autocast_cpu_dtype",
+                    "set_autocast_gpu_dtype",
+                ),
+            ),
+        ),
+    ),
+)
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+
+
+@functools.cache
+def _make_tables() -> None:
+    """Let torch make its tables of functions and methods, which it keeps, before any of these is replaced."""
+    importlib.import_module(COMPILER)
+    torch.overrides.get_testing_overrides()
+    torch.overrides.is_tensor_method_or_property(torch.Tensor.add)
+
+
+def in_all_files(seen: Files, functions: Iterable[tuple[Any, Any]]) -> None:
+    """Put functions in the places of others until the end of the capture, whatever their names are in the user's files.
+
+    Args:
+        seen: the files: ``from torch import manual_seed as seed`` is an entry. The observation puts the others back.
+        functions: (the other function, the function in its place) of each.
+    """
+    by_id = {id(plain): ours for plain, ours in functions}
+    for file in seen.files:
+        for key, value in list(file.items()):
+            if id(value) in by_id:
+                seen.put_stand_in(GuardedPlace(file, key, f"{file.get('__name__')}.{key}"), value, by_id[id(value)])
 
 
 class _Stream:
@@ -222,328 +411,3 @@ def refuse_backward_hooks(modules: list[tuple[str, nn.Module]]) -> None:
                 legal="a torch.autograd.Function in the forward, a hook of a parameter, or "
                 "register_full_backward_hook on the AutoParallel model",
             )
-
-
-# -- functions that cache their results
-
-
-_KEEPS = type(functools.lru_cache(len))
-_LEGAL = "a function without functools.lru_cache, or one of numbers alone"
-
-#: Types of values that hold no function: most entries of a file or a class.
-_PLAIN = frozenset(
-    {
-        type(None),
-        bool,
-        int,
-        float,
-        str,
-        bytes,
-        tuple,
-        list,
-        dict,
-        collections.OrderedDict,
-        set,
-        frozenset,
-        property,
-        types.BuiltinFunctionType,
-        types.MemberDescriptorType,
-        types.GetSetDescriptorType,
-    }
-)
-
-#: Types of values that hold nothing: `_File` compares the values themselves.
-_SIMPLE = frozenset({type(None), bool, int, str, bytes})
-
-#: Types of values of a file or a class that hold functions, or are functions.
-_FIXED = (types.FunctionType, types.ModuleType, type, staticmethod, classmethod, _KEEPS)
-
-#: Depth to which closures are followed.
-_DEPTH = 3
-
-
-class _StandIn:
-    """A callable in place of a function that caches its results."""
-
-    def __init__(self, function: Any) -> None:
-        self.function, self.__module__, self.__doc__ = function, function.__module__, function.__doc__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in leaves):
-            return self.function(*args, **kwargs)
-        if any(isinstance(x, torch.Tensor) for x in leaves):
-            raise CaptureError(
-                f"{self._named} is given a tensor, and keeps what it made of it: one device computes it once, the "
-                "captured program would at each call",
-                legal=_LEGAL,
-            )
-        with DisableTorchFunction(), untraced():
-            made = self.function(*args, **kwargs)
-        if any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(made)):
-            self.function.cache_clear()
-            raise CaptureError(
-                f"{self._named} keeps a tensor that it makes of the model's own: one device computes it once, the "
-                "captured program would at each call",
-                legal=_LEGAL,
-            )
-        return made
-
-    @property
-    def _named(self) -> str:
-        return f"{getattr(self.function, '__qualname__', 'a function')}, which keeps its results,"
-
-    def __get__(self, owner: Any, kind: Any = None) -> Any:
-        return self if owner is None else types.MethodType(self, owner)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.function, name)
-
-
-@contextlib.contextmanager
-def computed_for_real(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> Iterator[None]:
-    """Put stand-ins in place of the functions that cache their results, while the context is active.
-
-    Such functions are looked for in the files of the model's classes and functions, in the files from which these files
-    import, in classes and closures, and in attributes of the model.
-
-    Args:
-        modules: the modules of the model and its loss, by path.
-        functions: the loss, where it is a function.
-    """
-    put: list[tuple[GuardedPlace, Any]] = []
-    stand_ins: dict[int, _StandIn] = {}
-
-    def stood_for(value: Any) -> Any:
-        around = type(value) if isinstance(value, (staticmethod, classmethod)) else None
-        function = value if around is None else value.__func__
-        stand_in = stand_ins.setdefault(id(function), _StandIn(function))
-        return stand_in if around is None else around(stand_in)
-
-    try:
-        for place in _places(modules, functions):
-            old = place.get()
-            put.append((place, old))
-            place.set(stood_for(old))
-        yield
-    finally:
-        for place, old in reversed(put):
-            place.set(old)
-
-
-def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> list[GuardedPlace]:
-    """The places that hold functions of the model that cache their results."""
-    classes = dict.fromkeys(
-        cls for _, m in modules for cls in type(m).__mro__ if _users_module(cls.__module__) is not None
-    )
-    attributes = [value for _, m in modules for value in vars(m).values()]
-    names = [getattr(value, "__module__", None) for value in (*classes, *functions, *attributes)]
-    waiting = [
-        module
-        for name in dict.fromkeys(n for n in names if isinstance(n, str))
-        if (module := _users_module(name)) is not None
-    ]
-    files = {id(module) for module in waiting}
-    covered: set[type] = set()
-    places: list[GuardedPlace] = []
-    closures: list[types.FunctionType] = []
-    while waiting:
-        found = _of_file(waiting.pop())
-        places += found.kept
-        closures += found.closures
-        covered.update(found.own)
-        classes.update(found.classes)
-        for name in found.imported:
-            module = sys.modules.get(name)
-            if module is not None and id(module) not in files:
-                files.add(id(module))
-                waiting.append(module)
-    for cls in classes:
-        if cls not in covered:
-            kept, further = _read_class(cls)
-            places += kept
-            closures += further
-    for _, m in modules:
-        for key, value in vars(m).items():
-            kind = type(value)
-            if kind is types.FunctionType:
-                closures.append(value)
-            elif kind not in _PLAIN and _keeps(value):
-                places.append(GuardedPlace(vars(m), key, key))
-    closures += [function for function in functions if type(function) is types.FunctionType]
-    seen: set[int] = set()
-    for function in closures:
-        places += _cells(function, seen)
-    return places
-
-
-class _File(NamedTuple):
-    """The objects of a file and its classes, for `_places`.
-
-    Args:
-        held: the entries of the file and of its classes: mappings that show every change.
-        same: picks the entries that have to be the same objects as before: functions, classes, files and simple values.
-        others: picks the other entries, which have to be of the same types. These are not kept alive.
-        were, types: the objects and the types that were read.
-        kept: the places of functions that cache their results.
-        own: the classes of the file.
-        classes: further classes of users in the file, as the keys of a dict.
-        imported: the names of the users' files that the file's values come from.
-        closures: the functions of its classes that have closures.
-    """
-
-    held: tuple[Mapping[str, Any], ...]
-    same: Callable[[Sequence[Any]], tuple[Any, ...]]
-    others: Callable[[Sequence[Any]], tuple[Any, ...]]
-    were: tuple[Any, ...]
-    types: tuple[type, ...]
-    kept: tuple[GuardedPlace, ...]
-    own: tuple[type, ...]
-    classes: dict[type, None]
-    imported: tuple[str, ...]
-    closures: tuple[types.FunctionType, ...]
-
-    @property
-    def holds(self) -> bool:
-        """True where file and classes are as they were read.
-
-        A library of models has hundreds of files and forty thousand entries: no line of Python runs for each.
-        """
-        entries = tuple(chain.from_iterable(map(_values, self.held)))
-        return (
-            len(entries) == len(self.were) + len(self.types)
-            and self.same(entries) == self.were
-            and tuple(map(type, self.others(entries))) == self.types
-        )
-
-
-def _picking(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """The function that picks entries by their places."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda entries: tuple([entries[i] for i in places])
-
-
-_values = methodcaller("values")
-
-#: File -> what was read of it.
-_KNOWN: weakref.WeakKeyDictionary[types.ModuleType, _File] = weakref.WeakKeyDictionary()
-
-
-def _of_file(file: types.ModuleType) -> _File:
-    """The objects of a file and its classes, read anew where they are others than before."""
-    known = _KNOWN.get(file)
-    if known is None or not known.holds:
-        known = _KNOWN[file] = _read_file(file)
-    return known
-
-
-def _read_file(file: types.ModuleType) -> _File:
-    kept: list[GuardedPlace] = []
-    classes: dict[type, None] = {}
-    imported: dict[str, None] = {}
-    known: dict[Any, types.ModuleType | None] = {}  # many values come from few files
-    held = vars(file)
-    for key, value in list(held.items()):
-        kind = type(value)
-        if kind in _PLAIN:
-            continue
-        if kind is types.FunctionType or issubclass(kind, type):
-            name: Any = value.__module__
-        elif issubclass(kind, types.ModuleType):
-            name = value.__name__
-        else:
-            if _keeps(value):
-                kept.append(GuardedPlace(held, key, key))
-            if kind is not _KEEPS:
-                continue
-            name = value.__module__
-        if name not in known:
-            known[name] = _users_module(name)
-        module = known[name]
-        if module is None:
-            continue
-        if issubclass(kind, type):
-            classes.setdefault(value)
-        imported.setdefault(module.__name__)
-    own = tuple([cls for cls in classes if cls.__module__ == file.__name__ and held.get(cls.__name__) is cls])
-    closures: list[types.FunctionType] = []
-    for cls in own:
-        del classes[cls]
-        further, functions = _read_class(cls)
-        kept += further
-        closures += functions
-    everything = (held, *map(vars, own))
-    entries = tuple(chain.from_iterable(map(_values, everything)))
-    same = [i for i, value in enumerate(entries) if isinstance(value, _FIXED) or type(value) in _SIMPLE]
-    others = sorted(set(range(len(entries))).difference(same))
-    pick, rest = _picking(same), _picking(others)
-    return _File(
-        everything,
-        pick,
-        rest,
-        pick(entries),
-        tuple(map(type, rest(entries))),
-        tuple(kept),
-        own,
-        classes,
-        tuple(imported),
-        tuple(closures),
-    )
-
-
-def _read_class(cls: type) -> tuple[list[GuardedPlace], list[types.FunctionType]]:
-    """The places in a class of functions that cache their results, and the functions that have closures."""
-    kept: list[GuardedPlace] = []
-    closures: list[types.FunctionType] = []
-    for key, value in vars(cls).items():
-        if type(value) is types.FunctionType:
-            if value.__closure__ is not None:
-                closures.append(value)
-        elif type(value) not in _PLAIN and _keeps(value):
-            kept.append(GuardedPlace(cls, key, key))
-    return kept, closures
-
-
-def _keeps(value: Any) -> bool:
-    """True for a function of the user that caches its results."""
-    if type(value) is not _KEEPS:
-        if not isinstance(value, (staticmethod, classmethod)) or type(value.__func__) is not _KEEPS:
-            return False
-        value = value.__func__
-    code = getattr(getattr(value, "__wrapped__", None), "__code__", None)
-    return code is not None and is_users(code.co_filename)
-
-
-def _cells(function: types.FunctionType, seen: set[int], depth: int = 0) -> list[GuardedPlace]:
-    """The places in a function's closure, and in those of the functions in it, of functions that cache their results.
-
-    Args:
-        seen: ids of the functions that were looked into.
-    """
-    found: list[GuardedPlace] = []
-    if function.__closure__ is None or id(function) in seen or depth > _DEPTH:
-        return found
-    seen.add(id(function))
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__):
-        try:
-            value = cell.cell_contents
-        except ValueError:  # nothing yet
-            continue
-        if type(value) is types.FunctionType:
-            found += _cells(value, seen, depth + 1)
-        elif _keeps(value):
-            found.append(GuardedPlace(cell, name, name))
-    return found
-
-
-#: Packages whose functions are not part of a model: the libraries beneath it, and test tools.
-_BENEATH = frozenset({"torch", "numpy", "sympy", "scipy", "shardwright", "pandas", "pytest", "_pytest", "hypothesis"})
-
-
-def _users_module(name: str | None) -> types.ModuleType | None:
-    """The Python module of that name, where it belongs to the user or to a library of models; None otherwise."""
-    if not name or name.split(".")[0] in _BENEATH:
-        return None
-    module = sys.modules.get(name)
-    return module if is_users(getattr(module, "__file__", None) or "<") else None

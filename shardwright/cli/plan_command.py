@@ -502,7 +502,9 @@ def simulate(arguments: argparse.Namespace) -> int:
         else:
             lines = [f"with messages beside computation, as on a library: {headline(timeline_of(plan, beside=True))}"]
             beside = {
-                f"messages beside computation, stage {stage.number}, one micro-batch": stage.plan.stage_in_time
+                f"messages beside computation, stage {stage.number}, one micro-batch and what is sent once a step": (
+                    stage.plan.stage_in_time_once
+                )
                 for stage in plan.stages
             }
         if arguments.json:

@@ -22,8 +22,11 @@ once (`memory_timeline`), and a(t) those of the messages under way,
 and where a plan was searched within a limit, the right side is at most that limit (and at least max base). A message
 for which there is no room is issued later, down to its first use; scatters are waited for in front of the message that
 needs their room. Without any room at its moments a weight is gathered by itself where it is used, and a gradient is
-scattered and waited for as it comes. So an allowance of 0 leaves the peak as it is, and what travels at other moments
-is still under way. The default allowance is two blocks: twice the weights of the largest one and their gradients.
+scattered and waited for as it comes. A bucket of sums is a copy of its gradients, beside which these lie as it is made;
+without room for the copy it is several buckets, down to one gradient each, which needs none. A sum in a wider dtype
+than the gradient's is waited for at once where there is no room for it until the end. So an allowance of 0 leaves the
+peak as it is, and what travels at other moments is still under way. The default allowance is two blocks, twice the
+weights of the largest one and their gradients, and at least the largest bucket.
 
 On Gloo (``library=False``) sums alone travel beside the backward; everything else is waited for where it is issued.
 """
@@ -39,30 +42,22 @@ import numpy as np
 import torch
 
 from ..layout import Digits, digits_size
-from ..partition.local_program import (
-    GlobalExtreme,
-    Instruction,
-    LocalOp,
-    LocalProgram,
-    PlacedValue,
-    Redistribute,
-    made_by,
-    reads,
-)
+from ..partition.local_program import GlobalExtreme, Instruction, LocalOp, LocalProgram, Redistribute, made_by, reads
 from ..partition.rematerialization import BackwardStep, RecomputedInstruction, Regather, hands_on
 from ..redistribution import CollectiveKind, Redistribution
-from ..redistribution.redistribution_search import refine
 from ..torch_private import schema_of
 from .communication_schedule import (
     PLAIN,
+    Bucket,
     CommunicationSchedule,
-    Due,
     Fusion,
     Member,
     ScheduledMessage,
     block_of,
+    buckets_of,
     moved_bytes,
     own_redistribution,
+    scattered_over,
 )
 from .memory_timeline import MemoryTimeline
 
@@ -72,7 +67,7 @@ __all__ = ["schedule_of"]
 def schedule_of(
     program: LocalProgram,
     backward: Sequence[BackwardStep],
-    held: MemoryTimeline,
+    held: MemoryTimeline | None,
     *,
     scatters: bool,
     allowance: float | None = None,
@@ -83,30 +78,33 @@ def schedule_of(
     library: bool = True,
     stage: bool = False,
     outside: Collection[str] = (),
+    accumulates: bool = True,
 ) -> CommunicationSchedule:
     """The schedule of a program.
 
     Args:
         program, backward: the instructions, and the steps of their backward.
-        held: the memory of a step that waits for every message at once.
+        held: the memory of a step that waits for every message at once; None: memory is no matter.
         scatters: True where parameters are stored in parts by optimizer parallel.
         allowance: bytes by which messages under way may raise the peak; None: twice the weights and gradients of the
-            largest block.
+            largest block, and at least the largest bucket of sums.
         limit: bytes within which the plan was searched; None: no limit.
         fusion: the buckets of sums; None: the default ones.
         order: names of the trained parameters in the order of the model; None: that of the program.
         several_hosts: True for the digits of ranks on several hosts.
         library: True where a library carries the messages, False on Gloo.
-        stage: True for a stage of a pipeline: gradients are summed once a step, after the micro-batches.
-        outside: names of gathered weights that micro-batches share; they are gathered outside of the program.
+        stage: True for a stage of a pipeline: gradients are summed once a step, in the last micro-batch.
+        outside: names of the gathered weights that micro-batches share: they are gathered once a step.
+        accumulates: True where micro-batches accumulate the gradients of these, which are scattered once a step.
     """
-    made = _Pass(program, backward, held, allowance, limit)
+    buckets = buckets_of(program, backward, fusion or Fusion(), order, several_hosts, library)
+    made = _Pass(program, backward, held, buckets, allowance, limit, stage, outside, accumulates)
     if library:
-        made.gather(outside)
+        made.gather()
         made.split()
-        made.gather_again_and_scatter(scatters and not stage)
-    made.sum(fusion or Fusion(), order, several_hosts, library, stage)
-    made.rest(outside)
+        made.gather_again_and_scatter(scatters)
+    made.sum()
+    made.rest()
     return made.result(library)
 
 
@@ -115,6 +113,8 @@ class _Pass:
 
     Attributes:
         room: bytes that messages may still hold, by moment.
+        buckets: the buckets of sums, as large as they may be.
+        stage, outside, accumulates: as of `schedule_of`.
         messages: the messages so far.
         covered: (place, moment) of their members.
     """
@@ -123,24 +123,34 @@ class _Pass:
         self,
         program: LocalProgram,
         backward: Sequence[BackwardStep],
-        held: MemoryTimeline,
+        held: MemoryTimeline | None,
+        buckets: Sequence[Bucket],
         allowance: float | None,
         limit: float | None,
+        stage: bool,
+        outside: Collection[str],
+        accumulates: bool,
     ) -> None:
-        self.program, self.backward = program, backward
+        self.program, self.backward, self.buckets = program, backward, buckets
+        self.stage, self.outside, self.accumulates = stage, outside, accumulates
         self.instructions = program.instructions
         self.forward, self.end = len(program.instructions), len(program.instructions) + len(backward)
         self.place = {id(i): k for k, i in enumerate(program.instructions)}
-        self.allowance = 2.0 * self._largest_block() if allowance is None else float(allowance)
-        base = np.array(held.totals() or [0.0])
-        peak = float(base.max())
-        ceiling = peak + self.allowance
-        if limit is not None:
-            ceiling = min(ceiling, max(peak, float(limit)))
-        self.room = np.append(ceiling - base, ceiling)
+        if allowance is None:
+            allowance = max((2.0 * self._largest_block(), *(bucket.nbytes for bucket in buckets)))
+        self.allowance = float(allowance)
+        self.room = np.full(self.end + 1, np.inf)
+        if held is not None:
+            base = np.array(held.totals() or [0.0])
+            peak = float(base.max())
+            ceiling = peak + self.allowance
+            if limit is not None:
+                ceiling = min(ceiling, max(peak, float(limit)))
+            self.room = np.append(ceiling - base, ceiling)
         self.messages: list[ScheduledMessage] = []
         self.covered: set[tuple[int, int]] = set()
         self.splits: dict[int, tuple[int, int]] = {}
+        self.carried: set[int] = set()
         # By step of the backward: the place of the instruction whose backward the step is, or is made for.
         self.owners: list[int] = []
         self.back: dict[int, int] = {}
@@ -189,66 +199,87 @@ class _Pass:
         room = self.room if room is None else room
         return stop <= start or bool(room[start:stop].min() >= nbytes)
 
+    def has_room(self, held: Sequence[tuple[int, int, float]]) -> bool:
+        """True where there is room for all of these (first moment, end, bytes)."""
+        need = np.zeros(len(self.room))
+        for start, stop, nbytes in held:
+            need[start:stop] += nbytes
+        return bool((self.room >= need)[need > 0].all())
+
     def hold(self, start: int, stop: int, nbytes: float) -> tuple[int, int, float]:
         self.room[start:stop] -= nbytes
         return start, stop, float(nbytes)
 
     # -- weights --
 
-    def _gathered(self, instruction: Instruction, outside: Collection[str] = ()) -> Digits | None:
+    def _gathered(self, instruction: Instruction) -> Digits | None:
         """The ranks of a weight's gather that may travel with others; None for any other instruction."""
         if not isinstance(instruction, Redistribute) or instruction.source.value.name not in self.program.parameters:
             return None
         steps, name = instruction.forward.steps, instruction.source.name
-        if name in self.born or instruction.target.name in outside or len(steps) != 1:
+        if name in self.born or len(steps) != 1:
             return None
         if steps[0].pattern is not CollectiveKind.ALL_GATHER or not instruction.dtype.is_floating_point:
             return None
         return steps[0].digits
 
-    def gather(self, outside: Collection[str]) -> None:
-        """The gathers of the forward, one block ahead."""
-        blocks: dict[str, dict[Digits, list[Member]]] = {}
+    def gather(self) -> None:
+        """The gathers of the forward, one block ahead; those once a step in front of it."""
+        blocks: dict[tuple[str, bool], dict[Digits, list[Member]]] = {}
         for place, instruction in enumerate(self.instructions):
-            digits = self._gathered(instruction, outside)
+            digits = self._gathered(instruction)
             if digits is not None:
-                member = self.member(place, place)
-                blocks.setdefault(block_of(member.name), {}).setdefault(digits, []).append(member)
+                member, shared = self.member(place, place), made_by(instruction)[0].name in self.outside
+                blocks.setdefault((block_of(member.name), shared), {}).setdefault(digits, []).append(member)
         since = 0
-        for groups in blocks.values():
+        for (_, once), groups in blocks.items():
             for digits, members in groups.items():
-                for part in self._together(members):
-                    nbytes, first, stop = self._received(part)
-                    issue = first
-                    while issue > since and self.room[issue - 1] >= nbytes:
+                for part in self._together(members, once):
+                    issue = part[0].moment
+                    ((_, _, nbytes), *_) = self._received(part, issue, once)
+                    while issue > (0 if once else since) and self.room[issue - 1] >= nbytes:
                         issue -= 1
-                    self._add_gather(digits, part, issue, self.hold(issue, stop, nbytes))
-            since = min(members[0].place for members in groups.values())
+                    self._add_gather(digits, part, issue, self._received(part, issue, once), once=once)
+            if not once:
+                since = min(members[0].place for members in groups.values())
 
-    def _together(self, members: list[Member]) -> list[list[Member]]:
+    def _together(self, members: list[Member], once: bool = False) -> list[list[Member]]:
         """The gathers of a block as one message; each by itself where there is no room for what one receives."""
-        nbytes, first, stop = self._received(members)
-        return [members] if self.fits(first, stop, nbytes) else [[member] for member in members]
+        held = self._received(members, members[0].moment, once)
+        return [members] if self.has_room(held) else [[member] for member in members]
 
-    def _received(self, members: Sequence[Member]) -> tuple[float, int, int]:
-        """The bytes of a gather of several weights; the moment of the first weight, and the moment up to which the
-        message holds memory of its own.
+    def _received(self, members: Sequence[Member], issue: int, once: bool = False) -> list[tuple[int, int, float]]:
+        """(first moment, end, bytes) of the memory of a gather of weights, beyond that of weights gathered where they
+        are used.
 
-        Several weights are copied into what is sent, and each out of what is received; a single one is not.
+        Several weights are copied into what is sent, and each out of what is received, where it is used; those of a
+        gather once a step, where the first one is used. A single weight is not copied.
         """
         moves = [self.parameter_move(m.place) for m in members]
         nbytes, first, last = sum(i.target.local_bytes for i in moves), members[0].moment, members[-1].moment
         if len(members) == 1:
-            return nbytes, first, first
-        return nbytes + sum(moved_bytes(i, i.forward) for i in moves), first, last + 1
+            return [(issue, first, nbytes)]
+        nbytes += sum(moved_bytes(i, i.forward) for i in moves)
+        if not once:
+            return [(issue, last + 1, nbytes)]
+        copied = [(first, m.moment, float(i.target.local_bytes)) for m, i in zip(members, moves)]
+        return [(issue, first + 1, nbytes), *(one for one in copied if one[0] < one[1])]
 
     def _add_gather(
-        self, digits: Digits, members: Sequence[Member], issue: int, held: tuple[int, int, float], again: bool = False
+        self,
+        digits: Digits,
+        members: Sequence[Member],
+        issue: int,
+        held: Sequence[tuple[int, int, float]],
+        again: bool = False,
+        once: bool = False,
     ) -> int:
         nbytes = sum(moved_bytes(i, i.forward) for m in members for i in (self.parameter_move(m.place),))
-        kind = CollectiveKind.ALL_GATHER
-        first = members[0].moment
-        return self.add(ScheduledMessage("gather", kind, digits, tuple(members), issue, first, nbytes, again, (held,)))
+        ranges = tuple(self.hold(*one) for one in held)
+        kind, first = CollectiveKind.ALL_GATHER, members[0].moment
+        return self.add(
+            ScheduledMessage("gather", kind, digits, tuple(members), issue, first, nbytes, again, ranges, once)
+        )
 
     # -- other redistributions --
 
@@ -321,6 +352,8 @@ class _Pass:
             run()
         for number in list(self.halves):
             self._follow(number)
+        if self.stage:
+            self._carry()
 
     def _gathers_again(self) -> Iterator[tuple[int, tuple[Digits, list[Member], list[int]]]]:
         """Yield (first moment, (digits, members, moments at which it may be issued)) for each block."""
@@ -341,35 +374,46 @@ class _Pass:
             before = own
 
     def _gather_again(self, digits: Digits, members: list[Member], moments: Sequence[int]) -> None:
-        nbytes, first, stop = self._received(members)
+        ((first, stop, nbytes),) = self._received(members, members[0].moment)
         parts = [members] if self._with_room(first, stop, nbytes) is not None else [[member] for member in members]
         for part in parts:
-            nbytes, first, stop = self._received(part)
+            first = part[0].moment
             for issue in (m for m in moments if m <= first):
-                waited = self._with_room(issue, stop, nbytes)
+                (held,) = self._received(part, issue)
+                waited = self._with_room(*held)
                 if waited is not None:
-                    held = self.hold(issue, stop, nbytes)
-                    self._wait_early(waited, self._add_gather(digits, part, issue, held, again=True))
+                    self._wait_early(waited, self._add_gather(digits, part, issue, [held], again=True))
                     break
 
-    def _scatters(self) -> Iterator[tuple[int, tuple[tuple[Digits, ...], list[Member]]]]:
-        """Yield (moment, (ranks of the scatter and of the sum after it, members)) of each message."""
-        groups: dict[tuple[str, torch.dtype, tuple[Digits, ...]], list[Member]] = {}
+    def _once_back(self, instruction: Instruction) -> bool:
+        """True where micro-batches accumulate the gradient of a weight that they share."""
+        if not self.stage or not isinstance(instruction, Redistribute):
+            return False
+        return instruction.target.name in self.outside and (self.accumulates or not instruction.forward.steps)
+
+    def _scatters(self) -> Iterator[tuple[int, tuple[tuple[Digits, ...], list[Member], bool]]]:
+        """Yield (moment, (ranks of the scatter and of the sum after it, members, once a step)) of each message."""
+        groups: dict[tuple[str, torch.dtype, tuple[Digits, ...], bool], list[Member]] = {}
         for place, moment in sorted(self.back.items(), key=lambda entry: entry[1]):
             i = self.instructions[place]
             if isinstance(i, Redistribute) and (ranks := scattered_over(i)) is not None:
-                key = block_of(i.source.value.name), i.sums, ranks
+                key = block_of(i.source.value.name), i.sums, ranks, self._once_back(i)
                 groups.setdefault(key, []).append(self.member(place, moment))
-        for (_, _, ranks), members in groups.items():
-            for part in self._that_can_wait(members):
-                yield part[-1].moment, (ranks, part)
+        for (_, _, ranks, once), members in groups.items():
+            for part in self._that_can_wait(members, once):
+                yield part[-1].moment, (ranks, part, once)
 
-    def _that_can_wait(self, members: Sequence[Member]) -> Iterator[list[Member]]:
-        """Yield the scatters of a block in parts, each as large as there is room for terms that wait for others."""
+    def _that_can_wait(self, members: Sequence[Member], once: bool) -> Iterator[list[Member]]:
+        """Yield the scatters of a block in parts, each as large as there is room for terms that wait for others.
+
+        Terms that micro-batches have accumulated wait in any case; their copy needs room as it is made.
+        """
         part, nbytes = [members[0]], self._term(members[0])
         for before, member in zip(members, members[1:]):
-            if self.fits(before.moment + 1, member.moment + 1, nbytes):
-                self.hold(before.moment + 1, member.moment + 1, nbytes)
+            since = member.moment if once else before.moment + 1
+            if self.fits(since, member.moment + 1, nbytes + once * self._term(member)):
+                if not once:
+                    self.hold(since, member.moment + 1, nbytes)
                 part.append(member)
                 nbytes += self._term(member)
             else:
@@ -381,12 +425,17 @@ class _Pass:
         move = self.parameter_move(member.place)
         return math.prod(move.target.local_shape) * move.sums.itemsize
 
-    def _scatter(self, ranks: tuple[Digits, ...], members: Sequence[Member]) -> None:
+    def _scatter(self, ranks: tuple[Digits, ...], members: Sequence[Member], once: bool) -> None:
         issue, nbytes = members[-1].moment, sum(map(self._term, members))
+        if once:
+            self._scatter_once(ranks, members)
+            return
         waits = [(m.moment + 1, issue + 1, float(self._term(m))) for m in members[:-1]]  # held since `_that_can_wait`
-        waited = self._with_room(issue, self.end, nbytes)
+        # In a stage the parts are added to those of the micro-batches before.
+        more = nbytes // digits_size(ranks[0]) if self.stage else 0
+        waited = self._with_room(issue, self.end, nbytes + more)
         stop = issue if waited is None else self.end
-        held = (*waits, self.hold(issue, stop, nbytes))
+        held = (*waits, self.hold(issue, stop, nbytes + more))
         kind = CollectiveKind.REDUCE_SCATTER
         number = self.add(ScheduledMessage("scatter", kind, ranks[0], tuple(members), issue, stop, nbytes, False, held))
         before = [other for other in self.halves if other not in (waited or ())]
@@ -394,16 +443,44 @@ class _Pass:
         if len(ranks) > 1:
             self.halves[number] = ranks[1]
         if waited is not None:
-            self.open.append((number, nbytes))
+            self.open.append((number, nbytes + more))
         elif len(ranks) > 1:
             self._follow(number)
+
+    def _scatter_once(self, ranks: tuple[Digits, ...], members: Sequence[Member]) -> None:
+        """Scatter gradients that micro-batches have accumulated: their copy takes the place of the gradients."""
+        issue, nbytes = members[-1].moment, sum(map(self._term, members))
+        held = (self.hold(issue, issue + 1, nbytes),) if len(members) > 1 else ()
+        kind = CollectiveKind.REDUCE_SCATTER
+        number = self.add(
+            ScheduledMessage("scatter", kind, ranks[0], tuple(members), issue, self.end, nbytes, False, held, True)
+        )
+        self._wait_early(list(self.halves), number)
+        if len(ranks) > 1:
+            self.halves[number] = ranks[1]
+
+    def _carry(self) -> None:
+        """Let the last scatters of a micro-batch travel on, as far as there is room until the next backward
+        scatters."""
+        each = [message.issue for message in self.messages if message.role == "scatter" and not message.once]
+        for number, nbytes in reversed(self.open):
+            message = self.messages[number]
+            if any(other.members == message.members for other in self.messages if other.role == "follow"):
+                continue
+            if not self.fits(0, min(each) + 1, nbytes):
+                break
+            held = self.hold(0, min(each) + 1, nbytes)
+            self.messages[number] = replace(message, held=(*message.held, held))
+            self.carried.add(number)
 
     def _follow(self, number: int) -> None:
         """Sum the parts of a scatter over further replicas, once the scatter has been waited for."""
         scatter, digits = self.messages[number], self.halves.pop(number)
         nbytes = scatter.bytes // digits_size(scatter.digits)
         kind = CollectiveKind.ALL_REDUCE
-        self.messages.append(ScheduledMessage("follow", kind, digits, scatter.members, scatter.wait, self.end, nbytes))
+        self.messages.append(
+            ScheduledMessage("follow", kind, digits, scatter.members, scatter.wait, self.end, nbytes, once=scatter.once)
+        )
 
     def _with_room(self, start: int, stop: int, nbytes: float) -> list[int] | None:
         """The numbers of the scatters to wait for before `start`, so that there is room; None: there is too little."""
@@ -422,9 +499,11 @@ class _Pass:
         moment = self.messages[number].issue
         for other in waited:
             message = self.messages[other]
-            *terms, (start, _, nbytes) = message.held
-            self.room[moment : self.end] += nbytes
-            self.messages[other] = replace(message, wait=moment, held=(*terms, (start, moment, nbytes)))
+            if not message.once:
+                *terms, (start, _, nbytes) = message.held
+                self.room[moment : self.end] += nbytes
+                message = replace(message, held=(*terms, (start, moment, nbytes)))
+            self.messages[other] = replace(message, wait=moment)
             self.early.setdefault(number, []).append(other)
             if other in self.halves:
                 self._follow(other)
@@ -432,47 +511,59 @@ class _Pass:
 
     # -- sums --
 
-    def sum(
-        self,
-        fusion: Fusion,
-        order: Sequence[str] | None,
-        several_hosts: Callable[[Digits], bool],
-        library: bool,
-        stage: bool,
-    ) -> None:
-        """The sums of gradients, in buckets."""
-        trained = [n for n, p in self.program.parameters.items() if p.value.requires_grad]
-        index = {name: k for k, name in enumerate(trained if order is None else order)}
-        places = summed_late(self.program)
-        due, ranks = [], {}
-        for name, place in places.items():
-            move = self.parameter_move(place)
-            assert move.backward is not None
-            digits = ranks[name] = move.backward.steps[0].digits
-            nbytes = math.prod(move.source.local_shape) * move.sums.itemsize
-            kind = digits, move.source.value.dtype, move.sums
-            due.append(Due(name, nbytes, kind, index.get(name, 0), digits_size(digits), several_hosts(digits)))
+    def sum(self) -> None:
+        """The sums of gradients, in buckets that there is room for."""
         begun = self.forward
-        for names in fusion.buckets(due, library):
-            members = [self.member(places[name], self.back.get(places[name], self.end)) for name in names]
-            begun = max(begun, *(m.moment for m in members))
-            moves = [self.parameter_move(m.place) for m in members]
-            nbytes = sum(moved_bytes(i, i.backward) for i in moves if i.backward is not None)
-            self.add(
-                ScheduledMessage(
-                    "sum",
-                    CollectiveKind.ALL_REDUCE,
-                    ranks[names[0]],
-                    tuple(members),
-                    self.end if stage else begun,
-                    self.end,
-                    nbytes,
-                )
+        for bucket in self.buckets:
+            part: list[Member] = []
+            for place in bucket.places:
+                member = self.member(place, self.back.get(place, self.end))
+                if part and not self._fits_together([*part, member], begun):
+                    begun = self._add_sum(part, begun)
+                    part = []
+                part.append(member)
+            begun = self._add_sum(part, begun)
+
+    def _fits_together(self, members: Sequence[Member], begun: int) -> bool:
+        """True where there is room for one message of gradients, issued at moment `begun` or later."""
+        return self.fits(*self._copied(members, max(begun, *(m.moment for m in members))))
+
+    def _add_sum(self, members: Sequence[Member], begun: int) -> int:
+        """Add the message of a bucket. The moment at which it is issued is returned."""
+        moves = [self.parameter_move(m.place) for m in members]
+        begun = max(begun, *(m.moment for m in members))
+        first = moves[0].backward
+        assert first is not None
+        nbytes = sum(moved_bytes(i, i.backward) for i in moves if i.backward is not None)
+        later = self._in_another_dtype(members, begun)
+        wait = self.end if self.fits(*later) else begun
+        ranges = (self._copied(members, begun), *([later] if wait > begun else []))
+        held = [self.hold(*one) for one in ranges if one[2]]
+        digits, kind = first.steps[0].digits, CollectiveKind.ALL_REDUCE
+        self.add(
+            ScheduledMessage(
+                "sum", kind, digits, tuple(members), begun, wait, nbytes, held=tuple(held), once=self.stage
             )
+        )
+        return begun
+
+    def _copied(self, members: Sequence[Member], begun: int) -> tuple[int, int, float]:
+        """(first moment, end, bytes) of the copies of several gradients, beside which these lie as they are made: in
+        the dtype of the sum, then one after the other."""
+        moves = [self.parameter_move(m.place) for m in members]
+        copies = 1 + (moves[0].sums != moves[0].source.value.dtype) if len(members) > 1 else 0
+        nbytes = copies * sum(math.prod(i.source.local_shape) * i.sums.itemsize for i in moves)
+        return begun, min(begun + 1, self.end), float(nbytes)
+
+    def _in_another_dtype(self, members: Sequence[Member], begun: int) -> tuple[int, int, float]:
+        """(first moment, end, bytes) by which gradients have more bytes in the dtype of their sum."""
+        moves = [self.parameter_move(m.place) for m in members]
+        wider = max(0, moves[0].sums.itemsize - moves[0].source.value.dtype.itemsize)
+        return min(begun + 1, self.end), self.end, float(wider * sum(math.prod(i.source.local_shape) for i in moves))
 
     # -- the rest --
 
-    def rest(self, outside: Collection[str]) -> None:
+    def rest(self) -> None:
         """The redistributions that are waited for where they are issued."""
         steps: list[tuple[int, BackwardStep, bool]] = [(k, i, False) for k, i in enumerate(self.instructions)]
         steps += [(self.forward + q, entry, True) for q, entry in enumerate(self.backward)]
@@ -485,18 +576,13 @@ class _Pass:
             place = self.place[id(instruction)]
             if (place, moment) in self.covered:
                 continue
-            if getattr(instruction, "cause", "") == "parameter" and instruction.target.name in outside:
-                continue
+            again = back and entry is not instruction
+            once = self._once_back(instruction) if back else instruction.target.name in self.outside
+            at = (self.end if back else 0) if once else moment
+            nbytes, members = moved_bytes(instruction, moved), (self.member(place, moment),)
             self.add(
                 ScheduledMessage(
-                    "redistribution",
-                    first.pattern,
-                    first.digits,
-                    (self.member(place, moment),),
-                    moment,
-                    moment,
-                    moved_bytes(instruction, moved),
-                    back and entry is not instruction,
+                    "redistribution", first.pattern, first.digits, members, at, at, nbytes, again, once=once
                 )
             )
 
@@ -517,6 +603,7 @@ class _Pass:
             self.splits,
             {number[n]: tuple(number[other] for other in others) for n, others in early.items()},
             library,
+            frozenset(number[n] for n in self.carried),
         )
 
 
@@ -532,49 +619,3 @@ def _writes(instruction: Instruction) -> bool:
     """True where an operator writes into a tensor that it is given."""
     schema = schema_of(instruction.target) if isinstance(instruction, LocalOp) else None
     return schema is not None and schema.is_mutable
-
-
-def scattered_over(move: Redistribute) -> tuple[Digits, ...] | None:
-    """The ranks over which the gradient of a stored weight is scattered as one reduce-scatter that nothing needs
-    before the end of the backward, and those over which its part is then summed; None: it is reduced otherwise."""
-    if move.cause != "parameter" or move.backward is None or not move.forward.collectives:
-        return None
-    steps, held = move.backward.steps, move.source.value.dtype
-    patterns = [step.pattern for step in steps]
-    if patterns[1:] not in ([], [CollectiveKind.ALL_REDUCE]) or any(step.reduction != "sum" for step in steps):
-        return None
-    if patterns[:1] != [CollectiveKind.REDUCE_SCATTER]:
-        return None
-    if held.is_complex or move.sums not in PLAIN or not move.sums.is_floating_point:
-        return None
-    if not move.backward.source.partial or refine(move.backward.source, move.backward.target) is None:
-        return None
-    return tuple(step.digits for step in steps)
-
-
-def summed_late(program: LocalProgram) -> dict[str, int]:
-    """Parameter -> the place of the redistribution that does nothing but sum its gradient, where it is the only
-    consumer of the parameter.
-
-    The order is that in which gradients come: by the parameter's first use, last use first; among the parameters of
-    one operator, the last first.
-    """
-    consumers: dict[str, list[int]] = {}
-    for place, instruction in enumerate(program.instructions):
-        for name in reads(instruction):
-            consumers.setdefault(name, []).append(place)
-    for made in (*(o for o in program.outputs if isinstance(o, PlacedValue)), *program.updates.values()):
-        consumers.setdefault(made.name, []).append(len(program.instructions))
-    found: list[tuple[int, str, int]] = []
-    for name, parameter in program.parameters.items():
-        places = consumers.get(parameter.name, [])
-        move = program.instructions[places[0]] if len(places) == 1 and places[0] < len(program.instructions) else None
-        if (
-            isinstance(move, Redistribute)
-            and move.forward.is_identity
-            and move.backward is not None
-            and move.backward.is_all_reduce
-        ):
-            found.append((min(consumers.get(move.target.name, [0])), name, places[0]))
-    ordered = sorted(reversed(found), key=lambda use: -use[0])
-    return {name: place for _, name, place in ordered}

@@ -28,6 +28,14 @@ which says where each collective is issued and where it is waited for.
    A scatter that a sum over further replicas follows (parameters in parts over the devices of a host, replicated over
    hosts) is waited for before the next scatter is issued.
 
+   In a stage of a pipeline the moments are those of one micro-batch, and some messages are sent once a step:
+
+       gathers of weights that micro-batches share       issued in front of the first forward, waited for in it
+       sums, and scatters of what micro-batches          issued in the last backward, with the last gradient; waited
+       have accumulated                                  for at the end of the step
+       scatters of a micro-batch (optimizer level 2, 3)  in each backward; the last ones may still be under way until
+                                                         the stage's next backward scatters (`carried`)
+
    Example: blocks A and B under optimizer level 3, moments 0 to 3 the forward, 4 to 9 the backward:
 
     0 A.w    1 A    2 B.w    3 B    |    4 B.w    5 B    6 B.w's gradient    7 A.w    8 A    9 A.w's gradient
@@ -39,24 +47,34 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from ..errors import SettingError
 from ..graph import Value
-from ..layout import Digits
-from ..partition.local_program import GlobalExtreme, Instruction, LocalOp, Redistribute
+from ..layout import Digits, digits_size
+from ..partition.local_program import (
+    GlobalExtreme,
+    Instruction,
+    LocalOp,
+    LocalProgram,
+    PlacedValue,
+    Redistribute,
+    reads,
+)
 from ..partition.rematerialization import BackwardStep, RecomputedInstruction, Regather
 from ..redistribution import CollectiveKind, Redistribution
+from ..redistribution.redistribution_search import refine
 from .memory_timeline import Allocation
 
 __all__ = [
     "PLAIN",
+    "Bucket",
     "Collective",
     "CommunicationSchedule",
     "Due",
@@ -65,11 +83,13 @@ __all__ = [
     "ScheduledMessage",
     "backward_collectives",
     "block_of",
+    "buckets_of",
     "forward_collectives",
     "fusion_of",
     "moved_bytes",
     "own_redistribution",
     "redistribution_collectives",
+    "scattered_over",
 ]
 
 # -- collectives, as records
@@ -374,6 +394,7 @@ class ScheduledMessage:
         again: True where the step runs an instruction of the forward once more: a weight gathered again, or a
             recomputation.
         held: (first moment, end, bytes) of the memory that it holds beyond that of a step which waits at once.
+        once: True where it is sent once a step, for any number of micro-batches.
     """
 
     role: Role
@@ -385,6 +406,7 @@ class ScheduledMessage:
     bytes: int
     again: bool = False
     held: tuple[tuple[int, int, float], ...] = ()
+    once: bool = False
 
     @property
     def apart(self) -> bool:
@@ -419,6 +441,8 @@ class CommunicationSchedule:
             it is waited for). A split serves both directions, of which one may send nothing.
         early: number of a message -> the numbers of the scatters that are waited for before it is issued.
         library: True where a library such as NCCL carries the messages, False on Gloo.
+        carried: numbers of the scatters of a micro-batch that are waited for in front of the first scatter of the
+            stage's next backward, and at the end of the step.
     """
 
     messages: tuple[ScheduledMessage, ...]
@@ -428,6 +452,7 @@ class CommunicationSchedule:
     splits: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     early: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     library: bool = True
+    carried: frozenset[int] = frozenset()
 
     @cached_property
     def order(self) -> tuple[tuple[int, str, int], ...]:
@@ -494,6 +519,11 @@ class CommunicationSchedule:
                 if stop > start and nbytes:
                     yield Allocation("under way", f"message {number}", start, stop, nbytes)
 
+    @property
+    def carried_bytes(self) -> float:
+        """Bytes of the scatters that are under way between two backwards of a stage."""
+        return float(sum(self.messages[number].held[-1][2] for number in self.carried))
+
     @cached_property
     def under_way(self) -> float:
         """The most bytes that messages under way hold at one moment."""
@@ -543,3 +573,86 @@ def moved_bytes(instruction: Redistribute | GlobalExtreme, steps: Redistribution
         if step.communicates:
             return math.prod(before) * dtype.itemsize
     return 0
+
+
+# -- gradients of parameters that messages of their own reduce
+
+
+class Bucket(NamedTuple):
+    """Gradients whose sums fit into one message: the places of their redistributions, in the order in which they
+    come."""
+
+    places: tuple[int, ...]
+    nbytes: int
+
+
+def buckets_of(
+    program: LocalProgram,
+    backward: Sequence[BackwardStep],
+    fusion: Fusion,
+    order: Sequence[str] | None,
+    several_hosts: Callable[[Digits], bool],
+    library: bool,
+) -> list[Bucket]:
+    """The buckets of sums of gradients. Arguments as of `schedule_of`."""
+    trained = [n for n, p in program.parameters.items() if p.value.requires_grad]
+    index = {name: k for k, name in enumerate(trained if order is None else order)}
+    places, due = summed_late(program, backward), {}
+    for name, place in places.items():
+        move = program.instructions[place]
+        assert isinstance(move, Redistribute) and move.backward is not None
+        digits = move.backward.steps[0].digits
+        nbytes = math.prod(move.source.local_shape) * move.sums.itemsize
+        kind = digits, move.source.value.dtype, move.sums
+        due[name] = Due(name, nbytes, kind, index.get(name, 0), digits_size(digits), several_hosts(digits))
+    return [
+        Bucket(tuple(places[name] for name in names), sum(due[name].nbytes for name in names))
+        for names in fusion.buckets(list(due.values()), library)
+    ]
+
+
+def scattered_over(move: Redistribute) -> tuple[Digits, ...] | None:
+    """The ranks over which the gradient of a stored weight is scattered as one reduce-scatter that nothing needs
+    before the end of the backward, and those over which its part is then summed; None: it is reduced otherwise."""
+    if move.cause != "parameter" or move.backward is None or not move.forward.collectives:
+        return None
+    steps, held = move.backward.steps, move.source.value.dtype
+    patterns = [step.pattern for step in steps]
+    if patterns[1:] not in ([], [CollectiveKind.ALL_REDUCE]) or any(step.reduction != "sum" for step in steps):
+        return None
+    if patterns[:1] != [CollectiveKind.REDUCE_SCATTER]:
+        return None
+    if held.is_complex or move.sums not in PLAIN or not move.sums.is_floating_point:
+        return None
+    if not move.backward.source.partial or refine(move.backward.source, move.backward.target) is None:
+        return None
+    return tuple(step.digits for step in steps)
+
+
+def summed_late(program: LocalProgram, backward: Sequence[BackwardStep]) -> dict[str, int]:
+    """Parameter -> the place of the redistribution that does nothing but sum its gradient, where it is the only
+    consumer of the parameter that the backward reaches.
+
+    The order is that in which gradients come: by the parameter's first use, last use first; among the parameters of
+    one operator, the last first.
+    """
+    consumers: dict[str, list[int]] = {}
+    reached = set(map(id, backward))
+    for place, instruction in enumerate(program.instructions):
+        for name in reads(instruction) if id(instruction) in reached else ():
+            consumers.setdefault(name, []).append(place)
+    for made in (*(o for o in program.outputs if isinstance(o, PlacedValue)), *program.updates.values()):
+        consumers.setdefault(made.name, []).append(len(program.instructions))
+    found: list[tuple[int, str, int]] = []
+    for name, parameter in program.parameters.items():
+        places = consumers.get(parameter.name, [])
+        move = program.instructions[places[0]] if len(places) == 1 and places[0] < len(program.instructions) else None
+        if (
+            isinstance(move, Redistribute)
+            and move.forward.is_identity
+            and move.backward is not None
+            and move.backward.is_all_reduce
+        ):
+            found.append((min(consumers.get(move.target.name, [0])), name, places[0]))
+    ordered = sorted(reversed(found), key=lambda use: -use[0])
+    return {name: place for _, name, place in ordered}

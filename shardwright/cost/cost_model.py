@@ -436,7 +436,8 @@ class CostModel:
         Args:
             plan: a `Plan`.
             schedule: where its messages are issued and waited for.
-            once: False leaves out the instructions that run once a step for any number of micro-batches.
+            once: False leaves out what is done once a step for any number of micro-batches; and a micro-batch does
+                not wait for the scatters that its successor waits for.
         """
         return _Play(self, plan, schedule, once).run()
 
@@ -579,7 +580,7 @@ class _Play:
                 forward = self.now
             while due and due[-1][0] <= moment:
                 self.act(*due.pop())
-            if self.once or not self.plan.once(entry):
+            if self.once or not self.plan.once(entry, back):
                 self.work(entry, back)
         while due:
             self.act(*due.pop())
@@ -602,7 +603,7 @@ class _Play:
     def act(self, moment: int, action: str, number: int) -> None:
         """Issue a message, or wait for it."""
         message = self.schedule.messages[number]
-        if message.role == "sum" and not self.once:
+        if not self.once and (message.once or (action == "wait" and number in self.schedule.carried)):
             return
         back = message.issue >= self.schedule.forward
         first, rest = self.seconds(message, back)

@@ -2,7 +2,8 @@
 
 The first call captures the model, plans it, lowers the plan and runs it. Later calls run the program that was built:
 
-1. the inputs' structure, shapes, dtypes and the autocast type select the programs built for such inputs (`_found`);
+1. the inputs' structure, shapes, dtypes and the autocast type select the programs built for such inputs
+   (`kept_programs`);
 2. the guards of a program hold: the program runs;
 3. no guards hold: the model is captured and planned anew (`_build`). `_announce` warns of it, but for a mere change
    between training and evaluation.
@@ -15,8 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -26,11 +26,11 @@ from torch import nn
 
 from .. import autocast
 from ..capture.annotations import note_planned
+from ..capture.conditions import check_layouts
 from ..capture.export import ModelAndLoss, Recording
 from ..capture.guards import HOOKS, Guards
 from ..capture.model_device import check_inputs, check_values, place_of
 from ..capture.module_calls import FunctionOfModels, has_global_hooks, hooked
-from ..capture.source_lines import stack_level
 from ..errors import SettingError, known_keywords
 from ..garbage_collection import gc_paused, roomy_stack
 from ..layout import Layout
@@ -38,8 +38,10 @@ from ..pipeline.pipeline_plan import PipelinePlan
 from ..pytree_objects import opened, with_tensors
 from ..runtime.compilation import Compilation
 from ..runtime.deferred_init import optimizer_finder
+from ..runtime.distributed.requested_gradients import requested
 from ..runtime.optimizer_guard import Accumulation, watch_steps
 from ..runtime.pipeline_step import PipelineProgram
+from ..runtime.saved_tensors import hooks_aside
 from ..runtime.step_program import StepProgram, make_program
 from ..settings import (
     ClusterSetting,
@@ -56,14 +58,15 @@ from ..settings import (
 from ..sharded_plan import Plan
 from ..solver.search_memory import SearchProgress
 from ..torch_private import MODULE_TABLES, hooks_of, pytree, transforms
-from .call_planning import CallPlanning
 from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch_wrapping
 from .graph_cache import GraphCache
+from .kept_programs import KeptPrograms, RecaptureWarning
 from .model_copies import Followers, copied
+from .net_attributes import assigned, attribute_of_net, deleted, signed_as_net
 from .setting_methods import MODEL_KEYWORDS, ProgramSettings
 from .train_step import StepFunction
 from .value_and_grad import called_in_transform
-from .whole_model import WholeModel, attribute_of_net, refuse_calls_of_parts, signed_as_net
+from .whole_model import WholeModel, refuse_calls_of_parts
 
 __all__ = ["AutoParallel", "RecaptureWarning", "observed"]
 
@@ -88,16 +91,13 @@ def observed(observer: Callable[[AutoParallel, tuple[Any, ...], dict[str, Any]],
         _OBSERVER.reset(token)
 
 
-class RecaptureWarning(UserWarning):
-    """Warned when a further program is built: the inputs have other shapes, or something that the forward reads was
-    changed."""
-
-
-class AutoParallel(CallPlanning, nn.Module):
+class AutoParallel(KeptPrograms, nn.Module):
     """A model trained on all devices, used like the model that it wraps.
 
-    ``state_dict``, ``parameters`` and names are those of the wrapped model. The first call captures and plans the
-    model; all errors in marks and settings are raised at that call, before anything runs, on every rank alike.
+    ``state_dict``, ``parameters`` and names are those of the wrapped model. An attribute that is not the wrapper's own
+    is read from the model, written to it and deleted from it: ``model.beta = 5.0`` sets that of the model. The first
+    call captures and plans the model; all errors in marks and settings are raised at that call, before anything runs,
+    on every rank alike.
 
     A step function may stand in the place of the model: the user's Python for one step, written for one device. Calls
     of the wrapper then run the function, in which the models that it calls are parallel (`train_step`).
@@ -156,7 +156,8 @@ class AutoParallel(CallPlanning, nn.Module):
         comm_memory: bytes by which messages under way may raise the peak of a device's memory: weights that are
             gathered ahead of their use, gradients that are being sent. Bytes or text such as "2GB"; 0: the peak stays
             as it is, so that messages are under way at other moments alone; None: twice the weights and gradients of
-            the largest block. On Gloo nothing is under way but sums of gradients.
+            the largest block, and at least the largest bucket of sums. On Gloo nothing is under way but sums of
+            gradients.
         search_memory: the host memory by which the process may grow during the search: bytes or text such as "2GB";
             None: half of the free memory, and at most 3 GB.
         search_progress: a function that a long search calls every few seconds; None: capture, prices and search show
@@ -236,9 +237,7 @@ class AutoParallel(CallPlanning, nn.Module):
         # The wrapper has the model's own tables of parameters, buffers and submodules, hence its names and state.
         for table in MODULE_TABLES:
             self.__dict__[table] = net.__dict__[table]
-        self.__dict__["net"], self.__dict__["loss_fn"] = net, loss_fn
-        self.__dict__["_step"], self.__dict__["_entry"] = step, None
-        self._note_parameters()
+        self.__dict__["loss_fn"], self.__dict__["_step"], self.__dict__["_entry"] = loss_fn, step, None
         self._loss_trains = isinstance(loss_fn, nn.Module)
         self.training = net.training
         self.__dict__["_accumulation"] = Accumulation()
@@ -251,7 +250,10 @@ class AutoParallel(CallPlanning, nn.Module):
         self._where, self._stays = torch.device("cpu"), True
         self._stored: dict[str, Layout] | None = None
         self._used: dict[str, Layout] | None = None
-        self._warned, self._kind = False, "cpu"
+        self._warned, self._kind, self._number_changes = False, "cpu", Counter()
+        self.__dict__["net"] = net  # from here on, attributes that are not those above are the model's
+        self._note_parameters()
+        requested(self)
         if step is not None and step.apart:
             del self.__dict__["net"]
             step.begin(self.with_same_settings)
@@ -398,8 +400,11 @@ class AutoParallel(CallPlanning, nn.Module):
         feed = spec, (autocast.current("cpu", self._kind), self._entry), signature
         program = self._found(feed)
         if program is None:
-            program = self._build(args, kwargs, self._announce(feed))
+            with hooks_aside():
+                program = self._build(args, kwargs, self._announce(feed))
             self._keep(feed, program)
+        if program.strides.line or program.plan.graph.changed:
+            self._check_layouts(program, leaves)
         if torch.is_autocast_enabled(self._kind):
             with torch.autocast(self._kind, enabled=False):  # the program contains the casts
                 result = program(*leaves)
@@ -435,52 +440,11 @@ class AutoParallel(CallPlanning, nn.Module):
                     check_inputs(self._where, leaves)
                 break
 
-    def _found(self, feed: tuple[Any, ...]) -> StepProgram | PipelineProgram | None:
-        """The program whose guards hold, of those built for such inputs; None: no guards hold.
-
-        Programs of equal inputs differ in the state of the model that they were captured in.
-
-        Args:
-            feed: the inputs' structure, the type of autocast and the function that is called, and the inputs' shapes
-                and dtypes.
-        """
-        states = self._states.get(feed)
-        if states is None:
-            return None
-        for i, guards in enumerate(states):
-            if guards.hold():
-                if i:
-                    states.insert(0, states.pop(i))
-                key = (*feed, guards)
-                self._programs.move_to_end(key)
-                return self._programs[key]
-        return None
-
-    def _keep(self, feed: tuple[Any, ...], program: StepProgram | PipelineProgram) -> None:
-        """Keep a new program, and load the values of a checkpoint that waited for the first plan."""
-        self._programs[(*feed, program.guards)] = program
-        self._states.setdefault(feed, []).insert(0, program.guards)
-        settles = bool(self._awaited) or len(self._programs) == 1
+    def _check_layouts(self, program: StepProgram | PipelineProgram, leaves: Sequence[Any]) -> None:
         try:
-            while self._awaited:
-                self._awaited[0]()
-                del self._awaited[0]
-            if settles:  # values were loaded, or the first program has placed the parameters
-                program.guards.settle()
-        except BaseException:
-            self._forget((*feed, program.guards))  # no call may run without the values of the checkpoint
-            raise
-        while len(self._programs) > self._running.max_programs:
-            self._forget(next(iter(self._programs)))
-
-    def _forget(self, key: tuple[Any, ...]) -> None:
-        """Drop a program."""
-        *feed, guards = key
-        del self._programs[key]
-        states = self._states[tuple(feed)]
-        states.remove(guards)
-        if not states:
-            del self._states[tuple(feed)]
+            check_layouts(leaves, program.strides, program.plan.graph.changed)
+        except SettingError as error:
+            raise self._heard(error) from None
 
     def train(self, mode: bool = True) -> AutoParallel:
         """Set training or evaluation mode, for the wrapped model too."""
@@ -488,32 +452,6 @@ class AutoParallel(CallPlanning, nn.Module):
         for model in [self.net] if self._step is None else self._step.models.values():
             model.train(mode)
         return self
-
-    def _announce(self, feed: tuple[Any, ...]) -> str:
-        """Warn that the model is captured anew: once for inputs of other shapes, and once for each change of its
-        state. The change of state is returned; "": none."""
-        if not self._programs:
-            return ""
-        others = [key for key in self._programs if key[1][1] is self._entry]
-        known = [key for key in others if _shapes(key) != _shapes(feed) and key[3].hold()]
-        if known:
-            before, now = _shapes(known[0]), _shapes(feed)
-            if not self._warned and not _differing(before, now) <= self._varying():
-                self._warned = True
-                warnings.warn(
-                    f"inputs of shapes {now} after {before}: a program is planned for each set of shapes; further ones "
-                    "are not announced. AutoParallel(…, varying=(0, 1)) says which dims vary",
-                    RecaptureWarning,
-                    stacklevel=stack_level(),
-                )
-            return ""
-        states = self._states.get(feed) or [key[3] for key in reversed(self._programs)]
-        change = states[0].change()
-        if change is not None and not any(guards.only_mode_changed() for guards in states):
-            warnings.warn(
-                f"{change}: the model is captured and planned anew", RecaptureWarning, stacklevel=stack_level()
-            )
-        return change or ""
 
     @roomy_stack
     @gc_paused()
@@ -558,7 +496,9 @@ class AutoParallel(CallPlanning, nn.Module):
             recording.reads.values(),
             around,
             {place.identity for place in recording.effects.advanced()},
+            recording.conditions,
         )
+        program.strides = recording.strides
         for _, part in module.tables:
             note_planned(self, part, recording.operators)
         self._place, self._where = place_of(module), runtime.device
@@ -651,14 +591,17 @@ class AutoParallel(CallPlanning, nn.Module):
     compile = compile_instead
 
     def __deepcopy__(self, memo: dict[int, object]) -> AutoParallel:
-        return cast("AutoParallel", copied(self, memo))
+        made = cast("AutoParallel", copied(self, memo))
+        requested(made)
+        return made
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "__class__":
-            refuse_class(value)
-        if name == "full_batch":
-            raise SettingError(f"full_batch={value!r} is no attribute of the model", legal=MODEL_KEYWORDS[name])
-        super().__setattr__(name, value)
+        if not assigned(self, name, value):
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if not deleted(self, name):
+            super().__delattr__(name)
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **kwargs: Any) -> Any:
         refuse_class(type(getattr(hook, "__self__", None)))  # the first thing that ``fully_shard`` does to a module
@@ -672,14 +615,3 @@ class AutoParallel(CallPlanning, nn.Module):
                 self._check_together(name)
                 raise
             return attribute_of_net(self, name)
-
-
-def _differing(before: list[tuple[int, ...]], now: list[tuple[int, ...]]) -> set[int]:
-    """The dims in which the shapes of two calls differ; -1 where the calls have other tensors."""
-    if [len(shape) for shape in before] != [len(shape) for shape in now]:
-        return {-1}
-    return {d for a, b in zip(before, now) for d, (x, y) in enumerate(zip(a, b)) if x != y}
-
-
-def _shapes(key: tuple[Any, ...]) -> list[tuple[int, ...]]:
-    return [tuple(entry[0]) for entry in key[2] if isinstance(entry[0], torch.Size)]

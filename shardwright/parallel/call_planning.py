@@ -124,6 +124,13 @@ class CallPlanning(SettingMethods):
         try:
             self._check_wrapper(self._wrapper)
             check_inside(self.net)
+            retyped = None if before is None or not parts else before.guards.retyped()
+            if retyped is not None:
+                raise SettingError(
+                    f"{retyped}: after the first call in several processes, parameters keep their dtypes and shapes, "
+                    "which optimizers hold in slices",
+                    legal="net.bfloat16() before AutoParallel(net); AutoParallel(net, mixed_precision=…)",
+                )
             if runs:
                 check_values((args, kwargs))
             stored = self._stored

@@ -7,7 +7,7 @@ replaces one of the two by a changed copy.
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -144,6 +144,7 @@ class SettingMethods(_Module):
     _programs: OrderedDict[Any, StepProgram | PipelineProgram]
     _states: dict[Any, list[Any]]
     _warned: bool
+    _number_changes: Counter[str]  # name of a number that the forward reads -> its changes that were announced
     _graphs: GraphCache
     _accumulation: Any
     _strategy_files: list[Any]

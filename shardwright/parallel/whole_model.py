@@ -9,19 +9,14 @@ A change is found by comparison with the slices, which are gathered again: `_ver
 parameter that is new or of another shape, values that differ between the ranks. Then, and after an error in the body,
 nothing is written back.
 
-The file also decides which attributes and calls reach the wrapped model: `attribute_of_net` (``generate`` and
-``save_pretrained`` run inside `whole`), `signed_as_net` (the signature of ``forward``), `refuse_calls_of_parts` (a
-module with slices that is called by itself).
+`refuse_calls_of_parts` refuses calls of a module with slices by itself. `net_attributes` decides which attributes of a
+wrapper are those of its model.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import traceback
-from collections.abc import Callable
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,10 +38,7 @@ from .setting_methods import SettingMethods
 if TYPE_CHECKING:
     pass
 
-__all__ = ["WholeModel", "attribute_of_net", "refuse_calls_of_parts", "signed_as_net"]
-
-#: Methods of a model that need whole parameters: on every rank, or on rank 0 alone, which writes files.
-_ON_ALL, _ON_FIRST = frozenset({"generate"}), frozenset({"save_pretrained", "push_to_hub"})
+__all__ = ["WholeModel", "refuse_calls_of_parts"]
 
 _CALLS = "with model.whole() as net: net(…), net.generate(…), …; model(…) is the parallel model"
 
@@ -402,64 +394,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or (a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all()))
 
 
-# -- methods and parts of the model ------------------------------------------------------------------------------------
-
-
-def attribute_of_net(model: SettingMethods, name: str) -> Any:
-    """An attribute of the wrapped model. ``generate`` runs under `whole` on every rank; ``save_pretrained`` and
-    ``push_to_hub`` run under `whole` on rank 0, and the other ranks wait for it.
-
-    Args:
-        model: the wrapper.
-        name: the attribute.
-
-    Raises:
-        AttributeError: the wrapped model has no such attribute.
-    """
-    value = getattr(model.__dict__["net"], name)
-    if name not in _ON_ALL | _ON_FIRST or not callable(value):
-        return value
-
-    @functools.wraps(value)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        outer = model._whole
-        if outer is not None:
-            if outer.rank not in (None, current().rank) and current().processes:
-                raise SettingError(
-                    f"{name}() inside of whole(rank={outer.rank}), on rank {current().rank}, which has slices",
-                    legal=f"net.{name}() where `as net` is not None",
-                )
-            if name in _ON_FIRST and outer.rank is None and current().rank:
-                return None
-            return getattr(model.net, name)(*args, **kwargs)
-        first = name in _ON_FIRST and current().processes
-        with WholeModel(model, 0 if first else None, torch.device("cpu") if first else None) as net:
-            return getattr(net, name)(*args, **kwargs) if net is not None else None
-
-    return called
-
-
-class signed_as_net:
-    """Decorator of the wrapper's ``forward``: `inspect.signature` returns the signature of the wrapped model, from
-    which trainers tell which columns of the data the model takes."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __get__(self, model: SettingMethods | None, kind: type | None = None) -> Any:
-        if model is None:
-            return self.function
-        if model.loss_fn is not None:  # the target comes last
-            return MethodType(self.function, model)
-        return _Bound(self.function, model)
-
-
-class _Bound(functools.partial[Any]):
-    """A wrapper's ``forward`` with the signature of the wrapped model."""
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.args[0].net.forward)
+# -- parts of the model that are called by themselves ----------------------------------------------------------------
 
 
 _refusing: list[Any] = []

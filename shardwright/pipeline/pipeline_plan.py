@@ -537,8 +537,12 @@ def moments(plan: Plan) -> tuple[Moment, ...]:
     )
 
 
+#: A micro-batch in time, and a micro-batch with what is done once a step.
+StepsOfStage = tuple[StepInTime, StepInTime]
+
+
 def timeline_of(
-    plan: Plan | PipelinePlan, beside: bool = False, steps: Mapping[int, StepInTime] | None = None
+    plan: Plan | PipelinePlan, beside: bool = False, steps: Mapping[int, StepsOfStage] | None = None
 ) -> Simulation:
     """The timeline of one step of a plan.
 
@@ -546,7 +550,8 @@ def timeline_of(
         plan: the plan.
         beside: False: every message takes time of its own, as plans are priced. True: messages travel beside
             computation, as the schedule of communication says (`Price.elapsed`).
-        steps: with `beside`, stage of a pipeline -> a micro-batch in time, in place of the plan's `stage_in_time`.
+        steps: with `beside`, stage of a pipeline -> a micro-batch in time, in place of the plan's `stage_in_time` and
+            `stage_in_time_once`.
 
     A plan without a pipeline is one stage and one micro-batch, with its bytes at every moment (`Plan.timeline`). For
     a stage of a pipeline, the bytes are the maximum during a forward, and during a backward.
@@ -583,11 +588,10 @@ def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], 
     backward.
 
     Args:
-        together: True where micro-batches share gathered parameters that are saved for the backward, and accumulate
-            their gradients.
+        together: True where micro-batches share gathered parameters, and accumulate their gradients.
     """
-    line = plan.memory_under(plan.stage_schedule if together else plan.schedule)
-    crosses = lambda h: h.start < line.forward < h.stop
+    line = plan.stage_timeline if together else plan.timeline
+    crosses = lambda h: h.start < line.forward < h.stop and h.what != "under way"
     standing = {
         id(h)
         for h in line.held
@@ -603,7 +607,7 @@ def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], 
     )
 
 
-def _of_stages(plan: PipelinePlan, beside: bool, steps: Mapping[int, StepInTime]) -> Simulation:
+def _of_stages(plan: PipelinePlan, beside: bool, steps: Mapping[int, StepsOfStage]) -> Simulation:
     costs = CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
     each: dict[str, list[Any]] = {
         name: [] for name in ("forward", "backward", "begin", "end", "fixed", "kept", "running")
@@ -615,12 +619,19 @@ def _of_stages(plan: PipelinePlan, beside: bool, steps: Mapping[int, StepInTime]
         two = CostModel(Cluster.of(stage.plan.cluster, stage.devices), stage.devices).plan(stage.plan, 2)
         forward, backward = two.forward - one.forward, two.backward - one.backward
         fixed, kept, held = _held(stage.plan, together=True)
-        own = (steps.get(stage.number) or stage.plan.stage_in_time) if beside else None
+        begin, end = one.forward - forward, one.backward - backward
+        if beside:
+            # The messages of a whole step make its first forward and its last backward longer.
+            own, once = steps.get(stage.number) or (stage.plan.stage_in_time, stage.plan.stage_in_time_once)
+            forward, backward = own.forward, own.total - own.forward
+            begin, end = once.forward - forward, once.total - once.forward - backward
+        if plan.schedule.placement.count(plan.schedule.placement[stage.number]) > 1:
+            fixed += stage.plan.stage_schedule.carried_bytes  # under way while another stage of the group works
         values = (
-            forward if own is None else own.forward,
-            backward if own is None else own.total - own.forward,
-            max(0.0, one.forward - forward),
-            max(0.0, one.backward - backward),
+            forward,
+            backward,
+            max(0.0, begin),
+            max(0.0, end),
             fixed,
             kept,
             tuple(((0.0, max(half, default=0.0)),) for half in held),

@@ -419,7 +419,7 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
     for held in line.held:
         unit = makers.get(held.name, unit_of(held.name))
         crosses = held.start < line.forward < held.stop
-        if held.what in STANDING or (held.what == "gathered" and crosses):
+        if held.what in STANDING or (held.what == "gathered" and held.name in plan.gathered_once):
             fixed[unit] += held.bytes
         elif crosses:
             kept[unit] += held.bytes

@@ -21,15 +21,16 @@ and a plan reused at other sizes.
 3. A plan reused at other sizes of the model's inputs (`at_other_sizes`): the same operators with the same strategies. A
    new size needs no search of its own where each cut of the earlier plan divides it as it divided the old one:
 
-       gcd(old size, devices) = gcd(new size, devices)      for every dim of every value
+       gcd(old size, devices) = gcd(new size, devices)      for every dim of every value that is not empty
 
    On 4 devices, after a plan for a batch of 8 rows:
 
        16 rows     gcd(8, 4) = gcd(16, 4) = 4: the plan is reused
        6 rows      gcd(6, 4) = 2: a new search, because 4 does not divide 6
 
-   A batch of 8 after one of 6 is searched anew too: the batch can be cut further than before. A bound that a search has
-   proved holds for its own sizes alone; the reused plan has none.
+   A batch of 8 after one of 6 is searched anew too: the batch can be cut further than before. So is an empty batch,
+   which has no parts, and a model in which other parameters are tied than before. A bound that a search has proved
+   holds for its own sizes alone; the reused plan has none.
 """
 
 from __future__ import annotations
@@ -368,6 +369,8 @@ def at_other_sizes(
     for mine, theirs in zip(plan.graph.ops, graph.ops):
         if (mine.name, mine.target, mine.mark) != (theirs.name, theirs.target, theirs.mark):
             return None
+        if _parameters(plan.graph, mine) != _parameters(graph, theirs):
+            return None
         forms = form_of(mine), form_of(theirs)
         if forms not in alike:
             alike[forms] = _alike(mine, theirs, devices)
@@ -388,6 +391,11 @@ def at_other_sizes(
     return made
 
 
+def _parameters(graph: Graph, op: Op) -> list[str]:
+    """The names of the parameters that an operator reads."""
+    return [v.name for v in op.inputs if v.name in graph.parameters]
+
+
 def _fits(mine: Bound, theirs: Bound, assignment: Assignment) -> bool:
     """True where two bindings of an operator differ in the sizes of factors alone, and an assignment of the one fits
     the other. A view of a dim of one row, for instance, has fewer factors."""
@@ -403,7 +411,7 @@ def _alike(mine: Op, theirs: Op, devices: int) -> bool:
         if a is None or b is None or a.shape == b.shape:
             continue
         if len(a.shape) != len(b.shape) or any(
-            x != y and math.gcd(x, devices) != math.gcd(y, devices) for x, y in zip(a.shape, b.shape)
+            x != y and (0 in (x, y) or math.gcd(x, devices) != math.gcd(y, devices)) for x, y in zip(a.shape, b.shape)
         ):
             return False
     return len(mine.inputs) == len(theirs.inputs) and len(mine.outputs) == len(theirs.outputs)

@@ -54,33 +54,37 @@ def step_of(plan: Plan | PipelinePlan, rank: int, measured: Seconds | None = Non
         step = plan.in_time if measured is None else _MeasuredCosts(plan, measured).in_time(plan, plan.schedule)
         return RankStep(step.exposed, 0.0, step.total)
     mine = {stage.number for stage in plan.of_rank(rank)}
-    steps = {stage.number: stage.plan.stage_in_time for stage in plan.stages}
+    steps = {stage.number: (stage.plan.stage_in_time, stage.plan.stage_in_time_once) for stage in plan.stages}
     if measured is not None:
         promised = promised_seconds([stage.plan for stage in plan.stages if stage.number in mine], plan.micro_batches)
         ratio = sum(measured.values()) / (sum(promised.values()) or 1.0)
         steps = {stage.number: _measured(stage, plan.micro_batches, measured, ratio, mine) for stage in plan.stages}
-    once = sum(
-        CostModel(Cluster.of(stage.plan.cluster, stage.devices), stage.devices).plan(stage.plan, 2).once
-        for stage in plan.stages
-        if stage.number in mine
-    )
     line = timeline_of(plan, beside=True, steps=steps)
     return RankStep(
-        plan.micro_batches * sum(steps[number].exposed for number in mine) + once,
+        sum(_exposed(*steps[number], plan.micro_batches) for number in mine),
         line.total - line.busy(plan.schedule.placement[min(mine)]),
         line.total,
     )
 
 
-def _measured(stage: Stage, micro_batches: int, measured: Seconds, ratio: float, mine: set[int]) -> StepInTime:
-    """A micro-batch of a stage: with the measured seconds, or with `ratio` times the promised ones."""
+def _exposed(each: StepInTime, once: StepInTime, micro_batches: int) -> float:
+    """Seconds in which a stage waits for messages, in a step: in one micro-batch for those sent once a step, too."""
+    return micro_batches * each.exposed + max(0.0, once.exposed - each.exposed)
+
+
+def _measured(
+    stage: Stage, micro_batches: int, measured: Seconds, ratio: float, mine: set[int]
+) -> tuple[StepInTime, StepInTime]:
+    """A micro-batch of a stage, and one with what is done once a step: with the measured seconds, or with `ratio` times
+    the promised ones."""
     own = promised_seconds([stage.plan], 1)
     each = (
         {key: measured.get(key, 0.0) / micro_batches for key in own}
         if stage.number in mine
         else {key: seconds * ratio for key, seconds in own.items()}
     )
-    return _MeasuredCosts(stage.plan, each).in_time(stage.plan, stage.plan.stage_schedule, once=False)
+    costs, schedule = _MeasuredCosts(stage.plan, each), stage.plan.stage_schedule
+    return costs.in_time(stage.plan, schedule, once=False), costs.in_time(stage.plan, schedule)
 
 
 def promised_seconds(plans: Sequence[Plan], micro_batches: int) -> dict[tuple[str, str], float]:

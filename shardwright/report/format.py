@@ -114,7 +114,9 @@ def written_line(
     return "  ".join(parts) + (f"   # {comment}" if comment else "")
 
 
-def message_line(action: str, number: int, message: ScheduledMessage, ranks: tuple[int, ...]) -> str:
+def message_line(
+    action: str, number: int, message: ScheduledMessage, ranks: tuple[int, ...], carried: bool = False
+) -> str:
     """``issue 3: all_gather  {ranks: (0, 1), bytes: 64}   # weights of blocks.1: up.weight``, or ``wait 3   # …``.
 
     Args:
@@ -122,16 +124,19 @@ def message_line(action: str, number: int, message: ScheduledMessage, ranks: tup
         number: of the message.
         message: the message.
         ranks: its ranks.
+        carried: True where the stage's next backward waits for it.
     """
+    when = f"; once a step, in the {'first' if message.role == 'gather' else 'last'} micro-batch" * message.once
     if action == "wait":
-        return f"wait {number}   # {message}"
+        return f"wait {number}   # {message}{when}{'; in the next backward of the stage' * carried}"
     names = list(dict.fromkeys(m.name for m in message.members))
     blocks = {block_of(name) for name in names}
     if len(blocks) == 1 and (block := blocks.pop()) and message.role in ("gather", "scatter"):
         names = [name[len(block) + 1 :] for name in names]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     moved = "" if [message.whose] == names else f": {', '.join(names[:3])}{more}"
-    return f"issue {number}: {message.kind}  {{ranks: {ranks}, bytes: {message.bytes}}}   # {message.whose}{moved}"
+    sent = f"{{ranks: {ranks}, bytes: {message.bytes}}}"
+    return f"issue {number}: {message.kind}  {sent}   # {message.whose}{moved}{when}"
 
 
 def where(name: str, module: str, source: str) -> str:

@@ -34,7 +34,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from ..cost.communication_schedule import Collective, CommunicationSchedule, backward_collectives, forward_collectives
+from ..cost.communication_schedule import (
+    Collective,
+    CommunicationSchedule,
+    ScheduledMessage,
+    backward_collectives,
+    forward_collectives,
+)
 from ..errors import PlanError
 from ..graph import Value
 from ..json_files.json_values import write_text
@@ -216,9 +222,13 @@ class Execute:
     def messages(self, moment: float, back: bool = False) -> None:
         """Write what is issued and waited for up to a moment of the forward, or of the backward."""
         while self.due[back] and self.due[back][0][0] <= moment:
-            _, action, number = self.due[back].pop(0)
-            message = self.schedule.messages[number]
-            self.lines.append(message_line(action, number, message, self.group(message.digits)))
+            self.message(*self.due[back].pop(0)[1:])
+
+    def message(self, action: str, number: int) -> None:
+        """Write that a message is issued, or waited for."""
+        message = self.schedule.messages[number]
+        carried = number in self.schedule.carried
+        self.lines.append(message_line(action, number, message, self.group(message.digits), carried))
 
     def run(self) -> list[str]:
         self.forward(self.plan.program.instructions)
@@ -557,6 +567,14 @@ class _Staged(Execute):
     def scheduled(self) -> CommunicationSchedule:
         return self.plan.stage_schedule
 
+    def part(self, back: bool, wanted: Callable[[int, ScheduledMessage], bool]) -> None:
+        """Write what is issued and waited for in a half, where the moment and the message are `wanted`."""
+        each = [(entry, wanted(entry[0], self.schedule.messages[entry[2]])) for entry in self.due[back]]
+        self.due[back] = [entry for entry, now in each if not now]
+        for entry, now in each:
+            if now:
+                self.message(*entry[1:])
+
     def run(self) -> list[str]:
         """The lines of the stage's program."""
         parameters = self.stage.plan.program.parameters
@@ -573,6 +591,7 @@ class _Staged(Execute):
                 self.gives(t, name, f"parameter {t.name}")
             for name, t in shares:
                 self.takes(t, name, f"parameter {t.name}")
+        self.part(False, lambda moment, message: message.once and not moment)
         for gather in gathers:
             self.convert(gather)
         values = [(name, t) for name, t in self.into if t.kind == "value"]
@@ -600,6 +619,7 @@ class _Staged(Execute):
         for name, t in values:
             if t.gradient and name in self.gradients:
                 self.gives(t, name, f"gradient of {self.names[name]}", self.total(name))
+        self.part(True, lambda moment, message: moment < self.schedule.end or not message.once)
         self.lines.append("# once a step, after the last micro-batch: gradients that all micro-batches have added to")
         for name, t in shares:
             if t.gradient and name in self.gradients:

@@ -479,7 +479,7 @@ class PlanContent:
             grids += [Grid.of(t, "stages") for t in tables.stages(plan, simulation, console)]
             lines.append(f"the most that a device holds is {size_text(plan.peak)}")
         for stage, each in self.plans.items():
-            line = each.memory_under(each.stage_schedule) if self.staged else each.timeline
+            line = each.stage_timeline if self.staged else each.timeline
             which = f"stage {stage}, one micro-batch: " if self.staged else ""
             schedule = each.stage_schedule if self.staged else each.schedule
             totals = line.totals()
@@ -553,8 +553,8 @@ class PlanContent:
         """Collectives by bytes and seconds, and the seconds for which the computation waits for them."""
         lines, grids = [], []
         for stage, each in self.plans.items():
-            which = f"stage {stage}, one micro-batch" if self.staged else ""
-            step = each.stage_in_time if self.staged else each.in_time
+            which = f"stage {stage}, one micro-batch and what is sent once a step" if self.staged else ""
+            step = each.stage_in_time_once if self.staged else each.in_time
             schedule = each.stage_schedule if self.staged else each.schedule
             spent = each.price.communication
             if not each.price.collectives:

@@ -5,7 +5,7 @@ registry             operator -> its rule; operators expanded into simpler ones
 user_strategy        cuts or Layouts given by a user -> an assignment, or an error with the reason
 dims                 names of dims, positions in a slice, padding
 pointwise, matmul, spatial, reduction, normalization, loss, attention, shape, indexing, recurrent,
-random_operators
+linear_algebra, fourier, random_operators
                      the families of operators
 random_numbers/      the numbers that random operators draw, equal under every cut; masks of dropouts
 """
@@ -15,7 +15,9 @@ from __future__ import annotations
 from . import (
     attention,
     dims,
+    fourier,
     indexing,
+    linear_algebra,
     loss,
     matmul,
     normalization,

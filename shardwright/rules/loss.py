@@ -13,6 +13,9 @@
        target t by class:   t' = (1-ε) t + ε/C,   loss = Σ w·t' · log Σ exp y - Σ w·t'·y
        mean:                Σ loss / Σ w[target]·[target ≠ ignore_index]     both in one reduction; of t: Σ loss / rows
 
+3. *CTC*: the batch may be cut, steps, classes and labels stay whole. The operator here has results of known sizes: its
+   backward makes the table of the forward again.
+
 In half precision the terms are summed in float32.
 """
 
@@ -382,6 +385,63 @@ def _class_sums_text(op: Op) -> tuple[str, dict[str, int]]:
     )
 
 
+# -- connectionist temporal classification
+
+
+@torch.library.custom_op("shardwright::ctc_loss", mutates_args=())
+def _ctc(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> torch.Tensor:
+    """The losses of a batch: log_probs [t, n, c], targets [n, s], lengths [n] -> [n]."""
+    made = aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)[0]
+    return torch.where(made == math.inf, 0, made) if zero_infinity else made.clone()
+
+
+@_ctc.register_fake
+def _(log_probs: torch.Tensor, *_: object) -> torch.Tensor:
+    return log_probs.new_empty(log_probs.shape[1])
+
+
+@torch.library.custom_op("shardwright::ctc_loss_backward", mutates_args=())
+def _ctc_backward(
+    gradient: torch.Tensor,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> torch.Tensor:
+    tensors = log_probs, targets, input_lengths, target_lengths
+    made, table = aten._ctc_loss.Tensor(*tensors, blank, zero_infinity)
+    return aten._ctc_loss_backward.Tensor(gradient, *tensors, made, table, blank, zero_infinity)
+
+
+@_ctc_backward.register_fake
+def _(gradient: torch.Tensor, log_probs: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(log_probs)
+
+
+def _keep_ctc(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.blank, ctx.zero_infinity = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _back_through_ctc(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    made = _ctc_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.blank, ctx.zero_infinity)
+    return made, None, None, None, None, None
+
+
+_ctc.register_autograd(_back_through_ctc, setup_context=_keep_ctc)
+ctc_losses = torch.ops.shardwright.ctc_loss.default
+
+
+register((ctc_losses,), Rule("t! n c!, n s!, n, n -> n", pads=False))
 register(
     (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default),
     Rule(_text, expand=_expand, neutral=0),

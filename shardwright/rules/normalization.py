@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ..graph import Op, Value
 from ..torch_private import BatchNorm
@@ -204,10 +203,11 @@ class _Moments(torch.autograd.Function):
         return torch.stack([(m if cut is x else _parts_first(m)).reshape(-1, *kept) for m in (mean, var)], 1)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         x, mean = ctx.saved_tensors
         cut, inner = _in_parts(x, ctx.dims, ctx.parts)
+        if torch.is_grad_enabled():  # create_graph=True: the mean depends on x
+            mean = cut.mean(inner, True, dtype=_wide(x.dtype))
         of_mean, of_var = (
             (g.reshape(mean.shape) if cut is x else _parts_back(g, cut, inner))
             for g in (gradient / (x.numel() // mean.numel())).unbind(1)
@@ -265,6 +265,27 @@ def batch_normalise(x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tenso
     return _BatchNormalise.apply(x, stats, weight, bias, eps)
 
 
+def _normalise_gradients(
+    x: Tensor, stats: Tensor, weight: Tensor | None, ctx: Any, gradient: Tensor
+) -> list[Tensor | None]:
+    """The gradients of `batch_normalise` by plain operators, which autograd differentiates again."""
+    channels = (-1, *[1] * (x.dim() - 2))
+    with torch.enable_grad():
+        # Of their own in the graph: the statistics come of x.
+        x, stats = (t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in (x, stats))
+        if weight is not None:
+            weight = weight.view_as(weight) if weight.requires_grad else weight.detach().requires_grad_()
+        bias = None if ctx.bias_type is None else x.new_zeros(stats[0].numel(), dtype=ctx.bias_type).requires_grad_()
+        scale, shift = (t if t is None else t.view(channels) for t in (weight, bias))
+        mean, var = stats.reshape(2, *channels).unbind()
+        made = (x - mean) * torch.rsqrt(var + ctx.eps)
+        made = made if scale is None else made * scale
+        made = (made if shift is None else made + shift).to(x.dtype)
+        wanted = [t for t in (x, stats, weight, bias) if t is not None]
+        found = iter(torch.autograd.grad(made, wanted, gradient, create_graph=True))
+    return [None if t is None else next(found) for t in (x, stats, weight, bias)]
+
+
 class _BatchNormalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -275,7 +296,6 @@ class _BatchNormalise(torch.autograd.Function):
         return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Compute Σ g for the bias and Σ g·x̂ for the weight, with x̂ the normalized x, and from these the gradients
 
@@ -283,6 +303,8 @@ class _BatchNormalise(torch.autograd.Function):
         of the variance  −weight/2(var + eps) · Σ g·x̂
         """
         x, stats, weight = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            return (*_normalise_gradients(x, stats, weight, ctx, gradient), None)
         mean, var = stats.reshape(2, -1).unbind()
         scale = weight.to(stats.dtype) if weight is not None else None
         of_x, along, total = aten.native_batch_norm_backward(

@@ -127,6 +127,11 @@ def _expand_triangle(op: Op, bound: Bound, assignment: Assignment) -> Expansion 
     return work
 
 
+#: Windows of a spectrum, by their length.
+_WINDOWS = """bartlett_window bartlett_window.periodic blackman_window blackman_window.periodic hamming_window
+    hamming_window.periodic hamming_window.periodic_alpha hamming_window.periodic_alpha_beta hann_window
+    hann_window.periodic kaiser_window kaiser_window.periodic kaiser_window.beta"""
+
 register(
     (aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format),
     Rule(_even, localize=_local_even),
@@ -143,6 +148,8 @@ register(
         aten.eye.m,
         aten.tril_indices.default,
         aten.triu_indices.default,
+        *operators("fft_fftfreq", "fft_rfftfreq"),
+        *operators(*_WINDOWS.split()),
     ),
     Rule(_placed),
 )

@@ -77,6 +77,7 @@ class Rule:
             a function of the operator call that returns it; None: such dims are not padded.
         product: each element of the output is a sum, over the contracted factors, of products of the elements of two
             inputs, plus a third input, if there is one; or a function of the operator call that returns this.
+        pads: False: no dim is padded, since the operator fails on what a padding holds: its cuts have to divide.
     """
 
     notation: str | Callable[[Op], Described]
@@ -88,6 +89,7 @@ class Rule:
     expand: Callable[[Op, Bound, Assignment], Expansion | None] | None = None
     neutral: float | Callable[[Op], float | None] | None = None
     product: bool | Callable[[Op], bool] = False
+    pads: bool = True
 
     def filling(self, op: Op) -> float | None:
         """The number that adds nothing where this call contracts it; None where no such number is known."""
@@ -259,7 +261,7 @@ def bound_rule(op: Op, described: Rule | None = None, uneven: bool = False) -> B
     found = described.notation if isinstance(described.notation, str) else described.notation(op)
     text, sizes, windows = (*(found if isinstance(found, tuple) else (found,)), {}, {})[:3]
     try:
-        pads = described.filling(op) is not None if uneven else None
+        pads = described.filling(op) is not None if uneven and described.pads else None
         return _bound(
             text,
             tuple(v.shape for v in op.inputs),

@@ -12,6 +12,7 @@ optimizer_guard      checks before an optimizer's step
 pipeline_step        one step of a pipeline
 pipeline_p2p         the stages of a pipeline on processes, and the messages between them
 redistribution_functions  the autograd functions of redistributions, and exchanges of halos, which both runtimes share
+second_derivatives   gradients that are differentiated again
 per_rank_values      parameters and results that are each rank's own
 local, distributed   all ranks in one process; one process a rank
 """

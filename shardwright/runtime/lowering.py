@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..graph import map_leaves
-from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, Ref
+from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, Ref, made_by
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..sharded_plan import Plan
 from ..torch_private import schema_of
@@ -39,6 +39,7 @@ __all__ = [
     "move",
     "number_of_result",
     "operand",
+    "sole_consumer",
     "sum_of_gradient",
 ]
 
@@ -183,15 +184,27 @@ def operand(node: Node, index: int = 0) -> Node:
     return node_argument
 
 
+def sole_consumer(placeholder: Node) -> Node | None:
+    """The only consumer that has a gradient; None where there are several, or none."""
+    users = [u for u in placeholder.users if _has_gradient(u)]
+    return users[0] if len(users) == 1 else None
+
+
+def _has_gradient(node: Node) -> bool:
+    """False where a backward does not reach a node: a weight may be read for its device alone."""
+    if node.target is move:
+        return any(map(_has_gradient, node.users))
+    return node.op == "output" or any(made.value.requires_grad for made in made_by(node.meta["instruction"]))
+
+
 def sum_of_gradient(placeholder: Node) -> Node | None:
-    """The only consumer of a parameter or input, where it does nothing but sum the gradient over ranks; else None.
+    """The only consumer of a parameter or input that has a gradient, where it does nothing but sum the gradient over
+    ranks; else None.
 
     A runtime skips such a node and takes the sum when the gradient is complete.
     """
-    if len(placeholder.users) != 1:
-        return None
-    user = next(iter(placeholder.users))
-    if user.target is not move:
+    user = sole_consumer(placeholder)
+    if user is None or user.target is not move:
         return None
     forward, backward = user.meta["instruction"].forward, user.meta["instruction"].backward
     only_sums = backward is not None and backward.is_all_reduce

@@ -63,17 +63,16 @@ from ..partition.local_program import Redistribute
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
 from ..pipeline.schedules import Action, Schedule
 from ..process import Runtime
-from ..redistribution import digits_value
 from ..torch_private import number_of_groups
 from .compilation import Compilation
 from .device_seed import CompiledSeed, trace_random_numbers
-from .distributed.buckets import GradientSums
 from .distributed.collectives import carried
 from .distributed.gradients import of_stage
 from .distributed.parameters import ParameterPlacement, ShardedState
 from .distributed.process_groups import ProcessGroups
 from .distributed.rank_executor import RankExecutor
 from .distributed.rank_positions import WaitPoint, waiting
+from .distributed.stage_weights import StageSums, StageWeights
 from .lowering import Lowered, lower
 from .optimizer_guard import Accumulation, set_empty_aside
 from .pipeline_step import PipelineProgram, StageBody
@@ -523,28 +522,34 @@ def process_pipeline(
         trained = [name for name, p in parameters.items() if name in lowered.parameters and p.requires_grad]
         schedule = stage.plan.scheduled(not groups.exchanges, fusion, trained, stage=True)
         outside = stage.plan.gathered_once
-        body = RankExecutor(lowered, groups, schedule, compiled, scatters=True, outside=outside)
-        sums = GradientSums(body.sums, body.types, groups, schedule, accumulation, followed=body.followed)
+        body = RankExecutor(lowered, groups, schedule, compiled, stage=True, outside=outside)
+        sums = StageSums(body.sums, body.types, groups, schedule, accumulation, body.scattered, body.followed)
         leaves = held.leaves(holder, sums, set(lowered.parameters))
         body.attach(parameters)
+        mine = {n: parameters[n] for n in lowered.parameters}
+        weights = StageWeights(body, sums, mine, _cut(stage, body), accumulation, groups.rank)
         counts = None if stage.counts is None else _counting(lower(stage.counts), held, runtime)
         bodies[stage.number] = StageBody(
             stage,
-            seed.around(body),
+            partial(_compiled, seed.around(body), weights) if compiled else body,
             {n: leaves[n] for n in lowered.parameters},
             {n: held.buffers[n] for n in lowered.buffers},
             [stage.plan.graph.constants[n].to(runtime.device) for n in lowered.constants],
             lowered.updates,
             counts,
-            partial(_added, body, groups.rank),
-            body.gathers,
-            _cut(stage, body),
+            weights,
             seed.device,
         )
     _make_even(runtime)
     link = link_of(plan, runtime.rank, runtime.device, _shapes(plan), getattr(before, "link", None))
     _make_even(runtime)  # a rank may have more neighbours than another one of its stage
     return PipelineProgram(plan, bodies, link, held, runtime.device, _absent(plan, held))
+
+
+def _compiled(body: Callable[..., list[Tensor]], weights: StageWeights, *local: Tensor) -> list[Tensor]:
+    """A compiled program, which does not wait for gathers in front of it."""
+    weights.arrive()
+    return body(*local)
 
 
 def _cut(stage: Stage, body: RankExecutor) -> frozenset[str]:
@@ -626,11 +631,3 @@ def _shapes(plan: PipelinePlan) -> list[tuple[int, ...] | None]:
                 shape[dim] *= plan.micro_batches
             out[index] = tuple(shape)
     return out
-
-
-def _added(body: RankExecutor, rank: int, name: str, gradient: Tensor | None, part: Tensor) -> Tensor | None:
-    """The sum of a leaf's gradient and a later stage's part. The part is complete; where ranks' terms of the leaf are
-    still to be summed, only the first rank adds it."""
-    if digits_value(body.sums.get(name, ()), rank):
-        return gradient
-    return part if gradient is None else gradient + part

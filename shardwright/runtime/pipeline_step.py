@@ -9,24 +9,22 @@
 2. One call (`PipelineStep`): a stage's program computes on leaves that share the memory of the parameters; the
    gradients of all micro-batches are summed in these leaves.
 3. The program (`PipelineProgram`, `StageBody`), with the interface of `step_program.StepProgram`.
-4. Links between stages (`StageLink`): `LocalStageLink` where all stages are in one process,
-   `pipeline_p2p.ProcessStageLink` where ranks send to the ranks of other stages.
-5. A pipeline in one process (`local_pipeline`): every stage's devices in lockstep, the stages in the order of the
-   schedule. `pipeline_p2p.process_pipeline` is its counterpart with a process a rank.
+4. Links between stages (`StageLink`): `LocalStageLink` in one process, `pipeline_p2p.ProcessStageLink` among ranks.
+5. A pipeline in one process (`local_pipeline`); `pipeline_p2p.process_pipeline` has a process a rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .. import torch_private
+from ..capture.conditions import StridesAsked
 from ..capture.guards import Guards
 from ..capture.side_effects import Effects
 from ..errors import SettingError
@@ -42,7 +40,9 @@ from .distributed.rank_positions import position
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lowering import Lowered, lower
 from .per_rank_values import put_back, tensors_of
-from .profile_ranges import action_range, gather_text, range_of, scatter_text, step_range
+from .profile_ranges import action_range, step_range
+from .saved_tensors import check_checkpointed
+from .second_derivatives import differentiated_once
 
 __all__ = [
     "LocalStageLink",
@@ -55,7 +55,6 @@ __all__ = [
     "pieces",
     "together",
 ]
-
 
 # -- micro-batches
 
@@ -105,11 +104,11 @@ class PipelineStep:
             for x, split, parts in zip(tensors, self.plan.split, program.batch_parts)
         ]
         self.wanted = [x.requires_grad and trains for x in tensors]
-        self.gathered: dict[tuple[int, str], Tensor] = {}  # by stage and name: leaves as stored, of gathered parameters
-        self.owed: dict[tuple[int, str], Tensor] = {}  # their gradients so far: layout as used, type as stored
-        self.leaves = {
-            s: {n: self._leaf(s, n, p) for n, p in body.parameters.items()} for s, body in program.bodies.items()
+        self.stored = {s: self._stored(body) for s, body in program.bodies.items()}
+        self.leaves: dict[int, Mapping[str, Tensor]] = {
+            s: body.weights.begin_step(self.stored[s], trains) for s, body in program.bodies.items()
         }
+        self.summed: dict[int, frozenset[str]] = {}  # by stage: the parameters whose gradients are summed over replicas
         self.seeds = self._seeds()
         self.shared: dict[tuple[int, str], Tensor] = {}  # parameters of earlier stages, by stage and name
         self.inputs: dict[tuple[int, int], list[Tensor]] = {}
@@ -121,51 +120,9 @@ class PipelineStep:
         self.returned = False
         self.inputs_wanted: list[Tensor] = []  # the inputs of the call that take gradients
 
-    def _leaf(self, s: int, name: str, parameter: Tensor) -> Tensor:
-        """The leaf that a stage's program computes on: the parameter's memory, or its gathered weight."""
-        leaf = parameter.detach().requires_grad_(parameter.requires_grad and self.trains)
-        gather = self.program.bodies[s].gathers.get(name)
-        if gather is None:
-            return leaf
-        self.gathered[s, name] = leaf
-        with torch.no_grad(), range_of(gather_text(name)):
-            used = gather(leaf.detach()).requires_grad_(leaf.requires_grad)
-        if leaf.requires_grad and name in self.program.bodies[s].cut:
-            used.register_post_accumulate_grad_hook(lambda x: self._reduce(s, name, x))
-        return used
-
-    def _reduce(self, s: int, name: str, used: Tensor) -> None:
-        """Scatter the gradient of a micro-batch, and add the part to the leaf as stored (optimizer level 2)."""
-        if used.grad is None:
-            return
-        leaf, gradient, used.grad = self.gathered[s, name], used.grad, None
-        with torch.no_grad(), range_of(scatter_text(name)):
-            part = self.program.bodies[s].gathers[name].back(gradient.to(leaf.dtype))
-            leaf.grad = part if leaf.grad is None else leaf.grad.add_(part)
-
-    def _widen(self, s: int) -> None:
-        """Sum gradients in the type in which the parameters are stored, where they come in another type."""
-        for name, used in self.leaves[s].items():
-            leaf = self.gathered.get((s, name))
-            if name in self.program.bodies[s].cut:
-                self._reduce(s, name, used)  # the gradients that a backward in two halves leaves
-            elif leaf is not None and leaf.dtype != used.dtype and used.grad is not None:
-                gradient, used.grad = used.grad, None
-                before = self.owed.get((s, name))
-                self.owed[s, name] = gradient.to(leaf.dtype) if before is None else before.add_(gradient)
-
-    def _scatter(self) -> None:
-        """Reduce the gradients of gathered parameters to the layout in which these are stored."""
-        for (s, name), leaf in self.gathered.items():
-            if name in self.program.bodies[s].cut:
-                self.leaves[s][name] = leaf
-                continue
-            gradient = self.owed.pop((s, name), self.leaves[s][name].grad)
-            if gradient is not None:
-                with torch.no_grad(), range_of(scatter_text(name)):
-                    leaf.grad = self.program.bodies[s].gathers[name].back(gradient)
-            self.leaves[s][name] = leaf
-        self.gathered.clear()
+    def _stored(self, body: StageBody) -> dict[str, Tensor]:
+        """Leaves on the memory of a stage's parameters."""
+        return {n: p.detach().requires_grad_(p.requires_grad and self.trains) for n, p in body.parameters.items()}
 
     def _seeds(self) -> list[Tensor] | None:
         """One seed a micro-batch, derived from one draw a step; None where nothing random is computed."""
@@ -199,8 +156,10 @@ class PipelineStep:
                 self._play(action)
             program.link.exchange()
         self._write_buffers()
+        for s, body in program.bodies.items():
+            self.summed[s] = body.weights.finish_step()
+        self.leaves = dict(self.stored)
         if self.trains:
-            self._scatter()
             self._share()
         return [self._joined(i) for i in range(len(self.plan.graph.outputs))]
 
@@ -210,14 +169,16 @@ class PipelineStep:
     def _play(self, action: Action) -> None:
         if action.kind == "F":
             self._forward(action.stage, action.micro)
-        elif action.kind == "B":
+            return
+        weights = self.program.bodies[action.stage].weights
+        weights.begin_backward(action == self.program.last[action.stage])
+        if action.kind == "B":
             self._backward(action.stage, action.micro)
         elif action.kind == "I":
             self._backward_to_inputs(action.stage, action.micro)
         else:
             self._backward_to_weights(action.stage, action.micro)
-        if action.kind != "F":
-            self._widen(action.stage)
+        weights.end_backward()
 
     def _totals(self, body: StageBody) -> list[Tensor]:
         """The counts of targets, summed over all micro-batches."""
@@ -347,17 +308,22 @@ class PipelineStep:
             if outputs:
                 torch.autograd.backward(outputs, gradients, inputs=self._trained(s))
         elif left is not None:
-            for groups in self._groups(s, left):
-                torch_private.stage_backward_weight(iter(self._trained(s)), groups)
-                self._widen(s)
+            weights = self.program.bodies[s].weights
+            weights.second_half(True)
+            for group, trained, names in self._groups(s, left):
+                torch_private.stage_backward_weight(iter(trained), [group])
+                weights.came(names)
+            weights.second_half(False)
 
-    def _groups(self, s: int, left: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-        """The groups of weights whose gradients are computed before the next ones are scattered: all at once, or one
-        after the other where gradients are accumulated as parts, in an order that all ranks share."""
-        if not self.program.bodies[s].cut:
-            return [left]
-        number = {torch.autograd.graph.get_gradient_edge(x).node: i for i, x in enumerate(self._trained(s))}
-        return [[group] for group in sorted(left, key=lambda group: min(number[node] for node in group["params"]))]
+    def _groups(self, s: int, left: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Tensor], list[str]]]:
+        """Yield the groups of weights whose gradients are computed together, the tensors of each and the names of the
+        stage's own weights among them; the last used first, in an order that all ranks share."""
+        trained = self._trained(s)
+        named = [name for name, x in self.leaves[s].items() if x.requires_grad]
+        number = {torch.autograd.graph.get_gradient_edge(x).node: i for i, x in enumerate(trained)}
+        of = [(sorted(number[node] for node in group["params"]), group) for group in left]
+        for places, group in sorted(of, key=lambda entry: entry[0], reverse=True):
+            yield group, [trained[i] for i in places], [named[i] for i in places if i < len(named)]
 
     def _return(self, s: int, k: int) -> None:
         """Send the gradients of a forward's inputs to their producers."""
@@ -381,9 +347,9 @@ class PipelineStep:
         program.link.exchange()
         for t in due:
             if t.source in program.bodies:
-                leaf = self.leaves[t.source][t.name]
+                leaf, weights = self.leaves[t.source][t.name], program.bodies[t.source].weights
                 part = program.link.receive(t, -1, True)
-                leaf.grad = program.bodies[t.source].shared(t.name, leaf.grad, part)
+                leaf.grad = weights.with_part(t.name, leaf.grad, part, t.name in self.summed[t.source])
 
     # -- outputs and gradients of the step --
 
@@ -412,7 +378,15 @@ class PipelineStep:
                 legal="one backward for each call of the model",
             )
         self.returned = True
-        out: list[Tensor | None] = [p.grad for s in self.leaves for p in self.leaves[s].values() if p.requires_grad]
+        # The usual gradient of a loss is 1; on other devices than the host `item` would wait.
+        plain = gradient.device.type == "cpu" and gradient.item() == 1
+        out: list[Tensor | None] = []
+        for s, leaves in self.leaves.items():
+            for name, leaf in leaves.items():
+                if leaf.grad is not None and name in self.summed[s]:
+                    self.program.bodies[s].weights.hand(name, leaf.grad if plain else leaf.grad.mul_(gradient))
+                    leaf.grad = None
+            out += [leaf.grad for leaf in leaves.values() if leaf.requires_grad]
         for i, wanted in enumerate(self.wanted):
             if wanted:
                 came = [self.input_gradients.get((i, k)) for k in range(self.count)]
@@ -427,7 +401,7 @@ class PipelineStep:
 
             for parameter in self.program.absent:
                 hand_nothing(parameter)
-        if gradient.device.type == "cpu" and gradient.item() == 1:  # the usual case; on other devices `item` would wait
+        if plain:
             return out
         with torch.no_grad():
             return [None if g is None else g.mul_(gradient) for g in out]
@@ -447,12 +421,7 @@ class StageBody:
         buffers, constants: likewise.
         updates: names of the buffers that get new values.
         counts: a function of the model's inputs that counts targets; None where the stage needs no counts.
-        shared: adds a later stage's gradient of a parameter to that of its leaf: (name, gradient so far, part) ->
-            sum.
-        gathers: parameter -> the redistribution from its storage to its use, for weights that are gathered once a
-            step for all micro-batches (`Plan.gathered_once`).
-        cut: those of them whose gradients are scattered after every micro-batch, and accumulated as parts (optimizer
-            level 2); the gradients of the others are accumulated whole, and scattered once a step.
+        weights: the leaves of a step, and what is done with their gradients.
         seed_device: the device on which the program takes its seed; None: host memory.
     """
 
@@ -463,19 +432,55 @@ class StageBody:
     constants: list[Tensor]
     updates: tuple[str, ...]
     counts: Callable[..., list[Tensor]] | None
-    shared: Callable[[str, Tensor | None, Tensor], Tensor | None]
-    gathers: Mapping[str, GatherOfWeight] = field(default_factory=dict)
-    cut: frozenset[str] = frozenset()
+    weights: WeightsOfStage
     seed_device: torch.device | None = None
 
 
-class GatherOfWeight(Protocol):
-    """The redistribution of a weight from its storage to its use."""
+class WeightsOfStage(Protocol):
+    """The weights of a stage in one step after the other: `distributed.stage_weights.StageWeights`, which says more."""
 
-    def __call__(self, stored: Tensor, /) -> Tensor: ...
+    def begin_step(self, stored: Mapping[str, Tensor], trains: bool) -> Mapping[str, Tensor]:
+        """Begin a step: leaves as stored -> leaves that the program computes on."""
 
-    def back(self, gradient: Tensor, /) -> Tensor:
-        """The gradient of the weight as it is stored, from that of the weight as it is used."""
+    def begin_backward(self, last: bool) -> None:
+        """Begin the backward of a micro-batch, possibly the last one that computes gradients of weights."""
+        return None
+
+    def second_half(self, runs: bool) -> None:
+        """Say that the second half of a backward in two begins, or has ended."""
+        return None
+
+    def came(self, names: Iterable[str]) -> None:
+        """Note that gradients of weights have come."""
+        return None
+
+    def end_backward(self) -> None:
+        """End the backward of a micro-batch."""
+        return None
+
+    def finish_step(self) -> frozenset[str]:
+        """End the step: the leaves as stored have the gradients. The names of those summed over replicas are
+        returned."""
+
+    def hand(self, name: str, gradient: Tensor) -> None:
+        """Hand a summed gradient over to its parameter."""
+        return None
+
+    def with_part(self, name: str, gradient: Tensor | None, part: Tensor, summed: bool) -> Tensor | None:
+        """The sum of a leaf's gradient and a later stage's part of it."""
+
+
+class WholeWeights(WeightsOfStage):
+    """Those of a stage whose ranks are all in this process: the leaves are the parameters."""
+
+    def begin_step(self, stored: Mapping[str, Tensor], trains: bool) -> Mapping[str, Tensor]:
+        return stored
+
+    def finish_step(self) -> frozenset[str]:
+        return frozenset()
+
+    def with_part(self, name: str, gradient: Tensor | None, part: Tensor, summed: bool) -> Tensor | None:
+        return part if gradient is None else gradient + part
 
 
 class StageLink(Protocol):
@@ -529,7 +534,7 @@ class _ReturnedResult(torch.autograd.Function):
         return loss.view_as(loss)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("the loss of a pipeline", "the model without a pipeline")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         position.back = True
         return None, None, *ctx.step.taken(gradient)
@@ -548,7 +553,8 @@ class PipelineProgram:
         absent: parameters of other stages, which are empty here, and get empty gradients.
 
     Attributes:
-        exact, begin, guards, effects: as in `StepProgram`.
+        exact, begin, guards, effects, strides: as in `StepProgram`.
+        last: by stage, the last action that computes gradients of its weights.
     """
 
     def __init__(
@@ -566,7 +572,7 @@ class PipelineProgram:
         self.plan, self.bodies, self.link, self.held, self.device = plan, bodies, link, held, device
         self.exact, self.absent = True, absent
         self.begin: Callable[[], None] | None = None
-        self.guards, self.effects = Guards((), ()), Effects()
+        self.guards, self.effects, self.strides = Guards((), ()), Effects(), StridesAsked()
         self.batch_parts, self.made_parts = parts_of(plan, parts)
         self.forwards = forward_only(plan.schedule.placement, plan.micro_batches)
         outputs = plan.graph.outputs
@@ -589,8 +595,10 @@ class PipelineProgram:
             else sched.actions[next(iter(groups))]
             for sched in (plan.schedule, self.forwards)
         }
+        self.last = {a.stage: a for a in self.orders[plan.schedule] if a.kind in "BW"}
 
     def __call__(self, *leaves: Any) -> Any:
+        check_checkpointed("runs its backward in the call, as a pipeline does")
         if self.begin is not None:
             self.begin()
         originals, tensors = tensors_of(leaves, self.plan.graph.changed, self.device)
@@ -672,7 +680,7 @@ def local_pipeline(plan: PipelinePlan, holder: nn.Module, device: torch.device, 
             [stage.plan.graph.constants[n].to(device) for n in lowered.constants],
             lowered.updates,
             None if stage.counts is None else _counting(stage.counts, buffers, device),
-            _added,
+            WholeWeights(),
         )
     return PipelineProgram(plan, bodies, LocalStageLink(), parts=plan.parts)
 
@@ -690,7 +698,3 @@ def _counting(plan: Plan, buffers: dict[str, Tensor], device: torch.device) -> C
         *(buffers[n] for n in lowered.buffers),
         *(plan.graph.constants[n].to(device) for n in lowered.constants),
     )
-
-
-def _added(name: str, gradient: Tensor | None, part: Tensor) -> Tensor:
-    return part if gradient is None else gradient + part

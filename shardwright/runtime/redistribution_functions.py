@@ -2,7 +2,8 @@
 
 1. A runtime gives the steps of a redistribution and those of its transpose; a step is a function of a tensor.
 
-       RedistributionFunction.apply(x, forward, backward)     x -> forward(x);  gradient -> backward(gradient)
+       RedistributionFunction.apply(x, forward, backward, parameter)
+           x -> forward(x);  gradient -> backward(gradient);  in processes with the name of the parameter, if x is one
        ExtremeFunction.apply(reduced, operand, forward, count, dims)
            forward   the maximum, or minimum, of `reduced` over ranks
            backward  the gradient goes to the elements that attain the extreme, in equal shares: rank r with c_r such
@@ -30,10 +31,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..layout import Digits, group_of, groups
 from ..redistribution import CollectiveKind, Geometry, Halo, Redistribution, RedistributionStep, digits_value
+from .second_derivatives import refuse_graph
 
 __all__ = [
     "ExtremeFunction",
@@ -60,24 +61,21 @@ def run_steps(x: Tensor, steps: Steps) -> Tensor:
 
 
 class RedistributionFunction(torch.autograd.Function):
-    """A redistribution and its transpose."""
+    """A redistribution and its transpose, each of which is the transpose of the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Steps, backward: Steps) -> Tensor:
-        ctx.steps = backward
+    def forward(ctx: Any, x: Tensor, forward: Steps, backward: Steps, parameter: str = "") -> Tensor:
+        ctx.steps, ctx.forwards, ctx.parameter = backward, forward, parameter
         y = run_steps(x, forward)
         return y.view_as(y) if y is x else y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        # Only create_graph=True needs the decorator, which takes a sixth of the host's time.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return once_differentiable(RedistributionFunction._transposed)(ctx, gradient)
-        return run_steps(gradient, ctx.steps), None, None
-
-    @staticmethod
-    def _transposed(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return run_steps(gradient, ctx.steps), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            if ctx.parameter:
+                refuse_graph(ctx.parameter)
+            return RedistributionFunction.apply(gradient, ctx.steps, ctx.forwards), None, None, None
+        return run_steps(gradient, ctx.steps), None, None, None
 
 
 class ExtremeFunction(torch.autograd.Function):
@@ -93,11 +91,14 @@ class ExtremeFunction(torch.autograd.Function):
         return result.view_as(result) if result is reduced else result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         reduced, operand, result = ctx.saved_tensors
-        held = _ties(operand, reduced, result, ctx.dims).to(gradient.dtype)
-        return gradient * held / run_steps(held, ctx.steps), None, None, None, None
+        with torch.no_grad():
+            held = _ties(operand, reduced, result, ctx.dims).to(gradient.dtype)
+            share = held / run_steps(held, ctx.steps)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: shares are constants
+            gradient = RedistributionFunction.apply(gradient, (), ctx.steps)
+        return gradient * share, None, None, None, None
 
 
 def _ties(operand: Tensor, reduced: Tensor, result: Tensor, dims: Sequence[int]) -> Tensor:

@@ -26,8 +26,9 @@ Private name of torch used here: ``_top_saved_tensors_default_hooks``, the hooks
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from ..errors import SettingError
 from ..partition.rematerialization import Region
@@ -43,7 +45,7 @@ from ..torch_private import storage_id, top_saved_tensors_hooks, version_of
 from .lowering import Lowered, Node, number_of_result
 from .profile_ranges import AGAIN, RECOMPUTED, gather_text, named_when_profiled, profiling, range_of
 
-__all__ = ["LoweredRegions", "RegatheredWeights", "RegionRun", "Saver", "keep"]
+__all__ = ["LoweredRegions", "RegatheredWeights", "RegionRun", "Saver", "check_checkpointed", "hooks_aside", "keep"]
 
 #: A function that computes a node of the program from the values of other nodes, by key.
 Step = Callable[[Any], Any]
@@ -507,3 +509,30 @@ def _unpack_weight(packed: Any) -> Tensor:
     weight, index, dtype, offset, shape, stride = packed
     gathered = weight.gathered(index)
     return torch.empty(0, dtype=dtype, device=gathered.device).set_(gathered.untyped_storage(), offset, shape, stride)
+
+
+@contextlib.contextmanager
+def hooks_aside() -> Iterator[None]:
+    """Keep tensors that are saved inside the ``with`` block from the hooks around it: a capture inside of
+    ``torch.utils.checkpoint`` saves some, and a checkpoint counts those that its second run has to save again."""
+    with saved_tensors_hooks(lambda x: x, lambda x: x) if top_saved_tensors_hooks(True) else contextlib.nullcontext():
+        yield
+
+
+def check_checkpointed(changes: str) -> None:
+    """Check that a program may run inside of ``torch.utils.checkpoint``, if it does. Without ``use_reentrant`` the
+    second run ends as soon as all saved tensors are there, before the program has ended.
+
+    Args:
+        changes: the program's changes besides its result; "": none.
+
+    Raises:
+        SettingError: a program with such changes.
+    """
+    hooks = top_saved_tensors_hooks(True)
+    if hooks and changes and getattr(hooks[0], "__module__", "") == checkpoint.__module__:
+        raise SettingError(
+            f"torch.utils.checkpoint around a parallel model that {changes}: the second run would leave that out, "
+            "where one device does it twice",
+            legal="sw.recompute(net), which runs operators again and nothing else; checkpoint(…, use_reentrant=True)",
+        )

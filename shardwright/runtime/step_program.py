@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..capture.conditions import StridesAsked
 from ..capture.export import ModelAndLoss
 from ..capture.guards import Guards
 from ..capture.side_effects import Effects
@@ -38,6 +39,7 @@ from .optimizer_guard import Accumulation
 from .per_rank_values import handings, leading_on, put_back, shared, tensors_of
 from .pipeline_step import PipelineProgram, local_pipeline
 from .profile_ranges import step_range
+from .saved_tensors import check_checkpointed
 
 if TYPE_CHECKING:
     from .distributed.parameters import ShardedState
@@ -58,6 +60,7 @@ class StepProgram:
         begin: called at the begin of each call, or None.
         guards: the state of the model that the program was captured for.
         effects: the side effects of a call besides its result.
+        strides: the forward's question for strides of its inputs.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class StepProgram:
         self.plan, self.body, self.held, self.exact = plan, body, held, True
         self.run = body
         self.begin: Callable[[], None] | None = None
-        self.guards, self.effects = Guards((), ()), Effects()
+        self.guards, self.effects, self.strides = Guards((), ()), Effects(), StridesAsked()
         self._draws = plan.program.seed is not None
         self._state, self._updated, self._device, self._seed_device = state, updated, device, seed_device
         self._outputs = plan.graph.outputs
@@ -99,6 +102,8 @@ class StepProgram:
             self._handings = [partial(shared, parts=n) if n > 1 else None for n in parts]
 
     def __call__(self, *leaves: Any) -> Any:
+        if self._updated or self.effects.entries:
+            check_checkpointed("updates its buffers" if self._updated else "counts, prints or sets attributes")
         if self.begin is not None:
             self.begin()
         originals, tensors = tensors_of(leaves, self.plan.graph.changed, self._device)

@@ -188,6 +188,10 @@ def test_every_guard_can_fail() -> None:
         trips(lambda: table.update(further=None), lambda: table.pop("further"))
     trips(lambda: net.first.eval(), lambda: net.first.train())
     trips(lambda: net.first.weight.requires_grad_(False), lambda: net.first.weight.requires_grad_(True))
+    for tensor in (net.first.weight, net.mean, net.table):
+        was = tensor.data
+        for changed in (was.float(), was.repeat(2, *[1] * (was.dim() - 1))):
+            trips(lambda: setattr(tensor, "data", changed), lambda: setattr(tensor, "data", was))
     for hooked in (
         net.first.register_forward_hook,
         net.first.register_forward_pre_hook,
@@ -196,6 +200,56 @@ def test_every_guard_can_fail() -> None:
     ):
         handles: list[Any] = []
         trips(lambda: handles.append(hooked(lambda *a: None)), lambda: handles[0].remove())
+
+
+RETYPED: dict[str, Callable[[nn.Module], Any]] = {
+    "net.bfloat16()": lambda net: net.bfloat16(),
+    "net.half()": lambda net: net.half(),
+    "net.float()": lambda net: net.float(),
+    "net.first.to(float32) and back": lambda net: net.first.to(torch.float32).to(D),
+    "wider by .data": lambda net: wider(net.second),
+    "a buffer by .data": lambda net: setattr(net.mean, "data", net.mean.data.float()),
+}
+
+
+def wider(layer: nn.Linear) -> None:
+    layer.weight.data, layer.bias.data = draw(12, 8, seed=7), draw(12, seed=8)
+
+
+class Retyped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, dtype=D), nn.Linear(8, 8, dtype=D)
+        self.register_buffer("mean", draw(8, seed=5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x.to(self.first.weight.dtype))) + self.mean.to(self.first.weight.dtype)
+        return self.second(h.to(self.second.weight.dtype)), self.mean * 2
+
+
+@pytest.mark.parametrize("mode", ["semi_auto", "dynamic_programming"])
+@pytest.mark.parametrize("name", RETYPED)
+def test_parameters_of_another_dtype_or_shape(name: str, mode: str) -> None:
+    """``.bfloat16()`` and ``.data`` change parameters, and leave the objects: planned anew, with a line."""
+    torch.manual_seed(0)
+    net = Retyped()
+    options = {"cluster": sw.Cluster.of("h100x8", 4).with_free_links()} if mode == "dynamic_programming" else {}
+    model = parallel(net, devices=4, mode=mode, **options)
+    model(X)[0].square().mean().backward()
+    net.zero_grad()
+    one = copy.deepcopy(net)
+    RETYPED[name](net), RETYPED[name](one)
+    back = name.endswith("back")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours, theirs = model(X), one(X)
+    assert len(caught) == (not back)
+    if not back:
+        assert " was float64[" in str(caught[0].message) or "is another one" in str(caught[0].message)
+    ours[0].square().mean().backward(), theirs[0].square().mean().backward()
+    for a, b in zip([*ours, *(p.grad for p in net.parameters())], [*theirs, *(p.grad for p in one.parameters())]):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        torch.testing.assert_close(a, b, **({"rtol": 2e-2, "atol": 2e-2} if a.itemsize == 2 else {}))
 
 
 def test_evaluation_and_freezing_need_no_line() -> None:
@@ -301,6 +355,46 @@ def a_submodule_is_replaced(rank: int, world: int) -> None:
     alike_on_all(error)
     again = sw.AutoParallel(net, F.mse_loss).dataset_strategy("full_batch")  # which is what to do
     assert again(X, T).isfinite()
+
+
+@scenario
+def the_model_is_converted(rank: int, world: int) -> None:
+    net = Net()
+    model = wrapped(net)
+    model(X, T).backward()
+    net.bfloat16()
+    for _ in range(2):
+        error = raised(lambda: model(X, T))
+        assert isinstance(error, sw.SettingError) and "net.first.weight was float64[8, 8] and is bfloat16" in str(error)
+        assert "mixed_precision" in error.legal
+        alike_on_all(error)
+
+
+class Asking(Net):
+    """A forward that depends on the mode of gradients and on the strides of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x * (1 if x.is_contiguous() else 3))
+        return out * (2 if torch.is_grad_enabled() else 3)
+
+
+@scenario
+def all_ranks_ask_for_the_mode_of_gradients(rank: int, world: int) -> None:
+    net = Asking()
+    one = copy.deepcopy(net)
+    model = wrapped(net)
+    for mode in (torch.no_grad, torch.enable_grad, torch.no_grad):
+        with mode():
+            close(model(X, T), F.mse_loss(one(X), T))
+    assert len(model._programs) == 2
+
+
+@scenario
+def one_rank_hands_over_a_transposed_input(rank: int, world: int) -> None:
+    model = wrapped(Asking())
+    model(X, T)  # without a backward, as above
+    error = raised(lambda: model(X if rank else X.t().contiguous().t(), T))
+    assert isinstance(error, sw.ShardwrightError) and "has strides [1, 8]" in str(error), error
 
 
 @pytest.fixture(scope="module")

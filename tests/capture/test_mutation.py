@@ -667,7 +667,7 @@ FOLLOWED: list[Callable] = []
     [
         (weight_part, "parameter 'w' in place", "outside of the model's forward"),
         (weight_view, "parameter 'w' in place", "outside of the model's forward"),
-        (plain_attribute, "constant", "register_buffer"),
+        (plain_attribute, "net.plain, a plain tensor of shape", "register_buffer"),
         (windows, "no way back", "clone"),
         (one_place_many_times, "no way back", "clone"),
         (resized, "resize_", "returns its result"),

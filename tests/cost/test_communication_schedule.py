@@ -299,6 +299,30 @@ def test_with_more_room_weights_come_earlier_and_together() -> None:
     assert max(blocks(loose).values()) == 1 < max(blocks(tight).values())
 
 
+def test_without_room_for_the_copy_of_a_bucket_it_is_several() -> None:
+    tight, loose = replace(planned("data_parallel"), comm_memory=0), planned("data_parallel")
+    assert tight.peak == tight.unscheduled.peak < loose.peak
+    (one,) = (message for _, message in loose.schedule.of("sum"))
+    parts = [message for _, message in tight.schedule.of("sum")]
+    assert len(parts) > 1 and sum(message.bytes for message in parts) == one.bytes
+    assert [m for message in parts for m in message.members] == list(one.members)
+    assert loose.schedule.allowance >= one.bytes  # a whole bucket, where blocks are small
+
+
+def test_sums_in_a_wider_dtype_are_waited_for_at_once_without_room() -> None:
+    with torch.device("meta"):
+        net, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).bfloat16(), torch.empty(64, 64).bfloat16()
+    policy = sw.MixedPrecision(reduce_dtype=torch.float32)
+    plan = sw.plan(net, (x,), nn.MSELoss(), x, devices=DEVICES, parallel_mode="data_parallel", mixed_precision=policy)
+    moves = [i for i in plan.program.instructions if isinstance(i, Redistribute) and i.cause == "parameter"]
+    assert {(move.source.value.dtype, move.sums) for move in moves} == {(torch.bfloat16, torch.float32)}
+    for allowance in (0, None):
+        made = replace(plan, comm_memory=allowance)
+        sums = [message for _, message in made.schedule.of("sum")]
+        assert all(message.wait == made.schedule.end for message in sums) == (allowance is None)
+        assert made.peak <= made.unscheduled.peak + made.schedule.allowance
+
+
 def test_scatters_are_waited_for_early_where_their_room_is_needed() -> None:
     schedule = replace(planned("level3"), comm_memory=planned("level3").schedule.allowance / 2).schedule
     early = [number for numbers in schedule.early.values() for number in numbers]
@@ -361,6 +385,105 @@ def test_random_allowances_of_random_branches(seed: int) -> None:
         assert born.get(move.source.name, -1) < issue <= place < use
         for k, instruction in enumerate(plan.program.instructions[:use]):
             assert k == place or move.target.name not in reads(instruction)
+
+
+# -- stages of a pipeline ----------------------------------------------------------------------------------------------
+
+
+@cache
+def staged(level: str | None) -> tuple[sw.Plan, ...]:
+    """The plans of two stages of four devices."""
+    with torch.device("meta"):
+        net, loss = GPT(vocabulary=32, length=8, layers=LAYERS, width=32, heads=8), TokenLoss()
+        tokens = torch.empty(16, 8, dtype=torch.int64)
+    config = {"tokens": 0, "positions": 0, "norm": 1, "head": 1} | {
+        f"blocks.{i}": 2 * i // LAYERS for i in range(LAYERS)
+    }
+    plan = sw.plan(
+        net,
+        (tokens,),
+        loss,
+        tokens,
+        devices=DEVICES,
+        parallel_mode="data_parallel",
+        pipeline={"stages": 2, "scheduler": "1f1b", "micro_batches": 4, "stage_config": config},
+        hsdp=None
+        if level is None
+        else {"threshold": 0, "optimizer_level": level.split()[0], "shard_size": 2 if level.endswith("halves") else -1},
+    )
+    return tuple(stage.plan for stage in plan.stages)
+
+
+STAGED = (None, *LEVELS, "level1 halves", "level2 halves", "level3 halves")
+
+
+@pytest.mark.parametrize("level", STAGED)
+def test_each_collective_of_a_stage_is_in_one_message(level: str | None) -> None:
+    for plan in staged(level):
+        schedule = plan.stage_schedule
+        messages = [message for message in schedule.messages if message.role != "follow"]
+        assert sorted((m.place, m.moment) for message in messages for m in message.members) == sorted(sent_by(plan))
+        issued = Counter(number for _, action, number in schedule.order if action == "issue")
+        waited = Counter(number for _, action, number in schedule.order if action == "wait")
+        assert set(issued.values()) == set(waited.values()) == {1} and len(issued) == len(schedule.messages)
+        once = {(m.place, m.moment) for message in messages if message.once for m in message.members}
+        entries = (*((i, False) for i in plan.program.instructions), *((e, True) for e in plan.backward))
+        for moment, (entry, back) in enumerate(entries):
+            place = next((place for place, at in sent_by(plan) if at == moment), None)
+            if place is not None:
+                assert ((place, moment) in once) == plan.once(entry, back), (entry, back)
+
+
+@pytest.mark.parametrize("level", STAGED[1:])
+def test_a_block_of_a_stage_has_one_gather_and_one_scatter(level: str) -> None:
+    for plan in staged(level):
+        schedule = replace(plan, comm_memory=1e9).stage_schedule
+        for role, again in (("gather", False), ("gather", True), ("scatter", False)):
+            messages = [message for _, message in schedule.of(role, again)]
+            keys = [(block_of(message.members[0].name), message.digits) for message in messages]
+            assert len(keys) == len(set(keys)) and (len(keys) >= LAYERS // 2 or again)
+        gathers = [message for _, message in schedule.of("gather")]
+        scatters = [message for _, message in schedule.of("scatter")]
+        assert {message.once for message in gathers} == {not level.startswith("level3")}
+        assert {message.once for message in scatters} == {level.startswith("level1")}
+        if not level.startswith("level3"):  # in front of the first forward, which waits where a weight is used
+            assert all(message.issue == 0 and message.wait == message.members[0].place for message in gathers)
+        assert all(message.issue == message.members[-1].moment for message in scatters)
+        if not level.endswith("halves"):
+            assert all(message.wait == schedule.end for message in scatters)
+            travelling = {number for number, message in schedule.of("scatter") if not message.once}
+            assert schedule.carried == travelling
+
+
+def test_sums_of_a_stage_begin_in_its_last_backward() -> None:
+    for plan in staged(None):
+        schedule = plan.stage_schedule
+        sums = [message for _, message in schedule.of("sum")]
+        assert sums and all(message.once and message.wait == schedule.end for message in sums)
+        assert all(message.issue == max(m.moment for m in message.members) < schedule.end for message in sums)
+
+
+@pytest.mark.parametrize("level", STAGED)
+def test_messages_of_a_stage_stay_within_the_allowance(level: str | None) -> None:
+    drawn = random.Random(level)
+    for whole in staged(level):
+        most = whole.stage_schedule.allowance
+        for allowance in (0, *(drawn.uniform(0, most) for _ in range(4)), None):
+            plan = replace(whole, comm_memory=allowance)
+            schedule = plan.stage_schedule
+            assert plan.stage_timeline.peak <= plan.stage_unscheduled.peak + schedule.allowance
+
+
+@pytest.mark.parametrize("level", STAGED)
+def test_a_stage_in_time_has_what_is_sent_once_a_step_once(level: str | None) -> None:
+    for plan in staged(level):
+        each, once = plan.stage_in_time, plan.stage_in_time_once
+        assert once.compute == pytest.approx(plan.price.compute) and each.compute <= once.compute
+        assert each.forward <= once.forward and each.total - each.forward <= once.total - once.forward
+        assert once.total <= plan.cost * (1 + 1e-9)
+        if level is None or level == "level1":  # what is left is sent within a micro-batch
+            sent = [message for message in plan.stage_schedule.messages if not message.once]
+            assert all(message.role == "redistribution" for message in sent)
 
 
 # -- buckets -----------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_marks_after_the_first_call(name: str, without_collections: None) -> Non
 def test_a_model_that_is_out_of_use_refuses_no_marks() -> None:
     net = Layers()
     model = called(net)
-    model.itself = [model]  # a circle, which waits for the collector
+    vars(model)["itself"] = [model]  # a circle, which waits for the collector
     del model
     sw.shard(net.first, ((4, 1), (1, 1), (1,)))
     assert called(net).plan.operator("first").in_strategy == ((4, 1), (1, 1), (1,))

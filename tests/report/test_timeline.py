@@ -316,7 +316,9 @@ def test_messages_of_stages_beside_computation(tmp_path: Path, capsys: pytest.Ca
     assert beside.total < alone.total and plan.cost == alone.total
     assert f"with messages beside computation, as on a library: {headline(beside)}" in capsys.readouterr().out
     names = [e["args"]["name"] for e in json.loads(written.read_text())["traceEvents"] if e["name"] == "process_name"]
-    assert names[2:] == [f"messages beside computation, stage {s}, one micro-batch" for s in range(2)]
+    assert names[2:] == [
+        f"messages beside computation, stage {s}, one micro-batch and what is sent once a step" for s in range(2)
+    ]
     for stage in plan.stages:
         spans = [s for s in beside.spans if s.group == stage.number and str(s.action).endswith("F0")]
         assert spans[0].stop - spans[0].start == pytest.approx(stage.plan.stage_in_time.forward)

@@ -1,4 +1,4 @@
-"""The autograd function of redistributions: a gradient, and no gradient of a gradient. Exchanges of halos: in one
+"""The autograd function of redistributions: a gradient, and a gradient of a gradient. Exchanges of halos: in one
 process by lists and by one tensor, and on Gloo ranks, against windows of the whole tensor; and the elements that ranks
 send.
 """
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from ranks import run_ranks
 from torch import Tensor
 
+import shardwright as sw
 from shardwright.layout import Digit, Layout
 from shardwright.redistribution import Halo, Window, halo_exchange, halo_reduce
 from shardwright.runtime.distributed import collectives
@@ -24,14 +25,16 @@ from shardwright.runtime.local.shards import Axes, assemble, convert_shards, sca
 from shardwright.runtime.redistribution_functions import RedistributionFunction, exchanging
 
 
-def test_a_gradient_of_a_gradient_is_refused() -> None:
-    """The transposed steps are no operators that autograd knows: it would take their result for a constant."""
+def test_a_gradient_of_a_gradient_runs_the_forward_again() -> None:
+    """The steps' factors tell which steps have run: 2 the forward, 3 its transpose."""
     x = torch.ones(3, requires_grad=True)
     y = RedistributionFunction.apply(x, (lambda t: t * 2,), (lambda t: t * 3,))
     (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     assert torch.equal(first, torch.full((3,), 12.0))  # 2 * 2 * 3
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert torch.equal(second, torch.full((3,), 12.0))  # 2 the forward again, 2 of the square, 3 the transpose
+    with pytest.raises(sw.SettingError, match="gradient of the parameter 'weight' is a sum over ranks"):
+        torch.autograd.grad(RedistributionFunction.apply(x, (), (), "weight").sum(), x, create_graph=True)
     (plain,) = torch.autograd.grad(RedistributionFunction.apply(x, (), (lambda t: t * 3,)).sum(), x)
     assert torch.equal(plain, torch.full((3,), 3.0)) and not plain.requires_grad
 

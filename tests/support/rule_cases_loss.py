@@ -53,3 +53,16 @@ case(2, aten.mse_loss.default, rand(4, 8), rand(4, 8))
 case(2, aten.mse_loss.default, rand(4, 8), fixed(rand(4, 1)), MEAN)
 case(2, aten.cross_entropy_loss.default, rand(8, 4), integers(4, 8), weight=fixed(positive(4)))
 case(2, aten.take.default, rand(4, 8), integers(32, 4, 2))
+
+_LABELS, _STEPS, _COUNTS = integers(4, 8, 3) + 1, torch.full((8,), 6), torch.tensor([3, 2, 1, 3, 2, 1, 3, 3])
+for zero_infinity in (False, True):
+    case(
+        1,
+        torch.ops.shardwright.ctc_loss.default,
+        fixed(rand(6, 8, 5)).log_softmax(2).requires_grad_(),
+        _LABELS,
+        _STEPS,
+        _COUNTS,
+        0,
+        zero_infinity,
+    )

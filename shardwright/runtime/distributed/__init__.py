@@ -7,7 +7,9 @@ collectives          the steps of a redistribution as collectives
 shared_memory        collectives of the ranks of one host, through memory that they share
 parameters, dtensors          parameters: DTensors outside, plain tensors inside
 gradients, buckets            gradients: DTensors of the parameters, summed in buckets
+stage_weights        weights and gradients of a stage of a pipeline, over the micro-batches of a step
 gradient_edits       gradients that the user edits between backward and step; their norms and GradScaler's check
+requested_gradients  ``torch.autograd.grad`` of parameters
 optimizer_steps      steps of optimizers on each rank's slices
 parameter_hooks      hooks that users put on parameters
 agreement            one plan for all ranks, or one error

@@ -28,7 +28,7 @@ no term is kept: all are scattered.)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...capture.annotations import CUT
 from ...cost.communication_schedule import CommunicationSchedule
 from ...layout import Digit, Digits, group_of
 from ...redistribution import Redistribution, digits_value, redistribution
@@ -43,14 +44,19 @@ from ...redistribution.redistribution_search import refine
 from ...torch_private import at_backward_end, backward_number, local_tensor, spec_of
 from ..optimizer_guard import Accumulation
 from ..profile_ranges import ISSUE, KEPT, WAIT, bucket_text, range_of
+from ..second_derivatives import refuse_graph
 from . import collectives as transport
 from .collectives import Bound, arrangements, begin_scatter, bind_all, reduce_in_place, reduced, rings
 from .dtensors import as_dtensor, beginning, leaf_of
 from .gradients import Unsummed, hand_over, keep_unsummed, take_unsummed, unsummed_over
 from .process_groups import Group, ProcessGroups, Rider
 from .rank_positions import WaitPoint, waiting
+from .requested_gradients import note_leaf
 
 __all__ = ["GradientSums", "Scatter", "SumInTurns"]
+
+#: Takes a complete gradient of a parameter.
+Hand = Callable[[nn.Parameter, Tensor], None]
 
 
 class Scatter:
@@ -115,14 +121,13 @@ class Scatter:
             term = take_unsummed(parameter) + term
         if self.overlap is not None:
             sums.scatter(self, term.to(self._sums_in))
-            return None
+            return sums.nothing(parameter)
         return self.part(term)
 
-    def take(self, part: Tensor) -> None:
+    def take(self, part: Tensor, hand: Hand) -> None:
         """Hand over the part that the overlapped scatter has received."""
         assert self._parameter is not None and self.overlap is not None
-        part = self.overlap.arranged(part).to(self._held)
-        hand_over(self._parameter, beginning(part, local_tensor(self._parameter).shape), self._rank)
+        hand(self._parameter, self.overlap.arranged(part).to(self._held))
 
     def part(self, term: Tensor) -> Tensor:
         """The rank's part of the sum of all terms."""
@@ -249,13 +254,13 @@ class _ScatterSum:
                 self._work.wait()
                 self._work, self._further = reduce_in_place(self._further, self._out), None
 
-    def finish(self, rank: int) -> None:
+    def finish(self, hand: Hand) -> None:
         """Wait for the sum, and hand the parts over."""
         self.turn()
         with waiting(self._place), range_of(self.text + WAIT):
             self._work.wait()
         for scatter, part in zip(self._scatters, self._out.split(self._sizes)):
-            scatter.take(part)
+            scatter.take(part, hand)
 
 
 def common(some: Digits, others: Digits) -> Digits:
@@ -369,6 +374,7 @@ class _Bucket:
         text: its name in a profile.
         rides: True where a redistribution follows that the sum may travel with.
         dtype: of the sum.
+        waits: True where its sum is waited for at once.
     """
 
     def __init__(
@@ -380,9 +386,10 @@ class _Bucket:
         rides: bool,
         dtype: torch.dtype,
         text: str,
+        waits: bool,
     ) -> None:
         self.parameters, self.digits, self.place, self.rides, self.dtype = parameters, digits, place, rides, dtype
-        self.text = text
+        self.text, self.waits = text, waits
         self.shapes = [local_tensor(p).shape for p in parameters]
         self.sums = SumInTurns(digits, groups)
         self.clear()
@@ -431,7 +438,7 @@ class _Sum:
             with waiting(self.place), range_of(self.text + part):
                 self.result = next(self.turns)
 
-    def finish(self, rank: int) -> None:
+    def finish(self, hand: Hand) -> None:
         """Take all remaining turns, and hand the gradients over to their parameters."""
         while self.result is None:
             self.turn()
@@ -439,7 +446,7 @@ class _Sum:
         parts = total.split(self.sizes) if len(self.sizes) > 1 else (total,)
         for parameter, shape, flat in zip(self.parameters, self.shapes, parts):
             gradient = torch.view_as_complex(flat.view(*shape, 2)) if self.complex else flat.view(shape)
-            hand_over(parameter, gradient, rank)
+            hand(parameter, gradient)
 
 
 class GradientSums:
@@ -486,7 +493,7 @@ class GradientSums:
         for name, parameter in parameters.items():
             with torch.no_grad():
                 out[name] = leaf_of(as_dtensor(parameter))
-            out[name].requires_grad_(parameter.requires_grad)
+            note_leaf(out[name].requires_grad_(parameter.requires_grad), parameter, self)
         summed = {name for name in trained if name in self._digits}
         for name in summed:
             self._type_of[parameters[name]] = self._types.get(name, out[name].dtype)
@@ -502,6 +509,7 @@ class GradientSums:
                 names[-1] in self._followed,
                 self._type_of[parameters[names[0]]],
                 bucket_text(number, message),
+                message.wait < self._schedule.end,
             )
             self._buckets.append(bucket)
             for place, name in enumerate(names):
@@ -550,12 +558,25 @@ class GradientSums:
                 started.turn()
                 continue
             self._travelling.remove(started)
-            started.finish(self._groups.rank)
+            started.finish(self.hand)
+
+    def hand(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Hand a complete gradient over to its parameter."""
+        hand_over(parameter, beginning(gradient, local_tensor(parameter).shape), self._groups.rank)
+
+    def nothing(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient that autograd is given where the real one is under way."""
+        return None
 
     @property
     def accumulates(self) -> bool:
         """True while gradients stay unsummed."""
         return self._accumulation.open
+
+    @property
+    def waits(self) -> bool:
+        """True where gradients of an earlier backward are still to be summed."""
+        return bool(self._accumulation.kept)
 
     def keep(self, parameter: nn.Parameter) -> None:
         """Note a parameter whose gradient is still to be summed."""
@@ -570,12 +591,17 @@ class GradientSums:
         """Hand over the gradient of a leaf that needs no sum, or has been kept whole; a hook of the leaf."""
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:
-            hand_over(parameter, beginning(gradient, local_tensor(parameter).shape), self._groups.rank)
+            if gradient.requires_grad:
+                refuse_graph(str(getattr(parameter, CUT, "")))
+            self.hand(parameter, gradient)
 
     def _came(self, bucket: _Bucket, place: int, leaf: Tensor) -> None:
         """Put the gradient of a leaf into its bucket; a hook of the leaf."""
         gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None
+        if gradient is None:  # nothing of the loss comes here, as often in a second derivative
+            return
+        if gradient.requires_grad:
+            refuse_graph(str(getattr(bucket.parameters[place], CUT, "")))
         self.note_backward()
         bucket.gradients[place] = beginning(gradient, bucket.shapes[place])
         bucket.missing -= 1
@@ -619,7 +645,7 @@ class GradientSums:
             if isinstance(started, _ScatterSum):
                 started.turn()
         for started in self._travelling:
-            started.finish(self._groups.rank)
+            started.finish(self.hand)
         self._travelling.clear()
 
     def _start(self, bucket: _Bucket) -> None:
@@ -633,9 +659,12 @@ class GradientSums:
                 g + take_unsummed(p) if unsummed_over(p) == bucket.digits else g for p, g in zip(parameters, gradients)
             ]
         made = _Sum(parameters, gradients, bucket.sums, bucket.place, bucket.dtype, bucket.text, bucket.rides)
-        self._travelling.append(made)
         bucket.clear()
         bucket.missing = 0
+        if bucket.waits:
+            made.finish(self.hand)
+        else:
+            self._travelling.append(made)
 
     def _keep(self, bucket: _Bucket) -> None:
         """Put each rank's own gradients onto the parameters, unsummed."""
@@ -651,12 +680,12 @@ class GradientSums:
         """Sum a rank's own term by itself, where the parameter still has one."""
         digits = unsummed_over(parameter)
         if isinstance(digits, Scatter):
-            hand_over(parameter, digits.part(take_unsummed(parameter)), self._groups.rank)
+            self.hand(parameter, digits.part(take_unsummed(parameter)))
         elif digits is not None:
             place = self._place(["of a backward under no_sync"], digits)
             dtype = self._type_of.get(parameter, parameter.dtype)
             sums, term = SumInTurns(digits, self._groups), take_unsummed(parameter)
-            _Sum([parameter], [term], sums, place, dtype, KEPT).finish(self._groups.rank)
+            _Sum([parameter], [term], sums, place, dtype, KEPT).finish(self.hand)
 
     def _place(self, names: Sequence[str], digits: Digits) -> WaitPoint:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""

@@ -14,9 +14,10 @@
        norm of one gradient   = (Σ_r n_r ** p) ** (1 / p)         n_r: the norm of rank r's slice; maximum for p = inf
        overflow of a list     = max_r f_r                          f_r: 1 where a slice of rank r has an inf or a NaN
 
-   A slice that several ranks hold counts on the first of them alone. The numbers of all gradients of the list are in
-   one tensor, and one all-reduce of all ranks makes them equal on all ranks, to the bit. No rank is asked where each
-   rank has all gradients whole: a norm is then known here.
+   A slice that several ranks hold counts on the first of them alone; the others send the norm of no elements. The
+   numbers of all gradients of the list are in one tensor, and one all-reduce of all ranks makes them equal on all
+   ranks, to the bit. No rank is asked where each rank has all gradients whole: a norm is then known here. Nothing is
+   copied from host to device.
 """
 
 from __future__ import annotations
@@ -233,8 +234,9 @@ def norms(
     results = [dtype or g.dtype.to_real() for g in gradients]
     if not any(cut):
         return [norm.to(result) for norm, result in zip(made, results)]
-    sent = torch.stack([norm for norm, c in zip(made, cut) if c])
-    sent = _over_ranks(sent, [_counts(g) for g, c in zip(gradients, cut) if c], order)
+    nothing = _of_nothing(order, made[0].dtype, made[0].device)
+    sent = torch.stack([norm if _counts(g) else nothing for norm, g, c in zip(made, gradients, cut) if c])
+    sent = _over_ranks(sent, order)
     summed = iter(sent.unbind())
     return [(next(summed) if c else norm).to(result) for norm, c, result in zip(made, cut, results)]
 
@@ -278,18 +280,20 @@ def _of_slices(slices: Sequence[Tensor], order: float, dtype: torch.dtype | None
     held = [x for x in slices if x.numel()]
     narrow = dtype or any(x.dtype in (torch.float16, torch.bfloat16) for x in held)
     found = iter(foreach_norm(held, order, wide if narrow else None) if held else ())
-    nothing = torch.full((), 0.0 if order >= 0 else math.inf, dtype=wide, device=slices[0].device)
+    nothing = _of_nothing(order, wide, slices[0].device)
     return [next(found).to(wide) if x.numel() else nothing for x in slices]
 
 
-def _over_ranks(mine: Tensor, counts: Sequence[bool], order: float) -> Tensor:
+def _of_nothing(order: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The norm of a slice without elements."""
+    return torch.full((), 0.0 if order >= 0 else math.inf, dtype=dtype, device=device)
+
+
+def _over_ranks(mine: Tensor, order: float) -> Tensor:
     """The norms of whole gradients from those of the slices, on all ranks."""
     extreme = math.isinf(order)
-    least = order < 0  # the least number, or a sum of reciprocals: what a rank does not count is infinite
+    least = order < 0
     term = mine if extreme or order in (0, 1) else mine.pow(order)
-    if not all(counts):
-        own = torch.tensor(counts, device=mine.device)
-        term = torch.where(own, term, math.inf if extreme and least else 0.0)
     if not extreme:
         with waiting(NORMS):
             dist.all_reduce(term)

@@ -32,6 +32,7 @@ from ...capture.annotations import CUT
 from ...capture.hybrid_models import is_own, stacked
 from ...errors import SettingError, place_text
 from ...torch_private import gradient_hooks, move_gradient_hooks
+from .requested_gradients import note_leaf
 
 __all__ = ["call_after", "called_before", "carry_over", "leaf_of_slice", "put_within", "seen_by_hooks", "with_rank_dim"]
 
@@ -217,7 +218,7 @@ def leaf_of_slice(parameter: Tensor) -> Tensor:
             parameter.grad.add_(gradient)
         call_after(parameter)
 
-    leaf.requires_grad_(True)
+    note_leaf(leaf.requires_grad_(True), parameter, None)
     leaf.register_post_accumulate_grad_hook(hand_over)
     return leaf
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...cost.communication_schedule import CommunicationSchedule
+from ...cost.communication_schedule import CommunicationSchedule, ScheduledMessage
 from ...graph import map_leaves
 from ...layout import Digits, group_of, merge
 from ...partition.local_program import GlobalExtreme, Redistribute
@@ -24,10 +24,11 @@ from ...redistribution import CollectiveKind, Redistribution, redistribution
 from ...torch_private import module_table
 from ..compilation import Compilation
 from ..local.operators import plain_function
-from ..lowering import Lowered, Node, cast, copied, extreme, move, operand, sum_of_gradient
+from ..lowering import Lowered, Node, cast, copied, extreme, move, operand, sole_consumer, sum_of_gradient
 from ..profile_ranges import bucket_text, named_module, profiling
 from ..redistribution_functions import ExtremeFunction, RedistributionFunction, Steps, run_steps
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
+from ..second_derivatives import refuse_graph_of_compiled
 from .buckets import Scatter
 from .collectives import Bound, arrangements, bind_all
 from .process_groups import ProcessGroups
@@ -36,10 +37,12 @@ from .scheduled_collectives import (
     BlockGather,
     BoundSum,
     GatherAgain,
+    GatherOnce,
     IssuedGather,
     IssuedHalf,
     SplitRedistribute,
     SplitSteps,
+    StepOfGather,
     SumsEnd,
     WaitedGather,
     WaitedHalf,
@@ -69,7 +72,13 @@ class Cast:
 
 
 class BoundRedistribute(nn.Module):
-    """This rank's part of a redistribution."""
+    """This rank's part of a redistribution.
+
+    Attributes:
+        name: of the parameter that it gathers; "": it redistributes another value.
+    """
+
+    name = ""
 
     def __init__(self, forward_steps: Steps, backward_steps: Steps, label: str) -> None:
         super().__init__()
@@ -81,8 +90,17 @@ class BoundRedistribute(nn.Module):
         if not self.backward_steps and x.numel() <= SHORT:
             y = x.clone()  # its backward is in C++; most often a loss
             y.detach().copy_(run_steps(x.detach(), self.forward_steps))
+            if not torch.compiler.is_compiling():
+                node: Any = y.grad_fn
+                node.register_prehook(self._twice)
             return y
-        return RedistributionFunction.apply(x, self.forward_steps, self.backward_steps)
+        return RedistributionFunction.apply(x, self.forward_steps, self.backward_steps, self.name)
+
+    def _twice(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """The gradient of a gradient is summed like the value, where it is wanted (create_graph=True)."""
+        if not torch.is_grad_enabled():
+            return None
+        return (RedistributionFunction.apply(gradients[0], (), self.forward_steps),)
 
     __call__ = forward  # skips `nn.Module.__call__`: there are no hooks
 
@@ -228,9 +246,10 @@ class RankExecutor:
         compiled: the way ``torch.compile`` compiles the program, or None. The compiler then chooses what is
             recomputed in the backward, gradients are scattered as they come, and on a library they are summed by the
             program itself (`scheduled_collectives`).
-        scatters: True where gradients of parameters that are stored in parts are scattered as they come, in any case.
+        stage: True for a stage of a pipeline: gradients of parameters that are stored in parts are scattered under
+            `no_sync`, too.
         outside: names of gathered weights that the caller passes in already gathered (`Plan.gathered_once`); it
-            gathers them by `gathers`.
+            gathers them by `gathers`, or together by `gathered_once`.
 
     Attributes:
         sums: parameter -> the digits over which its gradient is summed once it is complete, where the program does
@@ -241,6 +260,8 @@ class RankExecutor:
         scattered: a `Scatter` for each gradient that may be accumulated whole, of parameters that are stored in
             parts.
         gathers: parameter -> the redistribution from its storage to its use, for those that are gathered outside.
+        gathered_once: the messages that gather such parameters, for those that travel with others.
+        gathered_again: the messages that gather weights in the backward.
         module: the bound `torch.fx.GraphModule`: local parameters, buffers, constants, inputs in; outputs, then the
             new values of buffers, out.
     """
@@ -251,12 +272,14 @@ class RankExecutor:
         groups: ProcessGroups,
         schedule: CommunicationSchedule | None = None,
         compiled: Compilation | None = None,
-        scatters: bool = False,
+        stage: bool = False,
         outside: Collection[str] = (),
     ) -> None:
-        self.lowered, self.groups, self._scatters, self._outside = lowered, groups, scatters, outside
+        self.lowered, self.groups, self._stage, self._outside = lowered, groups, stage, outside
         self.schedule = schedule or CommunicationSchedule((), 0, 0, 0.0, library=False)
         self.gathers: dict[str, BoundRedistribute] = {}
+        self.gathered_once: list[GatherOnce] = []
+        self.gathered_again: list[GatherAgain] = []
         self.types: dict[str, torch.dtype] = {}
         self._eager = not compiled
         self._late: dict[int, Bound] = {}  # by id of an instruction: its backward, which does not wait
@@ -276,7 +299,7 @@ class RankExecutor:
         late = {m.place: m.name for _, message in self.schedule.of("sum") for m in message.members}
         summed: set[Node] = set()  # parameters whose gradients the program sums itself
         # In a pipeline micro-batches share one sum; on Gloo the buckets of `GradientSums` are faster.
-        inside: list[Node] | None = [] if compiled and not groups.exchanges and not scatters else None
+        inside: list[Node] | None = [] if compiled and not groups.exchanges and not stage else None
         regions = LoweredRegions(lowered, lambda n: n.name)
         targets: dict[Node, Callable[..., Any]] = {}
         runs: torch.fx.Node | None = None
@@ -322,7 +345,7 @@ class RankExecutor:
                     env[node] = cast(graph, env[operand(node)], node)
             elif node.target is move and node.meta["instruction"].target.name in outside:
                 env[node] = env[operand(node)]
-                self.gathers[node.meta["instruction"].source.value.name] = self._bound(node.meta["instruction"])
+                self.gathers[node.meta["instruction"].source.value.name] = self._bound(node.meta["instruction"], True)
             elif place in self._splits:
                 if regions.regions:
                     targets[node] = self._bound(node.meta["instruction"])
@@ -367,9 +390,13 @@ class RankExecutor:
         if profiling() and self._eager:
             run = self._named = self._named or named_module(self.module, self.lowered.names)
         if self._regathered is None:
-            return list(run(*local))
-        with self._regathered:
-            return list(run(*local))
+            results = list(run(*local))
+        else:
+            with self._regathered:
+                results = list(run(*local))
+        if not self._eager:
+            refuse_graph_of_compiled(results)
+        return results
 
     def _options_of_compiler(self) -> dict[str, Any]:
         """Options of inductor for the program: where the schedule has a gather under way while anything else runs, the
@@ -396,6 +423,9 @@ class RankExecutor:
         nodes = {self._places[id(n.meta["instruction"])]: n for n in self.lowered.nodes if "instruction" in n.meta}
         for number, message in self.schedule.of("gather"):
             members = [m.place for m in message.members]
+            if message.once:
+                events += self._gather_once(number, message)
+                continue
             again = not self._eager and any(self._redistribute(place).reshard_after_forward for place in members)
             if again and not by_blocks:
                 continue
@@ -439,14 +469,30 @@ class RankExecutor:
             events += [_Event(begin, (0, 0, place), issue_half), _Event(end, (0, 1, place), wait_half)]
         return sorted(events, key=lambda event: event[:2])
 
+    def _gather_once(self, number: int, message: ScheduledMessage) -> list[_Event]:
+        """Make the gather of weights that micro-batches share; return the nodes that issue it and wait for it."""
+        block = self._block([m.place for m in message.members], "forward", bucket_text(number, message), True)
+        gather = GatherOnce(block, [m.name for m in message.members], not message.issue)
+        self.gathered_once.append(gather)
+        if not self._eager:  # the caller waits for all of them
+            return []
+        return [
+            _Event(message.issue, (1, 0, number), lambda: self._step("issue", gather.issue)),
+            _Event(message.wait, (1, 1, number), lambda: self._step("wait", gather.arrive)),
+        ]
+
+    def _step(self, kind: str, run: Callable[[], None]) -> None:
+        self._call(kind, StepOfGather(run))
+
     def _redistribute(self, place: int) -> Redistribute:
         """The redistribution at this place of the program."""
         instruction = self._instructions[place]
         assert isinstance(instruction, Redistribute)
         return instruction
 
-    def _block(self, places: Sequence[int], way: str, text: str) -> BlockGather:
-        """The gather of the weights of one message, whose name in a profile is `text`."""
+    def _block(self, places: Sequence[int], way: str, text: str, outside: bool = False) -> BlockGather:
+        """The gather of the weights of one message, whose name in a profile is `text`; `outside` of the program, if it
+        is compiled."""
         members = []
         for place in places:
             instruction = self._redistribute(place)
@@ -456,7 +502,7 @@ class RankExecutor:
             alone = partial(run_steps, steps=(*_cast(instruction.dtype), *single) if instruction.casts else single)
             members.append(WeightOfBlock(instruction.dtype, pieces, arranged, alone, math.prod(shape)))
         first = self._redistribute(places[0])
-        wait = self._place(first.forward, first, way, len(places) - 1) if self._eager else None
+        wait = self._place(first.forward, first, way, len(places) - 1) if self._eager or outside else None
         return BlockGather(self.groups.seen(first.forward.steps[0].digits), members, wait, text)
 
     def _gathers_again(self) -> None:
@@ -465,7 +511,8 @@ class RankExecutor:
         for number, message in self.schedule.of("gather", again=True):
             before = partial(_finish, self.scattered, self.schedule.early.get(number, ()))
             block = self._block([m.place for m in message.members], "backward", bucket_text(number, message))
-            made[number] = GatherAgain(block, before)
+            made[number] = GatherAgain(block, before, not self._stage)
+            self.gathered_again.append(made[number])
             for index, member in enumerate(message.members):
                 self._later[member.place] = made[number], index
         at = {m.moment: (n, k) for n in made for k, m in enumerate(self.schedule.messages[n].members)}
@@ -494,11 +541,11 @@ class RankExecutor:
         forward = self._steps(instruction.forward, shape, instruction, "forward")
         return BoundExtreme(forward, self._steps(summed, shape, instruction, "backward"), instruction.dims)
 
-    def _bound(self, instruction: Redistribute) -> BoundRedistribute:
+    def _bound(self, instruction: Redistribute, outside: bool = False) -> BoundRedistribute:
         forward = self._steps(instruction.forward, instruction.source.local_shape, instruction, "forward")
         if instruction.casts:
             forward = (*_cast(instruction.dtype), *forward)
-        backward = self._backward(instruction)
+        backward = self._backward(instruction, outside)
         label, place = str(instruction.forward), self._places[id(instruction)]
         if instruction.reshard_after_forward and not self._eager:
             return CompiledGather(forward, backward, label)
@@ -513,7 +560,7 @@ class RankExecutor:
             bound.regathered = self._regathered = self._regathered or RegatheredWeights()
         return bound
 
-    def _backward(self, instruction: Redistribute) -> Steps:
+    def _backward(self, instruction: Redistribute, outside: bool = False) -> Steps:
         if instruction.backward is None:
             return ()
         if id(instruction) in self._late:
@@ -524,10 +571,9 @@ class RankExecutor:
             and instruction.forward.collectives
             and instruction.backward.source.partial
             and hsdp is not None
-            and (hsdp.accumulates_whole or not self.groups.exchanges)
+            and ((hsdp.accumulates_whole and not self._stage) or not self.groups.exchanges)
             and Scatter.fits(instruction.backward)
-            and self._eager
-            and not self._scatters
+            and (self._eager or outside)
         ):
             self.scattered.append(
                 Scatter(
@@ -537,7 +583,7 @@ class RankExecutor:
                     self.groups,
                     held,
                     instruction.sums,
-                    hsdp.accumulates_whole,
+                    hsdp.accumulates_whole and not self._stage,
                     self._scatter_messages.get(self._places[id(instruction)]),
                 )
             )
@@ -552,8 +598,8 @@ class RankExecutor:
 
         A sum in another dtype than the parameter's is waited for at once: autograd itself casts it back.
         """
-        user = next(iter(parameter.users), None)
-        if user is None or len(parameter.users) != 1 or user.target is not move:
+        user = sole_consumer(parameter)
+        if user is None or user.target is not move:
             return False
         instruction, held = user.meta["instruction"], parameter.meta["instance"].value.dtype
         if instruction.backward is None or instruction.sums != held or held.is_complex:

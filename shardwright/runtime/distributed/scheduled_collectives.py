@@ -8,6 +8,8 @@
 
 2. The same in the backward (`GatherAgain`). A backward asks for weights one by one, in an order that is known: the
    schedule says at which weight each message is issued.
+   In a pipeline, weights that micro-batches share are gathered once a step (`GatherOnce`), in front of the first
+   forward, which waits for them.
 3. Other redistributions (`SplitRedistribute`). Each half is an autograd function. Autograd calls them in the opposite
    order, so the second half issues the transpose and the first half waits for it:
 
@@ -62,6 +64,7 @@ from ...torch_private import (
     functional_wait,
 )
 from ..profile_ranges import BACKWARD, ISSUE, WAIT, named_when_profiled
+from ..second_derivatives import differentiated_once, refuse_graph
 from .collectives import (
     Bound,
     arrangements,
@@ -79,10 +82,12 @@ __all__ = [
     "BlockGather",
     "BoundSum",
     "GatherAgain",
+    "GatherOnce",
     "IssuedGather",
     "IssuedHalf",
     "SplitRedistribute",
     "SplitSteps",
+    "StepOfGather",
     "SumsEnd",
     "WaitedGather",
     "WaitedHalf",
@@ -203,8 +208,9 @@ class _Taken(torch.autograd.Function):
         return weight.of(part)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            refuse_graph("of a block")
         for step in ctx.steps:
             gradient = step(gradient)
         return gradient, None, None, None
@@ -232,13 +238,15 @@ class GatherAgain:
     Args:
         gather: the weights.
         before: called before it is issued: waits for what the schedule says.
+        ends: True where the end of a backward frees what it has not asked for; False: the caller does (`forget`).
 
     Attributes:
         stored: the weights' parts on this rank, as the latest forward was given them.
         begins: number of a weight -> the gathers to issue when the backward asks for it.
     """
 
-    def __init__(self, gather: BlockGather, before: Callable[[], None]) -> None:
+    def __init__(self, gather: BlockGather, before: Callable[[], None], ends: bool = True) -> None:
+        self._ends = ends
         self.stored: dict[int, Tensor] = {}
         self.begins: dict[int, list[GatherAgain]] = {}
         self._members, self._before = gather.members, before
@@ -263,11 +271,76 @@ class GatherAgain:
             return
         self._before()
         self._begun, self._parts = self._issue([self.stored[k] for k in range(len(self._members))]), {}
-        at_backward_end(self._forget)
+        if self._ends:
+            at_backward_end(self.forget)
 
-    def _forget(self) -> None:
-        """Free what the backward has not asked for."""
+    def forget(self) -> None:
+        """Wait for what the backward has not asked for, and free it."""
+        if self._begun is not None:
+            self._receive(self._begun)
         self._begun, self._parts = None, {}
+
+
+class GatherOnce:
+    """The gathers of several weights as one, for all micro-batches of a step.
+
+    Args:
+        gather: the weights.
+        names: of their parameters.
+        ahead: True where it is issued in front of the first forward.
+    """
+
+    def __init__(self, gather: BlockGather, names: Sequence[str], ahead: bool) -> None:
+        self.names, self._members, self._ahead = tuple(names), gather.members, ahead
+        self._issue = at(gather.place, gather.begin, gather.text + ISSUE)
+        self._receive = at(gather.place, gather.parts, gather.text + WAIT)
+        self._stored: Sequence[Tensor] = ()
+        self._leaves: Sequence[Tensor] = ()
+        self._begun: Begun | None = None
+
+    def begin(self, stored: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Begin a step. Leaves of the weights are returned, which are empty until the gather has ended.
+
+        Args:
+            stored: the weights' parts on this rank.
+        """
+        self._stored, self._begun = stored, None
+        self._leaves = [
+            torch.empty(0, dtype=weight.dtype, device=part.device, requires_grad=part.requires_grad)
+            for weight, part in zip(self._members, stored)
+        ]
+        if self._ahead:
+            self.issue()
+        return self._leaves
+
+    def issue(self) -> None:
+        """Issue the gather, once a step."""
+        if self._begun is None and self._leaves:
+            self._begun = self._issue(self._stored)
+
+    def arrive(self) -> None:
+        """Wait for the gather, once a step."""
+        if not self._leaves:
+            return
+        self.issue()
+        assert self._begun is not None
+        with torch.no_grad():
+            for leaf, weight, part in zip(self._leaves, self._members, self._receive(self._begun)):
+                leaf.data = weight.of(part)
+        self._stored, self._leaves, self._begun = (), (), None
+
+
+class StepOfGather(nn.Module):
+    """The node that issues a `GatherOnce`, or waits for it."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        super().__init__()
+        self._step = step
+
+    def forward(self) -> None:
+        self._step()
+
+    __call__ = forward
 
 
 # -- other redistributions
@@ -365,7 +438,7 @@ class _Issue(torch.autograd.Function):
         return x.new_empty(0)  # carries autograd's edge to the other half
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("a redistribution that travels beside operators", "comm_memory=0, or one process")
     def backward(ctx: Any, edge: Tensor) -> tuple[Tensor | None, ...]:
         under_way, ctx.halves.back = ctx.halves.back, None
         return ctx.move.end_back(under_way), None, None
@@ -380,7 +453,7 @@ class _Wait(torch.autograd.Function):
         return y if move.sends else y.view_as(y)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("a redistribution that travels beside operators", "comm_memory=0, or one process")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.halves.back = ctx.move.begin_back(gradient)
         return gradient.new_empty(0), None, None

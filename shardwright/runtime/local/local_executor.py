@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...layout import Layout
 from ...partition.local_program import GlobalExtreme, PlacedValue, Redistribute
@@ -47,28 +46,30 @@ class _Scatter(torch.autograd.Function):
     must agree."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, layout: Layout, axes: Axes) -> Tensor:
-        ctx.layout, ctx.axes = layout, axes
-        return axes.stack(scatter(whole, layout), axes.sizes)
+    def forward(ctx: Any, whole: Tensor, layout: Layout, axes: Axes, held: RankShape) -> Tensor:
+        ctx.layout, ctx.axes, ctx.held = layout, axes, held
+        return axes.stack(scatter(whole, layout), held)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return assemble(ctx.axes.shards(gradient, ctx.axes.sizes), ctx.layout, check=True), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        if torch.is_grad_enabled():  # create_graph=True
+            return _Assemble.apply(gradient, ctx.layout, ctx.axes, ctx.held, True), None, None, None
+        return assemble(ctx.axes.shards(gradient, ctx.held), ctx.layout, check=True), None, None, None
 
 
 class _Assemble(torch.autograd.Function):
     """Every rank's slice -> the whole tensor. Backward: the slices of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout, axes: Axes, held: RankShape) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layout: Layout, axes: Axes, held: RankShape, check: bool) -> Tensor:
         ctx.layout, ctx.axes, ctx.held = layout, axes, held
-        return assemble(axes.shards(x, held), layout)
+        return assemble(axes.shards(x, held), layout, check=check)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axes.stack(scatter(gradient, ctx.layout), ctx.held), None, None, None
+        if torch.is_grad_enabled():  # create_graph=True
+            return _Scatter.apply(gradient, ctx.layout, ctx.axes, ctx.held), None, None, None, None
+        return ctx.axes.stack(scatter(gradient, ctx.layout), ctx.held), None, None, None, None
 
 
 class _Ways(NamedTuple):
@@ -265,7 +266,7 @@ class LocalExecutor:
         if layout.is_replicated:
             return None
         cut = converting(axes, Layout.replicated(axes.devices, len(shape)), layout, (), self._held[node], tuple(shape))
-        return cut or (lambda whole: _Scatter.apply(whole, layout, axes))
+        return cut or (lambda whole: _Scatter.apply(whole, layout, axes, axes.sizes))
 
     def _assembling(self, node: Node) -> Callable[[Tensor], Tensor] | None:
         """The function from an output's value to a whole tensor; None where they are the same."""
@@ -276,7 +277,7 @@ class LocalExecutor:
         join = converting(
             axes, layout, Layout.replicated(axes.devices, len(instance.value.shape)), held, (), instance.local_shape
         )
-        return join or (lambda x: _Assemble.apply(x, layout, axes, held))
+        return join or (lambda x: _Assemble.apply(x, layout, axes, held, False))
 
     # -- the step of each node --
 

@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...graph import Op, Value, changed, form_of, key_of, leaves_of_type, map_leaves, map_values
 from ...layout import Digit, Layout
@@ -601,13 +600,34 @@ class SameOnAllRanks(torch.autograd.Function):
         return x.expand(*out, *x.shape[len(held) :])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        check_replicas(ctx.axes.shards(gradient, ctx.out), ctx.gradient)
-        for k, (size, has) in enumerate(zip(ctx.out, ctx.held or (1,) * len(ctx.out))):
-            if size > has:
-                gradient = gradient.narrow(k, 0, 1)
-        return gradient.reshape((*ctx.held, *gradient.shape[len(ctx.out) :])), None, None, None, None
+        if torch.is_grad_enabled():  # create_graph=True
+            made = _OneOfAllRanks.apply(gradient, ctx.axes, ctx.held, ctx.out, ctx.gradient)
+        else:
+            made = _one_of(gradient, ctx.axes, ctx.held, ctx.out, ctx.gradient)
+        return made, None, None, None, None
+
+
+def _one_of(gradient: Tensor, axes: Axes, held: RankShape, out: RankShape, layout: Layout) -> Tensor:
+    """The value that all ranks have, once."""
+    check_replicas(axes.shards(gradient, out), layout)
+    for k, (size, has) in enumerate(zip(out, held or (1,) * len(out))):
+        if size > has:
+            gradient = gradient.narrow(k, 0, 1)
+    return gradient.reshape((*held, *gradient.shape[len(out) :]))
+
+
+class _OneOfAllRanks(torch.autograd.Function):
+    """The transpose of `SameOnAllRanks`, for a gradient that is differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: Axes, held: RankShape, out: RankShape, layout: Layout) -> Tensor:
+        ctx.places = axes, held, out, layout
+        return _one_of(x, *ctx.places).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return SameOnAllRanks.apply(gradient, *ctx.places), None, None, None, None
 
 
 def plain_function(node: Node) -> Any:

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 __all__ = ["product"]
 
@@ -98,10 +97,12 @@ class _Product(torch.autograd.Function):
         return spec.forward(x, w, bias=bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         spec, (_, of_x, of_w, of_bias) = ctx.spec, ctx.needs_input_grad
+        if torch.is_grad_enabled():  # create_graph=True
+            of_both = _product_gradients(spec.forward, x, w, ctx.like, gradient)
+            return None, *of_both, gradient.sum_to_size(ctx.bias) if of_bias else None
         pair = (gradient, x) if spec.turned else (x, gradient)
         return (
             None,
@@ -109,6 +110,38 @@ class _Product(torch.autograd.Function):
             spec.of_w(*pair, ctx.like[1]) if of_w else None,
             gradient.sum_to_size(ctx.bias) if of_bias else None,
         )
+
+
+def _product_gradients(
+    forward: Contraction, x: Tensor | None, w: Tensor | None, like: tuple[Like, Like], gradient: Tensor
+) -> list[Tensor | None]:
+    """The gradients of a product's operands, by plain operators, which autograd differentiates again.
+
+    Args:
+        forward: the product.
+        x, w: the operands; None: the other one needs no gradient.
+        like: shapes and strides of the operands.
+        gradient: of the result.
+    """
+    held = [t if t is not None else gradient.new_zeros(size) for t, (size, _) in zip((x, w), like)]
+    wanted = [w is not None, x is not None]
+    with torch.enable_grad():
+        # Of their own in the graph: one operand may come of the other.
+        operands = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in held]
+        names: dict[int, int] = {}  # label -> number, from 0
+
+        def taken(labels: Labels, t: Tensor) -> tuple[Tensor, list[int]]:
+            kept = [d for d, size in enumerate(t.shape) if size != 1]
+            return t.reshape([t.shape[d] for d in kept]), [names.setdefault(labels[d], len(names)) for d in kept]
+
+        (a, left), (b, right) = (taken(ls, t) for ls, t in zip((forward.left, forward.right), operands))
+        out = [k for k in forward.out if names.get(k) in {*left, *right}]
+        made = torch.einsum(a, left, b, right, [names[k] for k in out]).reshape(gradient.shape)
+        found = torch.autograd.grad(
+            made, [t for t, want in zip(operands, wanted) if want], gradient, create_graph=True, allow_unused=True
+        )
+    gradients = iter(found)
+    return [next(gradients) if want else None for want in wanted]
 
 
 class Contraction:

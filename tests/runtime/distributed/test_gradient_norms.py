@@ -16,7 +16,7 @@ from test_optimizer_steps import LOSS, Dispatched, Mixed, X, Y, both, whole, wra
 from torch import Tensor, nn, optim
 
 import shardwright as sw
-from shardwright.torch_private import local_tensor
+from shardwright.torch_private import TorchDispatchMode, local_tensor
 
 SCENARIOS: dict[str, Callable[[int, int], None]] = {}
 
@@ -31,6 +31,19 @@ def same_everywhere(value: Any) -> None:
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, value.item() if isinstance(value, Tensor) else value)
     assert len({str(s) for s in said}) == 1, said
+
+
+class BetweenHostAndDevice(TorchDispatchMode):
+    """Notes what makes a tensor of numbers of the host, or reads numbers on the host: on a device, copies and waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(name in str(function) for name in ("lift_fresh", "_local_scalar_dense", "is_nonzero", "nonzero")):
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
 
 
 def gradients(net: nn.Module) -> list[Tensor]:
@@ -72,8 +85,9 @@ def clipping_is_one_all_reduce(rank: int, world: int) -> None:
         for order in (2.0, math.inf, 3.0):
             net, model, one, call = both(kind)
             model(X, Y).backward(), call(X, Y).backward()
-            with Dispatched() as seen:
+            with Dispatched() as seen, BetweenHostAndDevice() as copied:
                 ours = nn.utils.clip_grad_norm_(net.parameters(), 0.01, order)
+            assert not copied.names, (kind, order, copied.names)
             assert sum("c10d" in name for name in seen.names) == len(seen.names) == expected, seen.names
             close(ours, nn.utils.clip_grad_norm_(one.parameters(), 0.01, order))
             close([whole(p.grad) for p in net.parameters()], [p.grad for p in one.parameters()])
@@ -215,8 +229,9 @@ def an_overflow_of_one_rank_of_one_stage(rank: int, world: int) -> None:
                 steps = [int(optimizer.state[p]["step"]) for p in n.parameters() if p in optimizer.state]
                 pairs.append((scaler.get_scale(), set(steps)))
             assert pairs[0] == pairs[1] == (2.0**7, {2}), pairs
-            with Dispatched() as seen:
+            with Dispatched() as seen, BetweenHostAndDevice() as copied:
                 nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            assert not copied.names
             assert sum("c10d" in name for name in seen.names) == len(seen.names) == 1, seen.names
             for (name, p), q in zip(net.named_parameters(), one.parameters()):
                 here = local_tensor(p)

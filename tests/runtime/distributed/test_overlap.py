@@ -152,6 +152,25 @@ def test_buckets_of_the_users_size_are_those_of_the_schedule() -> None:
     assert ran(backward) == scheduled(schedule, True)
 
 
+@pytest.mark.parametrize("allowance", [0, None])
+def test_sums_in_a_wider_dtype_within_an_allowance(allowance: Any) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).bfloat16()
+    x = torch.randn(64, 64).bfloat16()
+    with rank_of_eight(rank=3):
+        policy = sw.MixedPrecision(reduce_dtype=torch.float32)
+        model = sw.AutoParallel(
+            net, nn.MSELoss(), parallel_mode="data_parallel", mixed_precision=policy, comm_memory=allowance
+        )
+        model.dataset_strategy("full_batch")(x, x).backward()
+        forward, backward = logged(model, x, x)
+    schedule = model.plan.schedule
+    assert ran(forward) == scheduled(schedule, False) and ran(backward) == scheduled(schedule, True)
+    assert {one.dtype for one in backward.sent if one.kind == "all_reduce"} == {torch.float32}
+    early = [message for _, message in schedule.of("sum") if message.wait < schedule.end]
+    assert bool(early) == (allowance == 0)
+
+
 class Towers(nn.Module):
     """Two branches; the result of the first is redistributed beside the second."""
 
@@ -216,6 +235,17 @@ def test_sums_of_gradients_are_waited_for_at_the_end_alone() -> None:
     assert sums[0].issued < backward.operators // 2  # the first is issued while the backward computes
 
 
+def test_biases_of_row_parallel_layers_are_in_the_buckets() -> None:
+    """Such a bias is added by one rank of its group, so that an operator reads its device; a gradient has one sum."""
+    _, backward, model = logs("marks")
+    trained = {name for name, _ in model.named_parameters()} - {"positions.weight"}  # its result is summed
+    sums = [message for _, message in model.plan.schedule.of("sum")]
+    assert {member.name for message in sums for member in message.members} == trained
+    assert len(sums) == len({message.digits for message in sums})
+    at_once = [s for s in backward.sent if s.kind == "all_reduce" and s.waited == s.issued]
+    assert not at_once
+
+
 def test_a_bucket_of_a_library_has_25_mebibytes_on_any_number_of_ranks() -> None:
     _, backward, model = logs("data_parallel")
     assert sum(p.numel() for p in model.parameters()) * 8 < 25 << 20
@@ -274,6 +304,13 @@ def test_measured_memory_stays_within_the_allowance(plan: str) -> None:
         raised.append(more - held)
         assert more - held <= made.schedule.allowance
     assert raised[-1] > 40_000  # messages are under way at the peak
+
+
+@pytest.mark.parametrize("allowance", [0, 50_000, None])
+def test_a_bucket_of_sums_is_counted_with_the_copy_of_its_gradients(allowance: Any) -> None:
+    held, made = peak("data_parallel", allowance)
+    standing = made.memory(3)
+    assert held <= made.peak - standing["parameters"] - standing["optimizer"]
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

@@ -504,7 +504,7 @@ WRONG = [
             lambda m, x: m.a(x, m.w), a=(sw.Layout((8,), ("a",))("a", "None"), sw.Layout((8,), ("a",))("None", "None"))
         ),
     ),
-    (sw.MissingRuleError, "linalg_inv", Wrong(lambda m, x: x @ torch.linalg.inv(m.w))),
+    (sw.MissingRuleError, "linalg_tensorinv", Wrong(lambda m, x: x @ torch.linalg.tensorinv(m.w, 1))),
     (sw.CaptureError, "data-dependent", Wrong(lambda m, x: x @ m.w if x.sum() > 0 else x)),
     (sw.CaptureError, "values of tensors", Wrong(lambda m, x: x * x.sum().item())),
 ]
