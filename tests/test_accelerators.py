@@ -39,6 +39,7 @@ NPU = torch.device("npu", 0) if hasattr(torch, "npu") else torch.device("xpu", 0
 NAMED = {
     "autocast.py": "the kinds of devices whose autocast lists are read",
     "launch/device_choice.py": "examples in messages",
+    "capture/watched_calls.py": "functions of torch.cuda that set seeds",
     "cli/doctor_command.py": "the vendor for which torch is built",
     "cli/measuring_commands.py": "examples in messages",
     "rehearsal/rehearse.py": "torch's own default of fork_rng",
