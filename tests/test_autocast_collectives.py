@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.capture.export import capture
+from shardwright.runtime import pipeline_p2p
 
 sys.path.append(str(ROOT / "examples"))
 from gpt import GPT, mark
@@ -224,6 +225,43 @@ def test_pipelines(schedule: str, dtype: torch.dtype) -> None:
     for p, q in zip(net.parameters(), one.parameters()):
         assert p.grad.dtype == FP32
         assert (p.grad - q.grad).norm() < 2e-2 * q.grad.norm()
+
+
+def staged_step(schedule: str, level: str | None, cut: bool, dtype: torch.dtype | None) -> CollectiveLog:
+    """The collectives of the second step of two stages of four ranks; `cut`: the layers are cut over two of them."""
+    net, x, y = Chain(width=32).float(), torch.randn(32, 32), torch.randn(32, 32)
+    for i, layer in enumerate(net.layers) if cut else ():
+        sw.shard(layer, ((2, 1), (2, 1)) if i % 2 == 0 else ((2, 2), (1, 2)))
+    mode = "semi_auto" if cut else "data_parallel"
+    model = sw.AutoParallel(net, nn.MSELoss(), parallel_mode=mode).dataset_strategy("full_batch")
+    model.pipeline(**setting(schedule, 2))
+    if level is not None:
+        model.hsdp(threshold=0, optimizer_level=level)
+    for _ in range(2):
+        with collective_log() as log:
+            with contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype):
+                loss = model(x, y)
+            loss.backward()
+    return log
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "tensor parallel"])
+@pytest.mark.parametrize("level", [None, *LEVELS])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_stages_as_without_autocast(
+    schedule: str, level: str | None, cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_p2p, "_make_even", lambda runtime: None)
+    with rank_of_eight(rank=3):
+        log, plain = (staged_step(schedule, level, cut, dtype) for dtype in (BF16, None))
+    kinds = ("all_reduce", "reduce_scatter")
+    sums, plain_sums = ([(s.kind, s.dtype, s.bytes) for s in one.sent if s.kind in kinds] for one in (log, plain))
+    activation = "reduce_scatter", FP32, 8 * 32 * 4  # rows of a rank in a micro-batch, columns, bytes
+    assert plain_sums.count(activation) == 2 * cut  # micro-batches; it is summed in its own dtype
+    narrow = "reduce_scatter", BF16, 8 * 32 * 2
+    assert sums == [narrow if s == activation else s for s in plain_sums]
+    assert {dtype for kind, dtype, nbytes in sums if (kind, dtype, nbytes) != narrow} == {FP32}
+    assert log.counts()["all_gather"] == plain.counts()["all_gather"]
 
 
 def test_a_cast_that_another_reader_shares_or_that_widens_stays() -> None:
