@@ -48,8 +48,7 @@ from damage import Subjects
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint.checkpoint_folders import steps_in
-from shardwright.checkpoint.folder_lock import LOCK
+from shardwright.checkpoint.checkpoint_folders import LOCK, steps_in
 from shardwright.checkpoint.manifest import verify
 from shardwright.process import _current
 

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.errors import PlanError, ShardwrightError
-from shardwright.solver import solve as exact
+from shardwright.solver import solve
 from shardwright.solver.problem import MemoryUsage, Problem
 
 __all__ = ["FORBIDDEN", "Contest", "main", "read_contest", "write_assignment"]
@@ -75,9 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         contest = read_contest(arguments.problem)
         left = max(0.1, arguments.seconds - (time.monotonic() - start))
         if arguments.solver == "milp":
-            solution = exact.milp(contest.problem, seconds=left)
+            solution = solve.milp(contest.problem, seconds=left)
         else:
-            solution = exact.solve(contest.problem, seconds=left, merge=arguments.merge)
+            solution = solve.solve(contest.problem, seconds=left, merge=arguments.merge)
         if arguments.output:
             write_assignment(arguments.output, contest.assignment(solution.states))
     except ShardwrightError as error:

@@ -29,8 +29,8 @@ from gpt3 import BATCH, LAYERS, gpt3
 from race import machine
 
 import shardwright as sw
-from shardwright import planning as make
-from shardwright.pipeline import stage_search as automatic
+from shardwright import planning
+from shardwright.pipeline import stage_search
 from shardwright.report.tables import summary
 
 #: CPU seconds, all in all.
@@ -60,8 +60,8 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     seconds: dict[str, float] = {}
-    make.capture_micro = timed(seconds, "capture", make.capture_micro)
-    automatic.StageSearch.run = timed(seconds, "choose", automatic.StageSearch.run)
+    planning.capture_micro = timed(seconds, "capture", planning.capture_micro)
+    stage_search.StageSearch.run = timed(seconds, "choose", stage_search.StageSearch.run)
     begin, wall = time.process_time(), time.perf_counter()
     plan = sw.plan(
         **gpt3(given.layers, BATCH),

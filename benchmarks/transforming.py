@@ -40,11 +40,11 @@ from gpt import GPT, mark
 from race import machine
 
 import shardwright as sw
+from shardwright.checkpoint.checkpoint_folders import sealed
 from shardwright.checkpoint.manifest import new_id
-from shardwright.checkpoint.state_file import STATE
+from shardwright.checkpoint.run_state import STATE
+from shardwright.checkpoint.stored_checkpoint import StoredTensors
 from shardwright.checkpoint.tensor_files import WholeFiles
-from shardwright.checkpoint.tensor_reader import StoredTensors
-from shardwright.checkpoint.writer import sealed
 from shardwright.planfile.parameter_file import ParameterStrategies, TensorStorage
 
 MIB = 1 << 20

@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # `as` hands a name on to type checkers
     from .rehearsal.rehearse import rehearse as rehearse
     from .rules import rule as rule
     from .runtime.deferred_init import no_init_parameters as no_init_parameters
-    from .solver.least_memory import InfeasibleMemoryError as InfeasibleMemoryError
+    from .solver.solve import InfeasibleMemoryError as InfeasibleMemoryError
     from .verification.verify import verify as verify
     from .verification.verify_report import VerifyReport as VerifyReport
 
@@ -86,7 +86,7 @@ _MODULES = {
     **dict.fromkeys(("PipelinePlan", "Plan", "plan"), "planning"),
     "MixedPrecision": "mixed_precision",
     "Monitor": "monitor",
-    "InfeasibleMemoryError": "solver.least_memory",
+    "InfeasibleMemoryError": "solver.solve",
     "rule": "rules",
     "no_init_parameters": "runtime.deferred_init",
     **dict.fromkeys(("init", "rank", "world_size"), "process"),

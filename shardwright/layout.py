@@ -624,7 +624,7 @@ class Layout:
 
     def _repr_html_(self) -> str:
         # By name: pictures are a layer above layouts.
-        html: str = import_module(".report.notebook_html", __package__).layout_html(self)
+        html: str = import_module(".report.html_report", __package__).layout_html(self)
         return html
 
     def _ranks(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@
                            replicated or recomputed operators add none
     share of peak          steps/s · the seconds that all devices of the plan need for this work at the cluster's peak
                            rates: Σ over operators of work / rate of the operator's dtype / devices
-    computation, exposed   see `runtime.distributed.watch.wait_times`
+    computation, exposed   see `runtime.distributed.rank_positions`
     memory                 of an accelerator: the most that torch has given out since the last line. Of a process on
                            the CPU: the most that it has ever had resident
 
@@ -44,14 +44,14 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import Tensor, nn
 
-from .accelerator_api import is_accelerator, on_host_soon, peak_allocated
+from .accelerators import is_accelerator, on_host_soon, peak_allocated
 from .cluster import Cluster
 from .cost.primitive_costs import work_of
 from .errors import SettingError
 from .pipeline.pipeline_plan import PipelinePlan
 from .process import current, rank
 from .report.format import size_text, time_text
-from .runtime.distributed.watch.wait_times import MeasuredStep, WaitTimes, times_on
+from .runtime.distributed.rank_positions import MeasuredStep, WaitTimes, times_on
 from .sharded_plan import Plan
 
 __all__ = ["Monitor"]

@@ -22,7 +22,7 @@ from .capture.annotations import PipelineSettings, staged_modules, stored_whole
 from .capture.export import capture, captures
 from .capture.graph_reader import MarkUse
 from .capture.hybrid_models import check_mode, one_slice, own_parameters
-from .capture.kept_regions import with_policy
+from .capture.regions import with_policy
 from .cluster import Cluster, memory_of
 from .errors import CaptureError, PlanError, SettingError, known_keywords
 from .garbage_collection import gc_paused, roomy_stack
@@ -40,8 +40,7 @@ from .partition.hybrid_parallel import (
 )
 from .partition.local_program import Decisions, InputPlacement, PortableDecisions, place_inputs
 from .partition.parameter_sharding import OptimizerParallel
-from .pipeline.build import PlanCache, pipeline_plan, schedule_of, until_stopped
-from .pipeline.microbatch import is_split, micro_calls
+from .pipeline.build import PlanCache, is_split, micro_calls, pipeline_plan, schedule_of, until_stopped
 from .pipeline.pipeline_plan import PipelinePlan, PipelineSearchResult
 from .pipeline.stage_costs import recomputed
 from .pipeline.stage_search import UNITS_BY, AutomaticStages, check_automatic
@@ -50,13 +49,12 @@ from .planfile.parameter_file import ParameterStrategies
 from .planfile.pipeline_document import PipelineDocument
 from .planfile.plan_document import PlanDocument
 from .planners.memory_fit import TooLittleMemoryError
-from .planners.plan_search import cheapest_of_modes, plan_so_far
+from .planners.plan_search import at_other_sizes, cheapest_of_modes, fastest_storage, plan_so_far, storages
 from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, PriceBook, planners, warn_of_ignored_marks
-from .planners.replanning import at_other_sizes
 from .planners.semi_auto import held_parameters
-from .planners.storage_choice import fastest_storage, storages
 from .pytree_objects import with_tensors
-from .setting_types import (
+from .settings import (
+    KEYWORDS_ELSEWHERE,
     ClusterSetting,
     DatasetStrategy,
     HsdpSetting,
@@ -65,18 +63,17 @@ from .setting_types import (
     OptimizerState,
     ParallelMode,
     PipelineSetting,
+    PlanKeywords,
     PrecisionSetting,
     RecomputePolicy,
+    Settings,
 )
-from .settings import KEYWORDS_ELSEWHERE, Settings
 from .sharded_plan import Plan
 from .solver.problem import StoppedSearch
 from .solver.search_memory import SearchBudget, SearchProgress, spending
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from .setting_types import PlanKeywords
 
 __all__ = ["capture_micro", "make_pipeline", "make_plan", "plan"]
 

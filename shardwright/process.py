@@ -36,7 +36,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from .accelerator_api import default_device, is_recording_graph
+from .accelerators import default_device, is_recording_graph
 from .errors import SettingError, known_keywords
 from .launch.device_choice import Companions, asked_device, cpu_remark, device_of_group, device_of_rank
 from .launch.environment import LOOPBACK, RankInRun, find, is_loopback, is_msrun_scheduler, leading_to, remark, token_of
@@ -77,7 +77,7 @@ class Runtime:
         rank: the rank of this process; 0 in the local runtime.
         device: the device on which this process computes.
         timeout: seconds that a rank waits for another.
-        watch: True where ranks watch one another (`runtime.distributed.watch`).
+        watch: True where ranks watch one another (`runtime.distributed.watchdog`).
         chosen: True in the local runtime where the user has named the device; else it is that of each model.
     """
 

@@ -24,13 +24,18 @@ import torch
 
 from .cluster import Cluster
 from .cost.communication_pass import schedule_of
-from .cost.communication_schedule import CommunicationSchedule
+from .cost.communication_schedule import (
+    Collective,
+    CommunicationSchedule,
+    Fusion,
+    backward_collectives,
+    forward_collectives,
+)
 from .cost.cost_model import CostModel, Price, StepInTime
 from .cost.memory_timeline import Allocation, CountedOptimizer, MemoryTimeline, OptimizerSetting, timeline
 from .errors import PlanError
 from .graph import Graph
 from .layout import Digits, Layout, group_of
-from .partition.gradient_fusion import Fusion
 from .partition.hybrid_parallel import OwnPrograms, own_programs
 from .partition.local_program import (
     TAKEN,
@@ -48,7 +53,6 @@ from .partition.local_program import (
 from .partition.padded_dims import true_slice
 from .partition.parameter_sharding import OptimizerParallel
 from .partition.partitioner import partition
-from .partition.planned_collectives import Collective, backward_collectives, forward_collectives
 from .partition.rematerialization import BackwardStep, Regather, Region, RegionStarts, regathered_weights, regions_of
 from .rules import held_layouts, in_order
 
@@ -84,7 +88,7 @@ def near(name: str, known: Iterable[str]) -> str:
 class SavedPlan:
     """Base of all plans: a plan is saved as a JSON file, and loaded from it without its model.
 
-    The file has one line for each operator and each parameter, and the captured graph. `planfile.load_save`, which
+    The file has one line for each operator and each parameter, and the captured graph. `planfile`, which
     knows every kind of plan, registers the functions that write and read files.
     """
 
@@ -161,7 +165,7 @@ class SavedPlan:
         return import_module(".report.description", __package__).on_a_screen(self)
 
     def _repr_html_(self) -> str:
-        html: str = import_module(".report.notebook_html", __package__).plan_html(self)
+        html: str = import_module(".report.html_report", __package__).plan_html(self)
         return html
 
     @staticmethod
@@ -206,7 +210,7 @@ class OperatorPlan:
         return f"<operator {self.name} ({self.op}{at}): {self.in_strategy} -> {self.out_strategy}, by {self.cause}>"
 
     def _repr_html_(self) -> str:
-        html: str = import_module(".report.notebook_html", __package__).operator_html(self)
+        html: str = import_module(".report.html_report", __package__).operator_html(self)
         return html
 
     def local_shapes(self, rank: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
@@ -228,7 +232,7 @@ class OperatorPlans(tuple[OperatorPlan, ...]):
         return f"<{len(self)} operator{'s' * (len(self) != 1)}: {names}{more}>"
 
     def _repr_html_(self) -> str:
-        html: str = import_module(".report.notebook_html", __package__).operators_html(self)
+        html: str = import_module(".report.html_report", __package__).operators_html(self)
         return html
 
 

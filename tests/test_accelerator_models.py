@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.capture.export import capture
-from shardwright.checkpoint.tensor_reader import StoredTensors
+from shardwright.checkpoint.stored_checkpoint import StoredTensors
 
 CASES = [
     *(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.partition.local_program import Redistribute
-from shardwright.runtime.local import local_executor as local
+from shardwright.runtime.local import local_executor
 
 BF16 = sw.MixedPrecision(torch.bfloat16, torch.float32, torch.float32)
 #: (policy, the type in which parameters are stored)
@@ -492,13 +492,13 @@ def test_verify_compares_under_the_policy(monkeypatch) -> None:
         mixed_precision=sw.MixedPrecision(D, D),
     )
     assert pipe.ok
-    right = local.convert_shards
+    right = local_executor.convert_shards
 
     def wrong_sums(conversion: Any, shards: Tensor, run: Any) -> Tensor:
         made = right(conversion, shards, run)
         return made * 2 if made.dtype == D and conversion.source.partial else made  # of a gradient, in the type of sums
 
-    monkeypatch.setattr(local, "convert_shards", wrong_sums)
+    monkeypatch.setattr(local_executor, "convert_shards", wrong_sums)
     wrong = sw.verify(Net(marks=4), inputs, target, mixed_precision=sw.MixedPrecision(torch.float32, D, D), **given)
     assert not wrong.ok
 

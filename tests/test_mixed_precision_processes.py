@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright.runtime.distributed import collectives as transport
+from shardwright.runtime.distributed import collectives
 from shardwright.runtime.distributed.buckets import SumInTurns
 
 EXACT = sw.MixedPrecision(torch.float32, D, D)
@@ -62,7 +62,7 @@ def feeding(dataset: str) -> Callable[[Tensor], Tensor]:
 def log() -> Iterator[list[tuple[str, torch.dtype]]]:
     """The collectives of programs that are made and run meanwhile: (kind, type), one entry a collective."""
     said: list[tuple[str, torch.dtype]] = []
-    before = {name: getattr(transport, name) for name in ("gather", "reduce_scatter", "all_reduce")}
+    before = {name: getattr(collectives, name) for name in ("gather", "reduce_scatter", "all_reduce")}
     turns, inside = SumInTurns.__call__, [False]
 
     def watched(name: str, make: Callable) -> Callable:
@@ -89,12 +89,12 @@ def log() -> Iterator[list[tuple[str, torch.dtype]]]:
 
     try:
         for name, make in before.items():
-            setattr(transport, name, watched(name, make))
+            setattr(collectives, name, watched(name, make))
         SumInTurns.__call__ = sums
         yield said
     finally:
         for name, make in before.items():
-            setattr(transport, name, make)
+            setattr(collectives, name, make)
         SumInTurns.__call__ = turns
 
 

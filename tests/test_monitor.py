@@ -12,7 +12,7 @@ from small_networks import D, draw, labels
 from torch import nn
 
 import shardwright as sw
-from shardwright import monitor as room, process as runtime_init
+from shardwright import monitor as room, process
 
 MEMORY_FIGURES = room.memory_figures
 
@@ -90,7 +90,7 @@ def test_the_work_of_a_model_is_that_of_the_whole_batch_on_one_device(monkeypatc
 
 
 def test_other_ranks_are_silent(monkeypatch) -> None:
-    monkeypatch.setattr(runtime_init, "_current", [runtime_init.Runtime(True, 2, 1, torch.device("cpu"))])
+    monkeypatch.setattr(process, "_current", [process.Runtime(True, 2, 1, torch.device("cpu"))])
     out = io.StringIO()
     monitor = sw.Monitor(every=1, out=out)
     monitor.step(1.0), monitor.close()

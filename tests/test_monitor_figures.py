@@ -17,10 +17,10 @@ from torch import nn
 
 import shardwright as sw
 import shardwright.monitor as monitor_module
-from shardwright import accelerator_api
+from shardwright import accelerators
 from shardwright.monitor import PlanWork, memory_figures
 from shardwright.process import Runtime, playing
-from shardwright.runtime.distributed.watch.rank_positions import WaitPoint, position, waiting
+from shardwright.runtime.distributed.rank_positions import WaitPoint, position, waiting
 
 CLUSTER = replace(sw.Cluster.of("h100x8"), name="mine", peak={"float64": 1e9, "float32": 1e12})
 #: Products of a step of `net`: forward and by the weight backward; by what came in too, but for what is fed.
@@ -83,7 +83,7 @@ def test_memory_of_an_accelerator_is_the_most_since_the_last_line(monkeypatch) -
     module = SimpleNamespace(
         max_memory_allocated=lambda device: counts[0], reset_peak_memory_stats=lambda device: counts.pop(0)
     )
-    monkeypatch.setattr(accelerator_api, "module_of", lambda device: module)
+    monkeypatch.setattr(accelerators, "module_of", lambda device: module)
     device, plan = torch.device("cuda"), SimpleNamespace(peak=5 << 29)
     with ranks_of("cuda"):
         first = memory_figures(device, plan)
@@ -215,7 +215,7 @@ def test_an_accelerators_events_are_queued_in_the_steps_of_lines_alone(monkeypat
         def elapsed_time(self, other: Event) -> float:
             return other.at - self.at
 
-    monkeypatch.setattr(accelerator_api, "module_of", lambda device: SimpleNamespace(Event=Event))
+    monkeypatch.setattr(accelerators, "module_of", lambda device: SimpleNamespace(Event=Event))
     model: Any = nn.Linear(1, 1)
     model.program_settings = SimpleNamespace(compiled=None)
     out = io.StringIO()

@@ -24,13 +24,13 @@ from test_recursive_programming import MODELS, slow_devices
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.cli import main as cli
+from shardwright.cli import main
 from shardwright.cost.cost_model import CostModel
 from shardwright.operator_explanation import Holder, _Neighbourhood, explained, opened, shares_of
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import PlanningProblem
 from shardwright.planners.search_space import strategy_of
-from shardwright.report import explanations as report
+from shardwright.report import explanations
 from shardwright.report.format import time_text
 from shardwright.report.operator_names import OperatorNames
 from shardwright.report.plan_figures import operator_figures
@@ -57,7 +57,7 @@ def planned(name: str, mode: str = MODE, devices: int = 4, **options: Any) -> sw
 
 def text(said: Any) -> str:
     file = io.StringIO()
-    (report.costs if isinstance(said, sw.Plan) else report.explanation)(said, file)
+    (explanations.costs if isinstance(said, sw.Plan) else explanations.explanation)(said, file)
     return file.getvalue()
 
 
@@ -413,7 +413,7 @@ def test_an_unknown_operator() -> None:
 def test_command_line(tmp_path: Path, capsys: Any) -> None:
     plan, path = planned("mlp"), str(tmp_path / "plan.json")
     plan.save(path)
-    assert cli.main(["explain", path]) == 0
+    assert main.main(["explain", path]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and "lower bound" in out and "gap 0.000%" in out
     dearest = max(plan.price.by_operator, key=plan.price.by_operator.get)
@@ -422,21 +422,21 @@ def test_command_line(tmp_path: Path, capsys: Any) -> None:
     assert order.index(OperatorNames(plan).path(dearest).split()[0]) < order.index(
         OperatorNames(plan).path("relu").split()[0]
     )
-    assert cli.main(["explain", path, "relu", "--alternatives", "2"]) == 0
+    assert main.main(["explain", path, "relu", "--alternatives", "2"]) == 0
     out = capsys.readouterr().out
     said = explained(plan, "relu", 2)
     assert "the search decided; held there by" in out and out.count("+") >= 2
     for other in said.alternatives:
-        assert report.strategy_text(other.decision) in out
-    assert cli.main(["explain", path, "nosuch"]) == 2 and "nosuch" in capsys.readouterr().err
-    assert cli.main(["explain", str(tmp_path / "none.json")]) == 2 and "none.json" in capsys.readouterr().err
+        assert explanations.strategy_text(other.decision) in out
+    assert main.main(["explain", path, "nosuch"]) == 2 and "nosuch" in capsys.readouterr().err
+    assert main.main(["explain", str(tmp_path / "none.json")]) == 2 and "none.json" in capsys.readouterr().err
     for wrong in (
         ["explain"],
         ["explain", path, "relu", "--alternatives", "0"],
         ["explain", path, "--import", "no_such_one"],
     ):
         with pytest.raises(SystemExit) as left:
-            cli.main(wrong)
+            main.main(wrong)
         assert left.value.code == 2
 
 

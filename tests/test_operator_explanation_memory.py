@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import shardwright as sw
-from shardwright.cli import main as cli
+from shardwright.cli import main
 from shardwright.operator_explanation import explained
 from shardwright.partition.rematerialization import with_recompute
 from shardwright.planfile.document_writer import head_digest, written
@@ -87,8 +87,8 @@ def test_a_user_s_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path, wide = str(tmp_path / "plan.json"), str(tmp_path / "wide.json")
     given_ = ["--devices", str(DEVICES), "--mode", MODE]
     target = f"{tmp_path / 'model.py'}:made"
-    assert cli.main(["plan", *given_, "--memory", str(limit()), "--output", path, target]) == 0
-    assert cli.main(["plan", *given_, "--output", wide, target]) == 0
+    assert main.main(["plan", *given_, "--memory", str(limit()), "--output", path, target]) == 0
+    assert main.main(["plan", *given_, "--output", wide, target]) == 0
     assert words_of(Path(path))["memory"] == limit() and "memory" not in words_of(Path(wide))
     plan = sw.Plan.load(path)
     changed = next(
@@ -98,9 +98,9 @@ def test_a_user_s_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     )
     capsys.readouterr()
 
-    assert cli.main(["explain", path]) == 0
+    assert main.main(["explain", path]) == 0
     assert "it was searched within" in capsys.readouterr().out
-    assert cli.main(["explain", path, changed]) == 0
+    assert main.main(["explain", path, changed]) == 0
     out = " ".join(capsys.readouterr().out.split())
     held = explained(plan, changed).held
     assert "at least" not in out, "a bound that does not look at the memory"
@@ -108,11 +108,11 @@ def test_a_user_s_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     half, _, operator = held.over.moment.rpartition(" of ")
     assert f"but then {half} of {OperatorNames(plan).path(operator)} would hold" in out and "chosen anew within" in out
 
-    assert cli.main(["plan", "diff", wide, path]) == 1
+    assert main.main(["plan", "diff", wide, path]) == 1
     assert f"memory: no limit -> {limit():.0f} bytes a device" in capsys.readouterr().out
-    assert cli.main(["explain", wide, changed]) == 0
+    assert main.main(["explain", wide, changed]) == 0
     assert "memory:" not in capsys.readouterr().out
-    assert cli.main(["explain", wide, changed, "--memory", str(limit())]) == 0
+    assert main.main(["explain", wide, changed, "--memory", str(limit())]) == 0
     assert "this plan itself does not fit" in capsys.readouterr().out
 
 

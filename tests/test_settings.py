@@ -1,16 +1,23 @@
-"""`Settings`: one list of settings, which the entry points of the package take as keywords."""
+"""Settings: their checks, and their types, which name the same words and keys as the checks."""
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import FrozenInstanceError, fields
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import torch
 from torch import nn
 
 import shardwright as sw
+from shardwright import settings
+from shardwright.cost.memory_timeline import OPTIMIZERS
 from shardwright.parallel.setting_methods import ProgramSettings
+from shardwright.partition.parameter_sharding import OptimizerParallel
+from shardwright.pipeline.schedules import SCHEDULES
+from shardwright.planners.planning_problem import modes
+from shardwright.runtime.compilation import Compilation
 from shardwright.settings import Settings
 
 SETTINGS = {field.name: field.default for field in fields(Settings)}
@@ -77,3 +84,64 @@ def test_a_wrong_value_is_an_error_with_a_legal_one(wrong: dict[str, Any]) -> No
 def test_settings_cannot_be_changed_in_place(value: Any) -> None:
     with pytest.raises(FrozenInstanceError):
         setattr(value, fields(value)[0].name, 1)
+
+
+def model() -> sw.AutoParallel:
+    return sw.AutoParallel(nn.Linear(4, 4), nn.MSELoss())
+
+
+def keywords(method: Any) -> set[str]:
+    return set(inspect.signature(method).parameters) - {"self", "config"}
+
+
+def test_words_are_those_of_the_checks() -> None:
+    assert set(get_args(settings.ParallelMode)) == set(modes())
+    assert set(get_args(settings.Schedule)) == set(SCHEDULES)
+    assert {word for word in get_args(get_args(settings.OptimizerState)[0])} == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("mode", get_args(settings.ParallelMode))
+def test_help_names_every_mode(mode: str) -> None:
+    assert f'"{mode}"' in (sw.AutoParallel.__doc__ or "")
+
+
+@pytest.mark.parametrize("word", get_args(settings.OptimizerLevel))
+def test_every_level_is_taken(word: Any) -> None:
+    assert model().hsdp(optimizer_level=word).settings.hsdp == OptimizerParallel(optimizer_level=word)
+
+
+@pytest.mark.parametrize("word", get_args(settings.RandomNumbers))
+def test_every_kind_of_random_numbers_is_taken(word: Any) -> None:
+    assert sw.AutoParallel(nn.Linear(4, 4), random=word).program_settings.random == word
+
+
+@pytest.mark.parametrize("word", get_args(settings.MissingRule))
+def test_every_answer_to_a_missing_rule_is_taken(word: Any) -> None:
+    assert sw.AutoParallel(nn.Linear(4, 4), on_missing_rule=word).settings.on_missing_rule == word
+
+
+@pytest.mark.parametrize("word", ["data_parallel", "full_batch", ((4, 1),), (sw.Layout((4,), ("dp",))("dp", "None"),)])
+def test_ways_of_feeding_are_taken(word: Any) -> None:
+    assert model().dataset_strategy(word).settings.dataset_strategy == word
+
+
+def test_keys_of_dicts_are_those_of_the_methods() -> None:
+    assert set(settings.HsdpSetting.__annotations__) == keywords(sw.AutoParallel.hsdp)
+    assert set(settings.PipelineSetting.__annotations__) == keywords(sw.AutoParallel.pipeline)
+    assert set(settings.FusionSetting.__annotations__) == keywords(sw.AutoParallel.comm_fusion)
+    assert set(settings.MixedPrecisionSetting.__annotations__) == {f.name for f in fields(sw.MixedPrecision)}
+    assert set(settings.CompileSetting.__annotations__) == {f.name for f in fields(Compilation)}
+    positional = {"net", "inputs", "loss_fn", "targets"}
+    assert {"pipeline", *settings.PlanKeywords.__annotations__} == keywords(sw.plan) - positional
+
+
+def test_a_key_of_each_dict_is_taken() -> None:
+    pipeline: settings.PipelineSetting = {"stages": 2, "scheduler": "gpipe"}
+    dtypes: settings.MixedPrecisionSetting = {"param_dtype": torch.bfloat16}
+    compiling: settings.CompileSetting = {"backend": "eager"}
+    fusion: settings.FusionSetting = {"allreduce": {"mode": "index", "config": [1]}}
+    made = sw.AutoParallel(nn.Linear(4, 4), nn.MSELoss(), mixed_precision=dtypes, compile=compiling).comm_fusion(fusion)
+    made.pipeline(**pipeline)
+    assert made.settings.pipeline is not None and made.settings.pipeline.scheduler == "gpipe"
+    assert made.settings.mixed_precision == sw.MixedPrecision(torch.bfloat16)
+    assert made.program_settings.compiled is not None and made.program_settings.fusion.ends == (1,)

@@ -35,7 +35,7 @@ from torch import nn
 from ..errors import SettingError, place_text
 from ..graph import map_leaves
 from ..torch_private import parameter_table
-from .kept_regions import ATTRIBUTE, RecomputeSettings, region
+from .regions import ATTRIBUTE, RecomputeSettings, region
 from .source_lines import stack_level
 
 __all__ = [
@@ -209,7 +209,7 @@ class Operator:
     def _repr_html_(self) -> str:
         # By name: tables are a layer above marks.
         name = getattr(self.function, "__name__", repr(self.function))
-        html: str = import_module("..report.notebook_html", __package__).mark_html(self, name)
+        html: str = import_module("..report.html_report", __package__).mark_html(self, name)
         return html
 
 

@@ -55,17 +55,16 @@ from ..torch_private import (
 )
 from .annotations import Operator, collect_marks, mark_names, whole_shape
 from .conditions import Conditions, StridesAsked, path_of, watched_conditions
-from .enclosing_modules import WithLoss, scalers_refused, user_functions
 from .graph_reader import GraphReader, bare
 from .graph_template import GraphTemplate
 from .guards import Condition, GuardedPlace, Guards
 from .hybrid_models import refused_collective
-from .kept_regions import collect_functions, collect_regions
 from .model_device import check_call, device_of, usable
-from .module_hooks import outermost_left_out
+from .module_calls import WithLoss, outermost_left_out, scalers_refused, user_functions
 from .observed.memoised_functions import computed_for_real
-from .python_state import Observation
+from .observed_state import Observation
 from .recapture import AsExported, Differs, LightRun, Outline, Program, memory_of, outline
+from .regions import collect_functions, collect_regions
 from .second_run import Captured, check_again, with_counters
 from .side_effects import Effects, ForwardOutcome, LineFinder, judged
 from .source_lines import UsersLine, calling_line, innermost, is_mistake, is_users, user_frame
@@ -234,7 +233,7 @@ def captures(
         loss_fn: if given, the last of `args` is its target and the graphs end in the loss.
         device: the device on which the program is to run; None: that of the model (`model_device`).
         recording: receives the observed state and side effects of the model.
-        hooks_around: the caller runs the model's own hooks at its borders (`module_hooks`).
+        hooks_around: the caller runs the model's own hooks at its borders (`module_calls`).
         mixed_precision: the dtypes in which the model's parameters are stored and read.
         programs: the exported programs of earlier captures of the model, the latest first: a capture follows one of
             them, or adds its own. The log of "shardwright.capture" says why it follows none.

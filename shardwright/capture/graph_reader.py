@@ -1,7 +1,7 @@
 """The reader of an exported program: builds the `Graph`.
 
 1. Mark nodes name their operators and are removed.
-2. In-place operators become plain ones (`in_place_reader`, `mutation`).
+2. In-place operators become plain ones (`mutation`, `mutation`).
 3. Regions under `torch.no_grad` and `torch.autocast` are inlined: detaches and casts are written out.
 4. Tied parameters become one value.
 5. Each operator keeps its module path and the user's line.
@@ -27,10 +27,9 @@ from ..torch_private import FakeTensor, OpOverload, schema_of
 from .annotations import MARK, Operator
 from .graph_template import GraphTemplate, Step
 from .hybrid_models import refused_collective
-from .in_place_reader import InPlaceReader, metas_made, tensors_of
-from .kept_regions import EDGE, OPAQUE, Applied, RecomputeSettings, recomputed_ops, regions, written_out
-from .mutation import Cell, Memory, View, ViewStep, Writer, serial
+from .mutation import Cell, InPlaceReader, Memory, View, ViewStep, Writer, metas_made, serial, tensors_of
 from .recapture import AsExported, says_nothing, written_names
+from .regions import EDGE, OPAQUE, Applied, RecomputeSettings, recomputed_ops, regions, written_out
 from .source_lines import module_path, source_of
 
 __all__ = ["GraphReader", "MarkUse", "bare"]
@@ -519,7 +518,7 @@ class GraphReader(InPlaceReader):
         self.applied(node, target, written, tuple(args), kwargs)
 
     def taken(self, tree: Any) -> Any:
-        """Nested arguments with values in place of nodes, which are noted in `given`."""
+        """Nested arguments with values in place of nodes, which are noted in `tensor_nodes`."""
         kind = type(tree)
         if kind is torch.fx.Node:
             held = self.cells[tree]

@@ -27,7 +27,7 @@ from torch.fx.immutable_collections import immutable_list
 from ..autocast import Autocast
 from ..graph import Form, Graph, Op, Value, changed, form_of, share_form, values_in
 from ..torch_private import FakeTensor, OpOverload
-from .in_place_reader import tensors_of
+from .mutation import tensors_of
 from .recapture import AsExported, says_nothing
 
 __all__ = ["GraphTemplate", "Step"]

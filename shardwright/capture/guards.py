@@ -4,7 +4,7 @@ A captured program is valid while its model reads the state that it read during 
 capture:
 
     structure   submodules, parameters and buffers of every module (identity), hooks, `training`, `requires_grad`
-    reads       attributes of modules and of plain objects, class attributes, globals and closure cells (`observation`)
+    reads       attributes of modules and of plain objects, class attributes, globals, closure cells (`observed_state`)
     contents    of lists, dicts and sets that were read
     types       dtype and shape of parameters, buffers and of tensors that were read
     conditions  questions that the forward has asked of torch: whether gradients are enabled, values of tensors

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accelerator_api import default_device
+from ..accelerators import default_device
 from ..errors import CaptureError, SettingError
 from ..launch.device_choice import asked_device
 from ..pytree_objects import opened

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.export.graph_signature import InputKind
 
-from ..accelerator_api import default_device
+from ..accelerators import default_device
 from ..autocast import current
 from ..graph import map_leaves
 from ..torch_private import (
@@ -44,7 +44,7 @@ from ..torch_private import (
     storage_id,
 )
 from .annotations import MARK
-from .kept_regions import EDGE, OPAQUE
+from .regions import EDGE, OPAQUE
 from .source_lines import module_path
 
 __all__ = [

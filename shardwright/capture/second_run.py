@@ -21,10 +21,10 @@ from ..errors import CaptureError, ShardwrightError
 from ..graph import Graph, Op, Value
 from .annotations import Operator
 from .conditions import Conditions
-from .kept_regions import Applied
 from .observed.places import is_simple, same, spelled
-from .python_state import Observation
+from .observed_state import Observation
 from .recapture import Differs, Program
+from .regions import Applied
 from .side_effects import Blamed, ForwardOutcome, LineFinder, counter, depends, numbered
 from .source_lines import calling_line
 

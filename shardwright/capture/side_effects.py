@@ -32,7 +32,7 @@ from torch import nn
 from ..errors import place_text
 from ..torch_private import buffer_table, part_tables
 from .observed.places import CONTAINERS, MISSING, Entry, GuardedPlace, contents, is_simple, spelled
-from .python_state import Change, Observation
+from .observed_state import Change, Observation
 from .source_lines import is_users
 
 __all__ = [

@@ -11,19 +11,16 @@ A checkpoint is written under a name that begins with a dot and gets its own nam
 Where ranks share no file system, each folder has the parts of its own ranks, and all else.
 
     save, writer            saving: the content of a checkpoint, and its writing by all ranks together
-    checkpointed_model      the tensors of a model and an optimizer on one rank
+    run_state               the state of a run: the tensors of one rank, random states, and ``state.json``
     tensor_files            the tensor files, and the assignment of each tensor's boxes to ranks
-    box_joining             short runs of a file put together into long ones
     manifest                the manifest; the check for damage
     digests                 digests of files, block by block
-    state_file              ``state.json``: types and bounds of everything but tensors
-    checkpoint_folders      the folders of a run's checkpoints: names, unfinished ones, old ones
-    folders_of_ranks        the folders that ranks see, where they share no file system
-    folder_lock             one run at a time saves into a folder
-    load, tensor_reader     loading, and reading any slice of a stored tensor
+    checkpoint_folders      the folders of a run's checkpoints: names, unfinished ones, old ones; the lock of the run
+    load                    loading under any plan, on any number of devices
+    stored_checkpoint       any slice of a stored tensor, read from the folders that ranks see
     target_placement        placement of the tensors under the strategies of another run
     transform               a checkpoint for other devices, or whole files, made in one process
-    callback                saving every N steps or minutes
+    callback                saving every N steps or minutes, or at a signal that ends all ranks
 """
 
 from __future__ import annotations

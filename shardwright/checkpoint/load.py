@@ -2,7 +2,7 @@
 
     folders, manifest, a share of all bytes ── agree ── names, shapes ── agree ── settings, random state, … ── slices
 
-Each rank finds the folders that it sees (`folders_of_ranks`), checks the manifest and its share of the bytes, then
+Each rank finds the folders that it sees (`stored_checkpoint`), checks the manifest and its share of the bytes, then
 names and shapes. It restores settings and random state, and reads its slices. Nothing is changed before all ranks have
 found everything sound.
 
@@ -26,12 +26,20 @@ from ..errors import CheckpointError, shown
 from ..json_files.json_values import dtype_name, dtype_named
 from ..launch.progress import each, phase
 from ..runtime.deferred_init import filled_later
-from ..runtime.distributed.coordination import ProcessRanks, SingleRank, ranks_of_now
-from .checkpointed_model import CheckpointedModel, TensorPlacement, restore_generators, state_names
-from .folders_of_ranks import SeenCheckpoint, fetch, seen_by_all
+from ..runtime.distributed.rank_messages import ProcessRanks, SingleRank, ranks_of_now
+from .run_state import (
+    STATE,
+    CheckpointedModel,
+    TensorPlacement,
+    check_generators,
+    check_settings,
+    read_state,
+    restore_generators,
+    state_names,
+    value_of,
+)
 from .save import several, wait_for_last
-from .state_file import STATE, check_generators, check_settings, read_state, value_of
-from .tensor_reader import StoredTensors
+from .stored_checkpoint import SeenCheckpoint, StoredTensors, fetch, seen_by_all
 
 __all__ = ["LoadPlan", "Restored", "load_checkpoint"]
 

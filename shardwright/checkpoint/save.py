@@ -35,16 +35,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..accelerator_api import current_stream, event, host_memory, is_accelerator, side_stream, within
+from ..accelerators import current_stream, event, host_memory, is_accelerator, side_stream, within
 from ..errors import CheckpointError
 from ..json_files.json_values import encode
 from ..launch.progress import Work
-from ..runtime.distributed.coordination import ranks_of_now
+from ..runtime.distributed.rank_messages import ranks_of_now
 from ..runtime.optimizer_guard import before_next_step, says_when_it_steps
 from ..torch_private import version_of
 from . import checkpoint_folders as folders
-from .checkpointed_model import CheckpointedModel, LocalTensor, generators, optimizer_state, state_names
 from .manifest import new_id
+from .run_state import CheckpointedModel, LocalTensor, generators, optimizer_state, state_names
 from .tensor_files import WrittenBox, described_here, written_here
 from .writer import CONFIG, SaveJob, located
 

@@ -20,8 +20,8 @@ from ..errors import CheckpointError
 from ..json_files.json_values import dtype_named
 from ..layout import Layout
 from ..planfile.parameter_file import ParameterStrategies, TensorStorage
-from .checkpointed_model import Box, LocalTensor, TensorPlacement
 from .manifest import TensorEntry
+from .run_state import Box, LocalTensor, TensorPlacement
 from .tensor_files import written_here
 
 __all__ = ["TargetPlacement", "boxes_of", "one_device", "placed", "strategy_name"]

@@ -4,7 +4,7 @@
    smaller ones go to the holders in turn, the largest first. A rank derives its boxes from the tensors it holds:
    nothing is communicated.
 
-2. Joining of short runs of a file into long ones is in `box_joining`.
+2. Joining of short runs of a file into long ones is in `writer`.
 
 3. The safetensors format (`laid_out`, `header_of`). A file is 8 bytes with the length n of the header (little
    endian), n bytes of JSON, then the tensors, row-major and without gaps. The header has the dtype, the shape and the
@@ -60,8 +60,8 @@ from torch.utils.serialization import config
 from ..errors import CheckpointError, shown
 from ..json_files.json_reader import kind_of, parse
 from ..json_files.json_values import dtype_named, is_shape
-from .checkpointed_model import LocalTensor
 from .manifest import ID_KEY, Piece, TensorEntry, element_size, trailer, write_file
+from .run_state import LocalTensor
 
 __all__ = [
     "METADATA",

@@ -35,18 +35,17 @@ from ..planfile.parameter_file import ParameterStrategies, TensorStorage
 from ..process import rank as this_rank
 from ..report.format import size_text
 from ..runtime.deferred_init import substitute
-from ..runtime.distributed.coordination import SingleRank
+from ..runtime.distributed.rank_messages import SingleRank
 from ..sharded_plan import ParameterPlan
 from . import manifest
-from .checkpoint_folders import absent, folder_of, folder_of_files, name_of, steps_in
-from .checkpointed_model import Box, CheckpointedModel, generators, restore_generators
+from .checkpoint_folders import absent, folder_of, folder_of_files, name_of, sealed, steps_in
 from .load import load_checkpoint
 from .manifest import MANIFEST, TensorEntry, check_all, new_id, sync_folder, write_file
-from .state_file import STATE, read_state, state_text
+from .run_state import STATE, Box, CheckpointedModel, generators, read_state, restore_generators, state_text
+from .stored_checkpoint import StoredTensors, is_hugging_face
 from .target_placement import boxes_of, one_device, placed, strategy_name
 from .tensor_files import METADATA, DcpItem, PartFile, WholeFiles, entries_of, write_metadata
-from .tensor_reader import StoredTensors, is_hugging_face
-from .writer import CONFIG, PLAN, sealed
+from .writer import CONFIG, PLAN
 
 __all__ = [
     "Box",

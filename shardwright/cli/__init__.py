@@ -2,15 +2,12 @@
 
     main                 the parser of the whole command line; completion
     plan_command         plan, plan diff, explain, report, simulate, verify
-    rehearsal_command    rehearse, compare-trace
-    calibrate_command    calibrate
+    measuring_commands   calibrate, rehearse, compare-trace
     checkpoint_command   checkpoint info, verify, merge, transform
     doctor_command       doctor
-    command_line         what commands share: the parser with its examples, --json, --import
+    command_line         what commands share: the parser with its examples, --json, --import; the target of a command
     forked_ranks         forked processes with a time limit, two of them as ranks, for doctor
     library_imports      optional libraries imported, each in a process of its own, for doctor
-    checkpoint_tables    a checkpoint in a terminal
-    script               the target of a command: a training script, or a function
 
 ``shardwright run`` is `launch.run`, which needs no torch.
 """

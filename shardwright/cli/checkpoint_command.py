@@ -1,6 +1,6 @@
 """``shardwright checkpoint``: inspect a checkpoint, verify it, merge it, or cut it for other devices.
 
-1. ``info`` prints a checkpoint: its step, its files, its tensors and their layouts (`checkpoint_tables`).
+1. ``info`` prints a checkpoint: its step, its files, its tensors and their layouts; with ``--json`` as JSON.
 2. ``verify`` reads every byte and reports damaged files.
 3. ``merge`` writes whole tensors; ``transform`` writes the shards of another plan.
 
@@ -10,15 +10,26 @@ The command is one process, without a process group or devices. Its memory never
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import ShardwrightError
-from .command_line import add_import_option, add_json_option, add_quiet_option, failed, print_json, refused
-from .script import Nothing, import_modules
+from .command_line import (
+    Nothing,
+    add_import_option,
+    add_json_option,
+    add_quiet_option,
+    failed,
+    import_modules,
+    print_json,
+    refused,
+)
 
-__all__ = ["add_checkpoint_parser", "info", "merge", "transform", "verify"]
+if TYPE_CHECKING:
+    from ..checkpoint.stored_checkpoint import StoredTensors
+
+__all__ = ["add_checkpoint_parser", "encoded", "info", "merge", "show", "transform", "verify"]
 
 #: Exit codes. FAILED of ``verify``: the checkpoint is damaged. WRONG of every command: there is no checkpoint.
 DONE, FAILED, WRONG = 0, 1, 2
@@ -117,7 +128,6 @@ def add_checkpoint_parser(subparsers: argparse._SubParsersAction[argparse.Argume
 def info(arguments: argparse.Namespace) -> int:
     """Print a checkpoint and return the exit code."""
     from ..checkpoint.transform import opened  # noqa: PLC0415  needed only by this command
-    from .checkpoint_tables import encoded, show  # noqa: PLC0415  needed only by this command
 
     try:
         with opened(arguments.path, arguments.step) as stored:
@@ -128,6 +138,90 @@ def info(arguments: argparse.Namespace) -> int:
     except ShardwrightError as error:
         return failed("checkpoint info", error, WRONG)
     return DONE
+
+
+def encoded(stored: StoredTensors) -> dict[str, Any]:
+    """A checkpoint as JSON: the contents of its manifest, and the bytes of each tensor."""
+    made = stored.manifest
+    tensors: dict[str, dict[str, Any]] = {
+        name: {"shape": list(e.shape), "dtype": e.dtype, "layout": e.layout, "bytes": e.bytes}
+        for name, e in stored.entries.items()
+    }
+    head: dict[str, object] = {"path": str(stored.folder), "kind": "Hugging Face"}
+    if made is not None:
+        head |= {
+            "kind": made.kind,
+            "step": made.step,
+            "id": made.id,
+            "model": made.model,
+            "plan": made.plan,
+            "world": made.world,
+            "files": {name: file.bytes for name, file in made.files.items()},
+        }
+        if made.places:
+            head["places"] = {place: list(names) for place, names in made.places.items()}
+    return head | {"bytes": sum(t["bytes"] for t in tensors.values()), "tensors": tensors}
+
+
+def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None = None) -> None:
+    """Print a checkpoint: its kind and origin, and a table of its tensors. Equal tensors of equal layers share one
+    line, and tensors of the optimizer one for each key; the bytes are those of all of them.
+
+    Args:
+        stored: the checkpoint.
+        file: the file to print to; None: standard output.
+        width: the width of the text, in characters; None: the terminal's, or 100 where there is none.
+    """
+    from ..report.console_tables import console_of, saying, show as show_table, table  # noqa: PLC0415  imports rich
+    from ..report.format import size_text  # noqa: PLC0415  imports torch
+    from ..report.table_elements import folded_parameters  # noqa: PLC0415  imports torch
+
+    info = encoded(stored)
+    console = console_of(file, width)
+    say = saying(console, width)
+    head = f"{info['path']}: {info['kind']}"
+    if stored.manifest is not None:
+        head = (
+            f"{info['path']}: step {info['step']}, {info['kind']}, saved by {info['world']} "
+            f"rank{'s' * (info['world'] != 1)}"
+        )
+        ids = f"model {info['model']}, plan {info['plan'] or 'none'}, save {info['id']}"
+        head += f"\n{ids}\n{len(info['files'])} files, {size_text(sum(info['files'].values()))}"
+        for place, names in info.get("places", {}).items():
+            head += f"\n{len(names)} of them written to {place}"
+    for line in head.splitlines():
+        say(line)
+    shown = table("tensor", "shape", "dtype", "cut", "times", "bytes", right=("times", "bytes"))
+    states: dict[str, list[int]] = {}
+    cells: dict[str, tuple[str, str, str, int]] = {}
+    for name, tensor in info["tensors"].items():
+        if name.startswith("optimizer."):
+            states.setdefault(name.rpartition(".")[2], []).append(tensor["bytes"])
+            continue
+        shape = "x".join(map(str, tensor["shape"])) or "scalar"
+        cells[name] = shape, tensor["dtype"], cut(tensor), tensor["bytes"]
+    for text, names in folded_parameters(cells):
+        *texts, each = cells[names[0]]
+        shown.add_row(text, *texts, str(len(names)), size_text(each * len(names)))
+    for key, sizes in states.items():
+        shown.add_row(f"optimizer.*.{key}", "", "", "", str(len(sizes)), size_text(sum(sizes)))
+    shown.add_row("together", "", "", "", str(len(info["tensors"])), size_text(info["bytes"]), style="bold")
+    show_table(console, shown)
+
+
+def cut(tensor: Mapping[str, Any]) -> str:
+    """The cuts of a stored tensor: ``2x4 of 8``, with the first rank where that is not rank 0."""
+    from ..planfile.encoding import read_layout  # noqa: PLC0415  imports torch
+
+    layout = tensor["layout"]
+    if layout is None:
+        return ""
+    try:
+        cuts = read_layout(layout["layout"], layout["devices"], tensor["shape"], True).cuts
+    except (ShardwrightError, KeyError, TypeError):
+        return "?"
+    text = f"{'x'.join(map(str, cuts)) or 'whole'} of {layout['devices']}"
+    return text + (f" from rank {layout['first']}" if layout.get("first") else "")
 
 
 def verify(arguments: argparse.Namespace) -> int:

@@ -383,14 +383,14 @@ def seen_accelerators() -> list[dict[str, object]]:
     """Name and memory of each accelerator that torch sees; touches them all."""
     import torch  # noqa: PLC0415  takes seconds
 
-    from ..accelerator_api import module_of, total_memory  # noqa: PLC0415  imports torch
-    from ..launch.device_choice import accelerators  # noqa: PLC0415  imports torch
+    from ..accelerators import module_of, total_memory  # noqa: PLC0415  imports torch
+    from ..launch.device_choice import accelerator_count  # noqa: PLC0415  imports torch
 
-    kind = torch.accelerator.current_accelerator() if accelerators() else None
+    kind = torch.accelerator.current_accelerator() if accelerator_count() else None
     if kind is None:
         return []
     rows = []
-    for index in range(accelerators()):
+    for index in range(accelerator_count()):
         device = torch.device(kind.type, index)
         module = module_of(device)
         name, free = getattr(module, "get_device_name", None), getattr(module, "mem_get_info", None)
@@ -407,7 +407,7 @@ def seen_accelerators() -> list[dict[str, object]]:
 
 def taken_device() -> str:
     """The device that a process with this environment would take."""
-    from ..launch.device_choice import accelerators, device_of_rank  # noqa: PLC0415  imports torch
+    from ..launch.device_choice import accelerator_count, device_of_rank  # noqa: PLC0415  imports torch
 
     try:
         place = find(os.environ)
@@ -415,7 +415,7 @@ def taken_device() -> str:
         return "none: see the launcher's variables below"
     if place is not None:
         return str(device_of_rank(place))
-    seen = accelerators()
+    seen = accelerator_count()
     return "the device of its model" + (f", the CPU or one of {seen} accelerators" if seen else ", the CPU")
 
 
@@ -500,10 +500,10 @@ def default_backend() -> tuple[str, int]:
     import torch  # noqa: PLC0415  takes seconds
     import torch.distributed as dist  # noqa: PLC0415  takes seconds
 
-    from ..launch.device_choice import accelerators  # noqa: PLC0415  imports torch
+    from ..launch.device_choice import accelerator_count  # noqa: PLC0415  imports torch
 
-    kind = torch.accelerator.current_accelerator() if accelerators() else None
-    return ("gloo", 0) if kind is None else (dist.get_default_backend_for_device(kind), accelerators())
+    kind = torch.accelerator.current_accelerator() if accelerator_count() else None
+    return ("gloo", 0) if kind is None else (dist.get_default_backend_for_device(kind), accelerator_count())
 
 
 def interfaces() -> list[str]:

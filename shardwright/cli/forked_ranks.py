@@ -137,7 +137,7 @@ def played(backend: str, interface: str, rank: int, port: int, limit: float) -> 
     import torch  # noqa: PLC0415  takes seconds
     import torch.distributed as dist  # noqa: PLC0415  takes seconds
 
-    from ..accelerator_api import is_accelerator  # noqa: PLC0415  imports torch
+    from ..accelerators import is_accelerator  # noqa: PLC0415  imports torch
     from ..launch.device_choice import device_of_rank  # noqa: PLC0415  imports torch
     from ..launch.rendezvous import meet  # noqa: PLC0415  imports torch.distributed
 

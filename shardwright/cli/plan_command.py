@@ -25,8 +25,22 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, ShardwrightError
 from ..launch.progress import keeper, showing
-from .command_line import Parser, add_import_option, add_json_option, add_quiet_option, failed, print_json, refused, say
-from .script import Nothing, arguments_of, first_call, import_modules, positive, without_weights
+from .command_line import (
+    Nothing,
+    Parser,
+    add_import_option,
+    add_json_option,
+    add_quiet_option,
+    arguments_of,
+    failed,
+    first_call,
+    import_modules,
+    positive,
+    print_json,
+    refused,
+    say,
+    without_weights,
+)
 
 if TYPE_CHECKING:
     from ..parallel.auto_parallel import AutoParallel
@@ -318,7 +332,7 @@ def plan_call(
     keywords = model.settings.keywords() | loss | settings
     devices = devices or current().devices
     if devices is None:
-        from ..planners.implied_inputs import devices_of_call  # noqa: PLC0415  imports torch
+        from ..planners.planning_problem import devices_of_call  # noqa: PLC0415  imports torch
 
         devices = devices_of_call(model.net, model.loss_fn, args, kwargs)
     if keywords["parallel_mode"] == "stand_alone":
@@ -475,7 +489,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     from ..planning import Plan  # noqa: PLC0415  imports torch; registers how plans are read
     from ..report.operator_names import OperatorNames  # noqa: PLC0415  imports torch
     from ..report.plan_figures import ranks_of_groups, step_figures  # noqa: PLC0415  imports torch
-    from ..report.table_parts import beside_lines  # noqa: PLC0415  imports torch
+    from ..report.table_elements import beside_lines  # noqa: PLC0415  imports torch
     from ..report.timeline import headline, picture, simulated, trace  # noqa: PLC0415  imports torch
 
     if arguments.picture is not None and not arguments.picture.lower().endswith(".svg"):
@@ -484,38 +498,30 @@ def simulate(arguments: argparse.Namespace) -> int:
         import_modules(arguments.imports)
         plan = Plan.load(arguments.plan)
         simulation = timeline_of(plan)
-        made = simulation.schedule
         plans = [plan] if isinstance(plan, Plan) else [stage.plan for stage in plan.stages]
-        ranks, paths = ranks_of_groups(plan, made), OperatorNames(plan)
+        ranks, paths = ranks_of_groups(plan, simulation.schedule), OperatorNames(plan)
         if isinstance(plan, Plan):
             lines = list(beside_lines(plan))
             beside = {"messages beside computation": paths.in_time(plan.in_time)}
         else:
             lines = [f"with messages beside computation, as on a library: {headline(timeline_of(plan, beside=True))}"]
-            beside = {
-                f"messages beside computation, stage {stage.number}, one micro-batch and what is sent once a step": (
-                    paths.in_time(stage.plan.stage_in_time_once)
-                )
-                for stage in plan.stages
-            }
+            within_stage = "messages beside computation, stage {}, one micro-batch and what is sent once a step"
+            beside = {within_stage.format(s.number): paths.in_time(s.plan.stage_in_time_once) for s in plan.stages}
         if arguments.json:
             print_json(step_figures(plan))
         else:
             simulated(simulation, ranks, Cluster.of(plan.cluster, plan.devices).memory, beside=lines)
         names = [f"ranks {each[0]}-{each[-1]}" if len(each) > 1 else f"rank {each[0]}" for each in ranks]
         if arguments.trace is not None:
-            within = {
-                stage: [m._replace(operator=paths.path(m.operator)) for m in moments(each)]
-                for stage, each in enumerate(plans)
-            }
-            if sum(map(len, within.values())) * made.micro_batches > OPERATORS:
+            operators = lambda of: [m._replace(operator=paths.path(m.operator)) for m in moments(of)]
+            within = {stage: operators(each) for stage, each in enumerate(plans)}
+            if sum(map(len, within.values())) * simulation.schedule.micro_batches > OPERATORS:
                 within = {}
                 print("the trace is without operators, which would be too many", file=sys.stderr)
             text = json.dumps(trace(simulation, names, operators=within, beside=beside if within else None))
             write_text(arguments.trace, text, SettingError, "the trace")
         if arguments.picture is not None:
-            shown = beside["messages beside computation"] if isinstance(plan, Plan) else None
-            drawn = picture(simulation, names, beside=shown)
+            drawn = picture(simulation, names, beside=beside.get("messages beside computation"))
             write_text(arguments.picture, drawn, SettingError, "the picture")
     except Nothing as error:
         return refused(arguments, error)

@@ -3,7 +3,7 @@
 1. Weights that are gathered for their use (`role` "gather"). The gathers of one block of the model over the same ranks
    are one message. It is issued when the block in front of it begins to use its weights, and each weight is taken where
    it is used. Weights that the backward gathers again: likewise, in the order of the backward.
-2. Gradients that are summed over the replicas of their parameter ("sum"): in buckets (`partition.gradient_fusion`),
+2. Gradients that are summed over the replicas of their parameter ("sum"): in buckets (`cost.communication_schedule`),
    issued with their last gradient, waited for at the end.
 3. Gradients that are scattered to the ranks which store parts ("scatter"): those of one block, dtype and set of ranks
    are one message, issued with the last of them, waited for at the end. Where the parts are then summed over further
@@ -42,7 +42,6 @@ import numpy as np
 import torch
 
 from ..layout import Digits, digits_size
-from ..partition.gradient_fusion import Fusion
 from ..partition.local_program import GlobalExtreme, Instruction, LocalOp, LocalProgram, Redistribute, made_by, reads
 from ..partition.rematerialization import BackwardStep, RecomputedInstruction, Regather, hands_on
 from ..redistribution import CollectiveKind, Redistribution
@@ -51,6 +50,7 @@ from .communication_schedule import (
     PLAIN,
     Bucket,
     CommunicationSchedule,
+    Fusion,
     Member,
     ScheduledMessage,
     block_of,

@@ -1,8 +1,18 @@
-"""The schedule of communication: where each collective of a program is issued, and where it is waited for.
+"""The communication of a plan: its collectives as records, the gradients that are summed together, and the schedule,
+which says where each collective is issued and where it is waited for.
 
-A program is static, so its messages can begin early and be waited for late. One pass over the instructions
-(`communication_pass`) decides both, once. The runtime, the dumps, the prices in time and `shardwright simulate` read
-the result, which is this value.
+1. The collectives of an instruction (`forward_collectives`, `backward_collectives`), one record each:
+
+       instruction -> (Collective, the digits of its group)
+
+   Example: the backward of a gather of a weight that is stored in 4 parts is a reduce-scatter of phase "gradient".
+
+2. Gradient fusion (`Fusion`): a sum of many small gradients is sent as one bucket. Example: 8 layers of 1024 x 1024 in
+   float32 have 32 MiB of gradients, which are two buckets of 16 MiB (`AUTO`).
+
+3. The schedule (`CommunicationSchedule`). A program is static, so its messages can begin early and be waited for late.
+   One pass over the instructions (`communication_pass`) decides both, once. The runtime, the dumps, the prices in time
+   and `shardwright simulate` read the result, which is this value.
 
     moments      the instructions of the forward in order, then the steps of the backward (`Plan.backward`) in order,
                  as in `memory_timeline`; the end of the step is one further moment
@@ -15,18 +25,18 @@ the result, which is this value.
     follow          the same, summed over further replicas        after the scatter         at the end
     redistribution  one, of any other value                       as its input comes        at its first use
 
-A scatter that a sum over further replicas follows (parameters in parts over the devices of a host, replicated over
-hosts) is waited for before the next scatter is issued.
+   A scatter that a sum over further replicas follows (parameters in parts over the devices of a host, replicated over
+   hosts) is waited for before the next scatter is issued.
 
-In a stage of a pipeline the moments are those of one micro-batch, and some messages are sent once a step:
+   In a stage of a pipeline the moments are those of one micro-batch, and some messages are sent once a step:
 
-    gathers of weights that micro-batches share       issued in front of the first forward, waited for in it
-    sums, and scatters of what micro-batches          issued in the last backward, with the last gradient; waited for at
-    have accumulated                                  the end of the step
-    scatters of a micro-batch (optimizer level 2, 3)  in each backward; the last ones may still be under way until the
-                                                      stage's next backward scatters (`carried`)
+       gathers of weights that micro-batches share       issued in front of the first forward, waited for in it
+       sums, and scatters of what micro-batches          issued in the last backward, with the last gradient; waited
+       have accumulated                                  for at the end of the step
+       scatters of a micro-batch (optimizer level 2, 3)  in each backward; the last ones may still be under way until
+                                                         the stage's next backward scatters (`carried`)
 
-Example: blocks A and B under optimizer level 3, moments 0 to 3 the forward, 4 to 9 the backward:
+   Example: blocks A and B under optimizer level 3, moments 0 to 3 the forward, 4 to 9 the backward:
 
     0 A.w    1 A    2 B.w    3 B    |    4 B.w    5 B    6 B.w's gradient    7 A.w    8 A    9 A.w's gradient
     gather of A.w: issue 0, wait 0       of B.w: issue 0, wait 2      again B.w: issue 4, wait 4    A.w: issue 4, wait 7
@@ -36,16 +46,18 @@ Example: blocks A and B under optimizer level 3, moments 0 to 3 the forward, 4 t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
+from ..errors import SettingError
+from ..graph import Value
 from ..layout import Digits, digits_size
-from ..partition.gradient_fusion import Due, Fusion
 from ..partition.local_program import (
     GlobalExtreme,
     Instruction,
@@ -63,15 +75,286 @@ from .memory_timeline import Allocation
 __all__ = [
     "PLAIN",
     "Bucket",
+    "Collective",
     "CommunicationSchedule",
+    "Due",
+    "Fusion",
     "Member",
     "ScheduledMessage",
+    "backward_collectives",
     "block_of",
     "buckets_of",
+    "forward_collectives",
+    "fusion_of",
     "moved_bytes",
     "own_redistribution",
+    "redistribution_collectives",
     "scattered_over",
 ]
+
+# -- collectives, as records
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective in which a rank takes part.
+
+    Attributes:
+        op: the kind; its word is "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "halo_exchange" or
+            "halo_reduce", or "send" or "recv" in a pipeline.
+        ranks: its group, ascending.
+        shape: of the rank's own input to it.
+        bytes: of that input; of an exchange of halos, those of its elements that the rank sends.
+        sent: bytes that the rank must send, `CollectiveKind.sent`: 2(n−1)/n of the input for an all-reduce, (n−1)/n
+            for a reduce-scatter and an all-to-all, n−1 times the input for an all-gather. The most over ranks.
+        phase: "forward", "backward", "gradient" (a parameter's), or "storage" (from a parameter's storage to its use).
+        cause: "operator", "conversion" or "parameter".
+        operator: the operator that causes it.
+        again: True in the backward, for a tensor not saved from the forward: a weight gathered again, or a
+            recomputation.
+    """
+
+    op: CollectiveKind
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    bytes: int
+    sent: int
+    phase: str
+    cause: str
+    operator: str
+    again: bool = False
+
+
+def redistribution_collectives(
+    steps: Redistribution,
+    shape: tuple[int, ...],
+    value: Value,
+    phase: str,
+    cause: str,
+    operator: str,
+    producer: str = "",
+) -> Iterator[tuple[Collective, Digits]]:
+    """Yield the collectives of one redistribution of a value whose local shape is `shape` at its start.
+
+    A step that completes a partial sum is caused, in the forward, by the producer of the sum.
+    """
+    for step in steps.steps:
+        if step.communicates:
+            numel = 1
+            for size in shape:
+                numel *= size
+            nbytes = numel * value.dtype.itemsize
+            completes = step.reduces and cause != "parameter"
+            yield (
+                Collective(
+                    step.kind,
+                    (),
+                    shape,
+                    nbytes if step.halo is None else step.sent(nbytes),
+                    step.sent(nbytes),
+                    phase,
+                    "operator" if completes else "redistribution" if cause == "operator" else cause,
+                    producer if completes and producer else operator,
+                ),
+                step.digits,
+            )
+        shape = step.local_shape_after(shape)
+
+
+def forward_collectives(instruction: Instruction) -> Iterator[tuple[Collective, Digits]]:
+    """Yield the collectives of an instruction in the forward."""
+    if not isinstance(instruction, LocalOp):
+        source = instruction.source
+        cause = "operator" if isinstance(instruction, GlobalExtreme) else instruction.cause
+        phase = "storage" if cause == "parameter" else "forward"
+        yield from redistribution_collectives(
+            instruction.forward,
+            source.local_shape,
+            instruction.target.value,
+            phase,
+            cause,
+            instruction.operator,
+            getattr(instruction, "producer", ""),
+        )
+
+
+def backward_collectives(instruction: BackwardStep) -> Iterator[tuple[Collective, Digits]]:
+    """Yield the collectives of an instruction in the backward."""
+    if isinstance(instruction, RecomputedInstruction):
+        for collective, digits in forward_collectives(instruction.instruction):
+            phase = "backward" if collective.phase == "forward" else collective.phase
+            yield replace(collective, phase=phase, again=True), digits
+        return
+    if isinstance(instruction, Regather):
+        move = instruction.move
+        for collective, digits in redistribution_collectives(
+            move.forward, move.source.local_shape, move.target.value, "storage", "parameter", instruction.operator
+        ):
+            yield replace(collective, again=True), digits
+    elif isinstance(instruction, Redistribute) and instruction.backward is not None:
+        target = instruction.target
+        phase = "gradient" if instruction.cause == "parameter" else "backward"
+        yield from redistribution_collectives(
+            instruction.backward, target.local_shape, instruction.back, phase, instruction.cause, instruction.operator
+        )
+    elif isinstance(instruction, GlobalExtreme) and instruction.backward is not None:
+        yield from redistribution_collectives(
+            instruction.forward,
+            instruction.source.local_shape,
+            instruction.source.value,
+            "backward",
+            "operator",
+            instruction.operator,
+        )
+
+
+# -- gradient fusion
+
+
+# Bytes of a bucket in automatic mode: the fastest of 0.25 to 64 MiB for four and eight Gloo processes, and within 5 %
+# of the fastest for two (measured: benchmarks/README.md).
+AUTO = 16 << 20
+
+
+# Bytes, times the number of ranks that sum: a bucket is full at this size, even below `AUTO`, and a gradient of this
+# size travels by itself. The pieces that ranks send one another are then long enough, and a copy into a bucket takes
+# longer than another start of a collective (`RING` in `collectives`). With half of it, steps took 12 % longer. A
+# bucket is in memory three times: its gradients, the concatenation, and the receive buffer.
+PIECE = 2 << 20
+
+
+# The same on a library such as NCCL, whatever the number of ranks: DistributedDataParallel's default. Assumed: four
+# times as much where ranks of several hosts sum, since a start takes longer through the network.
+LIBRARY, HOSTS = 25 << 20, 100 << 20
+
+
+LEGAL = (
+    '{"mode": "auto"}, {"mode": "size", "config": 25} (MB a bucket), or {"mode": "index", "config": [10, 20]} '
+    "(parameters before which a new bucket begins)"
+)
+
+
+@dataclass(frozen=True)
+class Due:
+    """A gradient that is to be summed.
+
+    Attributes:
+        name: of the parameter.
+        nbytes: of the gradient on one rank.
+        kind: gradients travel together only with those of equal kind (ranks, dtype).
+        index: of the parameter among the trained ones, in the model's order.
+        ranks: the number of ranks over which it is summed.
+        hosts: True where these ranks are on several hosts.
+    """
+
+    name: str
+    nbytes: int
+    kind: Hashable
+    index: int
+    ranks: int
+    hosts: bool = False
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """The division of gradients into buckets.
+
+    Attributes:
+        limit: bytes at which a bucket is full, and from which a gradient travels by itself; 0: every gradient by
+            itself; None: on a library `LIBRARY`, over several hosts `HOSTS`; on Gloo `AUTO`, and at most `PIECE` for
+            each rank.
+        ends: in place of `limit`, indices of parameters before which a new bucket begins.
+    """
+
+    limit: int | None = None
+    ends: tuple[int, ...] | None = None
+
+    def check(self, trained: int) -> None:
+        """Check that the indices refer to parameters of the model.
+
+        Args:
+            trained: the number of trained parameters.
+
+        Raises:
+            SettingError: an index is not below `trained`.
+        """
+        if self.ends is not None and self.ends[-1] >= trained:
+            raise SettingError(
+                f"comm_fusion: the index {self.ends[-1]}, but the model trains {trained} parameters",
+                strategy=list(self.ends),
+                legal=f"indices from 1 to {trained - 1}",
+            )
+
+    def buckets(self, gradients: Sequence[Due], library: bool = False) -> tuple[tuple[str, ...], ...]:
+        """The names of the gradients of each bucket, in the order in which buckets are filled.
+
+        Args:
+            gradients: in the order in which they come.
+            library: True where a library such as NCCL sums them, False on Gloo.
+        """
+        if self.ends is not None:
+            parts: dict[tuple[int, Hashable], list[str]] = {}
+            last: dict[tuple[int, Hashable], int] = {}
+            for place, due in enumerate(gradients):
+                key = (bisect_right(self.ends, due.index), due.kind)
+                parts.setdefault(key, []).append(due.name)
+                last[key] = place
+            return tuple(tuple(parts[key]) for key in sorted(parts, key=last.__getitem__))
+        full: list[tuple[str, ...]] = []
+        open_: dict[Hashable, list[Due]] = {}
+        for due in gradients:
+            most, pieces = AUTO, due.ranks * PIECE
+            if library:
+                most = pieces = HOSTS if due.hosts else LIBRARY
+            limit = min(most, pieces) if self.limit is None else self.limit
+            if due.nbytes >= min(limit, pieces):  # by itself: in a bucket it would be in memory twice
+                full.append((due.name,))
+                continue
+            bucket = open_.setdefault(due.kind, [])
+            bucket.append(due)
+            if sum(d.nbytes for d in bucket) >= limit:
+                full.append(tuple(d.name for d in open_.pop(due.kind)))
+        return (*full, *(tuple(d.name for d in bucket) for bucket in open_.values()))
+
+
+def fusion_of(setting: object) -> Fusion:
+    """The `Fusion` of a user's ``comm_fusion(allreduce=…)``.
+
+    Args:
+        setting: "auto", a number of MB, a list of indices, or ``{"mode": …, "config": …}``.
+
+    Raises:
+        SettingError: `setting` is none of these.
+    """
+    if isinstance(setting, dict):
+        if "mode" not in setting or set(setting) - {"mode", "config"}:
+            raise SettingError(f"comm_fusion: {setting!r} must have a mode, and may have a config", legal=LEGAL)
+        mode, config = setting["mode"], setting.get("config")
+    else:
+        mode = setting if isinstance(setting, str) else "index" if isinstance(setting, (list, tuple)) else "size"
+        config = None if isinstance(setting, str) else setting
+    if mode == "auto":
+        if config is not None:
+            raise SettingError(f'comm_fusion: the mode "auto" takes no config, not {config!r}', legal=LEGAL)
+        return Fusion()
+    if mode == "size":
+        if isinstance(config, bool) or not isinstance(config, (int, float)) or not 0 < config < math.inf:
+            raise SettingError(f"comm_fusion: a bucket of {config!r} MB", legal="a number above 0")
+        return Fusion(limit=int(config * (1 << 20)))
+    if mode == "index":
+        ends = config if isinstance(config, (list, tuple)) else ()
+        whole = bool(ends) and all(isinstance(i, int) and not isinstance(i, bool) for i in ends)
+        if not whole or ends[0] < 1 or any(a >= b for a, b in zip(ends, ends[1:])):
+            raise SettingError(
+                f"comm_fusion: the indices {config!r}",
+                legal="a list of whole numbers of at least 1, each above the one before",
+            )
+        return Fusion(ends=tuple(ends))
+    raise SettingError(f"comm_fusion: unknown mode {mode!r}", legal=LEGAL)
+
+
+# -- the schedule
+
 
 #: The dtypes that every library moves and sums. Messages in other dtypes are converted on the way, and travel alone.
 PLAIN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})

@@ -2,7 +2,7 @@
 
     operator        = max(flops / peak of its dtype, bytes / memory bandwidth) + overhead · launches; 0 for a view
     launches        = 1 in the forward, one for each input's gradient in the backward
-    redistribution  = Σ over its steps of the time of a collective (see `primitives`); a slice costs nothing
+    redistribution  = Σ over its steps of the time of a collective (see `primitive_costs`); a slice costs nothing
     gradient sum    = bytes / bucket · the time of an all-reduce of a bucket: small gradients share buckets
     forward         = Σ over instructions
     backward        = Σ over instructions that a gradient reaches, plus gathered weights and recomputed instructions
@@ -42,7 +42,6 @@ from ..cluster import Cluster
 from ..errors import SettingError
 from ..graph import Op, Value
 from ..layout import Digits, Layout, digits_size, merge
-from ..partition.gradient_fusion import AUTO, PIECE
 from ..partition.local_program import (
     GlobalExtreme,
     Instruction,
@@ -54,9 +53,10 @@ from ..partition.local_program import (
     refs_of,
 )
 from ..partition.parameter_sharding import OptimizerParallel
-from ..partition.rematerialization import BackwardStep, RecomputedInstruction, Regather, Region
+from ..partition.rematerialization import BackwardStep, RecomputedInstruction, Regather
 from ..redistribution import CollectiveKind, Redistribution, RedistributionStep
-from .communication_schedule import CommunicationSchedule, ScheduledMessage, own_redistribution
+from .communication_schedule import AUTO, PIECE, CommunicationSchedule, ScheduledMessage, own_redistribution
+from .memory_timeline import WalkedPlan
 from .primitive_costs import Line, OperatorWork, collective_lines, links_of, signature, work_of
 
 __all__ = ["CostModel", "Price", "PricedCollective", "SentStep", "StepInTime", "StreamSpan", "instances"]
@@ -64,15 +64,9 @@ __all__ = ["CostModel", "Price", "PricedCollective", "SentStep", "StepInTime", "
 Shapes = Sequence[tuple[int, ...]]
 
 
-class PlannedStep(Protocol):
+class PlannedStep(WalkedPlan, Protocol):
     """The parts of a `Plan`, which is a layer above, that its price depends on."""
 
-    @property
-    def program(self) -> LocalProgram: ...
-    @property
-    def backward(self) -> tuple[BackwardStep, ...]: ...
-    @property
-    def regions(self) -> tuple[Region, ...]: ...
     @property
     def hsdp(self) -> OptimizerParallel | None: ...
     @property

@@ -52,6 +52,7 @@ __all__ = [
     "HeldOptimizer",
     "MemoryTimeline",
     "OptimizerSetting",
+    "WalkedPlan",
     "held_optimizer",
     "optimizer_bytes",
     "optimizer_text",

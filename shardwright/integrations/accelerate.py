@@ -20,7 +20,7 @@ from torch import nn
 from ..errors import SettingError
 from ..parallel.auto_parallel import AutoParallel
 from ..torch_private import pytree
-from .library_loops import check_feeding
+from .monitored_loop import check_feeding
 
 __all__ = ["Accelerator"]
 

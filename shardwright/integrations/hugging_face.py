@@ -25,7 +25,7 @@ from ..checkpoint.save import save_checkpoint
 from ..errors import CheckpointError, SettingError
 from ..parallel.auto_parallel import AutoParallel
 from .accelerate import Accelerator
-from .library_loops import MonitoredLoop
+from .monitored_loop import MonitoredLoop
 
 __all__ = ["Accelerator", "HuggingFaceMonitor", "Seq2SeqTrainer", "Trainer", "TrainerMixin"]
 

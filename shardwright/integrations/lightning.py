@@ -32,7 +32,7 @@ from ..errors import SettingError
 from ..parallel.auto_parallel import AutoParallel
 from ..process import init
 from ..torch_private import pytree
-from .library_loops import MonitoredLoop, check_feeding
+from .monitored_loop import MonitoredLoop, check_feeding
 
 __all__ = ["LightningMonitor", "ShardwrightStrategy"]
 

@@ -32,14 +32,14 @@ import torch.distributed as dist
 from ..errors import SettingError
 from .environment import RankInRun
 
-__all__ = ["Companions", "accelerators", "asked_device", "cpu_remark", "device_of_group", "device_of_rank"]
+__all__ = ["Companions", "accelerator_count", "asked_device", "cpu_remark", "device_of_group", "device_of_rank"]
 
 CPU = torch.device("cpu")
 #: The longest time that the process of rank 0 stays for ranks that still read an error from its store.
 LEAVE = timedelta(seconds=2)
 
 
-def accelerators() -> int:
+def accelerator_count() -> int:
     """The number of accelerators that this process sees."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
@@ -60,7 +60,7 @@ def asked_device(device: Any, setting: str = "init") -> torch.device | None:
         if made.type == "meta":
             raise SettingError(f"{setting}(device={device!r}): no values are computed there", legal='"cpu", or "cuda"')
         return CPU
-    count = accelerators()
+    count = accelerator_count()
     mine = torch.accelerator.current_accelerator() if count else None
     if mine is None or mine.type != made.type or (made.index or 0) >= count:
         devices = [f"{mine.type}:{i}" for i in range(count)] if mine is not None else []
@@ -85,7 +85,7 @@ def device_of_rank(
     Raises:
         SettingError: fewer accelerators than processes of the host; none where one is implied.
     """
-    count = accelerators()
+    count = accelerator_count()
     if (device is not None and device.type == "cpu") or (device is None and backend == "gloo"):
         return CPU
     if not count:
@@ -146,7 +146,7 @@ def device_of_group(place: RankInRun | None, device: torch.device | None = None)
     Raises:
         SettingError: the group communicates on accelerators alone, and there is none.
     """
-    count = accelerators()
+    count = accelerator_count()
     if device is not None and (device.type == "cpu" or device.index is not None):
         return device if device.type == "cpu" else _current(device.index)
     if device is None and not count and (kinds := _backends()) and "cpu" not in kinds:
@@ -176,7 +176,7 @@ def cpu_remark(device: torch.device, asked: bool) -> str | None:
     """
     if asked or device.type != "cpu":
         return None
-    count, kind = accelerators(), torch.accelerator.current_accelerator(check_available=False)
+    count, kind = accelerator_count(), torch.accelerator.current_accelerator(check_available=False)
     if kind is None:
         return None
     legal = "shardwright.init(device='cpu') says that this is meant"
@@ -307,4 +307,4 @@ def _identity(device: torch.device) -> tuple[str, bool]:
         return str(uuid), True
     index = device.index or 0
     shown = next((os.environ[name] for name in _SHOWING if os.environ.get(name)), "").split(",")
-    return (shown[index] if index < len(shown) and shown[index] else str(index)), accelerators() > 1
+    return (shown[index] if index < len(shown) and shown[index] else str(index)), accelerator_count() > 1

@@ -22,26 +22,12 @@ from ..errors import SettingError, ShardwrightError
 from .console import Progress, coordinator_log, last_lines, refusal, spelt
 from .environment import TOKEN, token_of
 from .guardian import Guardian
-from .run_settings import RunSettings, check_port, check_script
+from .run_settings import WORKER_OPTIONS, RunSettings, check_port, check_script
 
 __all__ = ["add_run_parser", "run"]
 
 # Sent by Ctrl-C, by kill and schedulers, by a closed terminal, by Ctrl-\.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-
-WORKER_OPTIONS = (
-    "worker_num",
-    "local_worker_num",
-    "master_addr",
-    "master_port",
-    "node_rank",
-    "log_dir",
-    "join",
-    "cluster_time_out",
-    "threads",
-    "max_restarts",
-    "grace_period",
-)
 
 
 def add_run_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -104,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings: RunSettings | None = None
     try:
         if arguments.devices is not None:
-            worker_options = [name for name in WORKER_OPTIONS if getattr(arguments, name) is not None]
+            worker_options = [name for name in (*WORKER_OPTIONS, "join") if getattr(arguments, name) is not None]
             if worker_options:
                 raise SettingError(
                     f"--devices runs the script in this one process; --{worker_options[0]} is for workers"

@@ -18,6 +18,20 @@ from .environment import is_loopback
 
 __all__ = ["RunSettings", "bound", "check_port"]
 
+#: The options of ``shardwright run`` that say how workers run; each is an attribute of `RunSettings`.
+WORKER_OPTIONS = (
+    "worker_num",
+    "local_worker_num",
+    "master_addr",
+    "master_port",
+    "node_rank",
+    "log_dir",
+    "cluster_time_out",
+    "threads",
+    "max_restarts",
+    "grace_period",
+)
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -128,19 +142,7 @@ class RunSettings:
 
     def command_line(self) -> list[str]:
         """The arguments of ``shardwright run`` that give these settings again."""
-        options = [
-            "worker_num",
-            "local_worker_num",
-            "master_addr",
-            "master_port",
-            "node_rank",
-            "log_dir",
-            "cluster_time_out",
-            "max_restarts",
-            "grace_period",
-        ]
-        if self.threads is not None:
-            options.append("threads")
+        options = [name for name in WORKER_OPTIONS if getattr(self, name) is not None]
         return [*(f"--{name}={getattr(self, name)}" for name in options), self.script, *self.script_args]
 
 

@@ -27,11 +27,10 @@ from torch import nn
 from .. import autocast
 from ..capture.annotations import note_planned
 from ..capture.conditions import check_layouts
-from ..capture.enclosing_modules import FunctionOfModels
 from ..capture.export import ModelAndLoss, Recording
 from ..capture.guards import HOOKS, Guards
 from ..capture.model_device import check_inputs, check_values, place_of
-from ..capture.module_hooks import has_global_hooks, hooked
+from ..capture.module_calls import FunctionOfModels, has_global_hooks, hooked
 from ..errors import SettingError, known_keywords
 from ..garbage_collection import gc_paused, roomy_stack
 from ..layout import Layout
@@ -44,7 +43,7 @@ from ..runtime.optimizer_guard import Accumulation, watch_steps
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.saved_tensors import hooks_aside
 from ..runtime.step_program import StepProgram, make_program
-from ..setting_types import (
+from ..settings import (
     ClusterSetting,
     CompileSetting,
     Limit,
@@ -54,8 +53,8 @@ from ..setting_types import (
     PrecisionSetting,
     RandomNumbers,
     RecomputePolicy,
+    Settings,
 )
-from ..settings import Settings
 from ..sharded_plan import Plan
 from ..solver.search_memory import SearchProgress
 from ..torch_private import MODULE_TABLES, hooks_of, pytree, transforms
@@ -65,8 +64,8 @@ from .kept_programs import KeptPrograms, RecaptureWarning
 from .model_copies import Followers, copied
 from .net_attributes import assigned, attribute_of_net, deleted, signed_as_net
 from .setting_methods import MODEL_KEYWORDS, ProgramSettings
-from .torch_func_calls import called_in_transform
 from .train_step import StepFunction
+from .value_and_grad import called_in_transform
 from .whole_model import WholeModel, refuse_calls_of_parts
 
 __all__ = ["AutoParallel", "RecaptureWarning", "observed"]
@@ -128,7 +127,7 @@ class AutoParallel(KeptPrograms, nn.Module):
             "fast": random operators use torch's own generators and give other numbers under each plan; replicas
             agree. An attention with dropout then keeps torch's fused kernel.
         recompute: the operators whose results are recomputed in the backward, in addition to those that
-            `shardwright.capture.kept_regions` marks: a function of an operator (its ``name``, ``kind``, ``module``,
+            `shardwright.capture.regions` marks: a function of an operator (its ``name``, ``kind``, ``module``,
             ``source``) that returns True (recompute), "save" (save the results even in a recomputed module) or None;
             or a list of the operators that are saved, all others being recomputed.
         parameter_broadcast: in processes, True: parameters and buffers begin with the values of rank 0. False: all

@@ -20,22 +20,21 @@ import torch
 
 from .. import autocast
 from ..capture.annotations import staged_modules, stored_whole, warn_of_ignored_stages
-from ..capture.enclosing_modules import FunctionOfModels
 from ..capture.export import ModelAndLoss, Recording, captures
 from ..capture.hybrid_models import check_held, check_mode, one_slice, own_parameters
-from ..capture.kept_regions import with_policy
 from ..capture.model_device import check_inputs, check_values, device_of
+from ..capture.module_calls import FunctionOfModels
+from ..capture.regions import with_policy
 from ..capture.source_lines import stack_level
 from ..errors import SettingError
 from ..graph import Graph
 from ..launch.progress import showing
 from ..ops import for_ranks
 from ..partition.hybrid_parallel import OwnPrograms, local_inputs
-from ..pipeline.microbatch import is_split, micro_calls
+from ..pipeline.build import is_split, micro_calls
 from ..pipeline.pipeline_plan import PipelinePlan, PipelineSearchResult, StageParameter
 from ..pipeline.stage_search import AutomaticStages
-from ..planners.implied_inputs import global_inputs, implied_devices
-from ..planners.planning_problem import warn_of_ignored_marks
+from ..planners.planning_problem import global_inputs, implied_devices, warn_of_ignored_marks
 from ..planning import make_pipeline, make_plan
 from ..process import Runtime, compare_devices, current, stream
 from ..pytree_objects import opened, with_tensors

@@ -27,7 +27,7 @@ from ..errors import SettingError
 from ..graph import Graph, Value
 from ..layout import Digits, Layout
 from ..partition.local_program import place_inputs
-from ..planners.implied_inputs import global_inputs
+from ..planners.planning_problem import global_inputs
 from ..pytree_objects import opened
 from ..torch_private import pytree
 from .setting_methods import SettingMethods

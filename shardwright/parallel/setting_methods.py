@@ -17,16 +17,23 @@ from torch import nn
 
 from ..capture.annotations import forget_planned, pipelining
 from ..capture.export import ModelAndLoss
+from ..cost.communication_schedule import Fusion, fusion_of
 from ..errors import SettingError, did_you_mean, known_keywords
-from ..partition.gradient_fusion import Fusion, fusion_of
 from ..partition.parameter_sharding import OptimizerParallel
 from ..pipeline.pipeline_plan import PipelinePlan
-from ..planfile.load_save import read_document
+from ..planfile import read_document
 from ..planfile.parameter_file import ParameterStrategies
 from ..planners.planning_problem import PLANNERS
 from ..runtime.compilation import Compilation
-from ..setting_types import DatasetStrategy, FusionSetting, GradientFusion, OptimizerLevel, Schedule
-from ..settings import KEYWORDS_ELSEWHERE, Settings
+from ..settings import (
+    KEYWORDS_ELSEWHERE,
+    DatasetStrategy,
+    FusionSetting,
+    GradientFusion,
+    OptimizerLevel,
+    Schedule,
+    Settings,
+)
 from ..sharded_plan import Plan
 from ..torch_private import gradient_hooks
 from .sequence_buckets import SequenceBuckets

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..capture.annotations import CUT, whole_shape
-from ..capture.enclosing_modules import refuses_others
 from ..capture.export import ModelAndLoss
 from ..capture.hybrid_models import own_parameters
+from ..capture.module_calls import refuses_others
 from ..capture.source_lines import user_frame
 from ..errors import SettingError
 from ..process import current
@@ -130,7 +130,7 @@ class _Swapped:
     """
 
     def __init__(self, model: SettingMethods, rank: int | None, own_rank: int, device: torch.device | None) -> None:
-        from ..runtime.distributed.coordination import ranks_of_now  # noqa: PLC0415  needed in processes alone
+        from ..runtime.distributed.rank_messages import ranks_of_now  # noqa: PLC0415  needed in processes alone
 
         self.holder = ModelAndLoss(model.net, model.loss_fn)
         self.rank, self.mine = rank, rank is None or rank == own_rank

@@ -4,9 +4,6 @@ local_program        instructions of the program, and the decisions it is partit
 partitioner          the redistribution on each edge between operators
 parameter_sharding   the storage layout of each parameter: ZeRO/FSDP sharding (optimizer parallel)
 padded_dims          padding of dims that their cuts do not divide
-gradient_fusion      which gradients are summed together
-planned_collectives  the collectives of each instruction, as records
-operator_paths       the operators by their place in the model
 rematerialization    the values that autograd saves, the recomputed operators, the weights gathered again
 hybrid_parallel      graphs of one rank's own shapes: ``hybrid_parallel``, batch norm under data parallel
 """

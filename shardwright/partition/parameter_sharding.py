@@ -26,7 +26,7 @@ __all__ = ["OptimizerParallel", "ParameterSharding", "stored_layouts"]
 #: weights after the forward.
 LEVELS = ("level1", "level2", "level3")
 
-#: The level that leaves the choice to the planning (`planners.storage_choice`); no plan has it.
+#: The level that leaves the choice to the planning (`planners.plan_search`); no plan has it.
 AUTO_LEVEL = "auto"
 
 

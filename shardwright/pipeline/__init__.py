@@ -4,13 +4,9 @@ schedules               gpipe, 1f1b, interleaved, zero bubble, ZBV, and schedule
 stages                  the stages of a graph, and the units between which it may be cut
 batch_semantics         the relation of an operator's output on a batch to its outputs on the parts
 microbatch              the graph of one micro-batch, and the join of the parts' results
-microbatch_values       the kind of each value in micro-batches
-derived_capture         the wide capture of a further size, from that of an earlier one
 pipeline_plan           the plan as a value
-messages                the messages between ranks, and the line in which all ranks exchange them
 build                   each stage planned on its own devices
 stage_costs             costs of units, and the least time over all cuts
-pipeline_search_result  the stages that a search has chosen, and the pipelines that it priced
 stage_search            ``stages="auto"``
 simulate                a step in time: bubbles, waiting, memory
 """

@@ -1,8 +1,9 @@
 """The plan of a pipeline: micro-batches, stages, and for each stage a plan on its own devices.
 
-    devices of a group      devices / groups, neighbouring ranks
-    inputs of a stage       the model's inputs, laid out by the dataset_strategy on the stage's devices; values and
-                            parameters of earlier stages, in the layout in which those stages hold them
+    devices of a group          devices / groups, neighbouring ranks
+    inputs of a stage           the model's inputs, laid out by the dataset_strategy on the stage's devices; values and
+                                parameters of earlier stages, in the layout in which those stages hold them
+    inputs of a micro-batch     B/m of the B rows of each input that has as many rows as the first one (`micro_calls`)
 
 Equal stages are planned once (`PlanCache`): the decisions of one hold for the others, in the same places.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
+
+import torch
 
 from ..capture.annotations import PipelineSettings
 from ..cluster import Cluster
@@ -25,10 +28,19 @@ from ..sharded_plan import Plan
 from ..torch_private import pytree
 from .microbatch import split
 from .pipeline_plan import PipelinePlan, PipelineSearchResult, Stage
-from .schedules import Schedule, schedule
+from .schedules import Schedule, schedule, takes
 from .stages import StageGraph, StageInput, cut
 
-__all__ = ["PlanCache", "pipeline_plan", "planned_stages", "schedule_of", "until_stopped"]
+__all__ = [
+    "PlanCache",
+    "is_split",
+    "micro_calls",
+    "pipeline_plan",
+    "planned_stages",
+    "rows_of",
+    "schedule_of",
+    "until_stopped",
+]
 
 #: The planner of one stage: (graph, devices, fed, number) -> Plan.
 Planner = Callable[[Graph, int, InputPlacement, int], Plan]
@@ -309,3 +321,91 @@ def _form(graph: Graph, input_placement: InputPlacement, devices: int) -> Iterat
     for x in graph.outputs:
         yield leaf(x), input_placement.sends_to_next_stage.get(x.name) if isinstance(x, Value) else None
     yield tuple((number[graph.buffers[n].name], leaf(v)) for n, v in graph.updates.items())
+
+
+# -- the inputs of one micro-batch
+
+
+def rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The number of rows of a batch: the size of dim 0 of the first tensor with dims; None without such a tensor."""
+    tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+    return next((x.shape[0] for x in tensors if x.dim()), None)
+
+
+def is_split(args: tuple[object, ...], kwargs: dict[str, Any] | None = None) -> tuple[bool, ...]:
+    """For each tensor among the inputs, True where each micro-batch gets a part of it along dim 0.
+
+    Inputs with as many rows as the first tensor with dims are split; every micro-batch gets all of the others.
+    """
+    rows = rows_of(args, kwargs or {})
+    return tuple(
+        bool(x.dim()) and x.shape[0] == rows
+        for x in pytree.tree_leaves((args, kwargs or {}))
+        if isinstance(x, torch.Tensor)
+    )
+
+
+def micro_calls(
+    args: tuple[object, ...], kwargs: dict[str, Any] | None, count: int, setting: PipelineSettings | None = None
+) -> list[tuple[tuple[object, ...], dict[str, Any]]]:
+    """Inputs in one micro-batch's shapes, on the meta device.
+
+    With several micro-batches, a second entry has twice the rows, for the wide capture of `split`.
+
+    Args:
+        args, kwargs: those of the whole batch.
+        setting: the pipeline, whose schedule says which other numbers would be legal.
+
+    Returns:
+        (args, kwargs) of each.
+
+    Raises:
+        SettingError: no tensor has rows, or `count` micro-batches do not divide them.
+    """
+    return [_resized(args, kwargs or {}, count, times, setting) for times in ((1, 2) if count > 1 else (1,))]
+
+
+def _resized(
+    args: tuple[object, ...], kwargs: dict[str, Any], count: int, times: int, setting: PipelineSettings | None
+) -> tuple[tuple[object, ...], dict[str, Any]]:
+    rows = rows_of(args, kwargs)
+    if rows is None:
+        raise SettingError(
+            "there is no batch to split: no input is a tensor with dims",
+            strategy=f"micro_batches={count}",
+            legal="micro_batches=1",
+        )
+    leaves, spec = pytree.tree_flatten_with_path((args, kwargs))
+    made = []
+    for path, x in leaves:
+        if isinstance(x, torch.Tensor):
+            shape = tuple(x.shape)
+            if shape and shape[0] == rows:
+                if rows % count or not rows:
+                    raise SettingError(
+                        f"the input {_called(path)} has {rows} rows, which {count} micro-batches do not divide",
+                        strategy=f"micro_batches={count}",
+                        legal=_legal(rows, setting),
+                    )
+                shape = (rows // count * times, *shape[1:])
+            x = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+        made.append(x)
+    return pytree.tree_unflatten(made, spec)
+
+
+def _legal(rows: int, setting: PipelineSettings | None) -> str:
+    """The numbers of micro-batches that rows, stages and schedule allow, or the nearest other sizes."""
+    named = setting is not None and isinstance(setting.stages, int) and setting.csv is None
+    divisors = [d for d in range(1, rows + 1) if rows % d == 0]
+    if not named:
+        return ", ".join(map(str, divisors)) or "a batch with rows"
+    assert setting is not None and isinstance(setting.stages, int)
+    stages = setting.stages
+    fits = [d for d in divisors if takes(setting.scheduler, stages, d, setting.chunks)]
+    return ", ".join(map(str, fits)) or f"a batch of more rows: at least {stages} micro-batches for {stages} stages"
+
+
+def _called(path: Sequence[Any]) -> str:
+    """``0`` or ``mask['left']``: the name of a leaf by its path in (args, kwargs)."""
+    first = path[1]
+    return f"{getattr(first, 'idx', getattr(first, 'key', first))}{pytree.keystr(tuple(path[2:]))}"

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -39,13 +39,59 @@ from ..sharded_plan import (
     forward_collectives,
     short_hash,
 )
-from .microbatch import MicrobatchPlan
-from .pipeline_search_result import PipelineSearchResult, PricedPipeline
 from .schedules import Schedule, forward_only, schedule
 from .simulate import Profile, Simulation, simulate
-from .stages import StageInput
+from .stages import PipelineSearchResult, PricedPipeline, StageInput
 
-__all__ = ["Moment", "PipelinePlan", "Stage", "StageParameter", "Transfer", "moments", "timeline_of"]
+__all__ = [
+    "Join",
+    "MicrobatchPlan",
+    "Moment",
+    "PipelinePlan",
+    "Stage",
+    "StageParameter",
+    "Transfer",
+    "moments",
+    "timeline_of",
+]
+
+
+class Join(NamedTuple):
+    """The join of the parts' outputs to the output of the whole batch: "cat" along `dim`, "sum", "mean" or "same".
+
+    A gradient of the whole goes to every part: unchanged for "sum", in slices for "cat", divided by m for "mean" and
+    "same".
+    """
+
+    how: str
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class MicrobatchPlan:
+    """A model that runs in micro-batches.
+
+    Args:
+        graph: the graph that each micro-batch runs. Totals are its last inputs.
+        joins: for each of its outputs, the join of the parts; None for an output that is no value.
+        totals: names of its last inputs: sums over all micro-batches of the outputs of `counts`, in their order.
+        counts: the graph that computes the weights of one micro-batch from the model's inputs (by name) and buffers;
+            None where there are no totals.
+        updates: buffer that changes once a step -> the join of the parts' new values. Buffers of batch norms, which
+            change in turn, are not among them.
+    """
+
+    graph: Graph
+    joins: tuple[Join | None, ...]
+    totals: tuple[str, ...] = ()
+    counts: Graph | None = None
+    updates: dict[str, Join] = field(default_factory=dict)
+
+    def join(self, index: int) -> Join:
+        """The join of output `index`, a value."""
+        join = self.joins[index]
+        assert join is not None
+        return join
 
 
 @dataclass(frozen=True)

@@ -143,18 +143,12 @@ class Schedule:
     def most_kept(self, stage: int) -> int:
         """The largest number of micro-batches of a stage at one time between their forward and the end of their
         backward."""
-        return self._most(self.placement[stage], lambda action: action.stage == stage)
-
-    def most_kept_by(self, group: int) -> int:
-        """The same over all of a group's stages; a micro-batch counts in each stage."""
-        return self._most(group, lambda action: True)
-
-    def _most(self, group: int, counts: Callable[[Action], bool]) -> int:
         kept = most = 0
         if self.name != "forward":  # a forward alone keeps nothing
-            for action in filter(counts, self.actions[group]):
-                kept += {"F": 1, "I": 0}.get(action.kind, -1)
-                most = max(most, kept)
+            for action in self.actions[self.placement[stage]]:
+                if action.stage == stage:
+                    kept += {"F": 1, "I": 0}.get(action.kind, -1)
+                    most = max(most, kept)
         return most
 
     def __str__(self) -> str:

@@ -45,10 +45,9 @@ from ..launch.progress import each, keep
 from ..partition.local_program import Decisions, InputPlacement, PortableDecisions, place_inputs
 from ..sharded_plan import Plan
 from ..torch_private import pytree
-from .microbatch import rows_of
-from .pipeline_search_result import PipelineSearchResult, PricedPipeline, StageChoice
+from .build import rows_of
 from .stage_costs import StageCut, StageOption, UnitPrices, all_recomputed, balance, least_memory, unit_prices
-from .stages import units_of
+from .stages import PipelineSearchResult, PricedPipeline, StageChoice, units_of
 
 __all__ = ["UNITS_BY", "AutomaticStages", "StageSearch", "check_automatic", "first_count", "with_rows"]
 

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from ..autocast import Autocast, UnderAutocast, under
-from ..capture.kept_regions import Applied
+from ..capture.regions import Applied
 from ..errors import LayoutError, PlanError, ShardwrightError, StrategyError, shown
 from ..graph import Graph, Master, Op, Pieces, Recompute, Value, values_in
 from ..json_files.json_reader import MIB, parse

@@ -32,9 +32,9 @@ from ..layout import Layout
 from ..partition.padded_dims import is_stored_padded, true_slice
 from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
 from ..sharded_plan import Plan
+from . import load_plan
 from .document_writer import fields_of, section
 from .encoding import read_layout, spell_layout
-from .load_save import load_plan
 from .plan_document import DocumentLine, read_lines
 
 __all__ = ["ParameterStrategies", "TensorStorage", "as_parameter_strategies"]

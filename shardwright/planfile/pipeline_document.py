@@ -27,8 +27,7 @@ from ..graph import Graph
 from ..json_files.json_reader import check_fields, section_places
 from ..partition.local_program import InputPlacement
 from ..pipeline.build import planned_stages
-from ..pipeline.microbatch import Join, MicrobatchPlan
-from ..pipeline.pipeline_plan import PipelinePlan
+from ..pipeline.pipeline_plan import Join, MicrobatchPlan, PipelinePlan
 from ..pipeline.schedules import SCHEDULES, Schedule, action_of, check, schedule
 from ..pipeline.stages import StageGraph, StageInput
 from ..planners.planning_problem import PlanningProblem

@@ -1,6 +1,6 @@
 """Planners: a strategy for each operator of a graph.
 
-planning_problem       the problem that a planner solves, and the table of planners by mode
+planning_problem       the problem that a planner solves, the table of planners, and the devices that marks imply
 semi_auto              marked operators as marked, the others along the batch; data_parallel
 sharding_propagation   unmarked operators follow the marks
 recursive_programming  all strategies, device count by device count
@@ -10,12 +10,10 @@ memory_fit             the cheapest plan that fits into a device's memory
 layout_demands         the cuts of operators that follow the marks
 search_space           the strategies that a search considers for an operator
 graph_problem          a graph as a problem of nodes, states and costs, and back
-plan_search            the part that all searching planners share
+plan_search            the part that all searching planners share; the storage of parameters with the fastest step,
+                       hsdp(optimizer_level="auto"); a plan reused at other sizes of the inputs
 memory_problem         the same problem with bytes and a limit
 save_or_recompute      the choice between saving and recomputing a value
-implied_inputs         devices that marks imply; the whole batch of which a process feeds a part
-storage_choice         the storage of parameters with the fastest step: hsdp(optimizer_level="auto")
-replanning             a plan reused at other sizes of the inputs
 """
 
 from __future__ import annotations

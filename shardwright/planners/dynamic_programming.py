@@ -18,7 +18,7 @@ memory limit, the recursion's plan may be cheaper: by 1 % for a mixture of exper
 `SearchResult.bound` is a lower bound on the cost of every plan in the same cost graph. A plan whose cost equals the
 bound is optimal under the cost graph's prices.
 
-`recursive` chooses one digit of the rank at a time; this planner assigns all digits at once.
+`recursive_programming` chooses one digit of the rank at a time; this planner assigns all digits at once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A graph's planning problem as a pairwise cost graph, and a solution of it as a plan.
 
-    node of an operator     states: its strategies             cost: its footprint (forward and backward, seconds)
+    node of an operator     states: its strategies             cost: `op_cost` (forward and backward, seconds)
     node of a parameter     states: `StorageState`             cost: the use that is served once, if any
     node of a shared value  states: `SharedState`              cost: none
     edge                    the redistributions of a value to a consumer, and of its gradient back (`EdgeCosts`)
@@ -22,13 +22,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from ..cost.cost_model import CostModel
 from ..errors import PlanError, ShardwrightError
 from ..graph import SEED, Master, Op, Value
+from ..identity import IdentityCache
 from ..launch.progress import each
 from ..layout import Layout
 from ..partition.local_program import Decision, InputPlacement, output_layouts
@@ -207,10 +208,7 @@ class _Builder:
         self.shares: dict[str, tuple[SharedState, ...]] = {}
         self.op_costs: dict[str, tuple[OpCost, ...]] = {}
         self.looked_by_name: dict[str, tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]] = {}
-        self.looked_at: dict[tuple[Hashable, ...], tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]] = {}
-        self.tables: dict[Hashable, Any] = {}
-        self.asked: dict[tuple[int, int], tuple[tuple[Uses, ...], np.ndarray]] = {}
-        self.left: dict[tuple[int, int], tuple[tuple[Layout, ...], np.ndarray]] = {}
+        self.once = IdentityCache().once  # one table, or another result, for the same arguments
         self.used: dict[Hashable, set[SharedState]] = {}  # by kind of a shared value, states of known plans
         self.waiting: dict[str, list[tuple[int, np.ndarray]]] = {}  # by operator, edges that wait for its node
 
@@ -283,31 +281,30 @@ class _Builder:
 
     def _look_at(self, op: Op) -> tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]:
         if op.name not in self.looked_by_name:
-            self.looked_by_name[op.name] = self._look(op)
+            options = self.all_options[op.name]
+            self.looked_by_name[op.name] = self.once(
+                ("looked at", self.described.kinds[op.name]), (options,), lambda: self._look(op, options)
+            )
         return self.looked_by_name[op.name]
 
-    def _look(self, op: Op) -> tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]:
-        options = self.all_options[op.name]
-        key = (self.described.kinds[op.name], id(options))
-        if key not in self.looked_at:
-            kept, prints, reason = [], [], None
-            priced = self.deliveries.op_costs.setdefault(self.described.kinds[op.name], {})
-            for strategy in options:
-                cost = priced.get(strategy)
-                if cost is None:
-                    try:
-                        cost = priced[strategy] = op_cost(self.described.decided(op, strategy, ""), self.costs)
-                    except ShardwrightError as error:
-                        reason = error
-                        continue
-                prints.append(cost)
-                kept.append(strategy)
-            if not kept:
-                if reason is not None:
-                    raise reason
-                raise PlanError("it has no strategy that this search may use", **op.where)
-            self.looked_at[key] = tuple(kept), tuple(prints), np.array([p.seconds for p in prints])
-        return self.looked_at[key]
+    def _look(self, op: Op, options: Sequence[Strategy]) -> tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]:
+        kept, prints, reason = [], [], None
+        priced = self.deliveries.op_costs.setdefault(self.described.kinds[op.name], {})
+        for strategy in options:
+            cost = priced.get(strategy)
+            if cost is None:
+                try:
+                    cost = priced[strategy] = op_cost(self.described.decided(op, strategy, ""), self.costs)
+                except ShardwrightError as error:
+                    reason = error
+                    continue
+            prints.append(cost)
+            kept.append(strategy)
+        if not kept:
+            if reason is not None:
+                raise reason
+            raise PlanError("it has no strategy that this search may use", **op.where)
+        return tuple(kept), tuple(prints), np.array([p.seconds for p in prints])
 
     def _parameter(self, value: Value) -> None:
         """Add a parameter's node: its states are the layouts that its consumers can ask for."""
@@ -360,25 +357,21 @@ class _Builder:
     def _input_uses(self, op: Op, index: int) -> tuple[tuple[Uses, ...], np.ndarray]:
         """The distinct uses that the strategies make of an input, and by strategy the number of its uses among them."""
         prints = self._look_at(op)[1]
-        return self._distinct(self.asked, prints, index, lambda p: p.input_uses[index])
+        return self._distinct("asked", prints, index, lambda p: p.input_uses[index])
 
     def _leaves(self, op: Op, index: int) -> tuple[tuple[Layout, ...], np.ndarray]:
         prints = self._look_at(op)[1]
-        return self._distinct(self.left, prints, index, lambda p: p.output_layouts[index])
+        return self._distinct("left", prints, index, lambda p: p.output_layouts[index])
 
-    @staticmethod
     def _distinct(
-        known: dict[tuple[int, int], tuple[tuple[Part, ...], np.ndarray]],
-        prints: tuple[OpCost, ...],
-        index: int,
-        part: Callable[[OpCost], Part],
+        self, name: str, prints: tuple[OpCost, ...], index: int, part: Callable[[OpCost], Part]
     ) -> tuple[tuple[Part, ...], np.ndarray]:
-        key = (id(prints), index)
-        if key not in known:
+        def count() -> tuple[tuple[Part, ...], np.ndarray]:
             place: dict[Part, int] = {}
             which = [place.setdefault(part(p), len(place)) for p in prints]
-            known[key] = tuple(place), np.array(which)
-        return known[key]
+            return tuple(place), np.array(which)
+
+        return self.once((name, index), (prints,), count)
 
     def _reads(self, op: Op, node: int, index: int, parameters: set[str]) -> None:
         """Add the edge from a parameter, or the cost of an input, a buffer or a constant."""
@@ -387,8 +380,9 @@ class _Builder:
         if value.name in parameters:
             states, settled = self.storages[value.name], value.name in self.stored
             saved = any(state.reshard_after_forward for state in states) and index in saved_inputs(self._look_at(op)[1])
-            table = self._table(
+            table = self.once(
                 ("parameter", states, uses, *_kind(value), saved, settled),
+                (),
                 lambda: np.array([[self._used(value, state, use, saved) for use in uses] for state in states]),
             )
             self._edge(self.parameters[value.name], node, self._spread(table, None, which))
@@ -440,15 +434,15 @@ class _Builder:
         several = self._several(asked)
         kind = ("states", left, several, ends, *_kind(value))
         used = sorted(self.used.get(kind, ()), key=str)
-        states: tuple[SharedState, ...] = self._table(
-            kind, lambda: tuple(dict.fromkeys((*self._shared_states(value, left, several, ends), *used)))
+        states: tuple[SharedState, ...] = self.once(
+            kind, (), lambda: tuple(dict.fromkeys((*self._shared_states(value, left, several, ends), *used)))
         )
-        firsts = self._table(("left", id(states)), lambda: self._left_costs(value, states, left, ends))
+        firsts = self.once("left of", (states,), lambda: self._left_costs(value, states, left, ends))
         self.shares[value.name] = states
         own = self.shared[value.name] = self._node(f"%{value.name}", np.zeros(len(states)))
         self._edge(node, own, self._spread(firsts, which, None))
         for (reader, _i), (uses, taken) in zip(readers, asked):
-            table = self._table(("shared", id(states), uses), lambda: self._shared_costs(value, states, left, uses))
+            table = self.once(("shared", uses), (states,), lambda: self._shared_costs(value, states, left, uses))
             self._later(reader, own, self._spread(table, None, taken))
 
     @staticmethod
@@ -491,7 +485,7 @@ class _Builder:
                 yield SharedState(left, True, next(iter(uses)))
 
     def _op_cost(self, op: Op, plan: Mapping[str, Strategy]) -> OpCost:
-        """The footprint of an operator in a known plan."""
+        """The cost of an operator in a known plan."""
         options, prints, _ = self._look_at(op)
         return prints[options.index(plan[op.name])]
 
@@ -550,19 +544,15 @@ class _Builder:
                 out[i, j] = 0.0
         return out
 
-    def _table(self, key: Hashable, make: Callable[[], Table]) -> Table:
-        """A table, or another result of `make`, computed once a key."""
-        if key not in self.tables:
-            self.tables[key] = make()
-        return self.tables[key]
-
     def _spread(self, table: np.ndarray, rows: np.ndarray | None, columns: np.ndarray | None) -> np.ndarray:
         """A table of distinct layouts and uses as one of strategies; the same object for the same arguments."""
-        key = ("spread", id(table), rows is not None and rows.tobytes(), columns is not None and columns.tobytes())
-        if key not in self.tables:
-            spread = table if rows is None else table[rows]
-            self.tables[key] = np.ascontiguousarray(spread if columns is None else spread[:, columns])
-        return self.tables[key]
+        numbers = rows is not None and rows.tobytes(), columns is not None and columns.tobytes()
+
+        def spread() -> np.ndarray:
+            taken = table if rows is None else table[rows]
+            return np.ascontiguousarray(taken if columns is None else taken[:, columns])
+
+        return self.once(("spread", *numbers), (table,), spread)
 
     def _later(self, reader: Op, node: int, table: np.ndarray) -> None:
         self.waiting.setdefault(reader.name, []).append((node, table))

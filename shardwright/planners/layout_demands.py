@@ -12,7 +12,7 @@ The flow runs forwards and backwards until nothing new is found. Three terms:
                         such as the columns of a product
 
 Where operands contradict one another, each leads once: the operator is asked for several cuts, and cost decides
-between them (`propagation`).
+between them (`sharding_propagation`).
 
 A mark that cuts the rows of x in x @ w 4 ways leads with x: the factor of the rows is cut 4 ways, w is whole, and so
 the rows of the output are cut 4 ways, which a pointwise operator after the product follows.
@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..graph import Graph, Op, Value
+from ..identity import IdentityMap
 from ..layout import Digit, Digits, Layout, beside, complement, digits_size, merge
 from ..partition.local_program import Decision
 from ..rules import Assignment, Bound
@@ -226,7 +227,7 @@ class _Propagation:
             for k, value in enumerate(self.outputs[op.name]):
                 self.ports.setdefault(value.name, []).append(_Port(op, k, True))
         self.offers: dict[str, dict[Layout, _Offer]] = {}
-        self.found: dict[str, dict[int, Demand]] = {}
+        self.found: dict[str, IdentityMap[_Cut, Demand]] = {}
         self.outranked: dict[str, dict[str, Demand]] = {}  # by operator, then by mark
         self.priority = 0  # priority of the marks that are followed now
         self.counts: dict[tuple[str, bool], int] = {}
@@ -337,7 +338,7 @@ class _Propagation:
 
     def ask(self, op: Op, digits: Mapping[int, Digits], offer: _Offer, aggressive: bool, settled: bool = False) -> None:
         """Add a demand, if it is legal and new, and fewer than `MOST` are there."""
-        cut, found = self.forms[op.name].cut(digits), self.found.setdefault(op.name, {})
+        cut, found = self.forms[op.name].cut(digits), self.found.setdefault(op.name, IdentityMap())
         if cut is None:
             return
         first = () if settled else ranking(found.values())
@@ -346,14 +347,14 @@ class _Propagation:
                 offer.mark, Demand(cut.assignment, offer.mark, offer.via, aggressive, self.priority, True)
             )
             return
-        if self.heard_of(found.get(id(cut)), aggressive):
+        if self.heard_of(found.get(cut), aggressive):
             return
         heard = self.counts.get((op.name, aggressive), 0)
         if not settled:
             if heard >= MOST:
                 return
             self.counts[op.name, aggressive] = heard + 1
-        found[id(cut)] = Demand(cut.assignment, offer.mark, offer.via, aggressive, self.priority, settled=settled)
+        found[cut] = Demand(cut.assignment, offer.mark, offer.via, aggressive, self.priority, settled=settled)
         self.emit(op, cut, offer.mark, aggressive)
 
 

@@ -24,9 +24,8 @@ from ..graph import Value
 from ..partition.local_program import Decision, Decisions
 from ..partition.rematerialization import with_recompute
 from ..sharded_plan import Plan
-from ..solver.least_memory import InfeasibleMemoryError
 from ..solver.problem import Problem, Solution, stopping
-from ..solver.solve import solve
+from ..solver.solve import InfeasibleMemoryError, solve
 from .graph_problem import CostGraph
 from .memory_problem import MemoryProblem, holding
 from .plan_search import Search

@@ -398,9 +398,8 @@ class _MemoryProblemBuilder:
             room = self.memory.room(reader, backward)
             return (
                 self.memory.once(
-                    ("beyond", id(table), id(room)),
-                    lambda: (np.ascontiguousarray(np.maximum(0.0, table - room) * (table > 0)), table, room),
-                )[0]
+                    "beyond", (table, room), lambda: np.ascontiguousarray(np.maximum(0.0, table - room) * (table > 0))
+                )
                 if first
                 else table
             )
@@ -441,6 +440,7 @@ class _MemoryProblemBuilder:
         def by_state(how: str, one: object) -> np.ndarray:
             return self.memory.once(
                 ("amounts", states, how, one is None),
+                (),
                 lambda: np.array(
                     [(s.size if one is None else s.layout is None) * (s.how == how) for s in states], dtype=np.float64
                 ),
@@ -449,16 +449,15 @@ class _MemoryProblemBuilder:
         def together(amount: np.ndarray, how: str = KEPT) -> np.ndarray:
             """Bytes by state of another node and of the save-or-recompute node."""
             some = by_state(how, amount)
-            return self.memory.once(("together", id(some), id(amount)), lambda: (np.outer(amount, some), some, amount))[
-                0
-            ]
+            return self.memory.once("together", (some, amount), lambda: np.outer(amount, some))
 
         maker = self.cost_graph.operators[op.name]
         amount = np.zeros(0)  # of a shared value
         if shared is not None:
             carrier = self.cost_graph.shares[value.name]
             amount = self.memory.once(
-                ("both", id(carrier), value.shape, value.dtype),
+                ("both", value.shape, value.dtype),
+                (carrier,),
                 lambda: np.array([float(sum(self.remat.shared_bytes(value, s))) for s in carrier]),
             )
             self.use((shared, name), after, until, together(amount), "activations")
@@ -469,7 +468,8 @@ class _MemoryProblemBuilder:
                 left = self.memory.left(op, k, value)
                 if value.name in self.remat.as_left:  # saved for its producer alone, where that needs it
                     left = self.memory.once(
-                        ("left where wanted", id(left), id(self.memory.prints(op)), k),
+                        ("left where wanted", k),
+                        (left, self.memory.prints(op)),
                         lambda: left * self.memory.wants_output(op, k),
                     )
                 self.use((maker, name), moment, until, together(left), "activations")
@@ -505,7 +505,7 @@ class _MemoryProblemBuilder:
                         sizes[layouts[want], column] = self.memory.bytes_of(value, want)
                 return np.ascontiguousarray((absent @ sizes)[:, which])
 
-            amount = self.memory.once(("copies", id(states), id(prints), i, value.shape, value.dtype), count)
+            amount = self.memory.once(("copies", i, value.shape, value.dtype), (states, prints), count)
             stays = self.grads and (self.memory.saves_input(reader, i) or self.remat.is_recomputed(reader))
             until = self.back(moment) if stays else moment
             self.use((node, self.cost_graph.operators[reader.name]), moment, until + 1, amount, "activations")
@@ -525,7 +525,7 @@ class _MemoryProblemBuilder:
         costs = [
             problem.costs[node]
             if isinstance(node, int)
-            else self.memory.once(("zeros", len(kept[node[1]])), lambda: np.zeros(len(kept[node[1]])))
+            else self.memory.once(("zeros", len(kept[node[1]])), (), lambda: np.zeros(len(kept[node[1]])))
             for _, node in order
         ]
         names = [problem.names[node] if isinstance(node, int) else f"kept %{node[1]}" for _, node in order]
@@ -541,7 +541,7 @@ class _MemoryProblemBuilder:
             if len(at) == 2 and at[0] > at[1]:
                 at, amount = at[::-1], self.turned(amount)
             if len(at) == 2 and (at[0], at[1]) not in edges:
-                edges[at[0], at[1]] = self.memory.once(("zeros", amount.shape), lambda: np.zeros(amount.shape))
+                edges[at[0], at[1]] = self.memory.once(("zeros", amount.shape), (), lambda: np.zeros(amount.shape))
             usages.append(MemoryUsage(at[0], start, stop, amount, what, at[1] if len(at) == 2 else None))
         operators, parameters, shared = (
             {v: number[node] for v, node in nodes.items()}
@@ -557,4 +557,4 @@ class _MemoryProblemBuilder:
         return MemoryProblem(moved, {v: number["kept", v] for v in kept}, kept, self.segments, recompute_sets)
 
     def turned(self, table: np.ndarray) -> np.ndarray:
-        return self.memory.once(("turned", id(table)), lambda: (np.ascontiguousarray(table.T), table))[0]
+        return self.memory.once("turned", (table,), lambda: np.ascontiguousarray(table.T))

@@ -14,7 +14,7 @@ With a memory limit, the plan found without a limit is returned where it fits. O
 what the later levels can still cut: with r = the product of their digits, r^hope times the limit. The last level has
 the limit itself. Where no plan fits there, the levels above it run again with a smaller `hope`.
 
-`dynamic` assigns all digits at once, and so proves a bound; nothing is proved here.
+`dynamic_programming` assigns all digits at once, and so proves a bound; nothing is proved here.
 """
 
 from __future__ import annotations

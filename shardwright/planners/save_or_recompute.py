@@ -9,14 +9,13 @@ A value that may be saved gets a node whose states (`SaveOrRecompute`) are:
 
 Two more terms:
 
-    inner       a value that no backward needs and one operator consumes: it is recomputed with that operator's output
-    remade      the operators that recompute a value: its own operator, the producers of that one's inner inputs, and
-                so on
+    inner          a value that no backward needs and one operator consumes: it is recomputed with that one's output
+    recompute set  the operators that recompute a value: its own, the producers of that one's inner inputs, and so on
 
 A recomputation sends nothing, so a value can be dropped only where it is consumed in the layout in which it was left;
 with several consumers, the copies that were sent are saved. An inner value needs as many bytes at its producer as at
-its consumer; where two such layouts differ, the sent copy is saved too (`RematStates.resent`). Inputs of a recomputed
-operator have to be saved, or dropped in the same segment of the program.
+its consumer; where two such layouts differ, the sent copy is saved too (`RematStates.kept_collective_output`). Inputs
+of a recomputed operator have to be saved, or dropped in the same segment of the program.
 
 The file has three parts:
 
@@ -27,7 +26,7 @@ The file has three parts:
 2. `OperatorMemory`: bytes that a graph's operators consume, produce and save, by strategy. `left` is an output as it
    is left, its sum completed; `wanted` an input as it is asked for; `own` the saved tensors that are neither;
    `inside` as in part 1. An operator's first strategy says which inputs and outputs the backward needs; `wants_input`
-   and `wants_output` say where another strategy differs. Operators that share their footprints share one result.
+   and `wants_output` say where another strategy differs. Operators that share their costs (`op_cost`) share one result.
 3. `RematStates`: the nodes and the edges between them.
 
 `memory_problem` lays these bytes over the moments of a step.
@@ -38,11 +37,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Set
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from ..graph import Op, Value
+from ..identity import IdentityCache
 from ..layout import Layout
 from ..partition.local_program import Instruction, made_by, reads
 from ..partition.rematerialization import LiveRanges, waiting
@@ -164,7 +164,7 @@ class OperatorMemory:
         }
         self.ends = {v.name for v in self.graph.outputs if isinstance(v, Value)}
         self.ends |= {v.name for v in self.graph.updates.values()}
-        self._known: dict[Hashable, Any] = {}
+        self.once = IdentityCache().once
         self.of_outside_inputs: set[str] = set()
         for op in self.graph.ops:
             outputs = [v.name for v in op.outputs if v is not None]
@@ -177,20 +177,13 @@ class OperatorMemory:
         """True where a value lies in the memory of an input, a buffer or a constant."""
         return name in self.of_outside_inputs or (name not in self.made_by and name not in self.cost_graph.parameters)
 
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """The result of `make`, computed once a key; equal arrays are then one object. A key may hold the id of an
-        object that lives as long as this one."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
-
     def prints(self, op: Op) -> tuple[OpCost, ...]:
         return self.cost_graph.op_costs[op.name]
 
     def keeps(self, op: Op) -> KeptTensors:
         """The tensors that an operator's backward needs under its first strategy."""
         prints = self.prints(op)
-        return self.once(("keeps", id(prints)), lambda: keeps(prints[0]))
+        return self.once("keeps", (prints,), lambda: keeps(prints[0]))
 
     def own(self, op: Op) -> np.ndarray:
         """Bytes of saved tensors that are neither inputs nor outputs, by strategy."""
@@ -201,7 +194,7 @@ class OperatorMemory:
             none = not first.own and plain[0]
             return np.array([0 if none and one else keeps(p).own for p, one in zip(prints, plain)], dtype=np.float64)
 
-        return self.once(("own", id(prints)), count)
+        return self.once("own", (prints,), count)
 
     def inside(self, op: Op) -> tuple[np.ndarray, np.ndarray]:
         """Bytes inside an operator of several instructions, beyond its inputs, outputs and saved tensors: forward and
@@ -213,7 +206,7 @@ class OperatorMemory:
             found = np.array([inside(p, from_outside) for p in prints], dtype=np.float64)
             return np.ascontiguousarray(found[:, 0]), np.ascontiguousarray(found[:, 1])
 
-        return self.once(("inside", id(prints), from_outside), count)
+        return self.once(("inside", from_outside), (prints,), count)
 
     def saves_input(self, op: Op, index: int) -> bool:
         same = {i for i, v in enumerate(op.inputs) if v.name == op.inputs[index].name}
@@ -227,7 +220,8 @@ class OperatorMemory:
         prints, first = self.prints(op), self.keeps(op)
         same = frozenset(i for i, v in enumerate(op.inputs) if v.name == op.inputs[index].name)
         return self.once(
-            ("wants input", id(prints), same),
+            ("wants input", same),
+            (prints,),
             lambda: np.array(
                 [len(p.program) > 1 and not same & first.inputs and bool(same & keeps(p).inputs) for p in prints]
             ),
@@ -237,7 +231,7 @@ class OperatorMemory:
         """True, by strategy, where the backward needs an output."""
         prints = self.prints(op)
         return self.once(
-            ("wants output", id(prints), index), lambda: np.array([index in keeps(p).outputs for p in prints])
+            ("wants output", index), (prints,), lambda: np.array([index in keeps(p).outputs for p in prints])
         )
 
     def is_view(self, op: Op) -> bool:
@@ -251,13 +245,14 @@ class OperatorMemory:
             layout_ = layout.without_partial()
             return math.prod(layout_.local_shape(layout_.padded(value.shape))) * value.dtype.itemsize
 
-        return self.once(("bytes", value.shape, value.dtype, layout), count)
+        return self.once(("bytes", value.shape, value.dtype, layout), (), count)
 
     def left(self, op: Op, index: int, value: Value) -> np.ndarray:
         """Bytes of an output as it is left, by strategy."""
         prints = self.prints(op)
         return self.once(
-            ("left", id(prints), index),
+            ("left", index),
+            (prints,),
             lambda: np.array([self.bytes_of(value, p.output_layouts[index]) for p in prints], dtype=np.float64),
         )
 
@@ -265,7 +260,8 @@ class OperatorMemory:
         """Bytes of an input as it is asked for, by strategy."""
         prints = self.prints(op)
         return self.once(
-            ("wanted", id(prints), index),
+            ("wanted", index),
+            (prints,),
             lambda: np.array(
                 [sum(self.bytes_of(value, want) for want in {use.want for use in p.input_uses[index]}) for p in prints],
                 dtype=np.float64,
@@ -287,7 +283,8 @@ class OperatorMemory:
             and not self.saves_output(*self.made_by[name])
         )
         return self.once(
-            ("room", id(prints), counted, alone),
+            ("room", counted, alone),
+            (prints,),
             lambda: sum(
                 [*(self.left(op, k, outputs[k]) for k in counted), *(self.wanted(op, i, op.inputs[i]) for i in alone)],
                 self.own(op) if self.grads else np.zeros(len(prints)),
@@ -441,7 +438,8 @@ class RematStates:
                 shared,
                 name,
                 memory.once(
-                    ("kept-shared", states, id(carrier), value.shape, value.dtype),
+                    ("kept-shared", states, value.shape, value.dtype),
+                    (carrier,),
                     lambda: np.array([[self._fits_shared(value, s, c) for s in states] for c in carrier]),
                 ),
             )
@@ -455,7 +453,8 @@ class RematStates:
                 node,
                 name,
                 memory.once(
-                    ("kept-made", states, id(prints), k, value.shape),
+                    ("kept-made", states, k, value.shape),
+                    (prints,),
                     lambda: np.array(
                         [[self._fits_made(value, s, p.output_layouts[k]) for s in states] for p in prints]
                     ),
@@ -465,7 +464,8 @@ class RematStates:
                 name,
                 self.cost_graph.operators[reader.name],
                 memory.once(
-                    ("kept-read", states, id(asks), i, value.shape),
+                    ("kept-read", states, i, value.shape),
+                    (asks,),
                     lambda: np.array([[self._fits_read(value, s, p.input_uses[i]) for p in asks] for s in states]),
                 ),
             )
@@ -484,7 +484,6 @@ class RematStates:
         key = (
             "again",
             states,
-            id(prints),
             value.nbytes,
             tuple((i, v.nbytes) for i, v in inner),
             tuple((k, v.nbytes) for k, v in outs),
@@ -511,7 +510,7 @@ class RematStates:
             table[:, recomputed] = np.where(fits, np.array([p.forward for p in prints])[:, None], math.inf)
             return table
 
-        self._edge(self.cost_graph.operators[op.name], ("kept", value.name), memory.once(key, make))
+        self._edge(self.cost_graph.operators[op.name], ("kept", value.name), memory.once(key, (prints,), make))
 
     def kept_collective_output(self, value: Value) -> np.ndarray | None:
         """Bytes of an inner value that are saved because they were sent, by state of producer and consumer; None
@@ -578,12 +577,12 @@ class RematStates:
             )
 
         def make() -> np.ndarray:
-            found, rows, columns = memory.once(("ends", *key), ends)
+            found, rows, columns = memory.once(("ends", *key), (prints, asks), ends)
             table = np.broadcast_to(count(found), found.same.shape)
             return np.ascontiguousarray(table[rows][:, columns])
 
-        key = id(prints), k, id(asks), i, value.shape, value.dtype
-        return memory.once((what, *key), make)
+        key = k, i, value.shape, value.dtype
+        return memory.once((what, *key), (prints, asks), make)
 
     def _chain(self, name: str) -> None:
         """Add edges that forbid a dropped value where an input of a recomputed operator is not there."""
@@ -602,6 +601,7 @@ class RematStates:
 
                 table = self.memory.once(
                     ("chain", before, after, near, sent),
+                    (),
                     lambda: np.array(
                         [[0.0 if a.how != DROPPED or available(b) else math.inf for a in after] for b in before]
                     ),
@@ -611,11 +611,7 @@ class RematStates:
 
     def _edge(self, i: object, j: object, table: np.ndarray) -> None:
         known = self.edges.get((i, j))
-        self.edges[i, j] = (
-            table
-            if known is None
-            else self.memory.once(("sum", id(known), id(table)), lambda: (known + table, known, table))[0]
-        )
+        self.edges[i, j] = table if known is None else self.memory.once("sum", (known, table), lambda: known + table)
 
     # -- a value with several consumers --
 
@@ -669,7 +665,7 @@ class RematStates:
                 out += [SaveOrRecompute(DROPPED, layout, memory.bytes_of(value, layout)) for layout in both]
             return tuple(out)
 
-        return memory.once(("states", id(prints), k, id(asks), i, mine, theirs, droppable), make)
+        return memory.once(("states", k, i, mine, theirs, droppable), (prints, asks), make)
 
     def _fits_made(self, value: Value, state: SaveOrRecompute, left: Layout) -> float:
         if state.layout is not None and left != state.layout:

@@ -36,6 +36,7 @@ import torch
 from ..cost.cost_model import CostModel
 from ..errors import LayoutError, ShardwrightError
 from ..graph import SEED, Graph, Master, Op, Value, map_values
+from ..identity import IdentityCache
 from ..layout import Digit, Digits, Layout, beside
 from ..partition.local_program import (
     Decision,
@@ -171,7 +172,7 @@ def _alone(source: Layout, use: Use, gradient: bool) -> tuple[tuple[Redistributi
 
 
 class EdgeCosts:
-    """Prices of deliveries in seconds, and footprints of operators; each is computed once.
+    """Prices of deliveries in seconds, and costs of operators; each is computed once.
 
     Args:
         costs: the prices.
@@ -300,7 +301,7 @@ def kind_of_call(op: Op) -> Hashable:
 
 
 def op_cost(decision: Decision, costs: CostModel) -> OpCost:
-    """The footprint of a decision, priced by a `CostModel`. The decision names the partial sums that pass through
+    """The cost of a decision, priced by a `CostModel`. The decision names the partial sums that pass through
     (`open`).
 
     Raises:
@@ -528,8 +529,7 @@ def options_among(
     """
     known = tuple(known)
     opened: dict[str, frozenset[Digits]] = {}  # value -> the digits of partial sums in which it may be left
-    alike: dict[tuple[Hashable, ...], tuple[tuple[Strategy, ...], tuple[frozenset[Digits], ...]]] = {}
-    kept: list[tuple[Assignment, ...]] = []  # kept alive, so that no two of them have one id
+    once = IdentityCache().once
     out: dict[str, tuple[Strategy, ...]] = {}
     for op in described.graph.ops:
         rule, bound, _ = described.rules[op.name]
@@ -541,15 +541,15 @@ def options_among(
         )
         brought = outs.get(op.name)
         mine_of = () if op.name in fixed else among(op, bound)
-        kept.append(mine_of)
-        key = (described.kinds[op.name], passing, additional, op.name in fixed, brought, id(mine_of))
-        if key not in alike:
+
+        def strategies() -> tuple[tuple[Strategy, ...], tuple[frozenset[Digits], ...]]:
             mine = tuple(dict.fromkeys((*(Strategy(a, (), brought) for a in mine_of), *additional)))
             if op.name not in fixed:
                 mine = _with_passing(described, op, mine, passing)
-            left = tuple(frozenset(_left(bound, s, k) for s in mine) - {()} for k in range(len(bound.outputs)))
-            alike[key] = mine, left
-        out[op.name], left = alike[key]
+            return mine, tuple(frozenset(_left(bound, s, k) for s in mine) - {()} for k in range(len(bound.outputs)))
+
+        key = (described.kinds[op.name], passing, additional, op.name in fixed, brought)
+        out[op.name], left = once(key, (mine_of,), strategies)
         opened.update((v.name, digits) for v, digits in zip((v for v in op.outputs if v is not None), left))
     return out
 
@@ -620,7 +620,7 @@ class KeptTensors:
 
 @dataclass(frozen=True, eq=False)
 class _Program:
-    """A footprint's program; two are equal where they do the same to the same local shapes."""
+    """The program of an operator's cost; two are equal where they do the same to the same local shapes."""
 
     cost: OpCost
 

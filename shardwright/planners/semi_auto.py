@@ -8,8 +8,8 @@
 
 A batch of 6 rows on 4 devices is cut gcd(6, 4) = 2 ways, and 2 devices each repeat the same work.
 
-`data_parallel` is the same without marks. Nothing is searched here: `propagation` follows marks by cost, `recursive`
-and `dynamic` search.
+`data_parallel` is the same without marks. Nothing is searched here: `sharding_propagation` follows marks by cost,
+`recursive_programming` and `dynamic_programming` search.
 """
 
 from __future__ import annotations

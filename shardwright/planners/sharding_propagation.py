@@ -17,8 +17,8 @@ marks. Where the costs of the two plans are near, their programs are priced and 
 With several priorities, an operator follows the marks above the lowest priority whatever the cost: its options are
 what these marks ask, and what cuts it further.
 
-`recursive` and `dynamic` weigh everything that the rules allow. This planner weighs what follows from the marks, a
-handful of strategies an operator, so its time grows with the number of operators alone.
+`recursive_programming` and `dynamic_programming` weigh everything that the rules allow. This planner weighs what
+follows from the marks, a handful of strategies an operator, so its time grows with the number of operators alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .planning_problem import PlanningProblem, planner
 from .search_space import OperatorTable, Strategy, options_of, strategy_of
 from .semi_auto import semi_auto
 
-__all__ = ["path_from_mark", "sharding_propagation"]
+__all__ = ["sharding_propagation"]
 
 
 #: Ratio of this plan's cost to that of `semi_auto`'s plan from which on both programs are priced: a program shares
@@ -157,14 +157,6 @@ def _options(
 def _follows(assignment: Assignment, demands: tuple[Demand, ...] | None) -> bool:
     """True where an assignment holds the cuts of one of the demands, or where `demands` is None."""
     return demands is None or any(within(d.assignment, assignment) for d in demands)
-
-
-def path_from_mark(decisions: Mapping[str, Decision], name: str) -> tuple[str, ...]:
-    """The operators through which a propagated operator got its cuts: from the marked operator to itself."""
-    out = [name]
-    while decisions[out[-1]].via:
-        out.append(decisions[out[-1]].via)
-    return tuple(reversed(out))
 
 
 def _marked(op: Op) -> bool:

@@ -20,9 +20,9 @@ priced and run as a permute (`RedistributionStep.pattern`). H is the number of e
 knows the size after it. A send and a recv are the two ends of one transfer between pipeline stages; no redistribution
 contains them.
 
-The higher layers have one table each, by kind: `cost.primitives` the seconds, `runtime.local.shards` the executor of
-all ranks in one process, `runtime.distributed.collectives` the executor of one rank. Example: 1024 elements a rank, 4
-ranks:
+The higher layers have one table each, by kind: `cost.primitive_costs` the seconds, `runtime.local.shards` the executor
+of all ranks in one process, `runtime.distributed.collectives` the executor of one rank. Example: 1024 elements a rank,
+4 ranks:
 
     CollectiveKind("all_gather").sent(4, 1024) == 3072        CollectiveKind.ALL_GATHER.size_after(4, 1024) == 4096
 """

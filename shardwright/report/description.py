@@ -31,7 +31,7 @@ from ..pipeline.pipeline_plan import PipelinePlan
 from ..planfile.document_writer import dataset_strategy, pipeline_dataset_strategy
 from ..sharded_plan import ParameterPlan, Plan
 from .format import size_text
-from .notebook_html import html_table
+from .html_elements import html_table
 from .operator_cuts import OperatorCuts, operator_cuts, vocabularies
 
 __all__ = [

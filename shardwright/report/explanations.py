@@ -28,7 +28,7 @@ from .description import describe, numbers_text
 from .format import size_text, time_text
 from .operator_names import Found, OperatorNames
 from .plan_diff import strategy_text
-from .table_parts import legend, operators_table, rows
+from .table_elements import legend, operators_table, rows
 from .tables import explain, summary
 
 __all__ = [

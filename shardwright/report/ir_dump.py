@@ -34,13 +34,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from ..cost.communication_schedule import CommunicationSchedule, ScheduledMessage
+from ..cost.communication_schedule import (
+    Collective,
+    CommunicationSchedule,
+    ScheduledMessage,
+    backward_collectives,
+    forward_collectives,
+)
 from ..errors import PlanError
 from ..graph import Value
 from ..json_files.json_values import write_text
 from ..layout import Digits, Layout, group_of
 from ..partition.local_program import GlobalExtreme, Instruction, LocalOp, PlacedValue, Redistribute, made_by, read_by
-from ..partition.planned_collectives import Collective, backward_collectives, forward_collectives
 from ..partition.rematerialization import BackwardStep, RecomputedInstruction, Regather, Region
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
 from ..redistribution import CollectiveKind, Redistribution, RedistributionStep, redistribution

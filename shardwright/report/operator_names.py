@@ -1,6 +1,6 @@
 """Operators by their place in the model: the paths that tables show, and operators found by a path or its end.
 
-    an operator                        its path (`partition.operator_paths`)
+    an operator                        its path (`runtime.profile_ranges`)
     equal operators of equal layers    layers.{0-11}.self_attn.q_proj
 
 A name that a user gives is an operator's name, its path, a module's path, or the end of one: ``q_proj``.
@@ -15,9 +15,9 @@ from functools import cached_property
 from ..cost.cost_model import StepInTime
 from ..errors import PlanError
 from ..partition.local_program import Decision
-from ..partition.operator_paths import operator_paths, plain_kind
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..rules.dims import send
+from ..runtime.profile_ranges import operator_paths, plain_kind
 from ..sharded_plan import Plan, near
 from .description import layer_of, numbers_text
 

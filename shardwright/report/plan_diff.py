@@ -25,7 +25,7 @@ from ..sharded_plan import ParameterPlan, Plan
 from .console_tables import wrapped
 from .format import size_text, time_text
 from .operator_names import OperatorNames
-from .table_parts import folded_parameters
+from .table_elements import folded_parameters
 
 __all__ = ["Difference", "PlanChange", "difference", "strategy_text"]
 

@@ -1,4 +1,4 @@
-"""The content of a report: the figures of a plan, as the values (`report_values`) that a page lays out (`html_report`).
+"""The content of a report: the figures of a plan, as the values (`html_elements`) that a page lays out (`html_report`).
 
 Every figure is the plan's own: the prices, timelines and schedules that the tables in a terminal have too. For a
 pipeline, operators and collectives are those of one micro-batch, stage by stage.
@@ -27,13 +27,27 @@ from .console_tables import UNLIMITED, console_of
 from .description import cluster_line, describe, inputs_line
 from .explanations import alternatives_table, because, cause, decided, difference, next_best, shares_table
 from .format import count_text, layout_text, size_text, time_text
+from .html_elements import (
+    KIND_COLOURS,
+    Branch,
+    Grid,
+    Leaf,
+    Place,
+    Section,
+    SlicePicture,
+    SlicePictures,
+    Stat,
+    Tensor,
+    gathered,
+    joined,
+    memory,
+    unfolded,
+)
 from .local_alternatives import local_alternatives
 from .operator_cuts import OperatorCuts, operator_cuts, vocabularies
 from .operator_names import OperatorNames
 from .plan_diff import strategy_text
-from .report_pictures import KIND_COLOURS, SlicePicture, SlicePictures, memory
-from .report_values import Branch, Grid, Leaf, Place, Section, Stat, Tensor, gathered, joined, unfolded
-from .table_parts import alternatives_of, beside_lines, folded_parameters, notes_of, regions
+from .table_elements import alternatives_of, beside_lines, folded_parameters, notes_of, regions
 from .timeline import headline, picture
 
 __all__ = ["PlanContent"]

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO
 
 from rich.console import Console
@@ -28,7 +28,7 @@ from .console_tables import UNLIMITED, console_of, saying, show, table
 from .description import cluster_line, describe, inputs_line, numbers_text
 from .format import link_text, size_text, time_text
 from .operator_names import OperatorNames
-from .table_parts import (
+from .table_elements import (
     DEAREST,
     NOTES,
     alternatives_of,
@@ -170,9 +170,25 @@ def _dearest(collectives: Iterable[PricedCollective], cluster: Cluster, names: O
     alike: dict[tuple[object, ...], list[PricedCollective]] = {}
     for c in collectives:
         alike.setdefault((c.kind, c.digits, c.bytes, c.phase), []).append(c)
-    rows = sorted(alike.values(), key=lambda group: -sum(c.seconds for c in group))
-    made = table(
+    rows = sorted(alike.values(), key=lambda group: -_seconds_of(group))
+    made = _communication_table()
+    for group in rows[:DEAREST]:
+        made.add_row(*_communication_row(group, cluster, names))
+    if len(rows) > DEAREST:
+        seconds = sum(map(_seconds_of, rows[DEAREST:]))
+        made.add_row(*map(Text, ("others", "", "", "", str(sum(map(len, rows[DEAREST:]))), time_text(seconds), "", "")))
+    return made
+
+
+def _seconds_of(collectives: Iterable[PricedCollective]) -> float:
+    return sum(c.seconds for c in collectives)
+
+
+def _communication_table(*more: str) -> Table:
+    """An empty table of communications, with more columns behind the first one."""
+    return table(
         "communication",
+        *more,
         "ranks",
         "over",
         "bytes",
@@ -183,28 +199,28 @@ def _dearest(collectives: Iterable[PricedCollective], cluster: Cluster, names: O
         right=("ranks", "bytes", "times", "seconds"),
         wraps=("over", "for"),
     )
-    for group in rows[:DEAREST]:
-        first, seconds = group[0], sum(c.seconds for c in group)
-        over = ", ".join(f"{units} by {link_text(level)}" for level, units in cluster.crossed(first.digits))
-        made.add_row(
-            *map(
-                Text,
-                (
-                    first.kind,
-                    str(digits_size(first.digits)),
-                    over,
-                    size_text(first.bytes),
-                    str(len(group)),
-                    time_text(seconds),
-                    first.phase,
-                    operators_text(names, (c.operator for c in group)),
-                ),
-            )
-        )
-    if len(rows) > DEAREST:
-        seconds = sum(c.seconds for group in rows[DEAREST:] for c in group)
-        made.add_row(*map(Text, ("others", "", "", "", str(sum(map(len, rows[DEAREST:]))), time_text(seconds), "", "")))
-    return made
+
+
+def _communication_row(
+    equal: Sequence[PricedCollective], cluster: Cluster, names: OperatorNames, *more: str
+) -> Iterator[Text]:
+    """The row of communications that differ in their operators alone; `more` are the cells behind the first one."""
+    first = equal[0]
+    over = ", ".join(f"{units} by {link_text(level)}" for level, units in cluster.crossed(first.digits))
+    return map(
+        Text,
+        (
+            first.kind,
+            *more,
+            str(digits_size(first.digits)),
+            over,
+            size_text(first.bytes),
+            str(len(equal)),
+            time_text(_seconds_of(equal)),
+            first.phase,
+            operators_text(names, (c.operator for c in equal)),
+        ),
+    )
 
 
 def ranks_text(ranks: range) -> str:
@@ -401,39 +417,8 @@ def _dearest_stage(spent: Iterable[tuple[PricedCollective, Stage]], cluster: Clu
     for c, stage in spent:
         key = c.kind, c.digits, c.bytes, c.phase, stage.devices
         alike.setdefault(key, {}).setdefault(stage.number, []).append(c)
-    seconds = lambda of: sum(c.seconds for c in of)
-    made = table(
-        "communication",
-        "stages",
-        "ranks",
-        "over",
-        "bytes",
-        "times",
-        "seconds",
-        "phase",
-        "for",
-        right=("ranks", "bytes", "times", "seconds"),
-        wraps=("over", "for"),
-    )
-    order = [(key, stages, max(stages.values(), key=seconds)) for key, stages in alike.items()]
-    for (kind, digits, size, phase, devices), stages, most in sorted(order, key=lambda one: -seconds(one[2]))[:DEAREST]:
-        over = ", ".join(
-            f"{units} by {link_text(level)}" for level, units in Cluster.of(cluster, devices).crossed(digits)
-        )
-        made.add_row(
-            *map(
-                Text,
-                (
-                    kind,
-                    numbers_text(stages),
-                    str(digits_size(digits)),
-                    over,
-                    size_text(size),
-                    str(len(most)),
-                    time_text(seconds(most)),
-                    phase,
-                    operators_text(names, (c.operator for c in most)),
-                ),
-            )
-        )
+    made = _communication_table("stages")
+    rows = [(max(by_stage.values(), key=_seconds_of), by_stage, devices) for (*_, devices), by_stage in alike.items()]
+    for most, by_stage, devices in sorted(rows, key=lambda row: -_seconds_of(row[0]))[:DEAREST]:
+        made.add_row(*_communication_row(most, Cluster.of(cluster, devices), names, numbers_text(by_stage)))
     return made

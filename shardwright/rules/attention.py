@@ -16,7 +16,7 @@ The operator of case 4:
     out = scaled_dot_product_attention(q, k, v, mask, p)      with the generator of the device seeded before
 
 torch takes its fused kernel where the device has one, and the scores [l, s] are never stored. The seed follows from the
-operator's number and from the start of the rank's slice, as for every fast number (`random_numbers.counter_rng`):
+operator's number and from the start of the rank's slice, as for every fast number (`counter_rng`):
 replicas agree, slices differ, and a recomputed attention drops the same weights. The state of the generator is the same
 before and after.
 

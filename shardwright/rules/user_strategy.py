@@ -174,15 +174,7 @@ def assignment_of(bound: Bound, strategy: object, devices: int) -> Assignment:
             continue
         shape, dims = bound.in_shapes[i], bound.inputs[i]
         if isinstance(entry, Layout):
-            if entry.devices != devices:
-                raise LayoutError(
-                    f"the Layout of input {i} has a device matrix of {entry.devices} devices "
-                    f"{entry.device_matrix or ''}, there are {devices}",
-                    strategy=strategy,
-                    legal=f"a device matrix whose product is {devices}",
-                )
-            if entry.dims is None:
-                raise wrong(f"the Layout of input {i} names no dims", legal="layout('dp', 'None')")
+            _check_layout(entry, f"input {i}", devices, strategy)
             per_dim: Sequence[Any] = entry.cuts
         elif isinstance(entry, (tuple, list)):
             per_dim = tuple(entry)
@@ -250,6 +242,27 @@ def assignment_of(bound: Bound, strategy: object, devices: int) -> Assignment:
         if bound.output_layout(i, assignment) is None:
             raise wrong(f"the output {bound.out_shapes[i]} would be cut in the minor part of a dim only")
     return assignment
+
+
+def _check_layout(layout: Layout, of: str, devices: int, strategy: object) -> None:
+    """Check that a Layout in a strategy is of as many devices as there are, and names dims.
+
+    Args:
+        of: the input or output, such as "input 0".
+
+    Raises:
+        LayoutError: another number of devices.
+        StrategyError: no dims.
+    """
+    if layout.devices != devices:
+        raise LayoutError(
+            f"the Layout of {of} has a device matrix of {layout.devices} devices {layout.device_matrix or ''}, there "
+            f"are {devices}",
+            strategy=strategy,
+            legal=f"a device matrix whose product is {devices}",
+        )
+    if layout.dims is None:
+        raise StrategyError(f"the Layout of {of} names no dims", strategy=strategy, legal="layout('dp', 'None')")
 
 
 def _spread_cut(bound: Bound, dim: tuple[int, ...], cut: int) -> dict[int, int] | None:
@@ -380,19 +393,7 @@ def output_layouts_of(
     out = []
     for i, (entry, shape) in enumerate(zip(strategy, bound.out_shapes)):
         if isinstance(entry, Layout):
-            if entry.devices != devices:
-                raise LayoutError(
-                    f"the Layout of output {i} must lay out {len(shape)} dims on {devices} devices, its "
-                    f"device matrix is of {entry.devices}",
-                    strategy=strategy,
-                    legal=f"a device matrix whose product is {devices}",
-                )
-            if entry.dims is None:
-                raise LayoutError(
-                    f"the Layout of output {i} must lay out {len(shape)} dims on {devices} devices, it names none",
-                    strategy=strategy,
-                    legal="layout('dp', 'None')",
-                )
+            _check_layout(entry, f"output {i}", devices, strategy)
             layout = entry
         elif isinstance(entry, (tuple, list)):
             try:

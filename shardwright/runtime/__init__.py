@@ -2,21 +2,18 @@
 
 lowering             a plan as a `torch.fx` program
 step_program         one call of a planned model
-profile_ranges       names of operators, redistributions and buckets in a profile
+profile_ranges       names of operators, redistributions and buckets in a profile; the paths of operators
 saved_tensors        recomputed regions, and weights gathered again in the backward
 deferred_init        parameters that are planned before they have values, and created as slices
-drawn_parts          parts of parameters that a rank draws alone, or by blocks
-generator_jumps      places ahead in torch's numbers, and elements that are drawn alone
+slice_initialization parts of parameters that a rank draws alone, with the numbers of one device
 compilation          torch.compile of planned programs
 device_seed          the random operators of a compiled program, and its seed in the memory of its device
 optimizer_guard      checks before an optimizer's step
 pipeline_step        one step of a pipeline
-pipeline_p2p         the stages of a pipeline on processes
-stage_links          the messages between these
-redistribution_functions  the autograd functions of redistributions, which both runtimes share
+pipeline_p2p         the stages of a pipeline on processes, and the messages between them
+redistribution_functions  the autograd functions of redistributions, and exchanges of halos, which both runtimes share
 second_derivatives   gradients that are differentiated again
-halo_exchanges       exchanges of halos: all ranks in one process, and one rank
-call_boundary        parameters and results that are each rank's own
+per_rank_values      parameters and results that are each rank's own
 local, distributed   all ranks in one process; one process a rank
 """
 

@@ -4,7 +4,7 @@
    recorded on a tape.
 2. `materialize` replays the tape in its order, from the random state at the begin of the tape, tensor by tensor. Each
    rank keeps its slice and frees the rest. Of a large tensor that is filled by ``uniform_``, ``normal_`` or
-   ``trunc_normal_``, and changed element by element, a rank computes a part alone (`drawn_parts`).
+   ``trunc_normal_``, and changed element by element, a rank computes a part alone (`slice_initialization`).
 3. The values are those of an ordinary construction on one device under the same seed, bit for bit.
 4. A tensor that a checkpoint will fill (`filled_later`) is not drawn. Where such tensors have all random numbers of the
    tape, the tape's calls for the others alone are replayed, such as the table of a non-persistent buffer.
@@ -35,13 +35,12 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from ..accelerator_api import sum_type
+from ..accelerators import sum_type
 from ..capture.source_lines import calling_line
 from ..cost.memory_timeline import HeldOptimizer, held_optimizer
 from ..errors import SettingError
 from ..torch_private import TorchDispatchMode, move_gradient_hooks, parameter_table, pytree, storage_id, version_of
-from .drawn_parts import Meta, compute, draws, metas, noted, parts_of
-from .generator_jumps import Numbers
+from .slice_initialization import Meta, Numbers, compute, draws, metas, noted, parts_of
 
 __all__ = [
     "beginnings",

@@ -6,7 +6,7 @@
 4. An optimizer that steps while its state is copied for a checkpoint would mix two steps in it: the step waits.
 
 Parameters that are empty on this rank are also hidden from steps, to save time. In processes the step is that of a
-stand-in (`distributed/local_steps.py`).
+stand-in (`distributed/optimizer_steps.py`).
 """
 
 from __future__ import annotations

@@ -9,10 +9,8 @@
 2. One call (`PipelineStep`): a stage's program computes on leaves that share the memory of the parameters; the
    gradients of all micro-batches are summed in these leaves.
 3. The program (`PipelineProgram`, `StageBody`), with the interface of `step_program.StepProgram`.
-4. Links between stages (`StageLink`): `LocalStageLink` where all stages are in one process,
-   `stage_links.ProcessStageLink` where ranks send to the ranks of other stages.
-5. A pipeline in one process (`local_pipeline`): every stage's devices in lockstep, the stages in the order of the
-   schedule. `pipeline_p2p.process_pipeline` is its counterpart with a process a rank.
+4. Links between stages (`StageLink`): `LocalStageLink` in one process, `pipeline_p2p.ProcessStageLink` among ranks.
+5. A pipeline in one process (`local_pipeline`); `pipeline_p2p.process_pipeline` has a process a rank.
 """
 
 from __future__ import annotations
@@ -37,11 +35,11 @@ from ..process import of_micro_batch, stream
 from ..pytree_objects import closed, holds_objects
 from ..sharded_plan import Plan
 from ..torch_private import demand, is_view
-from .call_boundary import put_back, tensors_of
 from .deferred_init import materialize
-from .distributed.watch.rank_positions import position
+from .distributed.rank_positions import position
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lowering import Lowered, lower
+from .per_rank_values import put_back, tensors_of
 from .profile_ranges import action_range, step_range
 from .saved_tensors import check_checkpointed
 from .second_derivatives import differentiated_once
@@ -57,7 +55,6 @@ __all__ = [
     "pieces",
     "together",
 ]
-
 
 # -- micro-batches
 

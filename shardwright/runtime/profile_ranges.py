@@ -16,12 +16,20 @@ ranges of ``record_function``; the backward of a call is named by hooks of the a
 
 Behind an operator or a redistribution: "backward", "recomputed". Behind a redistribution or a bucket: "issue", "wait".
 Behind a gather in a backward: "again".
-`rehearsal.trace_comparison` reads the names; `RangeNames` makes them for both.
+
+`rehearsal.trace_comparison` reads the names; `RangeNames` makes them for both. The path of an operator in the model
+(`operator_paths`) is shown by tables too:
+
+    linear_14 of module layers.2.self_attn.q_proj, its only operator   layers.2.self_attn.q_proj
+    mul_9 of module layers.0.self_attn, the second of three            layers.0.self_attn.mul#2
+    an operator with a mark                                            the mark's path
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
@@ -31,8 +39,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..cost.communication_schedule import ScheduledMessage
+from ..graph import Op
 from ..partition.local_program import Decision, GlobalExtreme, LocalOp, Redistribute
-from ..partition.operator_paths import operator_paths
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..pipeline.schedules import Action
 from ..sharded_plan import Plan
@@ -55,6 +63,8 @@ __all__ = [
     "named_module",
     "named_steps",
     "named_when_profiled",
+    "operator_paths",
+    "plain_kind",
     "profiling",
     "range_of",
     "rank_text",
@@ -62,6 +72,44 @@ __all__ = [
     "scatter_text",
     "step_range",
 ]
+
+# -- paths of operators
+
+
+def plain_kind(op: Op) -> str:
+    """The kind of an operator, as tables show it: ``and`` for ``__and__``."""
+    return op.kind.strip("_") if op.kind.startswith("__") else op.kind
+
+
+def operator_paths(decisions: Mapping[str, Decision]) -> dict[str, str]:
+    """Name of an operator -> its path; no two have the same.
+
+    Args:
+        decisions: those of a whole model, by operator.
+    """
+    counts = Counter(
+        ".".join(d.op.module.split(".")[:depth])
+        for d in decisions.values()
+        for depth in range(1, d.op.module.count(".") + 2)
+    )
+    kinds = Counter((d.op.module, plain_kind(d.op)) for d in decisions.values())
+    met: Counter[tuple[str, str]] = Counter()
+    paths: dict[str, str] = {}
+    for name, d in decisions.items():
+        module, kind = d.op.module, plain_kind(d.op)
+        met[module, kind] += 1
+        if not module or not re.fullmatch(re.escape(kind) + r"_*\d*", name):
+            paths[name] = name
+        elif counts[module] == 1:
+            paths[name] = module
+        else:
+            number = f"#{met[module, kind]}" if kinds[module, kind] > 1 else ""
+            paths[name] = f"{module}.{kind}{number}"
+    return paths
+
+
+# -- ranges
+
 
 #: The begin of each name, and what stands behind some.
 PREFIX, BACKWARD, RECOMPUTED, AGAIN, ISSUE, WAIT = "sw::", " backward", " recomputed", " again", " issue", " wait"

@@ -21,15 +21,14 @@ from ..capture.export import ModelAndLoss
 from ..capture.guards import Guards
 from ..capture.side_effects import Effects
 from ..capture.source_lines import stack_level
+from ..cost.communication_schedule import Fusion
 from ..garbage_collection import gc_paused
 from ..graph import Value
 from ..layout import Layout
-from ..partition.gradient_fusion import Fusion
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..process import Runtime, stream
 from ..pytree_objects import closed, holds_objects
 from ..sharded_plan import Plan
-from .call_boundary import handings, leading_on, put_back, shared, tensors_of
 from .compilation import Compilation, keep_in_place
 from .deferred_init import materialize, put_in_place
 from .device_seed import NO_SEED, CompiledSeed, trace_random_numbers
@@ -37,6 +36,7 @@ from .distributed.parameter_hooks import with_rank_dim
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lowering import Lowered, lower
 from .optimizer_guard import Accumulation
+from .per_rank_values import handings, leading_on, put_back, shared, tensors_of
 from .pipeline_step import PipelineProgram, local_pipeline
 from .profile_ranges import step_range
 from .saved_tensors import check_checkpointed

@@ -3,16 +3,14 @@
 No module of the solver knows of operators, layouts or devices.
 
     problem              nodes, states, costs of pairs; a memory limit at every moment
-    solve                the entry points, without and with a limit
+    solve                the entry points, without and with a limit; the least limit that can be kept
     presolve             states and nodes that need not be searched; contradictions
     elimination          the exact least cost, node by node
     tree_reweighted      bounds and states where elimination is too large (TRW-S)
     anytime              the search that improves on them within its budget
-    memory_rows          the moments at which a limit matters
+    memory_rows          the moments at which a limit matters; states within the limit, spliced
     lagrangian           a bound by prices of memory
     cutting_planes       the best prices
-    splicing             states within the limit, combined from states above it and states within it
-    least_memory         the least limit that can be kept, and the error that names it
     milp                 the same problem through HiGHS, to test the other solvers against
     search_memory        the bound on the host memory of a search, and its messages
 """

@@ -2,7 +2,7 @@
 
 In turns, on the core that the exact reductions leave (`presolve`):
 
-    sweeps             a bound, and states (`trws`)
+    sweeps             a bound, and states (`tree_reweighted`)
     descent            better states (`descend`)
     reduced costs      states that cannot be part of an assignment as cheap as the best known are removed
     elimination        of the rest, as soon as that is small enough: then the answer is exact
@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import PlanError
+from ..identity import IdentityCache
 from .elimination import Eliminated, Tables, eliminate, elimination_order, shared_work
 from .memory_rows import binding
 from .milp import milp
@@ -48,14 +49,17 @@ GRACE = 1.0  # seconds that a pass may take past the end
 
 def _allowed(problem: Problem) -> Problem:
     """The same problem with a finite cost for forbidden states and pairs, above the cost of any allowed assignment."""
-    tables = [*problem.costs, *problem.edges.values()]
-    known = {id(table): table for table in tables}
-    most = {key: float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for key, table in known.items()}
-    price = 1.0 + 2.0 * sum(most[id(table)] for table in tables)
-    finite = {key: np.where(np.isfinite(table), table, price) for key, table in known.items()}
+    once, tables = IdentityCache().once, [*problem.costs, *problem.edges.values()]
+    price = 1.0 + 2.0 * sum(
+        once("most", (table,), lambda: float(np.abs(table[np.isfinite(table)]).max(initial=0.0))) for table in tables
+    )
+
+    def finite(table: np.ndarray) -> np.ndarray:
+        return once("finite", (table,), lambda: np.where(np.isfinite(table), table, price))
+
     return Problem(
-        tuple(finite[id(own)] for own in problem.costs),
-        {pair: finite[id(table)] for pair, table in problem.edges.items()},
+        tuple(finite(own) for own in problem.costs),
+        {pair: finite(table) for pair, table in problem.edges.items()},
         problem.names,
     )
 

@@ -18,7 +18,7 @@ The file has three parts:
     least limit = min_s max_t used_t(s) >= max_λ min_s Σ_t λ_t used_t(s),   λ >= 0, Σ λ = 1
 
    Part 1 finds the best λ, which gives the lower end. The upper end is kept by states that were least at some λ,
-   spliced with one another (`splicing`). The lower end of a part of a problem's states (`Part`) holds for that part
+   spliced with one another (`memory_rows`). The lower end of a part of a problem's states (`Part`) holds for that part
    alone.
 
 3. `priced_search`: the cheapest states within the limit, in turns, until cost and bound are near enough:
@@ -28,7 +28,7 @@ The file has three parts:
     bound     the least of the whole at those prices, exactly (`lagrangian.Pricing`); its states join the part. Where
               elimination cannot do the whole: a bound by sweeps (`lagrangian.SweptPricing`); the states that look best
               to the sweeps join the part
-    states    all known states, spliced and then improved stretch by stretch (`splicing`)
+    states    all known states, spliced and then improved stretch by stretch (`memory_rows`)
 
 No clock is read: the same problem has the same answer on every machine.
 
@@ -44,15 +44,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ..errors import PlanError
+from ..identity import IdentityCache, numbered
 from .anytime import within
 from .elimination import Facts
 from .lagrangian import Cut, Pricing, SweptPricing
-from .memory_rows import Rows, kinds
+from .memory_rows import Rows, Splicer, kinds
 from .milp import quiet_highs
 from .presolve import consistent, restrict
 from .problem import Problem, Solution, stopping
 from .search_memory import OutOfBudgetError, current
-from .splicing import Splicer
 
 __all__ = [
     "APART",
@@ -217,15 +217,15 @@ class LeastMemory:
 
 def costless(problem: Problem) -> Problem:
     """The problem with the same states allowed, all at no cost."""
-    tables = (*problem.costs, *problem.edges.values())
-    free = {
-        id(table): np.where(np.isfinite(table), 0.0, np.inf)
-        for table in {id(table): table for table in tables}.values()
-    }
+    once = IdentityCache().once
+
+    def free(table: np.ndarray) -> np.ndarray:
+        return once("free", (table,), lambda: np.where(np.isfinite(table), 0.0, np.inf))
+
     return replace(
         problem,
-        costs=tuple(free[id(own)] for own in problem.costs),
-        edges={pair: free[id(table)] for pair, table in problem.edges.items()},
+        costs=tuple(free(own) for own in problem.costs),
+        edges={pair: free(table) for pair, table in problem.edges.items()},
     )
 
 
@@ -553,7 +553,7 @@ class _PricedSearch:
             if one and table.shape[small] < table.shape[large]:
                 follows[pair[large]] = True
         seen = np.array(list(self.known), np.int64).reshape(-1, len(neighbours))
-        which = [id(own) for own in problem.costs] if self.kinds is None else self.kinds
+        which = numbered(problem.costs) if self.kinds is None else self.kinds
         alike: dict[int, np.ndarray] = {}  # by the node's costs: in equal layers the same operator's
         for v, own in enumerate(problem.costs):
             mark = alike.setdefault(which[v], np.zeros(len(own), bool))

@@ -33,12 +33,13 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
 import numpy as np
 
+from ..identity import IdentityCache
 from .search_memory import OutOfBudgetError, current
 
 # fmt: off
@@ -88,33 +89,31 @@ def slices(table: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray | None]
 
 
 class Facts:
-    """Properties of single tables, remembered by identity, with those of `known`. Such a table is kept alive."""
+    """Properties of single tables, remembered by identity, with those of `known`."""
 
     def __init__(self, known: Facts | None = None) -> None:
-        self._columns: dict[tuple[int, int], tuple[np.ndarray, np.ndarray | None, np.ndarray]] = {}
-        self._columns |= {} if known is None else known._columns
-        self._shares: dict[int, tuple[float, np.ndarray]] = {} if known is None else dict(known._shares)
+        self._made: IdentityCache = IdentityCache(None if known is None else known._made)
 
     def share(self, table: np.ndarray) -> float:
         """The share of a table's entries that is finite."""
-        if id(table) not in self._shares:
-            self._shares[id(table)] = np.count_nonzero(np.isfinite(table)) / max(table.size, 1), table
-        return self._shares[id(table)][0]
+        return self._made.once(
+            "share", (table,), lambda: float(np.count_nonzero(np.isfinite(table)) / max(table.size, 1))
+        )
 
     def columns(self, table: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray | None]:
         """The distinct columns of a table of two dims along `axis`, and by column its number among them; the table
         itself and None where few columns are equal."""
-        key = (id(table), axis)
-        if key not in self._columns:
+
+        def distinct() -> tuple[np.ndarray, np.ndarray | None]:
             rows = np.ascontiguousarray(table.T if axis else table)
             place: dict[bytes, int] = {}
             which = np.array([place.setdefault(row.tobytes(), len(place)) for row in rows])
-            if len(place) <= FEW * len(rows):
-                first = np.unique(which, return_index=True)[1]
-                self._columns[key] = np.ascontiguousarray(table.take(first, axis=axis)), which, table
-            else:
-                self._columns[key] = table, None, table
-        return self._columns[key][:2]
+            if len(place) > FEW * len(rows):
+                return table, None
+            first = np.unique(which, return_index=True)[1]
+            return np.ascontiguousarray(table.take(first, axis=axis)), which
+
+        return self._made.once(axis, (table,), distinct)
 
     def sparse(self, edges: Mapping[tuple[int, int], np.ndarray]) -> dict[tuple[int, int], float]:
         """By edge that allows few pairs, the share of its entries that is finite."""
@@ -330,7 +329,7 @@ AT_ONCE = 2**18  # entries of a joint up to which it is made at once, not state 
 class Tables:
     """Tables made of tables; the same operation on the same tables is computed once.
 
-    Tables are known by identity. Every table that was an argument is kept alive, so that an identity is not used again.
+    Tables are known by identity.
 
     Args:
         facts: of tables that outlive these; the facts of the tables that are made here end with them.
@@ -341,7 +340,7 @@ class Tables:
         self.facts = Facts(facts)
         self.left = math.inf if most is None else most
         self.budget = current()
-        self._made: dict[tuple[Hashable, ...], tuple[np.ndarray, tuple[object, ...]]] = {}
+        self._made = IdentityCache()
         self._vectors: dict[bytes, np.ndarray] = {}
 
     def vector(self, values: np.ndarray) -> np.ndarray:
@@ -350,11 +349,7 @@ class Tables:
 
     def sum(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """one + other, of equal shapes."""
-        key = (id(one), id(other))
-        found = self._made.get(key)
-        if found is None:
-            found = self._made[key] = (self._add(one, other), (one, other))
-        return found[0]
+        return self._made.once("sum", (one, other), lambda: self._add(one, other))
 
     def _add(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         self.budget.ask(one.nbytes)
@@ -368,11 +363,7 @@ class Tables:
             tables: the tables.
             dims: the number of dims of the result.
         """
-        key = (where, *map(id, tables))
-        found = self._made.get(key)
-        if found is None:
-            found = self._made[key] = (self._reduce(list(zip(where, tables)), dims), tuple(tables))
-        return found[0]
+        return self._made.once(where, tuple(tables), lambda: self._reduce(list(zip(where, tables)), dims))
 
     def _reduce(self, parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int) -> np.ndarray:
         sizes = {dim: size for where, table in parts for dim, size in zip(where, table.shape) if dim >= 0}
@@ -403,11 +394,7 @@ class Tables:
 
     def slice(self, table: np.ndarray, axis: int) -> np.ndarray:
         """The table without a dim of size one."""
-        key = (id(table), "slice", axis)
-        found = self._made.get(key)
-        if found is None:
-            found = self._made[key] = (np.squeeze(table, axis), (table,))
-        return found[0]
+        return self._made.once(("slice", axis), (table,), lambda: np.squeeze(table, axis))
 
 
 def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int, facts: Facts) -> np.ndarray:

@@ -10,7 +10,7 @@ The file has four parts:
 
 1. `Pricing`: L and its states exactly, by elimination.
 
-2. `SweptPricing`: a bound on L by sweeps (`trws`), where elimination is too large:
+2. `SweptPricing`: a bound on L by sweeps (`tree_reweighted`), where elimination is too large:
 
     L(λ) >= Σ_v min θ_v + Σ_(u,v) min e'_uv      θ_v = c_v + Σ_u m_uv,   e'_uv(s, t) = e_uv(s, t) - m_vu(s) - m_uv(t)
 
@@ -40,6 +40,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ..identity import IdentityCache
 from .elimination import Facts, Order, Script, Tables, elimination_order, shared_work
 from .memory_rows import Pair, Rows, Shorter, period, shorter
 from .presolve import Merged, candidates, merged
@@ -238,14 +239,11 @@ class SweptPricing:
 
     def _nearest(self, inner: Problem, short: Shorter) -> list[np.ndarray]:
         """By node, the states (bool) that look best by their own costs plus the least of each of their edges."""
-        least: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        once = IdentityCache().once
         totals = list(inner.costs)
         for pair, table in inner.edges.items():
             for axis, v in enumerate(pair):
-                key = (id(table), axis)
-                if key not in least:
-                    least[key] = table.min(axis=1 - axis), table
-                totals[v] = totals[v] + least[key][0]
+                totals[v] = totals[v] + once(axis, (table,), lambda: table.min(axis=1 - axis))
         looks = [self._look(total, int(total.argmin())) for total in totals]
         return [looks[v] for v in short.stands.tolist()]
 
@@ -269,23 +267,16 @@ def bound_of(
         sent: its messages by (from, to), one entry by state of the latter node.
     """
     thetas: list[list[np.ndarray]] = [[] for _ in costs]
-    known: dict[tuple[int, ...], float] = {}
+    once = IdentityCache().once
     total = 0.0
     for (i, j), table in edges.items():
         x, y = short.pairs[i, j]
         up, down = sent[x, y], sent[y, x]  # to j, to i
         thetas[j].append(up)
         thetas[i].append(down)
-        key = (id(table), id(up), id(down))
-        if key not in known:
-            known[key] = float((table - down[:, None] - up).min())
-        total += known[key]
-    sums: dict[tuple[Hashable, ...], float] = {}
+        total += once("edge", (table, up, down), lambda: float((table - down[:, None] - up).min()))
     for own, mine in zip(costs, thetas):
-        alike = (own.tobytes(), *map(id, mine))
-        if alike not in sums:
-            sums[alike] = float(sum(mine, own).min())
-        total += sums[alike]
+        total += once(own.tobytes(), tuple(mine), lambda: float(sum(mine, own).min()))
     return total
 
 

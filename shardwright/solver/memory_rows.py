@@ -1,4 +1,5 @@
-"""The moments at which a memory limit matters, and the memory of a plan at each.
+"""The moments at which a memory limit matters, the memory of a plan at each, and states within the limit that are
+combined of others.
 
 A moment is a row: Σ_(usages u that live then) m_u(s) <= limit. Where the live usages of one moment are part of those
 of another, only the other is a row. A row that even the largest states cannot break is none.
@@ -16,6 +17,16 @@ Usages over [0, 3), [1, 2) and [2, 4) have two rows: moment 1 (the first two) an
                     the layers that are left
 
 A run ends at a moment with a price: prices of memory differ between its two sides.
+
+`Splicer` combines states within the limit from states above it and states within it:
+
+    splice      the nodes before k from the one states, the others from the other: the best of all k
+    window      the nodes of a stretch chosen anew, at prices between zero and the best ones, the others unchanged
+
+The nodes stand in program order. A splice of two plans of a network of many layers therefore changes plan at one
+boundary, which is as short as an edge, and reaches the value of a mixture of the two except for about one layer.
+
+With 4 nodes, states (0, 0, 0, 0) and (1, 1, 1, 1) and k = 1, the splices are (0, 1, 1, 1) and (1, 0, 0, 0).
 """
 
 from __future__ import annotations
@@ -26,10 +37,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..identity import IdentityCache, IdentitySet, numbered
+from .elimination import Tables, eliminate, elimination_order
 from .problem import MemoryUsage, Problem
 from .search_memory import current
 
-__all__ = ["Rows", "Shorter", "binding", "kinds", "period", "shorter"]
+__all__ = ["Rows", "Shorter", "Splicer", "binding", "kinds", "period", "shorter"]
+
+# -- rows --
 
 
 def _latest(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
@@ -66,7 +81,7 @@ def binding(problem: Problem) -> tuple[Problem, np.ndarray]:
     times = times[peak > problem.limit]
     first, last = np.searchsorted(times, start), np.searchsorted(times, stop)
     merged: dict[tuple[int, int | None, int, int], np.ndarray] = {}
-    sums: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}  # equal sums of equal amounts are one array
+    once = IdentityCache().once  # equal sums of equal amounts are one array
     for use, a, b, moves, low in zip(uses, first.tolist(), last.tolist(), varies.tolist(), least.tolist()):
         if a >= b:
             continue
@@ -80,10 +95,8 @@ def binding(problem: Problem) -> tuple[Problem, np.ndarray]:
         )
         known = merged.get(key)
         if known is not None:
-            pair = (id(known), id(amount))
-            if pair not in sums:
-                sums[pair] = (known + amount, known, amount)
-            amount = sums[pair][0]
+            one, other = known, amount
+            amount = once("sum", (one, other), lambda: one + other)
         merged[key] = amount
     usages = tuple(MemoryUsage(v, a, b, amount, other=other) for (v, other, a, b), amount in merged.items())
     names = (*problem.names, "what every plan holds") if problem.names else ()
@@ -102,21 +115,21 @@ class _Extremes:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._allowed = [np.isfinite(own) for own in problem.costs]
-        self._known: dict[tuple[Hashable, ...], tuple[tuple[float, float], object]] = {}
+        self._known = IdentityCache()
 
     def of(self, use: MemoryUsage) -> tuple[float, float]:
         problem = self.problem
         edge = None if use.other is None else problem.edges[use.node, use.other]
-        key = (id(use.amount), id(edge), *(id(problem.costs[v]) for v in use.nodes))
-        if key not in self._known:
+
+        def extremes() -> tuple[float, float]:
             if edge is None:
                 some = np.asarray(use.amount)[self._allowed[use.node]]
             else:
                 own, other = (self._allowed[v] for v in use.nodes)
-                allowed = np.isfinite(edge) & own[:, None] & other
-                some = np.asarray(use.amount)[allowed]
-            self._known[key] = (float(some.min(initial=np.inf)), float(some.max(initial=-np.inf))), use.amount
-        return self._known[key][0]
+                some = np.asarray(use.amount)[np.isfinite(edge) & own[:, None] & other]
+            return float(some.min(initial=np.inf)), float(some.max(initial=-np.inf))
+
+        return self._known.once("extremes", (use.amount, edge, *(problem.costs[v] for v in use.nodes)), extremes)
 
 
 def _running(first: np.ndarray, last: np.ndarray, amounts: np.ndarray, count: int) -> np.ndarray:
@@ -155,14 +168,7 @@ class Rows:
     @classmethod
     def of(cls, problem: Problem, count: int) -> Rows:
         uses = problem.usages
-        place: dict[int, int] = {}
-        arrays: list[np.ndarray] = []
-        which = []
-        for use in uses:
-            if id(use.amount) not in place:
-                place[id(use.amount)] = len(arrays)
-                arrays.append(use.amount)
-            which.append(place[id(use.amount)])
+        arrays, which = list(IdentitySet(use.amount for use in uses)), numbered(use.amount for use in uses)
         sizes = np.array([array.size for array in arrays], np.int64)
         node, first, last = (
             np.array([getattr(use, name) for use in uses], np.int64) for name in ("node", "start", "stop")
@@ -243,18 +249,19 @@ class Rows:
     ) -> dict[tuple[int, int], np.ndarray]:
         """The edges, with the memory paid for that two nodes decide; equal tables and prices give one table."""
         price, out = self.prices(multipliers), dict(edges)
-        paid: dict[tuple[int, int, float], tuple[np.ndarray, np.ndarray]] = {}
-        budget = current()
-        for n in np.flatnonzero((price > 0) & (self.step > 0)).tolist():
+        once, budget = IdentityCache().once, current()
+        for place, n in enumerate(np.flatnonzero((price > 0) & (self.step > 0)).tolist()):
             pair = (int(self.node[n]), int(self.other[n]))
             table = out[pair]
-            key = (id(table), int(self.array[n]), float(price[n]))
-            if key not in paid:
+            paid, amount = float(price[n]), self.arrays[int(self.array[n])]
+
+            def priced() -> np.ndarray:
                 budget.ask(table.nbytes)
-                if len(paid) % 64 == 0:
-                    budget.watch()
-                paid[key] = table + key[2] * self.arrays[key[1]], table
-            out[pair] = paid[key][0]
+                return table + paid * amount
+
+            if place % 64 == 0:
+                budget.watch()
+            out[pair] = once(paid, (table, amount), priced)
         return out
 
 
@@ -302,9 +309,9 @@ def period(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray]) -> int
 def kinds(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray]) -> np.ndarray:
     """By node, a number that it shares with the nodes of equal costs and the same tables."""
     looks: list[list[tuple[int, ...]]] = [[] for _ in costs]
-    for (i, j), table in edges.items():
-        looks[i].append((0, id(table)))
-        looks[j].append((1, id(table)))
+    for (i, j), number in zip(edges, numbered(edges.values())):
+        looks[i].append((0, number))
+        looks[j].append((1, number))
     return _kinds(costs, looks)
 
 
@@ -323,10 +330,10 @@ def shorter(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], size:
     """
     count, reach = len(costs), NEAR * size
     looks: list[list[tuple[int, int, int]]] = [[] for _ in costs]
-    for (i, j), table in edges.items():
+    for (i, j), number in zip(edges, numbered(edges.values())):
         near = j - i <= reach
-        looks[i].append((0, j - i, id(table)) if near else (1, j, id(table)))
-        looks[j].append((0, i - j, id(table)) if near else (1, i, id(table)))
+        looks[i].append((0, j - i, number) if near else (1, j, number))
+        looks[j].append((0, i - j, number) if near else (1, i, number))
     kind = _kinds(costs, looks)
     same = np.concatenate(([False], kind[size:] == kind[:-size], [False]))
     begins, ends = np.flatnonzero(same[1:] & ~same[:-1]), np.flatnonzero(same[:-1] & ~same[1:])
@@ -357,3 +364,187 @@ def shorter(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], size:
         if not x < y < len(nodes) or out.setdefault((x, y), table) is not table:
             return None  # the repetition is of another kind than this file knows
     return Shorter(tuple(nodes.tolist()), out, stands, pairs)
+
+
+# -- splices --
+
+
+WORST = 16  # moments at which all places are checked at once
+SPLICED = 24  # places that are then checked one by one
+PARTS = (0.0, 0.5, 0.8, 0.95)  # shares of the prices, in a window
+JOINT = 2**22  # most entries of a joint in a window; a window that needs more is skipped
+
+
+class Splicer:
+    """States of a problem of `memory_rows.binding`, mixed.
+
+    Args:
+        problem, rows: the problem and its usages.
+    """
+
+    def __init__(self, problem: Problem, rows: Rows) -> None:
+        self.problem, self.rows = problem, rows
+        self._own = _Flat([(v,) for v in range(len(problem.costs))], problem.costs)
+        self._edges = _Flat(list(problem.edges), list(problem.edges.values()))
+        self._near: list[list[tuple[int, int]]] = [[] for _ in problem.costs]
+        for pair in problem.edges:
+            for v in pair:
+                self._near[v].append(pair)
+
+    def fits(self, states: Sequence[int]) -> bool:
+        return bool((self.rows.used(states) <= self.rows.limit).all())
+
+    def splice(self, first: Sequence[int], second: Sequence[int], below: float) -> tuple[list[int], float] | None:
+        """The cheapest states within the limit that take their nodes up to some node from one assignment, and the
+        rest from the other.
+
+        Args:
+            first, second: the two assignments, in either order.
+            below: only states that cost less.
+
+        Returns:
+            The states and their cost; None where there are none.
+        """
+        best: tuple[list[int], float] | None = None
+        one, other = np.asarray(first, np.int64), np.asarray(second, np.int64)
+        used = self.rows.used(first), self.rows.used(second)
+        for a, b in ((one, other), (other, one)):
+            costs = self._own.along(a, b) + self._edges.along(a, b)
+            fits = np.ones(len(costs), bool)
+            over = np.maximum(*used) - self.rows.limit
+            for row in np.argsort(-over, kind="stable")[:WORST]:
+                if over[row] <= 0 or not fits.any():
+                    break
+                fits &= self._held(a, b, int(row)) <= self.rows.limit
+            places = np.flatnonzero(fits & (costs < below))
+            for k in places[np.argsort(costs[places], kind="stable")[:SPLICED]]:
+                states = [*a[:k].tolist(), *b[k:].tolist()]
+                if self.fits(states):
+                    cost = self.problem.cost(states)
+                    if cost < below:
+                        below, best = cost, (states, cost)
+                    break
+        return best
+
+    def _held(self, a: np.ndarray, b: np.ndarray, row: int) -> np.ndarray:
+        """By place, the memory at a moment."""
+        rows = self.rows
+        live = np.flatnonzero((rows.first <= row) & (row < rows.last))
+        low, high = np.minimum(rows.node[live], rows.other[live]), np.maximum(rows.node[live], rows.other[live])
+
+        def held(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+            mine, theirs = x[rows.node[live]], y[rows.other[live]]
+            step = rows.step[live]
+            return rows.amounts[rows.offset[live] + np.where(step > 0, mine * step + theirs, mine)]
+
+        return _along(low, high, held(a, a), held(a, b), held(b, b), len(a))
+
+    # -- windows --
+
+    def window(
+        self,
+        states: Sequence[int],
+        begin: int,
+        end: int,
+        alive: Sequence[np.ndarray],
+        multipliers: np.ndarray,
+        below: float,
+    ) -> tuple[list[int], float] | None:
+        """The nodes from `begin` to `end` chosen anew.
+
+        Args:
+            states: of all nodes.
+            begin, end: the stretch [begin, end).
+            alive: by node, the states (bool) to choose from.
+            multipliers: by moment, the price of a unit of memory.
+            below: only states that cost less.
+
+        Returns:
+            The cheapest states found within the limit, and their cost; None where there are none.
+        """
+        problem, inside = self.problem, range(begin, end)
+        numbers = [np.flatnonzero(alive[v]) for v in inside]
+        price = self.rows.prices(multipliers)
+        mine = np.flatnonzero(
+            ((self.rows.node >= begin) & (self.rows.node < end))
+            | ((self.rows.other >= begin) & (self.rows.other < end))
+        )
+        best: tuple[list[int], float] | None = None
+        order = None
+        for part in PARTS:
+            costs = [problem.costs[v][some].astype(float) for v, some in zip(inside, numbers)]
+            edges: dict[tuple[int, int], np.ndarray] = {}
+
+            def add(nodes: tuple[int, ...], table: np.ndarray, scale: float = 1.0) -> None:
+                at = tuple(numbers[v - begin] if begin <= v < end else np.array([states[v]]) for v in nodes)
+                cut = np.asarray(table)[np.ix_(*at)] * scale
+                free = [v - begin for v in nodes if begin <= v < end]
+                if len(free) == 2:
+                    edges[free[0], free[1]] = edges[free[0], free[1]] + cut if tuple(free) in edges else cut
+                else:
+                    costs[free[0]] = costs[free[0]] + cut.ravel()
+
+            for pair in dict.fromkeys(pair for v in inside for pair in self._near[v]):
+                add(pair, problem.edges[pair])
+            for n in mine.tolist() if part else ():
+                if price[n] > 0:
+                    nodes = (
+                        (int(self.rows.node[n]),)
+                        if not self.rows.step[n]
+                        else (int(self.rows.node[n]), int(self.rows.other[n]))
+                    )
+                    add(nodes, self.rows.arrays[self.rows.array[n]], part * float(price[n]))
+            if order is None:
+                order = elimination_order([len(own) for own in costs], edges, most=JOINT)
+                if order.left:
+                    return None
+            result = eliminate(costs, edges, order, made=Tables())
+            if not np.isfinite(result.constant):
+                return None
+            found = list(states)
+            for v, some, state in zip(inside, numbers, result.complete([0] * len(costs))):
+                found[v] = int(some[state])
+            cost = problem.cost(found)
+            if cost < below and self.fits(found):
+                below, best = cost, (found, cost)
+        return best
+
+
+class _Flat:
+    """Tables of nodes as arrays."""
+
+    def __init__(self, scopes: Sequence[tuple[int, ...]], tables: Sequence[np.ndarray]) -> None:
+        arrays = [np.asarray(table, float).ravel() for table in IdentitySet(tables)]
+        begins = np.cumsum([0, *(array.size for array in arrays)])
+        self.values = np.concatenate(arrays) if arrays else np.empty(0)
+        self.offset = begins[numbered(tables)]
+        self.low = np.array([scope[0] for scope in scopes], np.int64)
+        self.high = np.array([scope[-1] for scope in scopes], np.int64)
+        self.step = np.array([table.shape[1] if table.ndim == 2 else 0 for table in tables], np.int64)
+
+    def at(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """The entries with the lower nodes' states from x and the higher nodes' from y."""
+        mine = x[self.low]
+        return self.values[self.offset + np.where(self.step > 0, mine * self.step + y[self.high], mine)]
+
+    def along(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """By place, the sum of the entries."""
+        return _along(self.low, self.high, self.at(a, a), self.at(a, b), self.at(b, b), len(a))
+
+
+def _along(
+    low: np.ndarray, high: np.ndarray, before: np.ndarray, across: np.ndarray, after: np.ndarray, count: int
+) -> np.ndarray:
+    """By place k in 0..count: Σ before (both nodes below k) + across (the lower node alone) + after (neither)."""
+    places = np.concatenate((high + 1, np.full(len(low), count + 1), low + 1, high + 1, np.zeros_like(low), low + 1))
+
+    def sums(*amounts: np.ndarray) -> np.ndarray:
+        """By place, the sum of the amounts, each over its stretch."""
+        weights = np.concatenate([signed for one in amounts for signed in (one, -one)])
+        return np.cumsum(np.bincount(places, weights, count + 2))[:-1]
+
+    finite = [np.isfinite(values) for values in (before, across, after)]
+    if all(some.all() for some in finite):
+        return sums(before, across, after)
+    whole = sums(*(np.where(some, values, 0.0) for some, values in zip(finite, (before, across, after))))
+    return np.where(sums(*((~some).astype(float) for some in finite)) > 0.5, np.inf, whole)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import PlanError
+from ..identity import IdentityCache
 from .problem import Problem, Solution
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def milp(problem: Problem, *, seconds: float | None = None, work: float | None =
         mine = where[where >= 0].tolist()
         rows.add(1.0, 1.0, mine, [1.0] * len(mine))
     paid: list[float] = []  # by y
-    known: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}
+    once = IdentityCache().once
     between: dict[tuple[int, int], list[np.ndarray]] = {}  # by edge, the amounts that both nodes decide
     for use in problem.usages if problem.limit is not None else ():
         if use.other is not None:
@@ -144,13 +145,14 @@ def milp(problem: Problem, *, seconds: float | None = None, work: float | None =
     chosen: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # by edge: y by pair of classes
     for (i, j), table in problem.edges.items():
         amounts = between.get((i, j), ())
-        key = (id(table), *map(id, amounts))
-        if key not in known:
+
+        def reduced() -> tuple[np.ndarray, ...]:
             by_row, shift, first = _classes(table, amounts)
             by_column, across, second = _classes((table - shift[:, None])[first].T, [some[first].T for some in amounts])
             small = (table - shift[:, None] - across)[np.ix_(first, second)]
-            known[key] = by_row, shift, by_column, across, small, first, second
-        by_row, shift, by_column, across, small, first, second = known[key]
+            return by_row, shift, by_column, across, small, first, second
+
+        by_row, shift, by_column, across, small, first, second = once("reduced", (table, *amounts), reduced)
         costs[i] = costs[i] + shift
         costs[j] = costs[j] + across
         if small.size == 1 and np.isfinite(small[0, 0]) and not amounts:

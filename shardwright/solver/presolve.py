@@ -31,13 +31,13 @@ where state 1 of i costs the same. State 1 stays: with state 1 of j, state 0 of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from ..errors import PlanError
+from ..identity import IdentityCache
 from .elimination import Eliminated, Tables, eliminate, elimination_order
 from .problem import MemoryUsage, Problem
 
@@ -85,12 +85,11 @@ class RestrictedProblem:
 def interned(problem: Problem) -> Problem:
     """The same problem with equal tables as one object: operations on them are then computed once."""
     known: dict[tuple[Hashable, ...], np.ndarray] = {}
-    by_id: dict[int, np.ndarray] = {}
+    once = IdentityCache().once
 
     def one(table: np.ndarray) -> np.ndarray:
-        if id(table) not in by_id:
-            by_id[id(table)] = known.setdefault((table.shape, table.dtype.str, table.tobytes()), table)
-        return by_id[id(table)]
+        key = lambda: (table.shape, table.dtype.str, table.tobytes())
+        return once("one", (table,), lambda: known.setdefault(key(), table))
 
     return replace(
         problem,
@@ -103,32 +102,25 @@ def restrict(problem: Problem, alive: Sequence[np.ndarray]) -> RestrictedProblem
     """The problem with the states that are marked alive (bool, by node). Equal cuts of one table are one table."""
     marks = [mark.tobytes() for mark in alive]
     full = [bool(mark.all()) for mark in alive]
-    cut: dict[tuple[Hashable, ...], np.ndarray] = {}
-    numbers = {}
+    once, numbers = IdentityCache().once, dict[bytes, np.ndarray]()
     for text, mark in zip(marks, alive):
         if text not in numbers:
             numbers[text] = np.flatnonzero(mark)
     costs = []
     for own, text, whole in zip(problem.costs, marks, full):
-        if not whole:
-            if (id(own), text) not in cut:
-                cut[id(own), text] = own[numbers[text]]
-            own = cut[id(own), text]
-        costs.append(own)
+        costs.append(own if whole else once(text, (own,), lambda: own[numbers[text]]))
     edges = {}
     for (i, j), table in problem.edges.items():
         if not (full[i] and full[j]):
-            key = (id(table), marks[i], marks[j])
-            if key not in cut:
-                cut[key] = _among(table, (numbers[marks[i]], numbers[marks[j]]))
-            table = cut[key]
-        edges[i, j] = table
+            edges[i, j] = once(
+                (marks[i], marks[j]), (table,), lambda: _among(table, (numbers[marks[i]], numbers[marks[j]]))
+            )
+        else:
+            edges[i, j] = table
 
     def one_of(use: MemoryUsage) -> np.ndarray:
-        key = (id(use.amount), *(marks[v] for v in use.nodes))
-        if key not in cut:
-            cut[key] = _among(np.asarray(use.amount), [numbers[marks[v]] for v in use.nodes])
-        return cut[key]
+        texts = tuple(marks[v] for v in use.nodes)
+        return once(texts, (use.amount,), lambda: _among(np.asarray(use.amount), [numbers[text] for text in texts]))
 
     usages = tuple(
         use
@@ -154,20 +146,21 @@ class Wiped:
     causes: tuple[int, ...]
 
 
+def _supported(allowed: np.ndarray, alive: np.ndarray, axis: int) -> np.ndarray:
+    """The states that some living state of the node of `axis` allows."""
+    return np.asarray((allowed[alive] if axis == 0 else allowed[:, alive]).any(axis=axis))
+
+
 def arcs(problem: Problem) -> list[np.ndarray] | Wiped:
     """The states that arc consistency leaves (bool, by node), or the node that has none."""
     alive = [np.isfinite(own) for own in problem.costs]
-    known: dict[int, np.ndarray | None] = {}
+    once = IdentityCache().once
     near: list[list[tuple[int, np.ndarray, int]]] = [[] for _ in alive]  # (other node, allowed, this node's axis)
     for (i, j), table in problem.edges.items():
-        if id(table) not in known:
-            allowed = np.isfinite(table)
-            known[id(table)] = None if allowed.all() else allowed
-        allowed = known[id(table)]
-        if allowed is not None:
+        allowed = once("allowed", (table,), lambda: np.isfinite(table))
+        if not once("all", (allowed,), allowed.all):
             near[i].append((j, allowed, 0))
             near[j].append((i, allowed, 1))
-    supported: dict[tuple[int, int, bytes], np.ndarray] = {}
     causes: list[set[int]] = [set() for _ in alive]
 
     def wiped(node: int) -> Wiped:
@@ -188,11 +181,7 @@ def arcs(problem: Problem) -> list[np.ndarray] | Wiped:
         waiting[v] = False
         text = alive[v].tobytes()
         for u, allowed, axis in near[v]:
-            key = (id(allowed), axis, text)
-            mark = supported.get(key)
-            if mark is None:
-                mark = np.asarray((allowed[alive[v]] if axis == 0 else allowed[:, alive[v]]).any(axis=axis))
-                supported[key] = mark
+            mark = once((axis, text), (allowed,), lambda: _supported(allowed, alive[v], axis))
             lost = alive[u] & ~mark
             if lost.any():
                 alive[u] = alive[u] & mark
@@ -277,8 +266,7 @@ def undominated(problem: Problem, *, rounds: int = 3) -> RestrictedProblem:
     for use in problem.usages if problem.limit is not None else ():
         for axis, v in enumerate(use.nodes):
             uses[v].append((np.asarray(use.amount), axis, None if use.other is None else use.nodes[1 - axis]))
-    known: dict[tuple[Hashable, ...], np.ndarray] = {}  # the states that stay; equal layers are compared once
-    held = []  # keeps alive the tables that `known` identifies by id
+    once = IdentityCache().once  # the states that stay; equal layers are compared once
     total = RestrictedProblem(problem, tuple(np.arange(len(own)) for own in problem.costs))
     changed: Collection[int] = range(len(problem.costs))
     for _ in range(rounds):
@@ -287,23 +275,21 @@ def undominated(problem: Problem, *, rounds: int = 3) -> RestrictedProblem:
         less: list[int] = []
         for v in set(changed):
             own = now.costs[v]
-            tables = [(now.edges[v, u], 0) if v < u else (now.edges[u, v], 1) for u in near[v]]
+            sides = tuple(int(v > u) for u in near[v])
+            tables = tuple(now.edges[u, v] if side else now.edges[v, u] for u, side in zip(near[v], sides))
             if not 1 < len(own) <= MOST_STATES:
                 continue
             amounts = []
             for amount, axis, other in uses[v]:
                 mine = amount.T[total.kept[v]] if axis else amount[total.kept[v]]
                 amounts += [mine] if other is None else list(mine[:, total.kept[other]].T)
-            key = (
-                own.tobytes(),
-                tuple((id(table), axis) for table, axis in tables),
-                *(amount.tobytes() for amount in amounts),
+            stay = once(
+                (own.tobytes(), sides, *(amount.tobytes() for amount in amounts)),
+                tables,
+                lambda: _stay(own, [table.T if side else table for table, side in zip(tables, sides)], amounts),
             )
-            if key not in known:
-                known[key] = _stay(own, [table.T if axis else table for table, axis in tables], amounts)
-                held.append(tables)
-            if not known[key].all():
-                alive[v] = known[key]
+            if not stay.all():
+                alive[v] = stay
                 less.append(v)
         if not less:
             break
@@ -537,28 +523,21 @@ def merged(problem: Problem, into: Mapping[int, int]) -> Merged:
         problem: the problem.
         into: node -> the neighbour to merge it into; a node takes part once.
     """
-    known: dict[tuple[Hashable, ...], tuple[object, ...]] = {}
-
-    def once(key: tuple[Hashable, ...], make: Callable[[], Any], *held: np.ndarray | None) -> Any:
-        if key not in known:
-            known[key] = (make(), *held)
-        return known[key][0]
-
+    once = IdentityCache().once
     target = list(range(len(problem.costs)))
     index: dict[int, np.ndarray] = {}
     costs = list(problem.costs)
     for a, b in into.items():
         pair = (a, b) if a < b else (b, a)
         table = problem.edges[pair]
-        both = once(("pairs", id(table)), lambda: np.nonzero(np.isfinite(table)), table)
+        both = once("pairs", (table,), lambda: np.nonzero(np.isfinite(table)))
         index[pair[0]], index[pair[1]] = both
         target[a] = b
         own = problem.costs[a], problem.costs[b]
         costs[b] = once(
-            (id(table), id(own[0]), id(own[1])),
+            "costs",
+            (table, *own),
             lambda: table[both] + problem.costs[pair[0]][both[0]] + problem.costs[pair[1]][both[1]],
-            table,
-            *own,
         )
         costs[a] = np.zeros(1)
 
@@ -574,7 +553,7 @@ def merged(problem: Problem, into: Mapping[int, int]) -> Merged:
                 out = out if rows is None else np.take(out, rows, axis=axis)
             return np.ascontiguousarray(out)
 
-        return once((id(table), *map(id, chosen)), make, table, *chosen)
+        return once("spread", (table, *chosen), make)
 
     edges: dict[tuple[int, int], np.ndarray] = {}
     for (i, j), table in problem.edges.items():
@@ -585,10 +564,11 @@ def merged(problem: Problem, into: Mapping[int, int]) -> Merged:
             continue
         table, pair = spread(table, (i, j)), (target[i], target[j])
         if pair[0] > pair[1]:
-            table, pair = once(("turned", id(table)), lambda: np.ascontiguousarray(table.T), table), pair[::-1]
+            table, pair = once("turned", (table,), lambda: np.ascontiguousarray(table.T)), pair[::-1]
         before = edges.get(pair)
         if before is not None:
-            table = once(("sum", id(before), id(table)), lambda: (before + table, table), before)[0]
+            one, other = before, table
+            table = once("sum", (one, other), lambda: one + other)
         edges[pair] = table
     usages = []
     for use in problem.usages:
@@ -599,17 +579,12 @@ def merged(problem: Problem, into: Mapping[int, int]) -> Merged:
         amount = np.asarray(use.amount)
         if len(nodes) == 2 and nodes[0] == nodes[1]:
             rows = [index[v] for v in use.nodes]
-            amount = once(
-                ("both", id(use.amount), *map(id, rows)),
-                lambda: np.asarray(use.amount)[rows[0], rows[1]],
-                use.amount,
-                *rows,
-            )
+            amount = once("both", (use.amount, *rows), lambda: np.asarray(use.amount)[rows[0], rows[1]])
             nodes = nodes[:1]
         else:
             amount = spread(use.amount, use.nodes)
             if len(nodes) == 2 and nodes[0] > nodes[1]:
-                amount = once(("turned", id(amount)), lambda: np.ascontiguousarray(amount.T), amount)
+                amount = once("turned", (amount,), lambda: np.ascontiguousarray(amount.T))
                 nodes = nodes[::-1]
         usages.append(
             MemoryUsage(nodes[0], use.start, use.stop, amount, use.what, nodes[1] if len(nodes) == 2 else None)

@@ -39,11 +39,11 @@ from typing import Any
 
 import numpy as np
 
-from .presolve import consistent
+from ..identity import IdentitySet
 from .problem import Problem
 from .search_memory import current
 
-__all__ = ["Messages", "Sweeps", "Swept", "colours", "trws"]
+__all__ = ["Messages", "Sweeps", "colours"]
 
 ROUNDING = 1e-9  # share of the best cost known by which a bound must exceed it before a state is removed,
 UNIT = 1e-12  # and of the largest single cost, where the best is the difference of large costs
@@ -104,8 +104,8 @@ class Messages:
         self.states = np.zeros(len(problem.costs), np.int64)
         self._retained = [0.0] * len(problem.costs)  # min r_v of the last sweep over v, and the amounts since
         self._swept = 0
-        tables = {id(table): table for table in (*problem.costs, *problem.edges.values())}
-        most = (float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for table in tables.values())
+        tables = IdentitySet((*problem.costs, *problem.edges.values()))
+        most = (float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for table in tables)
         self._slack = UNIT * max(most, default=0.0)
         place = {v: n for n, v in enumerate(self.order)}
         near: list[list[tuple[int, np.ndarray]]] = [[] for _ in self.order]
@@ -243,23 +243,6 @@ class Messages:
                 out[v, u] = self._sides[u][1].incoming[before.rows[n]]
         return out
 
-    def costs(self) -> tuple[list[np.ndarray], dict[tuple[int, int], np.ndarray]]:
-        """The cost graph after the last sweep, a backward one: costs r by node; edges, not below 0."""
-        own, edges = [], {}
-        thetas = [
-            c + two[0].incoming.sum(axis=0) + two[1].incoming.sum(axis=0)
-            for c, two in zip(self.problem.costs, self._sides)
-        ]
-        for v, (before, after) in enumerate(self._sides):
-            share = 1.0 / max(len(before.nodes), len(after.nodes), 1)
-            own.append((1.0 - len(before.nodes) * share) * thetas[v])
-            for n, u in enumerate(before.nodes.tolist()):
-                table = before.tables[:, before.starts[n] : before.ends[n]]
-                left = (share * thetas[v] - before.incoming[n])[:, None] + table
-                left = left - self._sides[u][1].incoming[before.rows[n]][None, :]
-                edges[(u, v) if u < v else (v, u)] = left.T if u < v else left
-        return own, edges
-
     def cut(self, problem: Problem, kept: Sequence[np.ndarray]) -> Messages:
         """The messages of the same problem with fewer states (see `presolve.RestrictedProblem`), continued from the
         current ones.
@@ -274,62 +257,6 @@ class Messages:
                 a.incoming, a.outgoing = b.incoming[:, states], b.outgoing[:, states]
         out.bound, out._retained, out._swept = self.bound, list(self._retained), self._swept
         return out
-
-
-@dataclass(frozen=True)
-class Swept:
-    """The result of sweeps.
-
-    Attributes:
-        states: the best states met.
-        cost: the cost of these states.
-        bound: a lower bound on the cost of every assignment.
-        costs, edges: the reparametrised cost graph, in the states of the problem; infinite for impossible states.
-        alive: by node, the states (bool) that may be part of an assignment that costs no more than `cost`.
-    """
-
-    states: tuple[int, ...]
-    cost: float
-    bound: float
-    costs: tuple[np.ndarray, ...]
-    edges: dict[tuple[int, int], np.ndarray]
-    alive: tuple[np.ndarray, ...]
-
-
-def trws(problem: Problem, iterations: int, *, best: float = np.inf) -> Swept:
-    """Sweep any problem forwards and backwards; a memory limit is ignored.
-
-    Args:
-        problem: the cost graph.
-        iterations: the number of sweeps.
-        best: the cost of states that are known.
-
-    Raises:
-        PlanError: nothing is allowed.
-    """
-    inner = consistent(problem)
-    messages = Messages(inner.problem, best=best)
-    states: list[int] = messages.states.tolist()
-    cost = np.inf
-    for turn in range(iterations):
-        messages.sweep()
-        found = inner.problem.cost(messages.states.tolist())
-        if not turn or found < cost:
-            states, cost = messages.states.tolist(), found
-            messages.best = min(best, cost)
-    left, between = messages.costs()
-    costs, alive = [], []
-    for own, kept, new, mark in zip(problem.costs, inner.kept, left, messages.alive):
-        full, live = np.full(len(own), np.inf), np.zeros(len(own), bool)
-        full[kept], live[kept] = new, mark
-        costs.append(full)
-        alive.append(live)
-    edges = {}
-    for (i, j), table in problem.edges.items():
-        full = np.full(table.shape, np.inf)
-        full[np.ix_(inner.kept[i], inner.kept[j])] = between[i, j]
-        edges[i, j] = full
-    return Swept(tuple(inner.lift(states)), cost, messages.bound, tuple(costs), edges, tuple(alive))
 
 
 # -- colour by colour --

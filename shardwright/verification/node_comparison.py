@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..accelerator_api import sum_type
+from ..accelerators import sum_type
 from ..errors import ShardwrightError
 from ..graph import SEED, Graph, Op, Value, map_values
 from ..layout import Layout

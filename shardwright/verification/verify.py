@@ -23,20 +23,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accelerator_api import default_device
+from ..accelerators import default_device
 from ..cluster import Cluster
 from ..errors import SettingError, known_keywords
 from ..launch.progress import phase
 from ..mixed_precision import MixedPrecision, one_device
 from ..parallel.auto_parallel import AutoParallel, observed
 from ..pipeline.pipeline_plan import PipelinePlan
-from ..planners.implied_inputs import devices_of_call
+from ..planners.planning_problem import devices_of_call
 from ..process import Runtime, current, stream
 from ..pytree_objects import closed, opened, with_tensors
 from ..runtime.deferred_init import materialize
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram
-from ..setting_types import (
+from ..settings import (
+    KEYWORDS_ELSEWHERE,
     ClusterSetting,
     DatasetStrategy,
     Limit,
@@ -45,7 +46,6 @@ from ..setting_types import (
     PipelineSetting,
     PrecisionSetting,
 )
-from ..settings import KEYWORDS_ELSEWHERE
 from ..sharded_plan import Plan
 from ..torch_private import pytree
 from .first_difference import find_first_difference

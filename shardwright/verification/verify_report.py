@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..pipeline.pipeline_plan import PipelinePlan
-from ..report.notebook_html import html_table
+from ..report.html_elements import html_table
 from ..sharded_plan import Plan
 from .value_precision import Precision
 

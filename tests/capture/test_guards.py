@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from shardwright.capture.guards import Guards
-from shardwright.capture.python_state import Observation
+from shardwright.capture.observed_state import Observation
 
 TWO = dict(stages=2, micro_batches=4, stage_config=staged(2))
 

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import shardwright as sw
 from shardwright.capture.export import Recording, capture
 from shardwright.capture.graph_reader import GraphReader
-from shardwright.capture.kept_regions import Applied
 from shardwright.capture.recapture import Differs, Outline, Program
+from shardwright.capture.regions import Applied
 from shardwright.graph import Form, form_of
 
 

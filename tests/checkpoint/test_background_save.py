@@ -18,14 +18,8 @@ from ranks import PATIENCE
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import (
-    manifest,
-    save as copies,
-    save as saving,
-    tensor_files as whole_files,
-    writer as writing,
-)
-from shardwright.checkpoint.tensor_reader import StoredTensors
+from shardwright.checkpoint import manifest, save, tensor_files, writer
+from shardwright.checkpoint.stored_checkpoint import StoredTensors
 from shardwright.errors import CheckpointError
 
 
@@ -34,8 +28,8 @@ def test_a_background_save_has_the_values_of_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
     model, optimizer = trained()
-    gate, write = threading.Event(), writing.SaveJob.write
-    monkeypatch.setattr(writing.SaveJob, "write", lambda job: (gate.wait(30), write(job))[1])
+    gate, write = threading.Event(), writer.SaveJob.write
+    monkeypatch.setattr(writer.SaveJob, "write", lambda job: (gate.wait(30), write(job))[1])
     before = {n: t.clone() for n, t in model.state_dict().items()}
     held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, integrated_save=whole, asynchronous=True)
     train(model, optimizer, 1, 2)
@@ -44,15 +38,15 @@ def test_a_background_save_has_the_values_of_the_call(
     stored = StoredTensors(held.wait())
     assert all(torch.equal(stored.read(f"model.{n}"), t) for n, t in before.items())
     assert not any(torch.equal(before[n], t) for n, t in model.state_dict().items())
-    places = {key: tensor.data_ptr() for key, tensor in copies._copies.items()}
+    places = {key: tensor.data_ptr() for key, tensor in save._copies.items()}
     sw.save_checkpoint(model, optimizer, tmp_path, step=2, integrated_save=whole, asynchronous=True).wait()
-    assert {key: tensor.data_ptr() for key, tensor in copies._copies.items()} == places, "into the same memory"
+    assert {key: tensor.data_ptr() for key, tensor in save._copies.items()} == places, "into the same memory"
 
 
 def test_a_relative_path_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained()
-    gate, write = threading.Event(), writing.SaveJob.write
-    monkeypatch.setattr(writing.SaveJob, "write", lambda job: (gate.wait(30), write(job))[1])
+    gate, write = threading.Event(), writer.SaveJob.write
+    monkeypatch.setattr(writer.SaveJob, "write", lambda job: (gate.wait(30), write(job))[1])
     monkeypatch.chdir(tmp_path)
     held = sw.save_checkpoint(model, optimizer, "run", step=1, asynchronous=True)
     monkeypatch.chdir("/")
@@ -63,8 +57,8 @@ def test_a_relative_path_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """An event for which a save's thread waits before it copies the optimizer's state."""
-    opens, complete = threading.Event(), copies.HostCopies.complete
-    monkeypatch.setattr(copies.HostCopies, "complete", lambda made: (opens.wait(30), complete(made))[1])
+    opens, complete = threading.Event(), save.HostCopies.complete
+    monkeypatch.setattr(save.HostCopies, "complete", lambda made: (opens.wait(30), complete(made))[1])
     return opens
 
 
@@ -84,7 +78,7 @@ def test_an_optimizer_steps_once_its_state_is_copied(tmp_path: Path, gate: threa
 
 
 def test_a_step_waits_for_a_copy_that_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, opens, versions = threading.Event(), threading.Event(), copies._versions
+    begun, opens, versions = threading.Event(), threading.Event(), save._versions
 
     def slow(tensors: Any) -> Any:
         if threading.current_thread().name == "checkpoint of step 1":
@@ -92,7 +86,7 @@ def test_a_step_waits_for_a_copy_that_is_under_way(tmp_path: Path, monkeypatch: 
             opens.wait(600)
         return versions(tensors)
 
-    monkeypatch.setattr(copies, "_versions", slow)
+    monkeypatch.setattr(save, "_versions", slow)
     model, optimizer = trained()
     before = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in model.named_parameters()}
     held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, asynchronous=True)
@@ -148,12 +142,12 @@ def test_an_accelerator_copies_beside_its_work(tmp_path: Path, gate: threading.E
     model, optimizer = trained()
     before = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in model.named_parameters()}
     values = {n: p.detach().clone() for n, p in model.named_parameters()}
-    copies._copies.clear()
-    with on_fake_streams(copies) as fake:
+    save._copies.clear()
+    with on_fake_streams(save) as fake:
         held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, asynchronous=True)
         called = [line for line in fake.log if line != "pinned memory"]
         assert called == ["side waits for compute", "e1 on side", "e2 on side", "compute waits for e1"]
-        assert fake.log.count("pinned memory") == len(copies._copies)
+        assert fake.log.count("pinned memory") == len(save._copies)
         fake.log.clear()
         train(model, optimizer, 1, 2)
         assert fake.log == ["compute waits for e2"]  # and no wait of the host
@@ -162,11 +156,11 @@ def test_an_accelerator_copies_beside_its_work(tmp_path: Path, gate: threading.E
         assert fake.log == ["compute waits for e2", "host waits for e2"]
         assert all(torch.equal(stored.read(f"optimizer.{n}.momentum_buffer"), t) for n, t in before.items())
         assert all(torch.equal(stored.read(f"model.{n}"), t) for n, t in values.items())
-        places = {key: tensor.data_ptr() for key, tensor in copies._copies.items()}
+        places = {key: tensor.data_ptr() for key, tensor in save._copies.items()}
         fake.log.clear()
         saved = sw.save_checkpoint(model, optimizer, tmp_path, step=2, asynchronous=True)
         saved.wait()
-        assert {key: tensor.data_ptr() for key, tensor in copies._copies.items()} == places
+        assert {key: tensor.data_ptr() for key, tensor in save._copies.items()} == places
         assert "pinned memory" not in fake.log
         # A change by anything but a step is seen, by the thread or by the step that comes first.
         for stepping in (False, True):
@@ -183,7 +177,7 @@ def test_an_accelerator_copies_beside_its_work(tmp_path: Path, gate: threading.E
 def test_an_accelerator_without_streams_is_copied_in_the_call(tmp_path: Path, gate: threading.Event) -> None:
     model, optimizer = trained()
     before = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in model.named_parameters()}
-    with on_fake_streams(copies) as fake:
+    with on_fake_streams(save) as fake:
         fake.Stream = None
         held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, asynchronous=True)
         train(model, optimizer, 1, 2)
@@ -196,9 +190,9 @@ def test_an_accelerator_without_streams_is_copied_in_the_call(tmp_path: Path, ga
 def test_the_thread_of_a_save_leaves_the_processor_to_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, write = [], writing.SaveJob.write
+    seen, write = [], writer.SaveJob.write
     monkeypatch.setattr(
-        writing.SaveJob,
+        writer.SaveJob,
         "write",
         lambda job: (seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())), write(job))[1],
     )
@@ -226,7 +220,7 @@ def test_what_cannot_be_copied_is_an_error_of_the_call(tmp_path: Path, monkeypat
     def full(*args: Any) -> None:
         raise MemoryError("no room for copies")
 
-    monkeypatch.setattr(saving, "HostCopies", full)
+    monkeypatch.setattr(save, "HostCopies", full)
     with pytest.raises(CheckpointError, match="cannot be written: MemoryError: no room for copies"):
         sw.save_checkpoint(nn.Linear(2, 2), path=tmp_path, step=1, asynchronous=True)
     assert unlocked(tmp_path) == set()
@@ -239,7 +233,7 @@ def test_what_goes_wrong_in_the_background_is_told_once(tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device", str(tmp_path / "model.safetensors"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(whole_files, "_put", full)
+        patch.setattr(tensor_files, "_put", full)
         first = sw.save_checkpoint(net, path=tmp_path, step=1, asynchronous=True)
         with pytest.raises(CheckpointError, match="model.safetensors: .*No space left"):
             first.wait()

@@ -29,17 +29,11 @@ from small_networks import D, draw
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.checkpoint import (
-    box_joining as joining,
-    manifest,
-    save as copies,
-    tensor_files as whole_files,
-    writer as writing,
-)
-from shardwright.checkpoint.tensor_reader import StoredTensors
+from shardwright.checkpoint import manifest, save as copies, tensor_files, writer
+from shardwright.checkpoint.stored_checkpoint import StoredTensors
 from shardwright.errors import CheckpointError
-from shardwright.runtime.distributed import coordination as checkpoint_ranks
-from shardwright.runtime.distributed.coordination import ProcessRanks
+from shardwright.runtime.distributed import rank_messages
+from shardwright.runtime.distributed.rank_messages import ProcessRanks
 
 WORLD = 4
 LATER = (2, 4)  # steps after the save, compared with those of the run that goes on
@@ -253,7 +247,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         def full(*args: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the file")
 
-        for module, name, whole in ((whole_files, "_put", True), (writing, "PartFile", False)):
+        for module, name, whole in ((tensor_files, "_put", True), (writer, "PartFile", False)):
             kept = getattr(module, name)
             if rank == 2:
                 setattr(module, name, full)
@@ -266,13 +260,13 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             saving = sw.save_checkpoint(model, optimizer, path, step=3, integrated_save=whole, asynchronous=True)
             refused("No space left", lambda: sw.save_checkpoint(model, optimizer, path, step=4))
             setattr(module, name, kept)
-        words = writing.encode
-        writing.encode = words if rank != 2 else lambda value: 1 / 0
+        words = writer.encode
+        writer.encode = words if rank != 2 else lambda value: 1 / 0
         refused(
             "ZeroDivisionError: division by zero (on rank 2)",
             lambda: sw.save_checkpoint(model, optimizer, path, step=3),
         )
-        writing.encode = words
+        writer.encode = words
         dist.barrier()
         assert unlocked(path) == before, "no new checkpoint, and nothing left of it"
         dist.barrier()
@@ -291,15 +285,15 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         model, written, patch = known("rows and columns"), [], pytest.MonkeyPatch()
         optimizer, path = sgd(model), folder / "joined"
         sw.load_checkpoint(model, optimizer, of("rows and columns")[1])
-        kept, run = (joining.LARGE, joining.SHORT, joining.STEP), whole_files.WholeFiles.write_run
+        kept, run = (writer.LARGE, writer.SHORT, writer.STEP), tensor_files.WholeFiles.write_run
         # One matrix is cut in columns: 16 rows of 128 bytes, of which a rank has 32, joined in two steps.
-        joining.LARGE, joining.SHORT, joining.STEP = 1, 32, 3 * 128
+        writer.LARGE, writer.SHORT, writer.STEP = 1, 32, 3 * 128
 
         def noted(files: Any, part: Path, name: str, first: int, rows: Tensor) -> None:
             written.append((name, first, rows.numel()))
             run(files, part, name, first, rows)
 
-        whole_files.WholeFiles.write_run = noted
+        tensor_files.WholeFiles.write_run = noted
         try:
             saving = save(model, optimizer, path, True)
             said: list[Any] = [None] * world
@@ -319,37 +313,37 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the file")
 
             if rank == 2:
-                whole_files.WholeFiles.write_run = full
+                tensor_files.WholeFiles.write_run = full
             for asynchronous in (False, True):
                 refused(
                     "No space left on device (on rank 2)",
                     lambda: sw.save_checkpoint(model, optimizer, path, step=3, asynchronous=asynchronous).wait(),
                 )
-            whole_files.WholeFiles.write_run = run
+            tensor_files.WholeFiles.write_run = run
             if rank == 1:
-                patch.setattr(joining, "_write", lambda *args: 1 / 0)
+                patch.setattr(writer, "_write", lambda *args: 1 / 0)
             refused("ZeroDivisionError: division by zero", lambda: sw.save_checkpoint(model, optimizer, path, step=3))
             patch.undo()
             assert rank or unlocked(path) == {"step-00000002"}  # rank 0 removes what there is, and is done with it
             sw.save_checkpoint(model, optimizer, path, step=4)
         finally:
             patch.undo()
-            whole_files.WholeFiles.write_run = run
-            joining.LARGE, joining.SHORT, joining.STEP = kept
+            tensor_files.WholeFiles.write_run = run
+            writer.LARGE, writer.SHORT, writer.STEP = kept
 
     def columns_without_memory_to_share(rank: int, world: int) -> None:
         model, path = known("rows and columns"), folder / "apart"
-        optimizer, ranks_before, sizes = sgd(model), dict(checkpoint_ranks._ranks), (joining.LARGE, joining.SHORT)
+        optimizer, ranks_before, sizes = sgd(model), dict(rank_messages._ranks), (writer.LARGE, writer.SHORT)
         sw.load_checkpoint(model, optimizer, of("rows and columns")[1])
-        joining.LARGE, joining.SHORT = 1, 32
-        checkpoint_ranks._ranks.clear()
+        writer.LARGE, writer.SHORT = 1, 32
+        rank_messages._ranks.clear()
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("SHARDWRIGHT_SHARED_MEMORY", "0")
                 saving = save(model, optimizer, path, True)
         finally:
-            joining.LARGE, joining.SHORT = sizes
-            checkpoint_ranks._ranks.update(ranks_before)
+            writer.LARGE, writer.SHORT = sizes
+            rank_messages._ranks.update(ranks_before)
         stored, expected = StoredTensors(saving.path), StoredTensors(of("rows and columns")[0] / "step-00000002")
         assert all(torch.equal(stored.read(name), expected.read(name)) for name in expected.names)
 

@@ -18,8 +18,8 @@ import pytest
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import folder_lock
-from shardwright.checkpoint.folder_lock import LOCK, hold
+from shardwright.checkpoint import checkpoint_folders
+from shardwright.checkpoint.checkpoint_folders import LOCK, hold
 
 FORK = multiprocessing.get_context("fork")
 
@@ -90,7 +90,7 @@ kept: list[Any] = []
 
 
 def test_a_process_that_is_another_one_of_the_same_number_is_dead(tmp_path) -> None:
-    kernel, here = folder_lock._kernel(), folder_lock._started(os.getpid())
+    kernel, here = checkpoint_folders._kernel(), checkpoint_folders._started(os.getpid())
     model = nn.Linear(1, 1)
     written(tmp_path, kernel=kernel, pid=os.getpid(), started=here + 1)
     hold(tmp_path, model)
@@ -104,17 +104,17 @@ def test_a_process_that_is_another_one_of_the_same_number_is_dead(tmp_path) -> N
 
 @pytest.mark.parametrize("words", [b"", b"{", b"[]", b"[" * 4000, b'{"pid": "x"}'])
 def test_a_lock_that_cannot_be_read_goes_by_its_age(tmp_path, words, monkeypatch) -> None:
-    monkeypatch.setattr(folder_lock, "BEAT", 0.2)
-    monkeypatch.setattr(folder_lock, "SILENCE", 0.4)
+    monkeypatch.setattr(checkpoint_folders, "BEAT", 0.2)
+    monkeypatch.setattr(checkpoint_folders, "SILENCE", 0.4)
     (tmp_path / LOCK).write_bytes(words)
     hold(tmp_path, model := nn.Linear(1, 1))
     assert mine(tmp_path) and model is not None
 
 
 def test_a_lock_of_another_host_is_good_as_long_as_it_is_touched(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(folder_lock, "BEAT", 0.3)
-    monkeypatch.setattr(folder_lock, "SILENCE", 1.0)
-    monkeypatch.setattr(folder_lock, "_beating", [])  # a thread that beats faster
+    monkeypatch.setattr(checkpoint_folders, "BEAT", 0.3)
+    monkeypatch.setattr(checkpoint_folders, "SILENCE", 1.0)
+    monkeypatch.setattr(checkpoint_folders, "_beating", [])  # a thread that beats faster
     lock, stop = written(tmp_path), threading.Event()
 
     def beats() -> None:
@@ -140,7 +140,7 @@ def test_a_lock_of_another_host_is_good_as_long_as_it_is_touched(tmp_path, monke
 
 def test_a_clock_that_runs_ahead_makes_no_lock_dead(tmp_path, monkeypatch) -> None:
     """The age is the difference of two times of the file's server; this host's own clock is not asked."""
-    monkeypatch.setattr(folder_lock, "BEAT", 0.2)
+    monkeypatch.setattr(checkpoint_folders, "BEAT", 0.2)
     lock = written(tmp_path)
     monkeypatch.setattr(time, "time", lambda: 1e12)
     timer = threading.Timer(0.2, lambda: os.utime(lock))
@@ -180,9 +180,9 @@ def test_a_forked_child_saves_under_its_parents_lock_and_does_not_release_it(tmp
     hold(tmp_path, model)
 
     def save_and_end() -> None:
-        assert not folder_lock._locks
+        assert not checkpoint_folders._locks
         hold(tmp_path, model)
-        folder_lock._release_all()
+        checkpoint_folders._release_all()
 
     another(save_and_end)
     assert mine(tmp_path)
@@ -214,7 +214,7 @@ def test_of_several_runs_that_find_a_dead_ones_lock_one_gets_the_folder(tmp_path
     runs, rounds = 3, 20
     for number in range(rounds):
         (tmp_path / str(number)).mkdir()
-        written(tmp_path / str(number), kernel=folder_lock._kernel(), pid=2**22 + 1)
+        written(tmp_path / str(number), kernel=checkpoint_folders._kernel(), pid=2**22 + 1)
     start, answers = FORK.Barrier(runs), FORK.Queue()
     processes = [FORK.Process(target=run, args=(rounds, start, answers), daemon=True) for _ in range(runs)]
     for process in processes:

@@ -21,11 +21,11 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint import manifest
+from shardwright.checkpoint.checkpoint_folders import LOCK
 from shardwright.checkpoint.digests import digest
-from shardwright.checkpoint.folder_lock import LOCK
 from shardwright.checkpoint.manifest import untiled
+from shardwright.checkpoint.stored_checkpoint import StoredTensors
 from shardwright.checkpoint.tensor_files import header_of
-from shardwright.checkpoint.tensor_reader import StoredTensors
 from shardwright.cli.main import main
 from shardwright.errors import CheckpointError
 

@@ -20,18 +20,10 @@ from small_networks import D, draw
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import (
-    box_joining as joining,
-    callback,
-    checkpoint_folders as folders,
-    manifest,
-    save as saving,
-    tensor_files as whole_files,
-    writer as writing,
-)
-from shardwright.checkpoint.tensor_reader import StoredTensors
+from shardwright.checkpoint import callback, checkpoint_folders, manifest, save, tensor_files, writer
+from shardwright.checkpoint.stored_checkpoint import StoredTensors
 from shardwright.errors import CheckpointError, SettingError
-from shardwright.json_files import json_values as words
+from shardwright.json_files import json_values
 from shardwright.json_files.json_values import decode, encode
 
 # -- what it holds -----------------------------------------------------------------------------------------------------
@@ -145,11 +137,11 @@ def dies(*args: Any, **kwargs: Any) -> None:
 @pytest.mark.parametrize(
     "where",
     [
-        (whole_files, "_put"),
-        (writing, "synced"),
-        (writing, "write_manifest"),
-        (folders, "sync_folder"),
-        (folders, "prune"),
+        (tensor_files, "_put"),
+        (checkpoint_folders, "synced"),
+        (checkpoint_folders, "write_manifest"),
+        (checkpoint_folders, "sync_folder"),
+        (checkpoint_folders, "prune"),
     ],
     ids=lambda w: w[1],
 )
@@ -194,8 +186,10 @@ def test_a_step_is_replaced_without_a_moment_in_which_it_could_be_lost(
 def test_the_oldest_go_once_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Linear(2, 2)
     there: list[list[int]] = []
-    prune = folders.prune
-    monkeypatch.setattr(folders, "prune", lambda path, *rest: (there.append(steps(path)), prune(path, *rest)))
+    prune = checkpoint_folders.prune
+    monkeypatch.setattr(
+        checkpoint_folders, "prune", lambda path, *rest: (there.append(steps(path)), prune(path, *rest))
+    )
     for step in (1, 2, 3, 4):
         sw.save_checkpoint(net, path=tmp_path, step=step, keep_checkpoint_max=2)
     assert there == [[1], [1, 2], [1, 2, 3], [2, 3, 4]] and steps(tmp_path) == [3, 4]
@@ -258,7 +252,7 @@ def test_every_n_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     now, asked = [100.0], []
     monkeypatch.setattr(callback.time, "monotonic", lambda: now[0])
 
-    class Counted(saving.ranks_of_now().__class__):
+    class Counted(save.ranks_of_now().__class__):
         def from_first(self, mine: Any) -> Any:
             asked.append(now[0])
             return mine
@@ -365,7 +359,7 @@ def test_which_boxes_are_joined() -> None:
         }
         for r in range(4)
     ]
-    joints = joining.joints_of(tensors, said, 2**16)
+    joints = writer.joints_of(tensors, said, 2**16)
     assert [(j.name, j.ranks, j.dims, j.first, j.rows) for j in joints] == [
         ("columns", (0, 1, 2, 3), 1, 0, 6),
         ("blocks", (0, 1), 1, 0, 2),
@@ -376,7 +370,7 @@ def test_which_boxes_are_joined() -> None:
         shares = [joint.share(number, step) for number in range(len(joint.ranks)) for step in range(joint.steps)]
         assert [row for share in shares for row in range(*share)] == list(range(joint.rows)), "each row once"
         assert all((end - begin) * joint.row * 4 <= 2**16 for begin, end in shares), "as much as fits"
-    rounds = joining._rounds(joints)
+    rounds = writer._rounds(joints)
     assert len(rounds) == sum(j.steps for j in joints if j.name != "blocks") + 1, "two blocks at once"
     for rank in range(4):
         taken = [now[rank] for now in rounds if rank in now]
@@ -385,7 +379,7 @@ def test_which_boxes_are_joined() -> None:
         )
     assert all(now[other] == now[rank] for now in rounds for rank in now for other in now[rank][0].ranks), "all at once"
     del said[2]["columns"]
-    assert "columns" not in {j.name for j in joining.joints_of(tensors, said, 2**16)}, (
+    assert "columns" not in {j.name for j in writer.joints_of(tensors, said, 2**16)}, (
         "rows of which a part is not there"
     )
 
@@ -406,16 +400,19 @@ def boxes(draw_: Any) -> tuple[list[int], list[slice], list[slice]]:
 def test_any_box_is_written_and_read(
     tmp_path_factory: pytest.TempPathFactory, given: tuple, dtype: torch.dtype, page: int
 ) -> None:
-    from shardwright.checkpoint import tensor_reader as reading
+    from shardwright.checkpoint import stored_checkpoint
 
     shape, first, second = given
-    kept = reading._APART, reading._TOGETHER
-    reading._APART, reading._TOGETHER = (0, 8, 64, 4096)[page], (8, 64, 256, 4096)[page]
+    kept = stored_checkpoint._APART, stored_checkpoint._TOGETHER
+    stored_checkpoint._APART, stored_checkpoint._TOGETHER = (0, 8, 64, 4096)[page], (8, 64, 256, 4096)[page]
     try:
         folder = tmp_path_factory.mktemp("box")
         whole = torch.arange(math.prod(shape) + 1, dtype=torch.float32)[1:].to(dtype).reshape(shape)
-        described = {"model.other": ((3,), "uint8", None), "model.x": (tuple(shape), words.dtype_name(dtype), None)}
-        files = whole_files.WholeFiles(described, "ab", 1)
+        described = {
+            "model.other": ((3,), "uint8", None),
+            "model.x": (tuple(shape), json_values.dtype_name(dtype), None),
+        }
+        files = tensor_files.WholeFiles(described, "ab", 1)
         files.begin(folder)
         files.write(folder, [("model.x", [0] * len(shape), torch.zeros(shape, dtype=dtype))])
         files.write(folder, [("model.x", [s.start for s in first], whole[tuple(first)])])
@@ -424,4 +421,4 @@ def test_any_box_is_written_and_read(
         assert torch.equal(safetensors.torch.load_file(folder / "model.safetensors")["x"], expected)
         assert torch.equal(StoredTensors(folder).read("model.x", second), expected[tuple(second)])
     finally:
-        reading._APART, reading._TOGETHER = kept
+        stored_checkpoint._APART, stored_checkpoint._TOGETHER = kept

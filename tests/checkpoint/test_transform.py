@@ -25,10 +25,10 @@ from hypothesis import given, settings, strategies as st
 from ranks import run_ranks
 
 import shardwright as sw
-from shardwright.checkpoint import manifest, tensor_files as part_files
-from shardwright.checkpoint.tensor_reader import StoredTensors
+from shardwright.checkpoint import manifest, tensor_files
+from shardwright.checkpoint.stored_checkpoint import StoredTensors
 from shardwright.checkpoint.transform import merge, transform
-from shardwright.cli import main as cli
+from shardwright.cli import main
 from shardwright.errors import CheckpointError
 from shardwright.planfile.parameter_file import ParameterStrategies, TensorStorage
 
@@ -120,7 +120,7 @@ def equal(one: Path, other: Path) -> None:
 
 def command(*words: object) -> int:
     try:
-        return cli.main(["checkpoint", *map(str, words)])
+        return main.main(["checkpoint", *map(str, words)])
     except SystemExit as exit_:
         assert isinstance(exit_.code, int)
         return exit_.code
@@ -140,7 +140,7 @@ def test_parts_for_another_plan(name: str, devices: int, run: Path, tmp_path: Pa
     plan, made = sw.Plan.load(path), manifest.read(target)
     assert (made.kind, made.world, made.plan) == ("parts", devices, plan.fingerprint)
     assert (target / "plan.json").read_bytes() == path.read_bytes()
-    assert {f for f in made.files if f.endswith(".distcp")} == {part_files.part_name(rank) for rank in range(devices)}
+    assert {f for f in made.files if f.endswith(".distcp")} == {tensor_files.part_name(rank) for rank in range(devices)}
     for called, entry in made.tensors.items():
         tree, _, rest = called.partition(".")
         held = plan.parameters[rest if tree == "model" else rest.rpartition(".")[0]]

@@ -17,7 +17,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint import manifest
-from shardwright.checkpoint.tensor_reader import StoredTensors
+from shardwright.checkpoint.stored_checkpoint import StoredTensors
 from shardwright.checkpoint.transform import transform
 from shardwright.errors import CheckpointError, PlanError, SettingError
 from shardwright.planfile.parameter_file import ParameterStrategies

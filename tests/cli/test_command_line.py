@@ -20,7 +20,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright import process as runtime_init
-from shardwright.cli import main as cli
+from shardwright.cli import main
 from shardwright.cli.command_line import Parser
 from shardwright.operator_explanation import explained
 from shardwright.runtime.profile_ranges import RangeNames
@@ -62,7 +62,7 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[Parser]:
                 yield from parsers(command)
 
 
-PARSERS = list(parsers(cli.build_parser()))
+PARSERS = list(parsers(main.build_parser()))
 EXAMPLES = list(dict.fromkeys(line for parser in PARSERS for line, _ in parser.examples))
 #: Examples that start processes, or ask other machines: they are parsed, and not run.
 PARSED = ("torchrun ", "shardwright calibrate", "shardwright run --worker_num")
@@ -129,18 +129,18 @@ def test_an_example_is_true(line: str, inside: Path) -> None:
         words = words[words.index("shardwright") + 1 :]
     else:
         assert program == "shardwright"
-    arguments, unknown = cli.build_parser().parse_known_args(words)
+    arguments, unknown = main.build_parser().parse_known_args(words)
     assert not unknown and arguments.func
     if line.startswith(PARSED):
         return
     if words[0] == "completion":
         pytest.importorskip("shtab")
-    assert cli.main(words) in ((0, 1) if words[:2] == ["plan", "diff"] or words[0] == "doctor" else (0,))
+    assert main.main(words) in ((0, 1) if words[:2] == ["plan", "diff"] or words[0] == "doctor" else (0,))
 
 
 def test_help_of_plan_diff(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["plan", "diff", "--help"])
+        main.main(["plan", "diff", "--help"])
     assert ended.value.code == 0 and "shardwright plan diff plan.json" in capsys.readouterr().out
 
 
@@ -194,14 +194,14 @@ def test_other_shells(shell: str, begins: str, capsys: pytest.CaptureFixture) ->
     shtab = pytest.importorskip("shtab")
     if shell not in shtab.SUPPORTED_SHELLS:
         pytest.skip(f"shtab {shtab.__version__} is from before {shell}")
-    assert cli.main(["completion", shell]) == 0
+    assert main.main(["completion", shell]) == 0
     out = capsys.readouterr().out
     assert begins in out and "explain" in out and shtab.FILE[shell].split()[0].strip("()") in out
 
 
 def test_completion_needs_shtab(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
-    assert cli.main(["completion", "bash"]) == 1
+    assert main.main(["completion", "bash"]) == 1
     assert capsys.readouterr() == (
         "",
         "shardwright completion: error: there is no shtab: pip install 'shardwright[completion]'\n",
@@ -238,7 +238,7 @@ def test_ctrl_c_ends_a_command(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(target, interrupted)
-    assert cli.main(words) == 130
+    assert main.main(words) == 130
     assert capsys.readouterr().err.splitlines()[-1].endswith("stopped by Ctrl-C; nothing more is written")
 
 
@@ -249,7 +249,8 @@ def as_json(capsys: pytest.CaptureFixture, *words: str, code: int = 0) -> dict:
     """The one object that a command prints."""
     capsys.readouterr()
     assert (
-        cli.main([*words, "--json"] if words[0] not in ("plan", "verify") else [words[0], "--json", *words[1:]]) == code
+        main.main([*words, "--json"] if words[0] not in ("plan", "verify") else [words[0], "--json", *words[1:]])
+        == code
     )
     out: dict = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     return out
@@ -285,7 +286,7 @@ def test_a_step_a_difference_and_a_verification_as_json(inside: Path, capsys: py
     assert [group["ranks"] for group in step["groups"]] == [list(range(8))]
     assert step["groups"][0]["peak"] == pytest.approx(plan.peak)
     capsys.readouterr()
-    assert cli.main(["plan", "--json", "diff", "plan.json", "edited.json"]) == 1
+    assert main.main(["plan", "--json", "diff", "plan.json", "edited.json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["equal"] and any("dynamic_programming -> data_parallel" in line for line in found["settings"])
     report = as_json(capsys, "verify", "--devices", "4", "model.py:build", "--cut")  # options before and behind it

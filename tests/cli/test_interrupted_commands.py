@@ -21,10 +21,10 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint import tensor_files, writer
-from shardwright.cli import main as cli
+from shardwright.cli import main
 from shardwright.pipeline.stage_search import StageSearch
-from shardwright.planners import dynamic_programming as searching
-from shardwright.solver import anytime, solve as solving
+from shardwright.planners import dynamic_programming
+from shardwright.solver import anytime, solve
 from shardwright.solver.problem import Problem, StoppedSearch
 
 MODEL = """
@@ -92,9 +92,9 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_best_plan_so_far_is_written_where_a_file_is_named(
     inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    assert cli.main(["plan", "model.py:model", "-o", "whole.json"]) == 0
-    monkeypatch.setattr(searching, "solve", ctrl_c)
-    assert cli.main(["plan", "model.py:model", "-o", "best.json"]) == 130
+    assert main.main(["plan", "model.py:model", "-o", "whole.json"]) == 0
+    monkeypatch.setattr(dynamic_programming, "solve", ctrl_c)
+    assert main.main(["plan", "model.py:model", "-o", "best.json"]) == 130
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("shardwright plan: stopped by Ctrl-C in search") and ", after " in last
     best, whole = sw.Plan.load("best.json"), sw.Plan.load("whole.json")
@@ -106,8 +106,8 @@ def test_the_best_plan_so_far_is_written_where_a_file_is_named(
 def test_without_a_file_nothing_is_written(
     inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(searching, "solve", ctrl_c)
-    assert cli.main(["plan", "model.py:model"]) == 130
+    monkeypatch.setattr(dynamic_programming, "solve", ctrl_c)
+    assert main.main(["plan", "model.py:model"]) == 130
     assert capsys.readouterr().err.endswith("; no plan is written; --output FILE keeps the best one so far\n")
     assert not (inside / "plan.json").exists()
 
@@ -115,15 +115,15 @@ def test_without_a_file_nothing_is_written(
 def test_a_plan_that_does_not_fit_is_not_kept(
     inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(searching, "solve", ctrl_c)
-    assert cli.main(["plan", "model.py:model", "-o", "best.json", "--memory", "1KB"]) == 130
+    monkeypatch.setattr(dynamic_programming, "solve", ctrl_c)
+    assert main.main(["plan", "model.py:model", "-o", "best.json", "--memory", "1KB"]) == 130
     assert capsys.readouterr().err.endswith("; no plan that fits in the memory was found; none is written\n")
     assert not (inside / "best.json").exists()
 
 
 @pytest.mark.parametrize(
     ("place", "name", "calls"),
-    [(searching, "solve", 0), (StageSearch, "price", 2), (StageSearch, "settle", 0)],
+    [(dynamic_programming, "solve", 0), (StageSearch, "price", 2), (StageSearch, "settle", 0)],
     ids=["the plan of a stage", "prices", "choice"],
 )
 def test_the_best_pipeline_so_far_is_written(
@@ -138,7 +138,7 @@ def test_the_best_pipeline_so_far_is_written(
         return ctrl_c() if left[0] == -1 else real(*given, **how)
 
     monkeypatch.setattr(place, name, stopped)
-    assert cli.main(["plan", "model.py:model", "-o", "best.json"]) == 130
+    assert main.main(["plan", "model.py:model", "-o", "best.json"]) == 130
     last = capsys.readouterr().err.splitlines()[-1]
     best = sw.Plan.load("best.json")
     assert last.startswith("shardwright plan: stopped by Ctrl-C in ") and last.endswith(
@@ -155,16 +155,16 @@ def test_a_pipeline_of_given_stages_keeps_the_stages_that_are_searched(
     stages = 'stages=3, micro_batches=3, stage_config={"0": 0, "2": 1, "4": 2}'
     wide = DEEP.replace("nn.Linear(64, 64)", "nn.Linear(2048, 2048)").replace("(64, 64)", "(48, 2048)")
     (inside / "model.py").write_text(wide.replace('stages="auto", micro_batches=4', stages).replace("=4,", "=12,"))
-    assert cli.main(["plan", "model.py:model", "-o", "whole.json"]) == 0
+    assert main.main(["plan", "model.py:model", "-o", "whole.json"]) == 0
     capsys.readouterr()
-    real, left = searching.solve, [searched]
+    real, left = dynamic_programming.solve, [searched]
 
     def stopped(*given: Any, **how: Any) -> Any:
         left[0] -= 1
         return ctrl_c() if left[0] == -1 else real(*given, **how)
 
-    monkeypatch.setattr(searching, "solve", stopped)
-    assert cli.main(["plan", "model.py:model", "-o", "best.json"]) == 130
+    monkeypatch.setattr(dynamic_programming, "solve", stopped)
+    assert main.main(["plan", "model.py:model", "-o", "best.json"]) == 130
     best, whole = sw.Plan.load("best.json"), sw.Plan.load("whole.json")
     assert capsys.readouterr().err.endswith(
         f"; the best plan so far is in best.json: {best.cost * 1e3:.4g} ms a step, no bound is proved\n"
@@ -182,7 +182,7 @@ def test_a_pipeline_that_does_not_fit_is_not_kept(
 ) -> None:
     (inside / "model.py").write_text(DEEP)
     monkeypatch.setattr(StageSearch, "settle", ctrl_c)
-    assert cli.main(["plan", "model.py:model", "-o", "best.json", "--memory", "1KB"]) == 130
+    assert main.main(["plan", "model.py:model", "-o", "best.json", "--memory", "1KB"]) == 130
     assert capsys.readouterr().err.endswith("; no plan that fits in the memory was found; none is written\n")
     assert not (inside / "best.json").exists()
 
@@ -197,23 +197,23 @@ def test_a_search_carries_its_best_states_and_their_bound(monkeypatch: pytest.Mo
         {(i, j): random.random((5, 5)) for i in sizes for j in sizes if i < j},
         tuple(map(str, sizes)),
     )
-    for module in (anytime, solving):  # else it is solved exactly, at once
+    for module in (anytime, solve):  # else it is solved exactly, at once
         monkeypatch.setattr(module, "eliminated", lambda *_: None)
     monkeypatch.setattr(anytime, "milp", ctrl_c)
     with pytest.raises(StoppedSearch) as stopped:
-        solving.solve(problem)
+        solve.solve(problem)
     found = stopped.value.found
     assert problem.cost(found.states) == found.cost and 0 < found.bound <= found.cost
     monkeypatch.setattr(anytime.Messages, "sweep", ctrl_c)
     with pytest.raises(StoppedSearch) as stopped:
-        solving.solve(problem)
+        solve.solve(problem)
     assert stopped.value.found is None
 
 
 def test_python_gets_a_keyboard_interrupt_after_the_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(searching, "solve", ctrl_c)
+    monkeypatch.setattr(dynamic_programming, "solve", ctrl_c)
     net, x = nn.Linear(64, 64), torch.zeros(64, 64)
     with pytest.raises(KeyboardInterrupt) as stopped:
         sw.plan(net, (x,), parallel_mode="dynamic_programming", devices=8)
@@ -232,9 +232,9 @@ def test_a_script_that_catches_ctrl_c_does_not_keep_it(
         "parallel_mode='dynamic_programming')\ntry:\n    model(torch.zeros(64, 64))\nexcept KeyboardInterrupt:\n"
         "    print('caught')\n"
     )
-    monkeypatch.setattr(searching, "solve", ctrl_c)
+    monkeypatch.setattr(dynamic_programming, "solve", ctrl_c)
     monkeypatch.setenv("SHARDWRIGHT_DEVICES", "8")
-    assert cli.main(["plan", "train.py", "--devices", "8", "-o", "best.json"]) == 130
+    assert main.main(["plan", "train.py", "--devices", "8", "-o", "best.json"]) == 130
     assert capsys.readouterr().out == "" and sw.Plan.load("best.json").devices == 8
 
 
@@ -303,7 +303,7 @@ def test_a_save_leaves_the_earlier_checkpoint_alone(
     )
     monkeypatch.undo()
     saved(tmp_path, 2, integrated_save=whole)
-    assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 0
+    assert main.main(["checkpoint", "verify", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize("command", ["transform", "merge"])
@@ -311,7 +311,7 @@ def test_a_transform_leaves_nothing(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     saved(tmp_path / "run", 1, integrated_save=False)
-    from shardwright.checkpoint.tensor_reader import StoredTensors
+    from shardwright.checkpoint.stored_checkpoint import StoredTensors
 
     read: Callable[..., Any] = StoredTensors.read
     left = [1]  # tensors that are read before
@@ -321,7 +321,7 @@ def test_a_transform_leaves_nothing(
 
     monkeypatch.setattr(StoredTensors, "read", second)
     more = ["--to", "1"] if command == "transform" else []
-    assert cli.main(["checkpoint", command, str(tmp_path / "run"), str(tmp_path / "new"), *more]) == 130
+    assert main.main(["checkpoint", command, str(tmp_path / "run"), str(tmp_path / "new"), *more]) == 130
     said = capsys.readouterr().err
     assert said.startswith(f"shardwright checkpoint {command}: stopped by Ctrl-C in {command}: writing: ")
     assert said.endswith(" KB, after 0 s; nothing is left of the new checkpoint\n")

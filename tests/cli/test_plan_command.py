@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -14,9 +15,9 @@ from paths import EXAMPLES
 from torch import nn
 
 import shardwright as sw
-from shardwright import process as runtime_init
-from shardwright.cli import main as cli
-from shardwright.cli.script import without_weights
+from shardwright import process
+from shardwright.cli import main
+from shardwright.cli.command_line import without_weights
 from shardwright.layout import digits_size
 from shardwright.report.format import size_text
 
@@ -27,13 +28,13 @@ def _as_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(sys, "argv", sys.argv[:])
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setenv("SHARDWRIGHT_DEVICES", "")  # so that it is put back, whatever the command makes of it
-    monkeypatch.setattr(runtime_init, "_current", [])
+    monkeypatch.setattr(process, "_current", [])
     monkeypatch.chdir(tmp_path)
 
 
 def command(*words: object) -> int:
     try:
-        return cli.main(["plan", *map(str, words)])
+        return main.main(["plan", *map(str, words)])
     except SystemExit as exit_:
         assert isinstance(exit_.code, int)
         return exit_.code
@@ -166,13 +167,15 @@ def test_gpt3_s_width_on_16384_devices(tmp_path: Path, capsys: pytest.CaptureFix
         assert line.split()[-2:] == size_text(count).split()
     assert sum(kinds.values()) == pytest.approx(plan.peak)
     at = next(i for i, line in enumerate(lines) if line.startswith(" communication"))
-    dearest, first = lines[at + 2 : at + 12], plan.price.collectives[0]
+    rows = re.findall(r"^ (\w+)\n((?:    .*\n)+)", "\n".join(lines[at + 2 :]), re.MULTILINE)
+    shown, first = [(kind, " ".join(cells.split())) for kind, cells in rows], plan.price.collectives[0]
     assert any(
-        line.split()[:2] == [first.kind, str(digits_size(first.digits))] and f" {first.phase} " in line
-        for line in dearest
+        kind == first.kind
+        and cells.startswith(f"ranks: {digits_size(first.digits)}; ")
+        and f"; phase: {first.phase}; " in cells
+        for kind, cells in shown
     )
-    gradients = [i for i in range(at + 2, len(lines)) if " gradient " in lines[i]]
-    assert any("InfiniBand" in "".join(lines[i : i + 3]) for i in gradients), "and where they go, over several lines"
+    assert any("IB NDR" in cells for _, cells in shown if "; phase: gradient; " in cells), "and where they go"
 
 
 def test_settings_go_over_the_function_s(model: Path, capsys: pytest.CaptureFixture) -> None:

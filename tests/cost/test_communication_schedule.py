@@ -19,13 +19,16 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.cost.communication_schedule import (
+    HOSTS,
+    LIBRARY,
     CommunicationSchedule,
+    Due,
+    Fusion,
     ScheduledMessage,
     block_of,
     own_redistribution,
 )
 from shardwright.cost.cost_model import CostModel, StreamSpan
-from shardwright.partition.gradient_fusion import HOSTS, LIBRARY, Due, Fusion
 from shardwright.partition.local_program import LocalOp, Redistribute, SearchResult, made_by, reads
 from shardwright.partition.rematerialization import hands_on
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwright as sw
-from shardwright.cost import cost_model as costs_module
+from shardwright.cost import cost_model
 from shardwright.cost.cost_model import CostModel
 from shardwright.graph import Op, Value, map_values
 from shardwright.layout import Digit, Layout, digits_size
@@ -507,7 +507,7 @@ def test_flops_of_a_plan_are_those_of_its_local_calls(name: str) -> None:
 
 def test_work_that_is_done_alike_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Op] = []
-    monkeypatch.setattr(costs_module, "work_of", lambda op, ask=costs_module.work_of: asked.append(op) or ask(op))
+    monkeypatch.setattr(cost_model, "work_of", lambda op, ask=cost_model.work_of: asked.append(op) or ask(op))
     counts = []
     for blocks in (1, 3):
         costs = CostModel(TWO)

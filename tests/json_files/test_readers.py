@@ -29,12 +29,12 @@ from torch import nn
 import shardwright as sw
 from shardwright.checkpoint import manifest
 from shardwright.checkpoint.digests import digest
-from shardwright.checkpoint.tensor_reader import StoredTensors
+from shardwright.checkpoint.stored_checkpoint import StoredTensors
 from shardwright.errors import ShardwrightError
 from shardwright.launch.environment import expand, find
 from shardwright.pipeline.schedules import read as read_schedule
+from shardwright.planfile import read_document
 from shardwright.planfile.encoding import fingerprint_of, packed, unpacked
-from shardwright.planfile.load_save import read_document
 from shardwright.planfile.parameter_file import ParameterStrategies
 from shardwright.planners.planning_problem import PLANNERS
 

@@ -492,15 +492,15 @@ def test_replicated_statistics_are_updated_once() -> None:
 @pytest.fixture
 def captures(monkeypatch):
     """The shapes of every capture."""
-    import shardwright.parallel.call_planning as module
+    from shardwright.parallel import call_planning
 
-    seen, captures = [], module.captures
+    seen, captures = [], call_planning.captures
 
     def counting(net, calls, **named):
         seen.extend([tuple(a.shape) for a in args if isinstance(a, torch.Tensor)] for args, _ in calls)
         return captures(net, calls, **named)
 
-    monkeypatch.setattr(module, "captures", counting)
+    monkeypatch.setattr(call_planning, "captures", counting)
     return seen
 
 

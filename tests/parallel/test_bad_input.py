@@ -168,9 +168,9 @@ MISTAKES = {
     ),
     "out: a word": Mistake("at least 1, not 'a'", None, (("a", 1),), error=sw.LayoutError),
     "out: a Layout of other devices": Mistake(
-        "on 8 devices, its device matrix is of 4", None, (FOUR("a", "b"),), error=sw.LayoutError, offers="text"
+        r"matrix of 4 devices \(2, 2\), there are 8", None, (FOUR("a", "b"),), error=sw.LayoutError, offers="text"
     ),
-    "out: a Layout that was not called": Mistake("names none", None, (L,), error=sw.LayoutError, offers="text"),
+    "out: a Layout that was not called": Mistake("names no dims", None, (L,), offers="text"),
 }
 
 

@@ -58,7 +58,7 @@ class Branching(nn.Module):
 
 
 def test_calls_of_one_form_are_split_once(monkeypatch):
-    splitter, seen = import_module("shardwright.pipeline.microbatch_values").MicrobatchRewriter, []
+    splitter, seen = import_module("shardwright.pipeline.microbatch").MicrobatchRewriter, []
     monkeypatch.setattr(splitter, "_of_rows", _counted(splitter._of_rows, "rows", seen))
     counts = []
     for layers in (2, 6):

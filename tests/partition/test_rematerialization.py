@@ -31,7 +31,7 @@ import shardwright as sw
 from shardwright.report.ir_dump import begin_text, execute_text
 from shardwright.report.tables import explain
 from shardwright.runtime.distributed.shared_memory import SameHost
-from shardwright.runtime.local import local_executor as local
+from shardwright.runtime.local import local_executor
 
 X, T = draw(16, 8), labels(16)
 GIVEN = draw(16, 8).requires_grad_()  # without which torch's reentrant checkpoints lose the weights' gradients
@@ -310,13 +310,13 @@ def test_memory_goes_when_the_graph_does() -> None:
 
 
 def test_collectives_of_the_backward_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, sent = local.convert_shards, []
+    plain, sent = local_executor.convert_shards, []
 
     def noted(conversion: Any, shards: Any, *rest: Any) -> Any:
         sent.extend(step.kind for step in conversion.steps if step.communicates)
         return plain(conversion, shards, *rest)
 
-    monkeypatch.setattr(local, "convert_shards", noted)
+    monkeypatch.setattr(local_executor, "convert_shards", noted)
     for way, (mark, options) in WAYS.items():
         net = network(4).eval()
         mark(net)

@@ -17,7 +17,9 @@ import shardwright as sw
 from shardwright.capture.export import capture
 from shardwright.errors import ShardwrightError
 from shardwright.graph import SEED, Graph, Value
-from shardwright.pipeline.microbatch import Join, MicrobatchPlan, is_split, micro_calls, split
+from shardwright.pipeline.build import is_split, micro_calls
+from shardwright.pipeline.microbatch import split
+from shardwright.pipeline.pipeline_plan import Join, MicrobatchPlan
 from shardwright.planfile.encoding import fingerprint, read_graph, write_graph
 from shardwright.process import of_micro_batch
 from shardwright.verification.node_comparison import call

@@ -93,25 +93,23 @@ def test_what_is_kept(groups: int) -> None:
     for micro_batches in range(groups, 3 * groups + 1):
         gpipe, ours = schedule("gpipe", groups, micro_batches), schedule("1f1b", groups, micro_batches)
         for s in range(groups):
-            assert gpipe.most_kept(s) == gpipe.most_kept_by(s) == micro_batches
-            assert ours.most_kept(s) == ours.most_kept_by(s) == min(micro_batches, groups - s)
+            assert gpipe.most_kept(s) == micro_batches
+            assert ours.most_kept(s) == min(micro_batches, groups - s)
         assert {forward_only(ours.placement, micro_batches).most_kept(s) for s in range(groups)} == {0}
 
 
-def test_what_a_group_keeps_is_counted_at_one_time() -> None:
-    # Stage 0 and stage 1 of the one group keep a micro-batch each, but never both.
+def test_what_a_stage_keeps_is_counted_at_one_time() -> None:
     row = [
         Action(s, kind, k)
         for s, kind, k in ((0, "F", 0), (1, "F", 0), (1, "I", 0), (0, "I", 0), (1, "W", 0), (0, "W", 0))
     ]
     made = Schedule("mine", (0, 0), 1, (tuple(row),))
     check(made)
-    assert [made.most_kept(0), made.most_kept(1), made.most_kept_by(0)] == [1, 1, 2]
+    assert [made.most_kept(0), made.most_kept(1)] == [1, 1]
     late = tuple(Action(0, kind, k) for kind, k in (("F", 0), ("I", 0), ("F", 1), ("W", 0), ("I", 1), ("W", 1)))
     assert Schedule("mine", (0,), 2, (late,)).most_kept(0) == 2  # the gradients of weights ask for it too
     zbv = schedule("zbv", 4, 8)
-    assert [zbv.most_kept_by(g) for g in range(4)] == [8] * 4  # as much on every group: what the V is for
-    assert [zbv.most_kept(s) + zbv.most_kept(7 - s) for s in range(4)] == [9] * 4  # not at the same time
+    assert [zbv.most_kept(s) + zbv.most_kept(7 - s) for s in range(4)] == [9] * 4  # as much on every group of the V
 
 
 @pytest.mark.parametrize("placement", [(0,), (0, 1), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1), (1, 0)])

@@ -23,10 +23,9 @@ from shardwright.errors import PlanError, RuntimeMismatchError, SettingError
 from shardwright.graph import Graph
 from shardwright.partition.local_program import InputPlacement, graph_digest
 from shardwright.pipeline.build import PlanCache
-from shardwright.pipeline.pipeline_search_result import PipelineSearchResult, StageChoice
 from shardwright.pipeline.stage_costs import StageOption, balance, least_memory, recomputed
 from shardwright.pipeline.stage_search import StageSearch, _chains, counts_of, first_count, stands, with_rows
-from shardwright.pipeline.stages import units_of
+from shardwright.pipeline.stages import PipelineSearchResult, StageChoice, units_of
 from shardwright.planning import capture_micro
 
 #: Two nodes of four slow devices, whose links are quick within a node: a GPT of a few layers is worth being cut.

@@ -21,9 +21,9 @@ from shardwright.errors import PlanError, ShardwrightError
 from shardwright.layout import Layout
 from shardwright.pipeline.build import pipeline_plan
 from shardwright.pipeline.schedules import schedule
+from shardwright.planfile import read_document
 from shardwright.planfile.document_writer import pipeline_written
 from shardwright.planfile.encoding import packed, unpacked
-from shardwright.planfile.load_save import read_document
 from shardwright.planning import capture_micro, make_plan
 from shardwright.report.plan_diff import difference
 from shardwright.runtime.pipeline_step import local_pipeline

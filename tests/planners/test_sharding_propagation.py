@@ -19,10 +19,9 @@ from shardwright.capture.export import capture
 from shardwright.cluster import Cluster
 from shardwright.cost.cost_model import CostModel
 from shardwright.layout import Digit, Layout
-from shardwright.planners import layout_demands as demands, sharding_propagation
+from shardwright.planners import layout_demands, sharding_propagation
 from shardwright.planners.layout_demands import MOST, demands_of, legal, passes_through, project
 from shardwright.planners.planning_problem import planners
-from shardwright.planners.sharding_propagation import path_from_mark
 from shardwright.rules import bound_rule
 from shardwright.solver.problem import Solution
 
@@ -44,15 +43,14 @@ def test_forwards_and_where_from() -> None:
     assert matmul.cause == "mark" and not matmul.origin
     assert (relu.cause, relu.origin, relu.via) == ("propagated", "matmul", "matmul")
     assert (second.cause, second.origin, second.via) == ("propagated", "matmul", relu.op.name)
-    assert path_from_mark(plan.decisions, second.op.name) == ("matmul", relu.op.name, second.op.name)
     assert strategies(plan)[1][0][0] == 2
 
 
 def test_backwards() -> None:
     plan = planned(Chain(second=((2, 4), (4, 1))), torch.empty(16, 32, dtype=D), cluster="a100x8")
     matmul, relu, _second = plan.decisions.values()
-    assert (relu.origin, matmul.origin) == ("matmul2", "matmul2")
-    assert path_from_mark(plan.decisions, matmul.op.name) == ("matmul2", relu.op.name, matmul.op.name)
+    assert (relu.origin, relu.via) == ("matmul2", "matmul2")
+    assert (matmul.origin, matmul.via) == ("matmul2", relu.op.name)
     # what the second product contracts, the first has as its columns
     assert strategies(plan)[:2] == [((2, 1), (1, 4)), ((2, 4),)]
     assert plan.parameters["w"].layout == Layout.of(8, [(), (Digit(4, 1),)])
@@ -283,14 +281,14 @@ def test_unmarked_users_of_one_parameter_agree() -> None:
 
 
 def test_a_shared_parameter_is_heard_of_however_much_else_is(monkeypatch) -> None:
-    monkeypatch.setattr(demands, "MOST", 0)
+    monkeypatch.setattr(layout_demands, "MOST", 0)
     plan = planned(Twice(((1, 8), (8, 1)), None), torch.empty(16, 16, dtype=D))
     assert plan.operators[-1].in_layouts[1] == plan.operators[0].in_layouts[1]
 
 
 def test_what_is_heard_is_bounded(monkeypatch) -> None:
     plan = planned(Chain(FIRST), torch.empty(16, 32, dtype=D))
-    monkeypatch.setattr(demands, "MOST", 1)
+    monkeypatch.setattr(layout_demands, "MOST", 1)
     asked = demands_of(plan.graph, plan.decisions, 8)
     assert all([d.aggressive for d in found] in ([False], [False, True], [True, False]) for found in asked.values())
 

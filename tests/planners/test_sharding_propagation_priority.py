@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.capture.export import capture
-from shardwright.planners import layout_demands as demands
+from shardwright.planners import layout_demands
 from shardwright.planners.layout_demands import demands_of, within
 from shardwright.rules import assignment_of, bound_rule
 
@@ -134,7 +134,7 @@ def asked_of(plan: sw.Plan, kind: str) -> list[tuple]:
     ]
 
 
-@pytest.mark.parametrize("most", [demands.MOST, 1])
+@pytest.mark.parametrize("most", [layout_demands.MOST, 1])
 def test_user_priority_comes_before_the_kind_of_operator(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A demand that comes through a product, which has heard the other side first, is followed before what would flow
     straight in, if its mark has the priority; even where an operator listens to one of them alone."""
@@ -148,7 +148,7 @@ def test_user_priority_comes_before_the_kind_of_operator(most: int, monkeypatch:
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return self.near(torch.neg(x @ self.far(y)))
 
-    monkeypatch.setattr(demands, "MOST", most)
+    monkeypatch.setattr(layout_demands, "MOST", most)
     plan = planned(Net(0, 1), X, X)
     assert asked_of(plan, "neg") == [("far", COLUMNS, "basic", False), ("near", ROWS, "basic", True)]
     assert plan.operator("neg").in_strategy == (COLUMNS,) and plan.decisions["neg"].origin == "far"
@@ -170,7 +170,7 @@ def test_the_kind_of_operator_comes_before_basic_or_aggressive(monkeypatch: pyte
         def forward(self, x: Tensor, w: Tensor, v: Tensor) -> Tensor:
             return torch.neg(torch.exp(torch.sin(self.passed_on(x, w)))) @ self.next_to(v)
 
-    monkeypatch.setattr(demands, "MOST", 1)
+    monkeypatch.setattr(layout_demands, "MOST", 1)
     with torch.device("meta"):  # rows that eight devices cannot share
         plan = planned(Net(), torch.empty(1020, 1024), torch.empty(1024, 8192), torch.empty(8192, 1024))
     assert asked_of(plan, "neg") == [("passed_on", (1, 1), "basic", False), ("passed_on", COLUMNS, "aggressive", False)]

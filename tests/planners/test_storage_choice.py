@@ -11,7 +11,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.cluster import Cluster
 from shardwright.partition.parameter_sharding import OptimizerParallel
-from shardwright.planners.storage_choice import storages
+from shardwright.planners.plan_search import storages
 
 AUTO = {"optimizer_level": "auto", "threshold": 0}
 #: Two hosts of four devices: fast links inside, slow ones between.

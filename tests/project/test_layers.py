@@ -42,7 +42,7 @@ OF_ENVIRONMENT = {
     "launch/progress.py",
     "cli/doctor_command.py",
     "cli/forked_ranks.py",
-    "cli/script.py",
+    "cli/command_line.py",
     "runtime/distributed/shared_memory.py",
 }
 
@@ -144,7 +144,7 @@ WITH_PICKLE = {"checkpoint/tensor_files.py"}
 
 
 def test_ranks_exchange_no_pickles():
-    """Messages of ranks are JSON (`coordination`): neither pickle nor the collectives of torch that use it."""
+    """Messages of ranks are JSON (`rank_messages`): neither pickle nor the collectives of torch that use it."""
     objects = {"all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"}
     objects |= {"send_object_list", "recv_object_list"}
     found = {

@@ -25,7 +25,7 @@ from typing_extensions import assert_type
 
 import shardwright as sw
 from shardwright import ops
-from shardwright.setting_types import (
+from shardwright.settings import (
     DatasetStrategy,
     HsdpSetting,
     MixedPrecisionSetting,

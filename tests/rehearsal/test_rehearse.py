@@ -25,8 +25,8 @@ from shardwright import process
 from shardwright.cli.main import main
 from shardwright.partition.local_program import LocalOp
 from shardwright.pipeline.pipeline_plan import timeline_of
-from shardwright.rehearsal import step_measurement
-from shardwright.rehearsal.drawn_values import DrawnValues, index_limits
+from shardwright.rehearsal import rehearse as rehearsing
+from shardwright.rehearsal.simulated_ranks import DrawnValues, index_limits
 from shardwright.rehearsal.step_in_time import promised_seconds, step_of
 
 PIPELINE = {
@@ -165,7 +165,7 @@ def of_this_device(copied: int = 1 << 24, size: int = 1024) -> sw.Cluster:
 def test_operators_take_long_in_the_order_that_the_plan_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for devices like this one. Seconds of this thread, medians over the steps of several rehearsals, since
     others use the machine."""
-    monkeypatch.setattr(step_measurement.time, "perf_counter", time.thread_time)
+    monkeypatch.setattr(rehearsing.time, "perf_counter", time.thread_time)
     cluster = of_this_device()
     parts: dict[str, Any] = {**PARTS, "cluster": cluster}
     plans = {"GPT": gpt(**parts, batch=16, length=256, vocabulary=2048, width=256), "ResNet": resnet(**parts, size=96)}
@@ -286,9 +286,7 @@ def test_bad_input(written: Any, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_too_little_memory_is_said_before_anything_runs(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, path = written("dp2 x tp4")
-    from shardwright.rehearsal import rehearse as module
-
-    monkeypatch.setattr(module, "memory_of", lambda device: plan.peak - 1)
+    monkeypatch.setattr(rehearsing, "memory_of", lambda device: plan.peak - 1)
     with pytest.raises(sw.SettingError, match=r"promises to need .* on rank 0, and cpu has .* free"):
         sw.rehearse(path, device="cpu")
     assert sw.rehearse(path, device="cpu", steps=1, force=True).peak > 0

@@ -15,7 +15,7 @@ from test_description import column_row, gpt, tower, transformer
 from torch import nn
 
 import shardwright as sw
-from shardwright.cli import main as cli
+from shardwright.cli import main
 from shardwright.operator_explanation import explained, seconds_of
 from shardwright.report.console_tables import table
 from shardwright.report.explanations import costs, tell
@@ -161,14 +161,14 @@ def test_commands(plan: sw.Plan, tmp_path: Path, capsys: pytest.CaptureFixture) 
     path = str(tmp_path / "plan.json")
     plan.save(path)
     described = str(plan.describe()).splitlines()[1:]
-    assert cli.main(["explain", path]) == 0
+    assert main.main(["explain", path]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[1 : 1 + len(described)] == described
-    assert cli.main(["explain", path, "blocks.2.attention"]) == 0
+    assert main.main(["explain", path, "blocks.2.attention"]) == 0
     assert capsys.readouterr().out.startswith("blocks.2.attention: 13 operators, ")
-    assert cli.main(["explain", path, "query"]) == 0
+    assert main.main(["explain", path, "query"]) == 0
     assert "blocks.{0-2}.attention.query: the first of 3 operators that are split alike" in capsys.readouterr().out
-    assert cli.main(["explain", path, "qurey"]) == 2
+    assert main.main(["explain", path, "qurey"]) == 2
     assert "blocks.0.attention.query" in capsys.readouterr().err
 
 

@@ -342,8 +342,8 @@ def test_out_strategy_in_both_forms() -> None:
         (((3, 1),), LayoutError, "does not divide 8 devices"),
         (((4, 4),), LayoutError, "need 16 devices"),
         (((0, 1),), LayoutError, "at least 1, not 0"),
-        ((LAYOUT,), LayoutError, "must lay out 2 dims on 8 devices"),
-        ((Layout((2, 2), ("a", "b"))("a", "b"),), LayoutError, "must lay out 2 dims on 8 devices"),
+        ((LAYOUT,), StrategyError, "the Layout of output 0 names no dims"),
+        ((Layout((2, 2), ("a", "b"))("a", "b"),), LayoutError, "device matrix of 4 devices (2, 2), there are 8"),
     ],
 )
 def test_bad_out_strategies(strategy, kind, said) -> None:

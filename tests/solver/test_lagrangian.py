@@ -13,13 +13,12 @@ from shardwright.solver import lagrangian
 from shardwright.solver.cutting_planes import _PricedSearch, cheapest, priced_search
 from shardwright.solver.elimination import Facts, Tables, eliminate, elimination_order
 from shardwright.solver.lagrangian import Cut, Pricing
-from shardwright.solver.memory_rows import Rows, binding
+from shardwright.solver.memory_rows import Rows, Splicer, binding
 from shardwright.solver.milp import NoAssignmentError, milp
 from shardwright.solver.presolve import candidates, consistent, merged, reduced, restrict
 from shardwright.solver.problem import MemoryUsage, Problem
 from shardwright.solver.search_memory import OutOfBudgetError
 from shardwright.solver.solve import solve_limited
-from shardwright.solver.splicing import Splicer
 
 
 def chain(seed: int, nodes: int = 8, states: int = 3, tight: float = 0.5, forbidden: float = 0.25) -> Problem:

@@ -10,16 +10,15 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from shardwright.errors import PlanError
-from shardwright.solver import cutting_planes, least_memory as least_memories, solve as limits
+from shardwright.solver import cutting_planes, solve
 from shardwright.solver.anytime import wide
 from shardwright.solver.elimination import eliminate, elimination_order
 from shardwright.solver.lagrangian import Ascent, Batched, PricedProblem
-from shardwright.solver.least_memory import InfeasibleMemoryError, least_memory
 from shardwright.solver.memory_rows import Rows, binding
 from shardwright.solver.milp import NoAssignmentError, milp, moments
 from shardwright.solver.presolve import consistent
 from shardwright.solver.problem import MemoryUsage, Problem
-from shardwright.solver.solve import solve_limited
+from shardwright.solver.solve import InfeasibleMemoryError, least_memory, solve_limited
 
 
 def layered(
@@ -194,7 +193,7 @@ def test_bounds_at_any_multipliers_hold(seed):
 @pytest.mark.parametrize("seed", [3, 21])
 def test_a_large_problem_keeps_the_limit_and_is_near_its_bound(seed, monkeypatch):
     """The way of the largest problems, which no oracle solves, on one that HiGHS still does."""
-    monkeypatch.setattr(limits, "MANY", 10)
+    monkeypatch.setattr(solve, "MANY", 10)
     problem = layered(seed, 12, 5, tight=1.15)
     answers = both(problem)
     if answers is None:
@@ -217,7 +216,7 @@ def test_a_part_that_elimination_is_too_large_for_gives_way_to_the_known_states(
 
     monkeypatch.setattr(cutting_planes, "Part", Large)
     monkeypatch.setattr(cutting_planes, "DIRECT", 0)
-    monkeypatch.setattr(limits, "MANY", 10)
+    monkeypatch.setattr(solve, "MANY", 10)
     found, best = both(layered(3, 12, 5, tight=1.15))
     sizes = [sum(mark.sum() for mark in alive) for alive in refused]
     assert len(sizes) > 1 and all(known <= whole for whole, known in zip(sizes[::2], sizes[1::2]))
@@ -231,7 +230,7 @@ def test_what_highs_does_not_solve_keeps_the_limit_or_names_the_leanest_states(s
     problem = layered(seed, 4, 3, tight=tight)
     truth = oracle(problem)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "WORK", asked)
+        patch.setattr(solve, "WORK", asked)
         try:
             found = solve_limited(problem)
         except InfeasibleMemoryError as error:
@@ -298,7 +297,7 @@ def test_the_least_memory_of_a_large_problem_lies_between_its_two_ends(seed):
     problem = layered(seed, 5, 4)
     truth = least_memory(problem)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(least_memories, "MOST_WORK", 0)
+        patch.setattr(solve, "MOST_WORK", 0)
         found = least_memory(problem)
     assert found.least <= truth.enough
     if found.states is not None:
@@ -323,9 +322,9 @@ def test_a_large_problem_that_nothing_keeps_names_the_leanest_states_it_saw(seed
     """The problem is priced at no more moments than the search needs: the whole of them takes too much memory."""
     problem = layered(seed, 4, 3)
     truth = least_memory(problem)
-    monkeypatch.setattr(limits, "WHOLE", 0)
-    monkeypatch.setattr(least_memories, "MOST_WORK", 0)
-    least = least_memories.infeasible(problem).least
+    monkeypatch.setattr(solve, "WHOLE", 0)
+    monkeypatch.setattr(solve, "MOST_WORK", 0)
+    least = solve.infeasible(problem).least
     bound, times = binding(replace(problem, limit=-1.0))
     rows = Rows.of(bound, len(times))
     refused = replace(problem, limit=float(rows.least().max()))  # each moment by itself can be met

@@ -22,7 +22,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.errors import SettingError
-from shardwright.solver import cutting_planes as searching
+from shardwright.solver import cutting_planes
 from shardwright.solver.cutting_planes import priced_search
 from shardwright.solver.elimination import Facts, Tables
 from shardwright.solver.lagrangian import Cut, Pricing, SweptPricing
@@ -38,7 +38,7 @@ ENOUGH = 4e9  # bytes: as good as no limit here
 @pytest.fixture(autouse=True)
 def without_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """No integer programs: what they take depends on the draw."""
-    monkeypatch.setattr(searching, "MIXED", 0)
+    monkeypatch.setattr(cutting_planes, "MIXED", 0)
 
 
 def random_problem(seed: int, nodes: int = 7, limit: float | None = None) -> Problem:
@@ -213,7 +213,10 @@ class NeverWithin:
 def test_prices_that_no_mixture_of_states_can_meet_are_given_up():
     def evaluations(**given) -> int:
         problem = NeverWithin()
-        assert searching.ascend(problem, searching.Prices(1, 10.0), cap=1e3, gap=1e-6, most=40, **given) == np.inf
+        assert (
+            cutting_planes.ascend(problem, cutting_planes.Prices(1, 10.0), cap=1e3, gap=1e-6, most=40, **given)
+            == np.inf
+        )
         return problem.calls
 
     assert evaluations() > 40
@@ -238,7 +241,7 @@ def test_a_search_for_lean_states_ends_with_the_first_that_suffice(target, enoug
             return 0.0, Cut((0, 1), 0.0, rows.used((0, 1)))
 
     seen = [Cut((1, 0), 0.0, rows.used((1, 0)))]
-    found = searching.leanest_by_prices(problem, rows, Fat(), 1.0, seen, evaluations=0, target=target)
+    found = cutting_planes.leanest_by_prices(problem, rows, Fat(), 1.0, seen, evaluations=0, target=target)
     assert found.enough == enough
 
 
@@ -423,10 +426,10 @@ def test_a_plan_is_the_same_whatever_the_budget(mode):
 
 
 def test_a_long_search_says_how_far_it_is(monkeypatch):
-    from shardwright.solver import search_memory as module
+    from shardwright.solver import search_memory
 
-    monkeypatch.setattr(module, "SILENT", 0.0)
-    monkeypatch.setattr(module, "EVERY", 0.0)
+    monkeypatch.setattr(search_memory, "SILENT", 0.0)
+    monkeypatch.setattr(search_memory, "EVERY", 0.0)
     said: list[SearchProgress] = []
     problem = layers(20)
     bound, times = binding(consistent(replace(problem, limit=0.8 * most_held(problem))).problem)

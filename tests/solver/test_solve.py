@@ -14,7 +14,7 @@ from shardwright.solver.anytime import _Search, bounded
 from shardwright.solver.elimination import Tables, elimination_order, shared_work
 from shardwright.solver.milp import milp, moments
 from shardwright.solver.problem import MemoryUsage, Problem
-from shardwright.solver.solve import marginals, min_marginals, solve
+from shardwright.solver.solve import marginals, solve
 from shardwright.solver.tree_reweighted import Messages
 
 small = st.builds(
@@ -163,7 +163,7 @@ def test_equal_layers_are_computed_once():
 
 @settings(max_examples=60, deadline=None)
 @given(small, st.sampled_from((2**24, 1)))
-def test_min_marginals(problem, most):
+def test_marginals(problem, most):
     truth = [np.full(len(own), np.inf) for own in problem.costs]
     for states in assignments(problem):
         cost = problem.cost(states)
@@ -171,7 +171,7 @@ def test_min_marginals(problem, most):
             truth[v][s] = min(truth[v][s], cost)
     if not np.isfinite(truth[0]).any():
         with pytest.raises(PlanError):
-            min_marginals(problem, 0)
+            marginals(problem, 0)
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -215,7 +215,7 @@ def test_what_cannot_be_chosen_is_named():
     edges[21, 22] = np.full((6, 6), np.inf)
     edges[21, 22][3:, :] = 0.0
     problem = Problem(tuple(costs), edges, tuple(f"op{v}" for v in range(len(costs))))
-    for solver in (solve, partial(min_marginals, node=3)):
+    for solver in (solve, partial(marginals, node=3)):
         with pytest.raises(PlanError, match="op20, op21, op22 fit") as error:
             solver(problem)
         assert error.value.legal

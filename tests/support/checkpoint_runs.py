@@ -13,8 +13,8 @@ from small_networks import D, draw, labels
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.checkpoint import checkpoint_folders as folders
-from shardwright.checkpoint.folder_lock import LOCK
+from shardwright.checkpoint import checkpoint_folders
+from shardwright.checkpoint.checkpoint_folders import LOCK
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 
@@ -128,4 +128,4 @@ def trained(name: str = "rows and columns", devices: int = 4) -> tuple[sw.AutoPa
 
 def steps(path: Path) -> list[int]:
     """The steps of the checkpoints of a run."""
-    return list(folders.steps_in(path))
+    return list(checkpoint_folders.steps_in(path))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright import accelerator_api
+from shardwright import accelerators
 
 
 class FakeStreams:
@@ -57,10 +57,10 @@ class FakeStreams:
 
 @contextlib.contextmanager
 def on_fake_streams(*modules: Any) -> Iterator[FakeStreams]:
-    """Let modules that ask `accelerator_api` take the CPU for an accelerator."""
+    """Let modules that ask `accelerators` take the CPU for an accelerator."""
     made = FakeStreams()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accelerator_api, "module_of", lambda device: made)
+        patch.setattr(accelerators, "module_of", lambda device: made)
         plain = torch.empty
 
         def empty(*given: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
@@ -69,6 +69,6 @@ def on_fake_streams(*modules: Any) -> Iterator[FakeStreams]:
             return plain(*given, **named)
 
         patch.setattr(torch, "empty", empty)
-        for module in (accelerator_api, *modules):
+        for module in (accelerators, *modules):
             patch.setattr(module, "is_accelerator", lambda device: True)
         yield made

@@ -14,9 +14,9 @@ import torch.nn as nn
 from paths import EXAMPLES
 
 import shardwright as sw
-from shardwright import process as runtime_init
+from shardwright import process
 from shardwright.capture.export import capture
-from shardwright.cli import main as cli
+from shardwright.cli import main
 from shardwright.layout import Layout
 from shardwright.verification.node_comparison import Comparison
 from shardwright.verification.value_precision import Allowed, precisions
@@ -197,7 +197,7 @@ def test_the_loss_may_be_a_module_with_parameters_of_its_own():
 
 
 def test_it_needs_no_runtime_but_its_own(monkeypatch):
-    monkeypatch.setattr(runtime_init, "_current", [runtime_init.Runtime(True, 2, 1, torch.device("cpu"))])
+    monkeypatch.setattr(process, "_current", [process.Runtime(True, 2, 1, torch.device("cpu"))])
     assert sw.verify(Net(torch.tanh, ((2, 4),)), (torch.randn(16, 16),), steps=1).ok
 
 
@@ -259,9 +259,9 @@ def test_slices_of_another_shape_are_a_finding():
 
 @pytest.mark.parametrize("phase", ["forward", "gradient"])
 def test_a_conversion_is_told_from_the_operator(monkeypatch, phase):
-    import shardwright.runtime.local.local_executor as local
+    from shardwright.runtime.local import local_executor
 
-    right = local.convert_shards
+    right = local_executor.convert_shards
 
     def wrong(conversion, shards, how):
         result = right(conversion, shards, how)
@@ -270,7 +270,7 @@ def test_a_conversion_is_told_from_the_operator(monkeypatch, phase):
         hit = there and any(s.kind == "all_to_all" for s in conversion.steps) and backward == (phase == "gradient")
         return 2 * result if hit else result
 
-    monkeypatch.setattr(local, "convert_shards", wrong)
+    monkeypatch.setattr(local_executor, "convert_shards", wrong)
     first = found(Net(torch.tanh, ((1, 8),))).first_difference
     assert (first.phase, first.part) == (phase, "conversion")
     assert first.operator == "middle" and "in the redistribution for it" in str(first)
@@ -388,16 +388,16 @@ def test_a_fault_too_small_for_float32_is_found_where_no_float32_is():
 
 
 def test_a_wrong_partial_sum_is_found_before_a_norm_of_float32(monkeypatch):
-    import shardwright.runtime.local.local_executor as local
+    from shardwright.runtime.local import local_executor
 
-    right = local.convert_shards
+    right = local_executor.convert_shards
 
     def wrong(conversion, shards, how):
         result = right(conversion, shards, how)
         summed = any(s.kind in ("all_reduce", "reduce_scatter") for s in conversion.steps)
         return result * (1 + 1e-3) if summed else result
 
-    monkeypatch.setattr(local, "convert_shards", wrong)
+    monkeypatch.setattr(local_executor, "convert_shards", wrong)
     torch.manual_seed(0)
     net = Normed()
     sw.shard(net.first, ((1, 8), (1, 8), (1,)))
@@ -476,9 +476,9 @@ def command(monkeypatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["shardwright"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("SHARDWRIGHT_DEVICES", "")  # so that it is put back, whatever the command makes of it
-    monkeypatch.setattr(runtime_init, "_current", [])
+    monkeypatch.setattr(process, "_current", [])
     try:
-        return cli.main(["verify", *arguments])
+        return main.main(["verify", *arguments])
     except SystemExit as exit_:
         return exit_.code
 

@@ -191,9 +191,9 @@ def test_a_pipeline_without_a_loss_is_refused() -> None:
 
 
 def test_a_wrong_sum_of_a_shared_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    import shardwright.runtime.pipeline_step as local
+    from shardwright.runtime import pipeline_step
 
-    monkeypatch.setattr(local.WholeWeights, "with_part", lambda self, name, gradient, part, summed: gradient)
+    monkeypatch.setattr(pipeline_step.WholeWeights, "with_part", lambda self, name, gradient, part, summed: gradient)
     first = first_of(verified(Chain(tied=True), pipeline=setting("1f1b", 2)))
     assert first.phase == "gradient" and first.tensor == "layers.1.weight"
     assert first.dtype == D

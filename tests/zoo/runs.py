@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from shardwright.capture.export import capture
 from shardwright.capture.graph_reader import MarkUse
 from shardwright.cluster import Cluster
+from shardwright.cost.communication_schedule import Fusion
 from shardwright.graph import Graph, Op
 from shardwright.layout import digits_size
-from shardwright.partition.gradient_fusion import Fusion
 from shardwright.planners.planning_problem import PriceBook
 from shardwright.planners.search_space import assignments, atoms_of
 from shardwright.planning import make_plan

@@ -10,7 +10,7 @@ import torch
 from models import MODELS
 
 import shardwright as sw
-import shardwright.runtime.local.local_executor as local
+from shardwright.runtime.local import local_executor
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -81,7 +81,7 @@ def test_an_error_of_a_thousandth_is_found_in_a_model_with_parts_in_float32(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
-    right, wrongs = local.convert_shards, []
+    right, wrongs = local_executor.convert_shards, []
 
     def wrong(conversion, shards, how):
         result = right(conversion, shards, how)
@@ -92,7 +92,7 @@ def test_an_error_of_a_thousandth_is_found_in_a_model_with_parts_in_float32(
         ramp = torch.linspace(0, 1e-3, result.shape[-1], dtype=torch.float64).to(result.dtype) if result.dim() else 1e-3
         return result * (1 + ramp)
 
-    monkeypatch.setattr(local, "convert_shards", wrong)
+    monkeypatch.setattr(local_executor, "convert_shards", wrong)
     report = verified("llama", "recursive_programming", steps=1, dtypes=(torch.float64,))
     assert wrongs and not report.ok, report.summary()
     assert report.first_difference is not None and report.first_difference.tolerance <= 1e-4

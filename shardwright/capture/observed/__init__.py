@@ -1,4 +1,4 @@
-"""Parts of the observation of a forward's Python state (`python_state`).
+"""Parts of the observation of a forward's Python state (`observed_state`).
 
 code_names     names in the bytecode of the user's functions
 opaque_state   state of objects without attributes: numpy arrays, byte arrays, context variables, random generators

@@ -42,7 +42,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...accelerator_api import sum_type
+from ...accelerators import sum_type
 from .words import GOLDEN, MIX13, MIX_GAMMA, UNIFORM_BITS, Halves, Rounds, signed
 
 __all__ = [

@@ -47,9 +47,9 @@ import torch.distributed as dist
 from ...errors import RuntimeMismatchError
 from ...graph import Graph
 from ...partition.local_program import Decisions, PortableDecisions, graph_digest
-from .coordination import error_of, error_words, exchanged, from_first
-from .watch.rank_positions import Seen, WaitPoint, explaining, position, spelled, waiting
-from .watch.watchdog import Peers, peers
+from .rank_messages import error_of, error_words, exchanged, from_first
+from .rank_positions import Seen, WaitPoint, explaining, position, spelled, waiting
+from .watchdog import Peers, peers
 
 __all__ = ["Agreement", "Steps", "begin_planning", "begin_refused", "counted"]
 

@@ -50,8 +50,8 @@ from .collectives import Bound, arrangements, begin_scatter, bind_all, reduce_in
 from .dtensors import as_dtensor, beginning, leaf_of
 from .gradients import Unsummed, hand_over, keep_unsummed, take_unsummed, unsummed_over
 from .process_groups import Group, ProcessGroups, Rider
+from .rank_positions import WaitPoint, waiting
 from .requested_gradients import note_leaf
-from .watch.rank_positions import WaitPoint, waiting
 
 __all__ = ["GradientSums", "Scatter", "SumInTurns"]
 

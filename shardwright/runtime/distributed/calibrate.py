@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...accelerator_api import is_accelerator, sum_type, total_memory
+from ...accelerators import is_accelerator, sum_type, total_memory
 from ...cluster import Cluster, Level
 from ...cost.cost_model import CostModel
 from ...errors import SettingError
@@ -34,8 +34,8 @@ from ...layout import Digit, Layout
 from ...process import Runtime
 from ...redistribution import CollectiveKind, Placement, Redistribution, redistribution
 from .collectives import bind_all
-from .coordination import exchanged
 from .process_groups import ProcessGroups
+from .rank_messages import exchanged
 
 __all__ = ["Timing", "calibrate", "fit", "levels_of"]
 

@@ -51,8 +51,8 @@ from ...torch_private import (
     gather_flat,
     scatter_flat,
 )
-from ..halo_exchanges import part_of_rank
 from ..local.shards import reduce_terms
+from ..redistribution_functions import part_of_rank
 from .process_groups import Group, ProcessGroups
 
 __all__ = [

@@ -7,7 +7,7 @@
    hooks.
 
 `buckets` brings the gradients here from the leaves that a program computes on; `gradient_edits` has the edits of
-slices; `partition.gradient_fusion` has the user's settings for their sums.
+slices; `cost.communication_schedule` has the user's settings for their sums.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ from ...torch_private import (
     use_foreach,
 )
 from ..optimizer_guard import not_summed
-from .gradient_edits import RANDOM, VIEWS, changes, drawn_like, is_copy, lost, part_of, put
-from .gradient_norms import NORMS, norms, unscale
+from .gradient_edits import NORMS, RANDOM, VIEWS, changes, drawn_like, is_copy, lost, norms, part_of, put, unscale
 from .parameter_hooks import call_after, put_within, seen_by_hooks
-from .watch.rank_positions import waiting
+from .rank_positions import waiting
 
 __all__ = [
     "Gradient",
@@ -208,7 +207,7 @@ def _is_plain(args: Sequence[Any], kwargs: dict[str, object] | None) -> bool:
 
 
 def _found_together(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The norms that `gradient_norms` computes; None for norms along dims, of matrices, and of one stage alone."""
+    """The norms that `gradient_edits` computes; None for norms along dims, of matrices, and of one stage alone."""
     places = ("x", "ord", "dtype") if function is foreach_norm else ("x", "ord")
     arguments = dict(zip(places, args)) | kwargs
     arguments = {

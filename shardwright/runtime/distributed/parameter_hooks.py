@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...accelerator_api import random_state
+from ...accelerators import random_state
 from ...capture.annotations import CUT
 from ...capture.hybrid_models import is_own, stacked
 from ...errors import SettingError, place_text

@@ -25,7 +25,7 @@ from ..deferred_init import materialize, substitute
 from ..optimizer_guard import replace_noted, step_through
 from .buckets import GradientSums
 from .dtensors import layout_of, slice_in_buffer, to_dtensor
-from .local_steps import stand_in
+from .optimizer_steps import stand_in
 from .parameter_hooks import carry_over, leaf_of_slice
 from .process_groups import ProcessGroups
 

@@ -31,10 +31,11 @@ from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver,
 from ..second_derivatives import refuse_graph_of_compiled
 from .buckets import Scatter
 from .collectives import Bound, arrangements, bind_all
-from .compiled_parts import BoundSum, SumsEnd, gathered_again, late_scatter, options_ahead
 from .process_groups import ProcessGroups
+from .rank_positions import WaitPoint, noted
 from .scheduled_collectives import (
     BlockGather,
+    BoundSum,
     GatherAgain,
     GatherOnce,
     IssuedGather,
@@ -42,12 +43,15 @@ from .scheduled_collectives import (
     SplitRedistribute,
     SplitSteps,
     StepOfGather,
+    SumsEnd,
     WaitedGather,
     WaitedHalf,
     WeightOfBlock,
+    gathered_again,
+    late_scatter,
+    options_ahead,
     taken,
 )
-from .watch.rank_positions import WaitPoint, noted
 
 __all__ = ["RankExecutor"]
 
@@ -241,7 +245,7 @@ class RankExecutor:
             no gradient is summed late.
         compiled: the way ``torch.compile`` compiles the program, or None. The compiler then chooses what is
             recomputed in the backward, gradients are scattered as they come, and on a library they are summed by the
-            program itself (`compiled_parts`).
+            program itself (`scheduled_collectives`).
         stage: True for a stage of a pipeline: gradients of parameters that are stored in parts are scattered under
             `no_sync`, too.
         outside: names of gathered weights that the caller passes in already gathered (`Plan.gathered_once`); it

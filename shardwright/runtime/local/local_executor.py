@@ -23,10 +23,9 @@ from ...partition.local_program import GlobalExtreme, PlacedValue, Redistribute
 from ...partition.padded_dims import amounts
 from ...redistribution import Redistribution, redistribution
 from ..compilation import Compilation
-from ..halo_exchanges import exchanging
 from ..lowering import Lowered, Node, cast, copied, extreme, move, number_of_result, operand, sum_of_gradient
 from ..profile_ranges import named_module, named_steps, profiling
-from ..redistribution_functions import ExtremeFunction, RedistributionFunction
+from ..redistribution_functions import ExtremeFunction, RedistributionFunction, exchanging
 from ..saved_tensors import LoweredRegions, RegatheredWeights, keep
 from .operators import Call, plain_function
 from .shards import Axes, RankShape, assemble, convert_shards as convert_list, converting, scatter, union

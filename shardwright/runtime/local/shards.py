@@ -43,7 +43,7 @@ from ...redistribution import (
     digits_value,
     redistribution as find_redistribution,
 )
-from ..halo_exchanges import exchange_halos
+from ..redistribution_functions import exchange_halos
 
 __all__ = [
     "Axes",

@@ -19,7 +19,7 @@ from test_rank_executor import alike_on_all, gradients, raised, whole, wrapped
 from torch import nn
 
 import shardwright as sw
-from shardwright import planning as make
+from shardwright import planning
 from shardwright.capture.export import capture
 from shardwright.json_files.json_values import dumps, loads
 from shardwright.partition.local_program import PortableDecisions, graph_digest
@@ -304,7 +304,7 @@ def test_what_comes_back_is_what_was_decided(make_net: Callable, x: torch.Tensor
     given = {"parallel_mode": SEARCH} | options
     given["dataset_strategy"] = "full_batch"
     made, alone = (
-        written(make.make_plan(capture(make_net(), (x,)), 4, Settings.of(**given), searcher=who))
+        written(planning.make_plan(capture(make_net(), (x,)), 4, Settings.of(**given), searcher=who))
         for who in (searcher, None)
     )
     found, taken, elsewhere = held[0]

@@ -22,10 +22,10 @@ from torch import nn
 import shardwright as sw
 from shardwright.cli.main import main
 from shardwright.cluster import Cluster, Level
+from shardwright.cost.communication_schedule import AUTO, PIECE
 from shardwright.cost.cost_model import CostModel
 from shardwright.errors import SettingError
 from shardwright.layout import Digit
-from shardwright.partition.gradient_fusion import AUTO, PIECE
 from shardwright.redistribution import CollectiveKind
 from shardwright.runtime.distributed import calibrate
 from shardwright.runtime.distributed.calibrate import KINDS, VISIBLE, Timing, fit, levels_of

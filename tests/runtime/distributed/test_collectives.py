@@ -14,7 +14,7 @@ from ranks import RankFailed, run_ranks
 
 from shardwright.layout import Digit, Layout
 from shardwright.redistribution import redistribution, through
-from shardwright.runtime.distributed import collectives as transport
+from shardwright.runtime.distributed import collectives
 from shardwright.runtime.distributed.buckets import SumInTurns
 from shardwright.runtime.distributed.collectives import _composed as composed, bind_all
 from shardwright.runtime.distributed.process_groups import ProcessGroups, Scratch
@@ -101,7 +101,7 @@ def test_every_kind_of_step_by_all_to_alls():
 
 
 def every_pair_by_swaps(rank, world):
-    transport.SWAPPED = 0
+    collectives.SWAPPED = 0
     return every_pair(rank, world, None)
 
 
@@ -128,7 +128,7 @@ def test_the_pairs_hold_every_kind_of_step():
 
 
 def types_and_sizes(rank, world, swapped):
-    transport.SWAPPED = swapped
+    collectives.SWAPPED = swapped
     groups = ProcessGroups(world, rank, share=False)
     out = {}
     for name in ("all_reduce", "all_reduce_of_a_slice", "reduce_scatter_two_dims"):
@@ -152,7 +152,7 @@ def types_and_sizes(rank, world, swapped):
         ("scattered", 1 << 10, (0, 8 << 20)),
         ("native", 1 << 10, (0, 0)),
     ):
-        transport.GATHERED_TERMS, transport.GATHERED_COPIES = limits
+        collectives.GATHERED_TERMS, collectives.GATHERED_COPIES = limits
         torch.manual_seed(rank)
         x = torch.randn(numel, 1, 1)  # rounds: the order of the sum shows
         scattered[label] = (
@@ -161,7 +161,7 @@ def types_and_sizes(rank, world, swapped):
             ended(SumInTurns((ALL,), groups)(x.flatten().clone())),
         )
     pair = ended(SumInTurns((A,), groups)(x.flatten().clone()))
-    transport.RING = 0
+    collectives.RING = 0
     rings = [
         (
             x,
@@ -173,7 +173,7 @@ def types_and_sizes(rank, world, swapped):
     return out, scattered, rings, pair
 
 
-@pytest.mark.parametrize("swapped", [0, transport.SWAPPED])
+@pytest.mark.parametrize("swapped", [0, collectives.SWAPPED])
 def test_reductions_types_and_sizes(swapped):
     results = run_ranks(types_and_sizes, WORLD, swapped)
     for name, reduction, dtype in results[0][0]:
@@ -255,11 +255,11 @@ def reduced_and_sliced(rank, world):
             source = Layout.of(WORLD, ((), (), ()), partial)
             found = through(source, source.without_partial(), Layout.of(WORLD, target))
             assert [step.kind for step in found.steps] == ["all_reduce", "slice"]
-            for transport.GATHERED_TERMS in (0, 1 << 20):
+            for collectives.GATHERED_TERMS in (0, 1 << 20):
                 steps = bind_all(found, (8, 4, 12), rank, groups := ProcessGroups(world, rank, share=False))
                 assert len(steps) == 1 and groups.exchanges
                 x = local(source, (8, 4, 12), rank)
-                out[name, partial, transport.GATHERED_TERMS] = steps[0](x)
+                out[name, partial, collectives.GATHERED_TERMS] = steps[0](x)
     return out
 
 
@@ -299,7 +299,7 @@ def exchanged_and_gathered(rank, world):
     for found in pairs_of_exchange_and_gather(40):
         x = local(found.source, (8, 16, 24), rank)
         joined, apart = [], []
-        for results, transport.GATHERED_PIECES, groups in zip((joined, apart), (1 << 20, 0), of_each):
+        for results, collectives.GATHERED_PIECES, groups in zip((joined, apart), (1 << 20, 0), of_each):
             assert len(bind_all(found, x.shape, rank, groups)) < len(found.steps)
             results.append(convert(found, x, rank, groups))
             results.append(convert(found, x.transpose(0, 1).contiguous().transpose(0, 1), rank, groups))
@@ -345,7 +345,7 @@ def sums_that_ride(rank, world):
     groups = ProcessGroups(world, rank, share=False)
     gathered = redistribution(Layout.of(WORLD, ((ALL,), ())), Layout.of(WORLD, ((), ())))
     other = redistribution(Layout.of(WORLD, ((A,), ())), Layout.of(WORLD, ((), ())))
-    count, exchange = [0], transport.exchange
+    count, exchange = [0], collectives.exchange
 
     def counted(*args, **kwargs):
         count[0] += 1
@@ -356,7 +356,7 @@ def sums_that_ride(rank, world):
         got = convert(found, whole[found.source.slice((12, 8), rank)], rank, groups)
         assert torch.equal(got, whole), (rank, found)
 
-    transport.exchange = counted
+    collectives.exchange = counted
     torch.manual_seed(rank)
     out = {}
     for name, between in (
@@ -372,7 +372,7 @@ def sums_that_ride(rank, world):
         between()
         taken = not groups.seen((ALL,)).riders
         out[name] = kept, ended(turns), count[0], taken, bool(groups.seen((ALL,)).riders)
-    transport.exchange = exchange
+    collectives.exchange = exchange
     turns = SumInTurns((ALL,), groups)(torch.zeros(3), True)
     next(turns)
     assert groups.seen((ALL,)).riders

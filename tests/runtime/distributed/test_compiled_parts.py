@@ -21,7 +21,7 @@ import shardwright as sw
 from shardwright.cost.communication_schedule import block_of
 from shardwright.process import Runtime, playing
 from shardwright.runtime.compilation import Compilation
-from shardwright.runtime.distributed.compiled_parts import gathers_ahead
+from shardwright.runtime.distributed.scheduled_collectives import gathers_ahead
 
 BATCH, LENGTH, VOCABULARY = 16, 16, 64
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from one_device import close
 from pipeline_networks import Chain, batches, setting
 from ranks import run_ranks, run_scenarios
-from test_local_steps import LOSS, Dispatched, Mixed, X, Y, again, whole, wrapped
+from test_optimizer_steps import LOSS, Dispatched, Mixed, X, Y, again, whole, wrapped
 from torch import Tensor, nn, optim
 
 import shardwright as sw

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardwright as sw
+from shardwright.cost.communication_schedule import AUTO, PIECE, Due, Fusion, fusion_of
 from shardwright.layout import Digit, Layout
-from shardwright.partition.gradient_fusion import AUTO, PIECE, Due, Fusion, fusion_of
 from shardwright.runtime.distributed.dtensors import to_dtensor
 from shardwright.runtime.distributed.process_groups import ProcessGroups
 
@@ -310,7 +310,7 @@ def gradients_travel_together_and_early(rank: int, world: int) -> None:
 
 @scenario
 def long_gradients_and_odd_ones(rank: int, world: int) -> None:
-    from shardwright.runtime.distributed import collectives as transport
+    from shardwright.runtime.distributed import collectives
 
     shapes = [(), (1,), (3, 5), (7,), (300, 501), (2, 2)]
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
@@ -318,17 +318,17 @@ def long_gradients_and_odd_ones(rank: int, world: int) -> None:
         net.ps = nn.ParameterList([nn.Parameter(torch.ones(s, dtype=dtype)) for s in shapes])
         net.forward = lambda x: sum(((p * (i + 1)).sum() * x).sum() for i, p in enumerate(net.ps))
         x = torch.arange(1, 1 + world, dtype=torch.float32)[rank : rank + 1].to(dtype)
-        kept = transport.GATHERED_TERMS, transport.GATHERED_COPIES
+        kept = collectives.GATHERED_TERMS, collectives.GATHERED_COPIES
         # Through memory; by Gloo; by Gloo as large ones go: a scatter, a sum, a gather.
         for share, limits in (("1", kept), ("0", kept), ("0", (1 << 10, 1 << 8))):
             os.environ["SHARDWRIGHT_SHARED_MEMORY"] = share
-            transport.GATHERED_TERMS, transport.GATHERED_COPIES = limits
+            collectives.GATHERED_TERMS, collectives.GATHERED_COPIES = limits
             model = (
                 wrapped(net, on_missing_rule="replicate").dataset_strategy("data_parallel").enable_gradients_mean(False)
             )
             out = model(x)
             (out.real if dtype.is_complex else out).backward()
-            transport.GATHERED_TERMS, transport.GATHERED_COPIES = kept
+            collectives.GATHERED_TERMS, collectives.GATHERED_COPIES = kept
             for i, p in enumerate(net.ps):
                 whole = sum(range(1, world + 1)) * (i + 1)
                 assert p.grad.dtype == dtype and p.grad.shape == p.shape

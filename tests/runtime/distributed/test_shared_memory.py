@@ -20,25 +20,21 @@ from ranks import RankFailed, run_ranks
 from test_collectives import ALL, WORLD, A, assert_as_in_one_process, convert, ended, every_pair, layouts, local
 
 from shardwright.redistribution import redistribution
-from shardwright.runtime.distributed import (
-    collectives as transport,
-    shared_memory as host_memory,
-    shared_memory as same_host,
-)
+from shardwright.runtime.distributed import collectives, shared_memory
 from shardwright.runtime.distributed.buckets import SumInTurns
 from shardwright.runtime.distributed.process_groups import ProcessGroups
 from shardwright.runtime.distributed.shared_memory import SameHost
 from shardwright.runtime.local.shards import convert_shards
 
-pytestmark = pytest.mark.skipif(host_memory._calls is None, reason="ranks share memory on Linux alone")
+pytestmark = pytest.mark.skipif(shared_memory._calls is None, reason="ranks share memory on Linux alone")
 WAIT = timedelta(seconds=60)
 FILES = Path("/dev/shm")
 
 
 def through_memory(rank: int, world: int, chunk: int) -> dict[Any, torch.Tensor]:
-    same_host.CHUNK = chunk
+    shared_memory.CHUNK = chunk
     if chunk < 1 << 20:
-        same_host.SHORT = 0
+        shared_memory.SHORT = 0
     sent = []
     kept = ProcessGroups.seen
 
@@ -49,7 +45,7 @@ def through_memory(rank: int, world: int, chunk: int) -> dict[Any, torch.Tensor]
         return group
 
     ProcessGroups.seen = seen
-    transport._ops = None  # who asks for a collective of the library's fails
+    collectives._ops = None  # who asks for a collective of the library's fails
     dist.ProcessGroup.alltoall_base = lambda *a, **k: pytest.fail("Gloo was asked")
     found = every_pair(rank, world, None, True)
     assert sent
@@ -94,7 +90,7 @@ LENGTHS = (0, 1, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 1000, 4099)
 
 
 def of_many_lengths(rank: int, world: int) -> list[tuple[torch.Tensor, ...]]:
-    same_host.CHUNK, same_host.SHORT = 512, 0  # 128 numbers a round
+    shared_memory.CHUNK, shared_memory.SHORT = 512, 0  # 128 numbers a round
     groups, out = ProcessGroups(world, rank, share=True), []
     group = groups.seen(layouts("all_reduce")[0].partial)
     torch.manual_seed(rank)
@@ -142,14 +138,14 @@ def test_groups_that_meet_by_turns() -> None:
 
 
 def test_the_file_is_this_users_alone_and_no_other_file_is_opened(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(host_memory, "_FOLDER", str(tmp_path))
-    file, nonce, path = host_memory._made(host_memory._head(2), 2)
+    monkeypatch.setattr(shared_memory, "_FOLDER", str(tmp_path))
+    file, nonce, path = shared_memory._made(shared_memory._head(2), 2)
     name = Path(path).name
     assert os.fstat(file).st_mode & 0o777 == 0o600
-    os.close(host_memory._opened(nonce + name.encode()))
+    os.close(shared_memory._opened(nonce + name.encode()))
     (tmp_path / "shardwright-link").symlink_to(path)
     for told in (b"", nonce, b"0" * 16 + name.encode(), nonce + b"shardwright-link", nonce + f"../{path}".encode()):
-        assert host_memory._opened(told) is None, told
+        assert shared_memory._opened(told) is None, told
     os.close(file)
 
 
@@ -169,14 +165,14 @@ def not_shared(rank: int, world: int, why: str) -> tuple[bool, set[str], torch.T
     if why == "not wanted by one" and rank == 2:
         os.environ["SHARDWRIGHT_SHARED_MEMORY"] = "0"
     if why == "no memory for one" and rank == 1:
-        host_memory._reserved = lambda *a: False
+        shared_memory._reserved = lambda *a: False
     if why == "no memory at all":
-        host_memory._FOLDER = "/dev/null/none"
+        shared_memory._FOLDER = "/dev/null/none"
     if why == "another host" and rank == 3:
-        host_memory._opened = lambda told: None
+        shared_memory._opened = lambda told: None
     if why == "another file of the name" and rank == 3:
-        opened = host_memory._opened
-        host_memory._opened = lambda told: opened(b"0" * 16 + told[16:])
+        opened = shared_memory._opened
+        shared_memory._opened = lambda told: opened(b"0" * 16 + told[16:])
     groups = ProcessGroups(world, rank)
     source, target = layouts("all_reduce")
     got = convert(redistribution(source, target), local(source, (4, 4, 4), rank), rank, groups)
@@ -308,7 +304,7 @@ def first_to_end(rank: int, world: int) -> float:
     host.all_reduce(torch.ones(3), "sum")
     if rank == 0:
         time.sleep(0.5)
-        real, posts = host_memory._calls, []
+        real, posts = shared_memory._calls, []
 
         class Slow:
             sem_trywait = real.sem_trywait
@@ -319,7 +315,7 @@ def first_to_end(rank: int, world: int) -> float:
                     time.sleep(2.5)
                 real.sem_post(semaphore)
 
-        host_memory._calls = Slow()
+        shared_memory._calls = Slow()
     total = host.all_reduce(torch.ones(3), "sum")
     if rank == 1:
         fcntl.lockf(host._memory._file, fcntl.LOCK_UN, 1, 1)  # as the kernel does when a process ends
