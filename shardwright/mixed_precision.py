@@ -215,14 +215,14 @@ def with_masters(graph: Graph) -> Graph:
     now: dict[str, Value] = {}  # name of a parameter or of its cast -> the parameter as it is read
     dropped: set[str] = set()
     for name, value in graph.parameters.items():
-        readers = [op for op, _ in reads.get(value.name, ())]
-        types = {narrowed_to(op) for op in readers}
+        consumers = [op for op, _ in reads.get(value.name, ())]
+        types = {narrowed_to(op) for op in consumers}
         if value.master is None and name not in graph.updates and value.name not in returned and len(types) == 1:
-            if (dtype := types.pop()) is None or any(op.output(0).name in returned for op in readers):
+            if (dtype := types.pop()) is None or any(op.output(0).name in returned for op in consumers):
                 continue
             read = replace(value, dtype=dtype, master=Master(value.dtype, value.dtype))
-            now |= dict.fromkeys((value.name, *(op.output(0).name for op in readers)), read)
-            dropped.update(op.name for op in readers)
+            now |= dict.fromkeys((value.name, *(op.output(0).name for op in consumers)), read)
+            dropped.update(op.name for op in consumers)
     if not now:
         return graph
     change = lambda tree: map_values(tree, lambda v: now.get(v.name, v))

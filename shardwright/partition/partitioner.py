@@ -361,7 +361,7 @@ class Partitioner:
 
     def result_layouts(self, values: list[Value]) -> list[Layout]:
         """The layouts in which results are returned."""
-        makers = (
+        producers = (
             {
                 v.name: (d, k)
                 for d in self.decisions.values()
@@ -371,7 +371,7 @@ class Partitioner:
             else {}
         )
         layouts = [
-            layout or self.output_layout(*makers[v.name], v)
+            layout or self.output_layout(*producers[v.name], v)
             for v, layout in zip(values, output_layouts(values, self.devices, self.input_placement, self.batch_dims))
         ]
         changed = self.graph.changed  # an input that is changed in place is returned in the layout it was fed in

@@ -468,7 +468,7 @@ class _Regions:
         self.everywhere = {call for call in self.calls if self.settings[call].everywhere or self.single(call)}
         self.inside: list[int | None] = []  # per instruction: the call whose operator it belongs to
         self.member: list[int | None] = []  # per instruction: the call with which it is recomputed
-        self.maker: dict[str, int] = {}  # name -> its producer
+        self.producer: dict[str, int] = {}  # name -> number of its producer
         for i in range(len(self.instructions)):
             self.place(i)
         self.droppable = self.find_droppable()
@@ -505,7 +505,7 @@ class _Regions:
             member = self.follows(instruction, read)
         self.inside.append(call if call is not None else member)
         self.member.append(member)
-        self.maker.update((name, i) for name in makes)
+        self.producer.update((name, i) for name in makes)
 
     def follows(self, instruction: Instruction, read: tuple[str, ...]) -> int | None:
         """The region whose results a redistribution or a view hands on.
@@ -514,7 +514,7 @@ class _Regions:
         """
         if (isinstance(instruction, LocalOp) and not hands_on(instruction.target)) or not read:
             return None
-        calls = {self.member[self.maker[n]] if n in self.maker else None for n in read}
+        calls = {self.member[self.producer[n]] if n in self.producer else None for n in read}
         call = calls.pop()
         if calls or call is None or call not in self.everywhere:
             return None
@@ -531,7 +531,7 @@ class _Regions:
         out -= {i.name for i in self.program.updates.values()}
         for i, (read, _) in enumerate(self.names):
             for name in out.intersection(read):
-                call = self.member[self.maker[name]]
+                call = self.member[self.producer[name]]
                 if call not in self.everywhere and self.inside[i] != call:
                     out.discard(name)
         return out
@@ -560,9 +560,9 @@ class _Regions:
             while waiting:
                 name = waiting.pop()
                 if name in self.droppable and self.call_of(name) == call:
-                    if self.maker[name] not in recompute_set or self.maker[name] in own:
-                        more = self.names[self.maker[name]][0] if self.maker[name] not in recompute_set else ()
-                        recompute_set.add(self.maker[name])
+                    if self.producer[name] not in recompute_set or self.producer[name] in own:
+                        more = self.names[self.producer[name]][0] if self.producer[name] not in recompute_set else ()
+                        recompute_set.add(self.producer[name])
                         waiting += more
                 elif name not in inputs:
                     inputs.add(name)
@@ -585,7 +585,7 @@ class _Regions:
         return tuple(reversed(out))
 
     def call_of(self, name: str) -> int:
-        call = self.member[self.maker[name]]
+        call = self.member[self.producer[name]]
         assert call is not None
         return call
 

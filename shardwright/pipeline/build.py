@@ -178,13 +178,13 @@ def _feeding(
                 else Layout.replicated(devices, len(value.shape))
             )
             continue
-        maker = stages[source.index]
+        producer = stages[source.index]
         left = (
-            maker.outgoing(source.name).layout
+            producer.outgoing(source.name).layout
             if source.kind == "stage"
-            else maker.plan.program.parameters[source.name].layout
+            else producer.plan.program.parameters[source.name].layout
         )
-        layouts.append(arriving(left, maker.devices, devices))
+        layouts.append(arriving(left, producer.devices, devices))
     first = next((layout.dims[0] for layout in input_placement.inputs if layout.dims and layout.dims[0]), ())
     return InputPlacement(
         tuple(layouts), input_placement.per_rank_batch, first if input_placement.per_rank_batch else ()

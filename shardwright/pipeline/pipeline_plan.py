@@ -252,11 +252,11 @@ class PipelinePlan(SavedPlan):
             for value, source, layout in zip(stage.plan.graph.inputs, stage.sources, stage.plan.input_placement.inputs):
                 if source.kind == "input":
                     continue
-                maker = self.stages[source.index]
+                producer = self.stages[source.index]
                 left = (
-                    maker.outgoing(source.name).layout
+                    producer.outgoing(source.name).layout
                     if source.kind == "stage"
-                    else maker.plan.program.parameters[source.name].layout
+                    else producer.plan.program.parameters[source.name].layout
                 )
                 kind = "value" if source.kind == "stage" else "parameter"
                 out.append(

@@ -205,11 +205,11 @@ class _Play:
         self.schedule, self.seconds = schedule, seconds
         self.transfer = transfer
         self.crossing: dict[tuple[int, int], float] = {}
-        self.makers: dict[int, list[int]] = {}
+        self.producers: dict[int, list[int]] = {}
         self.users: dict[int, list[int]] = {}
-        for maker, user in skips:
-            self.makers.setdefault(user, []).append(maker)
-            self.users.setdefault(maker, []).append(user)
+        for producer, user in skips:
+            self.producers.setdefault(user, []).append(producer)
+            self.users.setdefault(producer, []).append(user)
         self.stops: dict[Action, float] = {}
 
     def run(self) -> tuple[Span, ...]:
@@ -249,8 +249,8 @@ class _Play:
         stage, kind, micro = action
         needs = self.schedule.needs(action)
         out = max((self.stops[need] + self.crosses(need.stage, stage) for need in needs), default=0.0)
-        for maker in self.makers.get(stage, ()) if kind == "F" else ():
-            out = max(out, self.stops[Action(maker, "F", micro)] + self.crosses(maker, stage))
+        for producer in self.producers.get(stage, ()) if kind == "F" else ():
+            out = max(out, self.stops[Action(producer, "F", micro)] + self.crosses(producer, stage))
         for user in self.users.get(stage, ()) if kind in "BI" else ():
             back = Action(user, "I", micro)
             back = back if back in self.stops else Action(user, "B", micro)

@@ -408,16 +408,16 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
         more = two[operator] - price
         seconds[unit_of(operator)] += more
         once[unit_of(operator)] += max(0.0, price - more)
-    line, makers = (
+    line, producers = (
         plan.unscheduled,
         {o.name: unit_of(i.operator) for i in plan.program.instructions for o in made_by(i)},
     )
-    makers.update(units.homes)
+    producers.update(units.homes)
     for table in (plan.graph.inputs, plan.graph.buffers.values()):
-        makers.update((v.name, units.readers[v.name][0]) for v in table if v.name in units.readers)
+        producers.update((v.name, units.consumers[v.name][0]) for v in table if v.name in units.consumers)
     moving = []
     for held in line.held:
-        unit = makers.get(held.name, unit_of(held.name))
+        unit = producers.get(held.name, unit_of(held.name))
         crosses = held.start < line.forward < held.stop
         if held.what in STANDING or (held.what == "gathered" and held.name in plan.gathered_once):
             fixed[unit] += held.bytes
@@ -426,7 +426,7 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
         else:
             moving.append(held)
     for name, nbytes in plan.accumulated.items():
-        fixed[makers[name]] += nbytes
+        fixed[producers[name]] += nbytes
     for operator, total in zip(line.moments, replace(line, held=tuple(moving)).totals()):
         working[unit_of(operator)] = max(working[unit_of(operator)], total)
     of = np.array(units.representative)
@@ -467,7 +467,7 @@ def _shared(plan: Plan, units: Units, cluster: Cluster) -> tuple[tuple[int, int,
     out, costs = [], CostModel(cluster)
     for instance in plan.program.parameters.values():
         name = instance.value.name
-        for unit in units.readers.get(name, ())[1:]:
+        for unit in units.consumers.get(name, ())[1:]:
             nbytes = instance.local_bytes
             out.append(
                 (

@@ -152,15 +152,15 @@ class _Cutter:
                 for v in op.inputs
                 if (p := self.producers.get(v.name)) is not None and p.name in found
             ]
-            latest, maker = max(before, key=lambda entry: entry[0], default=(None, None))
+            latest, producer = max(before, key=lambda entry: entry[0], default=(None, None))
             own = self.marked(op)
-            if own is not None and latest is not None and maker is not None and latest > own:
+            if own is not None and latest is not None and producer is not None and latest > own:
                 raise PlanError(
-                    f"reads what {maker.name} makes in stage {latest}, and is in stage {own} itself: values flow "
+                    f"reads what {producer.name} makes in stage {latest}, and is in stage {own} itself: values flow "
                     "to later stages only",
                     **op.where,
                     legal=f"stage {latest} or later for its module "
-                    f"{op.module!r}, or an earlier one for {maker.module!r}",
+                    f"{op.module!r}, or an earlier one for {producer.module!r}",
                 )
             stage = latest if own is None else own
             if stage is not None:
@@ -221,10 +221,10 @@ class _Cutter:
         updates = {n: v for n, v in graph.updates.items() if self.home(v, n) == stage}
         self.check_updates(updates, stage)
         for name in read:
-            maker = self.producers.get(name)
-            if maker is not None and self.stage[maker.name] != stage:
-                inputs.append(next(v for v in maker.outputs if v is not None and v.name == name))
-                sources.append(StageInput("stage", self.stage[maker.name], name))
+            producer = self.producers.get(name)
+            if producer is not None and self.stage[producer.name] != stage:
+                inputs.append(next(v for v in producer.outputs if v is not None and v.name == name))
+                sources.append(StageInput("stage", self.stage[producer.name], name))
         sent, sends = [], []
         consumers = graph.consumers()
         for op in ops:
@@ -251,9 +251,9 @@ class _Cutter:
     def home(self, value: Value, buffer: str | None = None) -> int:
         """The stage that returns a result: that of its producer; for a value without a producer, the first that
         uses it."""
-        maker = self.producers.get(value.name)
-        if maker is not None:
-            return self.stage[maker.name]
+        producer = self.producers.get(value.name)
+        if producer is not None:
+            return self.stage[producer.name]
         name = value.name if buffer is None else self.graph.buffers[buffer].name
         return self.used.get(name, [0])[0]
 
@@ -303,7 +303,7 @@ class Units:
         return tuple(map(tuple, out))
 
     @cached_property
-    def readers(self) -> dict[str, tuple[int, ...]]:
+    def consumers(self) -> dict[str, tuple[int, ...]]:
         """Value name -> the units that read it, in order."""
         out: dict[str, set[int]] = {}
         for op in self.graph.ops:
@@ -314,7 +314,7 @@ class Units:
     @cached_property
     def homes(self) -> dict[str, int]:
         """Parameter, by its value's name -> the first unit that reads it."""
-        return {v.name: self.readers[v.name][0] for v in self.graph.parameters.values() if v.name in self.readers}
+        return {v.name: self.consumers[v.name][0] for v in self.graph.parameters.values() if v.name in self.consumers}
 
     @cached_property
     def crossing(self) -> tuple[tuple[str, ...], ...]:
@@ -324,7 +324,7 @@ class Units:
             for v in op.outputs:
                 if v is None:
                     continue
-                last = self.readers.get(v.name, (0,))[-1]
+                last = self.consumers.get(v.name, (0,))[-1]
                 for border in range(self.of[op.name], last):
                     out[border].append(v.name)
         return tuple(map(tuple, out))
@@ -332,9 +332,9 @@ class Units:
     @cached_property
     def last(self) -> frozenset[int]:
         """The units that produce the model's outputs."""
-        makers = self.graph.producers()
+        producers = self.graph.producers()
         return frozenset(
-            self.of[makers[v.name].name] for v in self.graph.outputs if isinstance(v, Value) and v.name in makers
+            self.of[producers[v.name].name] for v in self.graph.outputs if isinstance(v, Value) and v.name in producers
         )
 
     @cached_property
@@ -424,10 +424,14 @@ def _modules(graph: Graph) -> list[list[str]]:
 
 def _backwards(graph: Graph, groups: list[list[str]]) -> tuple[int, int] | None:
     """Two groups of which the first reads a value of the second; None without such a pair."""
-    modules, makers, found = _stage_of(groups), graph.producers(), dict[str, int]()
+    modules, producers, found = _stage_of(groups), graph.producers(), dict[str, int]()
     for op in graph.ops:
         latest = max(
-            (found[makers[v.name].name] for v in op.inputs if v.name in makers and makers[v.name].name in found),
+            (
+                found[producers[v.name].name]
+                for v in op.inputs
+                if v.name in producers and producers[v.name].name in found
+            ),
             default=None,
         )
         path: str | None = op.module
@@ -495,7 +499,7 @@ class _Forms:
         place = self.places.get(leaf.name)
         if place is not None and unit - 1 <= place[0] <= unit:
             return (unit - place[0], *place[1:], *kind)
-        own = self.units.readers[leaf.name] == (unit,)
+        own = self.units.consumers[leaf.name] == (unit,)
         if leaf.name in self.held and own:
             return (self.held[leaf.name], seen.setdefault(leaf.name, len(seen)), *kind)
         return leaf.name, *kind

@@ -194,7 +194,7 @@ class _Builder:
         self.described, self.graph, self.costs = described, described.graph, costs
         self.all_options, self.stored, self.hsdp, self.cut, self.known = options, stored, hsdp, cut, known
         self.deliveries = EdgeCosts(costs) if deliveries is None else deliveries
-        self.consumers, self.makers = self.graph.consumers(), self.graph.producers()
+        self.consumers, self.producers = self.graph.consumers(), self.graph.producers()
         self.ends = self._ends(input_placement, batch_dims)
         self.sources = self._sources(input_placement)
         self.node_costs: list[np.ndarray] = []
@@ -309,18 +309,18 @@ class _Builder:
     def _parameter(self, value: Value) -> None:
         """Add a parameter's node: its states are the layouts that its consumers can ask for."""
         layouts: dict[Layout, None] = {}
-        readers: dict[Use, set[str]] = {}
+        consumers: dict[Use, set[str]] = {}
         for op, i in self.consumers[value.name]:
             for uses in self._input_uses(op, i)[0]:
                 layouts.update((use.want, None) for use in sorted(uses, key=str))
                 if len(uses) == 1:
-                    readers.setdefault(next(iter(uses)), set()).add(op.name)
+                    consumers.setdefault(next(iter(uses)), set()).add(op.name)
         states = [storage for layout in layouts for storage in self._storages(value, layout)]
         if not states:
             states = [StorageState(layout, layout) for layout in layouts] or [
                 StorageState(self._whole(value), self._whole(value))
             ]
-        several = sorted((use for use, names in readers.items() if len(names) > 1), key=str)
+        several = sorted((use for use, names in consumers.items() if len(names) > 1), key=str)
         states += [state._replace(use=use) for state in states for use in several if use.want == state.layout]
         self.storages[value.name] = tuple(states)
         price = self.deliveries.price
@@ -408,17 +408,17 @@ class _Builder:
     def _makes(self, op: Op, node: int, index: int, value: Value) -> None:
         """Add the edges from a value to its consumers."""
         left, which = self._leaves(op, index)
-        readers = self._readers(value)
+        consumers = self._consumers(value)
         ends = self.ends.get(value.name, frozenset())
-        if not readers:
+        if not consumers:
             self.node_costs[node] = self.node_costs[node] + self.deliveries.table(left, (ends,), value)[which, 0]
-        elif len(readers) == 1 and not ends:
-            ((reader, i),) = readers
-            uses, asked = self._input_uses(reader, i)
+        elif len(consumers) == 1 and not ends:
+            ((consumer, i),) = consumers
+            uses, asked = self._input_uses(consumer, i)
             table = self.deliveries.table(left, uses, value)
-            self._later(reader, node, self._spread(table, which, asked))
+            self._later(consumer, node, self._spread(table, which, asked))
         else:
-            self._share(node, value, left, which, readers, ends)
+            self._share(node, value, left, which, consumers, ends)
 
     def _share(
         self,
@@ -426,11 +426,11 @@ class _Builder:
         value: Value,
         left: tuple[Layout, ...],
         which: np.ndarray,
-        readers: list[tuple[Op, int]],
+        consumers: list[tuple[Op, int]],
         ends: Uses,
     ) -> None:
         """Add the node of a value with several consumers."""
-        asked = [self._input_uses(reader, i) for reader, i in readers]
+        asked = [self._input_uses(consumer, i) for consumer, i in consumers]
         several = self._several(asked)
         kind = ("states", left, several, ends, *_kind(value))
         used = sorted(self.used.get(kind, ()), key=str)
@@ -441,9 +441,9 @@ class _Builder:
         self.shares[value.name] = states
         own = self.shared[value.name] = self._node(f"%{value.name}", np.zeros(len(states)))
         self._edge(node, own, self._spread(firsts, which, None))
-        for (reader, _i), (uses, taken) in zip(readers, asked):
+        for (consumer, _i), (uses, taken) in zip(consumers, asked):
             table = self.once(("shared", uses), (states,), lambda: self._shared_costs(value, states, left, uses))
-            self._later(reader, own, self._spread(table, None, taken))
+            self._later(consumer, own, self._spread(table, None, taken))
 
     @staticmethod
     def _several(asked: Sequence[tuple[tuple[Uses, ...], object]]) -> Uses:
@@ -456,30 +456,32 @@ class _Builder:
         equal states, also where a plan decides them differently."""
         for op in self.graph.ops if self.known else ():
             for index, value in enumerate(v for v in op.outputs if v is not None):
-                readers, ends = self._readers(value), self.ends.get(value.name, frozenset())
-                if len(readers) > 1 or (readers and ends):
-                    several = self._several([self._input_uses(reader, i) for reader, i in readers])
+                consumers, ends = self._consumers(value), self.ends.get(value.name, frozenset())
+                if len(consumers) > 1 or (consumers and ends):
+                    several = self._several([self._input_uses(consumer, i) for consumer, i in consumers])
                     kind = ("states", self._leaves(op, index)[0], several, ends, *_kind(value))
                     for plan in self.known:
-                        self.used.setdefault(kind, set()).update(self._shared_in(plan, value, readers))
+                        self.used.setdefault(kind, set()).update(self._shared_in(plan, value, consumers))
 
-    def _readers(self, value: Value) -> list[tuple[Op, int]]:
+    def _consumers(self, value: Value) -> list[tuple[Op, int]]:
         """The consumers of a value, each once, with the first input place."""
-        readers = {reader.name: (reader, i) for reader, i in reversed(self.consumers.get(value.name, ()))}
-        return list(readers.values())[::-1]
+        consumers = {consumer.name: (consumer, i) for consumer, i in reversed(self.consumers.get(value.name, ()))}
+        return list(consumers.values())[::-1]
 
     def _shared_in(
-        self, plan: Mapping[str, Strategy], value: Value, readers: list[tuple[Op, int]]
+        self, plan: Mapping[str, Strategy], value: Value, consumers: list[tuple[Op, int]]
     ) -> Iterator[SharedState]:
         """The states in which a known plan shares a value after completing its sum: each use that two of its
         consumers make."""
-        maker = self.makers[value.name]
-        if any(plan.get(op.name) not in self._look_at(op)[0] for op in (maker, *(reader for reader, _ in readers))):
+        producer = self.producers[value.name]
+        if any(
+            plan.get(op.name) not in self._look_at(op)[0] for op in (producer, *(consumer for consumer, _ in consumers))
+        ):
             return  # the plan has a strategy here that cannot be worked out
-        left = self._op_cost(maker, plan).output_layouts[
-            [v.name for v in maker.outputs if v is not None].index(value.name)
+        left = self._op_cost(producer, plan).output_layouts[
+            [v.name for v in producer.outputs if v is not None].index(value.name)
         ]
-        asked = [self._op_cost(reader, plan).input_uses[i] for reader, i in readers]
+        asked = [self._op_cost(consumer, plan).input_uses[i] for consumer, i in consumers]
         for k, uses in enumerate(asked):
             if len(uses) == 1 and uses in asked[:k]:
                 yield SharedState(left, True, next(iter(uses)))
@@ -554,8 +556,8 @@ class _Builder:
 
         return self.once(("spread", *numbers), (table,), spread)
 
-    def _later(self, reader: Op, node: int, table: np.ndarray) -> None:
-        self.waiting.setdefault(reader.name, []).append((node, table))
+    def _later(self, consumer: Op, node: int, table: np.ndarray) -> None:
+        self.waiting.setdefault(consumer.name, []).append((node, table))
 
     def _edge(self, i: int, j: int, table: np.ndarray) -> None:
         self.edges[i, j] = self.edges[i, j] + table if (i, j) in self.edges else table

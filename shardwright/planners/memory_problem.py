@@ -218,26 +218,26 @@ class _MemoryProblemBuilder:
         )  # the use has a copy of its own
         if not cut.any():
             return
-        readers = self.consumers[value.name]
+        consumers = self.consumers[value.name]
         whole = np.array([self.memory.bytes_of(value, s.layout) for s in states], dtype=np.float64)
         reshards = np.array([s.reshard_after_forward for s in states])
-        places = [self.place[op.name] for op, _ in readers]
-        saves = [self.place[op.name] for op, i in readers if self.memory.saves_input(op, i)]
+        places = [self.place[op.name] for op, _ in consumers]
+        saves = [self.place[op.name] for op, i in consumers if self.memory.saves_input(op, i)]
         first, last = min(places), max(places)
         if saves:
             self.use(node, first, self.back(min(saves)) + 1, whole * (cut & ~reshards), "gathered")
             self.use(node, first, last + 1, whole * (cut & reshards), "gathered")
             self.use(node, self.back(max(saves)), self.back(min(saves)) + 1, whole * (cut & reshards), "gathered")
-            self.gathered_earlier(node, readers, self.back(max(saves)), whole * (cut & reshards))
+            self.gathered_earlier(node, consumers, self.back(max(saves)), whole * (cut & reshards))
         else:
             self.use(node, first, last + 1, whole * cut, "gathered")
         if value.requires_grad and self.grads:
             self.use(node, self.back(last), self.back(first) + 1, whole * cut, "backward")
 
-    def gathered_earlier(self, node: int, readers: list[tuple[Op, int]], stop: int, whole: np.ndarray) -> None:
+    def gathered_earlier(self, node: int, consumers: list[tuple[Op, int]], stop: int, whole: np.ndarray) -> None:
         """Add a weight that is gathered again where a consumer of it runs again: from the beginning of the
         recomputation. With several consumers, the first to run again counts."""
-        values = [self.run_with[reader.name] for reader, _ in readers if reader.name in self.run_with]
+        values = [self.run_with[consumer.name] for consumer, _ in consumers if consumer.name in self.run_with]
         if values:
             value = max(values, key=lambda name: -self.begun(name))
             recomputed = np.array([float(s.how == DROPPED) for s in self.remat.states[value]])
@@ -247,9 +247,9 @@ class _MemoryProblemBuilder:
         """The moment at which the recomputation of a dropped value begins."""
         op, k = self.memory.made_by[name]
         value = [v for v in op.outputs if v is not None][k]
-        savers = [self.place[reader.name] for reader in self.remat.savers(value)]
-        readers = [self.place[reader.name] for reader, _ in self.consumers.get(name, ())]
-        return self.back(max([self.segment_end[op.name], *(savers or readers)]))
+        savers = [self.place[consumer.name] for consumer in self.remat.savers(value)]
+        consumers = [self.place[consumer.name] for consumer, _ in self.consumers.get(name, ())]
+        return self.back(max([self.segment_end[op.name], *(savers or consumers)]))
 
     def operator(self, op: Op) -> None:
         """Add an operator's own memory, and that of its inputs while it runs."""
@@ -277,10 +277,10 @@ class _MemoryProblemBuilder:
                 continue
             if value.name in self.memory.of_outside_inputs:
                 continue
-            (maker, k), wanted = self.memory.made_by[value.name], self.memory.wanted(op, index, value)
+            (producer, k), wanted = self.memory.made_by[value.name], self.memory.wanted(op, index, value)
             further = self.memory.wants_input(op, index) if grads else np.zeros(len(wanted), dtype=bool)
             self.use(node, place, self.back(place) + 1, wanted * further, "activations")
-            if value.name not in self.cost_graph.shared and not self.memory.saves_output(maker, k):
+            if value.name not in self.cost_graph.shared and not self.memory.saves_output(producer, k):
                 self.use(node, place, place + 1, wanted * ~further, "delivered")
             if grads and value.requires_grad:
                 self.use(node, self.back(place), self.back(place) + 1, wanted, "backward")
@@ -307,30 +307,30 @@ class _MemoryProblemBuilder:
             out = self.back(out)
         for k, value in enumerate(v for v in op.outputs if v is not None):
             if (k, index) in self.memory.keeps(op).views:
-                out = max([out, *(self.until(*reader) for reader in self.consumers.get(value.name, ()))])
+                out = max([out, *(self.until(*consumer) for consumer in self.consumers.get(value.name, ()))])
                 out = max(out, self.end - 1) if value.name in self.ends else out
         return out
 
     def viewing(self, op: Op, k: int, value: Value) -> None:
         """Add the copies of a view of an input, a buffer or a constant, where it is redistributed."""
-        readers, shared = self.consumers.get(value.name, []), self.cost_graph.shared.get(value.name)
+        consumers, shared = self.consumers.get(value.name, []), self.cost_graph.shared.get(value.name)
         if shared is not None:
-            self.copies(value, shared, readers)
+            self.copies(value, shared, consumers)
             states = self.cost_graph.shares[value.name]
             served = np.array([float(self.remat.shared_bytes(value, s)[1]) for s in states])
             self.use(
                 shared,
-                min(self.place[reader.name] for reader, _ in readers),
-                max(self.until(*reader) for reader in readers) + 1,
+                min(self.place[consumer.name] for consumer, _ in consumers),
+                max(self.until(*consumer) for consumer in consumers) + 1,
                 served,
                 "activations",
             )
-        elif readers and value.name not in self.ends:
-            ((reader, i),) = readers
+        elif consumers and value.name not in self.ends:
+            ((consumer, i),) = consumers
             self.use(
-                (self.cost_graph.operators[op.name], self.cost_graph.operators[reader.name]),
-                self.place[reader.name],
-                self.until(reader, i) + 1,
+                (self.cost_graph.operators[op.name], self.cost_graph.operators[consumer.name]),
+                self.place[consumer.name],
+                self.until(consumer, i) + 1,
                 self.remat.received(value),
                 "activations",
             )
@@ -338,8 +338,8 @@ class _MemoryProblemBuilder:
     def made(self, op: Op, k: int, value: Value) -> None:
         """Add an operator's output: up to its last consumer, and beyond where some backward needs it."""
         node, place = self.cost_graph.operators[op.name], self.place[op.name]
-        left, readers = self.memory.left(op, k, value), self.consumers.get(value.name, [])
-        places = [self.place[reader.name] for reader, _ in readers]
+        left, consumers = self.memory.left(op, k, value), self.consumers.get(value.name, [])
+        places = [self.place[consumer.name] for consumer, _ in consumers]
         ends, last = value.name in self.ends, max(places, default=place)
         shared = self.cost_graph.shared.get(value.name)
         passed_on = np.zeros(1)
@@ -353,49 +353,49 @@ class _MemoryProblemBuilder:
                 self.use(node, self.count + 1, self.count + 2, passed_on, "backward")
         if value.name in self.memory.of_outside_inputs:
             return self.viewing(op, k, value)
-        if self.grads and value.requires_grad and (readers or ends):
+        if self.grads and value.requires_grad and (consumers or ends):
             start = self.count + 1 if ends else self.back(last) + 1
             self.use(node, start, self.back(place) + 1, left, "backward")
-        if shared is None and not ends and readers:
-            reader = readers[0][0]
-            (self.viewed if self.memory.is_view(reader) else self.sent)(op, k, value, reader)
+        if shared is None and not ends and consumers:
+            consumer = consumers[0][0]
+            (self.viewed if self.memory.is_view(consumer) else self.sent)(op, k, value, consumer)
         if shared is not None:
-            self.copies(value, shared, readers)
+            self.copies(value, shared, consumers)
             self.held_for_several(value, shared, place, min(places), self.end if ends else last + 1)
         elif ends:
             self.use(node, place, self.count + 1, left, "activations")
             self.use(node, self.count + 1, self.end, left * (passed_on == 0), "activations")
-        elif not readers:
+        elif not consumers:
             self.use(node, place, place + 1, left, "activations")
         elif not self.memory.saves_output(op, k):
             self.use(node, place, last, left, "activations")
         if value.name in self.remat.states:
-            self.keep(op, k, value, readers)
+            self.keep(op, k, value, consumers)
         kept_collective_output = self.remat.kept_collective_output(value)
         if (
             kept_collective_output is not None
         ):  # the recomputation begins with the sent value, and ends before its consumer's backward
-            ((reader, _),) = readers
+            ((consumer, _),) = consumers
             self.use(
-                (node, self.cost_graph.operators[reader.name]),
-                last + (not self.memory.is_view(reader)),
+                (node, self.cost_graph.operators[consumer.name]),
+                last + (not self.memory.is_view(consumer)),
                 self.back(last),
                 kept_collective_output,
                 "activations",
             )
 
-    def sent(self, op: Op, k: int, value: Value, reader: Op) -> None:
+    def sent(self, op: Op, k: int, value: Value, consumer: Op) -> None:
         """Add the second end of a redistribution to a single consumer: in the forward before the consumer produces
         anything, in the backward after the memory of the consumer alone is released."""
         nodes, at = (
-            (self.cost_graph.operators[op.name], self.cost_graph.operators[reader.name]),
-            self.place[reader.name],
+            (self.cost_graph.operators[op.name], self.cost_graph.operators[consumer.name]),
+            self.place[consumer.name],
         )
         # several inputs are sent one after the other: the room counts for the first
-        first = next(v.name for v in reader.inputs if self.memory.reads_alone(v.name)) == value.name
+        first = next(v.name for v in consumer.inputs if self.memory.reads_alone(v.name)) == value.name
 
         def beyond(table: np.ndarray, backward: bool) -> np.ndarray:
-            room = self.memory.room(reader, backward)
+            room = self.memory.room(consumer, backward)
             return (
                 self.memory.once(
                     "beyond", (table, room), lambda: np.ascontiguousarray(np.maximum(0.0, table - room) * (table > 0))
@@ -427,12 +427,12 @@ class _MemoryProblemBuilder:
 
     # -- saved and recomputed values --
 
-    def keep(self, op: Op, k: int, value: Value, readers: list[tuple[Op, int]]) -> None:
+    def keep(self, op: Op, k: int, value: Value, consumers: list[tuple[Op, int]]) -> None:
         """Add the saved or recomputed memory of a value."""
         moment, name = self.place[op.name], ("kept", value.name)
         mine = self.memory.saves_output(op, k)
-        savers = [self.place[reader.name] for reader in self.remat.savers(value)]
-        places = [self.place[reader.name] for reader, _ in readers]
+        savers = [self.place[consumer.name] for consumer in self.remat.savers(value)]
+        places = [self.place[consumer.name] for consumer, _ in consumers]
         shared, states = self.cost_graph.shared.get(value.name), self.remat.states[value.name]
         until = self.back(min([moment] if mine else savers or places)) + 1
         after = max(places) + 1
@@ -451,7 +451,7 @@ class _MemoryProblemBuilder:
             some = by_state(how, amount)
             return self.memory.once("together", (some, amount), lambda: np.outer(amount, some))
 
-        maker = self.cost_graph.operators[op.name]
+        producer = self.cost_graph.operators[op.name]
         amount = np.zeros(0)  # of a shared value
         if shared is not None:
             carrier = self.cost_graph.shares[value.name]
@@ -462,7 +462,7 @@ class _MemoryProblemBuilder:
             )
             self.use((shared, name), after, until, together(amount), "activations")
         else:
-            ((reader, i),) = readers
+            ((consumer, i),) = consumers
             self.use(name, moment if mine else after, until, by_state(KEPT, None), "activations")
             if mine:
                 left = self.memory.left(op, k, value)
@@ -472,9 +472,9 @@ class _MemoryProblemBuilder:
                         (left, self.memory.prints(op)),
                         lambda: left * self.memory.wants_output(op, k),
                     )
-                self.use((maker, name), moment, until, together(left), "activations")
+                self.use((producer, name), moment, until, together(left), "activations")
             if savers or not mine:
-                wanted, at = self.memory.wanted(reader, i, value), self.cost_graph.operators[reader.name]
+                wanted, at = self.memory.wanted(consumer, i, value), self.cost_graph.operators[consumer.name]
                 self.use((at, name), after, self.back(places[0]) + 1, together(wanted), "activations")
         recomputed, begun = by_state(DROPPED, None), self.begun(value.name)
         if shared is not None and any(s == SaveOrRecompute(DROPPED) for s in states):
@@ -484,12 +484,12 @@ class _MemoryProblemBuilder:
                 self.use(name, moment, after, recomputed, "activations")
             self.use(name, begun, until, recomputed, "recomputed")
 
-    def copies(self, value: Value, node: int, readers: list[tuple[Op, int]]) -> None:
+    def copies(self, value: Value, node: int, consumers: list[tuple[Op, int]]) -> None:
         """Add the copies of a shared value that single consumers have: in a layout that is neither the one it is left
         in nor the one that is served once."""
         states = self.cost_graph.shares[value.name]
-        for reader, i in readers:
-            prints, moment = self.memory.prints(reader), self.place[reader.name]
+        for consumer, i in consumers:
+            prints, moment = self.memory.prints(consumer), self.place[consumer.name]
 
             def count() -> np.ndarray:
                 place: dict[frozenset[Layout], int] = {}
@@ -506,9 +506,9 @@ class _MemoryProblemBuilder:
                 return np.ascontiguousarray((absent @ sizes)[:, which])
 
             amount = self.memory.once(("copies", i, value.shape, value.dtype), (states, prints), count)
-            stays = self.grads and (self.memory.saves_input(reader, i) or self.remat.is_recomputed(reader))
+            stays = self.grads and (self.memory.saves_input(consumer, i) or self.remat.is_recomputed(consumer))
             until = self.back(moment) if stays else moment
-            self.use((node, self.cost_graph.operators[reader.name]), moment, until + 1, amount, "activations")
+            self.use((node, self.cost_graph.operators[consumer.name]), moment, until + 1, amount, "activations")
 
     # -- the whole --
 

@@ -156,8 +156,8 @@ class OperatorMemory:
         self.place = {op.name: k for k, op in enumerate(self.graph.ops)}
         self.grads = any(isinstance(v, Value) and v.requires_grad for v in self.graph.outputs)
         self.consumers = {
-            name: list({op.name: (op, i) for op, i in reversed(readers)}.values())[::-1]
-            for name, readers in self.graph.consumers().items()
+            name: list({op.name: (op, i) for op, i in reversed(consumers)}.values())[::-1]
+            for name, consumers in self.graph.consumers().items()
         }
         self.made_by = {
             v.name: (op, k) for op in self.graph.ops for k, v in enumerate(v for v in op.outputs if v is not None)
@@ -377,23 +377,27 @@ class RematStates:
 
     def savers(self, value: Value) -> list[Op]:
         """The consumers of a value whose backward needs it."""
-        return [reader for reader, i in self.memory.consumers.get(value.name, ()) if self.memory.saves_input(reader, i)]
+        return [
+            consumer
+            for consumer, i in self.memory.consumers.get(value.name, ())
+            if self.memory.saves_input(consumer, i)
+        ]
 
     def _is_inner(self, name: str) -> bool:
         memory = self.memory
         op, k = memory.made_by[name]
         value = [v for v in op.outputs if v is not None][k]
-        readers = memory.consumers.get(name, ())
+        consumers = memory.consumers.get(name, ())
         return (
             memory.grads
-            and len(readers) == 1
+            and len(consumers) == 1
             and name not in memory.ends
             and name not in self.cost_graph.shared
             and name not in memory.of_outside_inputs
             and not memory.saves_output(op, k)
             and not self.savers(value)
             and self.droppable(op)
-            and self.segments[op.name] == self.segments[readers[0][0].name]
+            and self.segments[op.name] == self.segments[consumers[0][0].name]
         )
 
     def droppable(self, op: Op) -> bool:
@@ -414,10 +418,10 @@ class RematStates:
         while todo:
             for value in todo.pop().inputs:
                 if value.name in self._inner:
-                    maker = self.memory.made_by[value.name][0]
-                    if maker.name not in out:
-                        out[maker.name] = maker
-                        todo.append(maker)
+                    producer = self.memory.made_by[value.name][0]
+                    if producer.name not in out:
+                        out[producer.name] = producer
+                        todo.append(producer)
         return tuple(out.values())
 
     # -- a node --
@@ -444,9 +448,9 @@ class RematStates:
                 ),
             )
         else:
-            ((reader, i),) = memory.consumers[value.name]
-            asks = memory.prints(reader)
-            states = self._states_of_one(op, k, reader, i, value, mine, bool(savers), droppable)
+            ((consumer, i),) = memory.consumers[value.name]
+            asks = memory.prints(consumer)
+            states = self._states_of_one(op, k, consumer, i, value, mine, bool(savers), droppable)
             if mine and not savers:
                 self.as_left.add(value.name)
             self._edge(
@@ -462,7 +466,7 @@ class RematStates:
             )
             self._edge(
                 name,
-                self.cost_graph.operators[reader.name],
+                self.cost_graph.operators[consumer.name],
                 memory.once(
                     ("kept-read", states, i, value.shape),
                     (asks,),
@@ -551,8 +555,8 @@ class RematStates:
         """A number, by state of a value's producer and consumer, computed from the layouts that the value is left in
         and asked for."""
         memory = self.memory
-        (op, k), ((reader, i),) = memory.made_by[value.name], memory.consumers[value.name]
-        prints, asks = memory.prints(op), memory.prints(reader)
+        (op, k), ((consumer, i),) = memory.made_by[value.name], memory.consumers[value.name]
+        prints, asks = memory.prints(op), memory.prints(consumer)
 
         def ends() -> tuple[_Ends, np.ndarray, np.ndarray]:
             lefts, rows = _numbered(p.output_layouts[k] for p in prints)
@@ -590,8 +594,8 @@ class RematStates:
             for value in {v.name: v for v in op.inputs}.values():
                 if value.name not in self.states:
                     continue
-                maker, _ = self.memory.made_by[value.name]
-                near = self.segments[maker.name] == self.segments[op.name]
+                producer, _ = self.memory.made_by[value.name]
+                near = self.segments[producer.name] == self.segments[op.name]
                 before, after, sent = self.states[value.name], self.states[name], value.name in self.as_left
 
                 def available(b: SaveOrRecompute) -> bool:
@@ -649,10 +653,10 @@ class RematStates:
     # -- a value with one consumer --
 
     def _states_of_one(
-        self, op: Op, k: int, reader: Op, i: int, value: Value, mine: bool, theirs: bool, droppable: bool
+        self, op: Op, k: int, consumer: Op, i: int, value: Value, mine: bool, theirs: bool, droppable: bool
     ) -> tuple[SaveOrRecompute, ...]:
         memory = self.memory
-        prints, asks = memory.prints(op), memory.prints(reader)
+        prints, asks = memory.prints(op), memory.prints(consumer)
 
         def make() -> tuple[SaveOrRecompute, ...]:
             left = dict.fromkeys(p.output_layouts[k] for p in prints)

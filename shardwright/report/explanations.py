@@ -343,11 +343,11 @@ def _theirs(holder: Holder, names: OperatorNames) -> str:
 def _shared(holder: Holder, names: OperatorNames) -> str:
     """A value that another operator has produced and that others read as well, in words; "": it is none."""
     producer = names.producers.get(holder.value)
-    readers = [o for o in holder.operators if o != producer]
-    if producer not in holder.operators or not readers:
+    consumers = [o for o in holder.operators if o != producer]
+    if producer not in holder.operators or not consumers:
         return ""
-    read = "reads" if len(readers) == 1 else "read"
-    return f"the result of {_who([producer], holder, names)}, which {_who(readers, holder, names)} {read} too"
+    read = "reads" if len(consumers) == 1 else "read"
+    return f"the result of {_who([producer], holder, names)}, which {_who(consumers, holder, names)} {read} too"
 
 
 def _who(operators: Sequence[str], holder: Holder, names: OperatorNames) -> str:

@@ -110,12 +110,12 @@ def trace_random_numbers(lowered: Lowered, device: torch.device, rank: int) -> C
         return NO_SEED
     inputs = [node for node in lowered.nodes if node.op == "placeholder"]
     place = next(i for i, node in enumerate(inputs) if node.meta["instance"].name == seed.name)
-    readers = list(inputs[place].users)
-    attentions = [node for node in readers if node.target is attention_with_dropout]
+    consumers = list(inputs[place].users)
+    attentions = [node for node in consumers if node.target is attention_with_dropout]
     alike = len({made_by(node.meta["instruction"])[0].layout for node in attentions}) == 1
-    on_device = device.type != "cpu" and all(is_traced(n.target) or n in attentions for n in readers)
+    on_device = device.type != "cpu" and all(is_traced(n.target) or n in attentions for n in consumers)
     generator = _generator_seed(attentions[0], place, device, rank) if alike else None
-    for node in readers:
+    for node in consumers:
         attends = node in attentions
         if not attends and not is_traced(node.target):
             continue
