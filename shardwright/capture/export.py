@@ -508,11 +508,11 @@ def _check_updates(graph: Graph) -> None:
             wanted.update(v.name for v in op.inputs)
     for name, value in carrying.items():
         if name in wanted:
-            maker = producers.get(value.name)
+            producer = producers.get(value.name)
             raise CaptureError(
                 f"the new value of the buffer {name!r} carries gradients into the next step, where one device "
                 "raises at the second backward",
-                source=maker.source or None if maker else None,
+                source=producer.source or None if producer else None,
                 legal="a value without them: .detach(), or torch.no_grad()",
             )
 

@@ -130,7 +130,7 @@ class Observation(NamedReads):
         try:
             self._stack.enter_context(self._stand_ins.put())
             self._look()
-        except BaseException:
+        except BaseException:  # of any kind: raised again
             self.__exit__()
             raise
         return self

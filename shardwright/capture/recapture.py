@@ -494,7 +494,7 @@ class LightRun:
             results = self._known.get(key)
             if results is None:
                 results = self._known[key] = self._results(target, args, kwargs)
-        except Exception as error:
+        except Exception as error:  # operators raise anything on tensors without elements
             self._failed = self._failed or f"{target}: {type(error).__name__}: {error}"
             raise
         made = _outlines(results, tensors)

@@ -174,7 +174,7 @@ class TrainerMixin(_Trainer):
         """Train as `transformers.Trainer` does; monitors are closed where it raises."""
         try:
             return super().train(*args, **kwargs)
-        except BaseException:
+        except BaseException:  # of any kind: raised again
             for monitor in self._monitors():
                 monitor.training_failed()
             raise

@@ -231,7 +231,7 @@ class CallPlanning(SettingMethods):
                 )
             if lies is not None:
                 lies.check_kept(plan)
-        except Exception as error:
+        except Exception as error:  # of any kind: the other ranks raise it too
             if ranks is not None:
                 ranks.missed(error)  # the other ranks wait for this one's plan
             raise

@@ -70,7 +70,7 @@ class KeptPrograms(CallPlanning):
                 del self._awaited[0]
             if settles:  # values were loaded, or the first program has placed the parameters
                 program.guards.settle()
-        except BaseException:
+        except BaseException:  # of any kind: raised again
             self._forget((*feed, program.guards))  # no call may run without the values of the checkpoint
             raise
         while len(self._programs) > self._running.max_programs:

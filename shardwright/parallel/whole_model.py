@@ -208,7 +208,7 @@ class _Swapped:
         try:
             self.ranks.agreed(wrong)
             self._write_back(now)
-        except Exception:
+        except Exception:  # of any kind: raised again, with the model as it was
             self._undo()
             raise
 

@@ -201,9 +201,9 @@ class _Padder:
                 fill = filling(value.dtype, neutral)
             elif meets(bound.inputs[i], met - bound.windowed):  # windows read their own padding in its place
                 fill = filling(value.dtype, 0)
-            want = bound.input_layout(i, assignment)
-            assert want is not None
-            inputs.append(self.obtain(value, shape, want, fill, flows and not passes))
+            input_layout = bound.input_layout(i, assignment)
+            assert input_layout is not None
+            inputs.append(self.obtain(value, shape, input_layout, fill, flows and not passes))
         feed = iter(inputs)
         args, kwargs = map_values((op.args, op.kwargs), lambda _: next(feed))
         outputs: list[Value | None] = []
@@ -251,7 +251,9 @@ class _Padder:
 
     # -- values --
 
-    def obtain(self, value: Value, shape: tuple[int, ...], want: Layout, fill: Any = None, flows: bool = True) -> Value:
+    def obtain(
+        self, value: Value, shape: tuple[int, ...], input_layout: Layout, fill: Any = None, flows: bool = True
+    ) -> Value:
         """The value in its true shape or a padded one.
 
         Args:
@@ -262,32 +264,32 @@ class _Padder:
         """
         made = self.made.get(value.name)
         if shape == value.shape:
-            return value if made is None else self.trimmed(made, want)
+            return value if made is None else self.trimmed(made, input_layout)
         if made is None or made.value.shape != shape:
-            return self.widened(value, shape, want, filling(value.dtype, 0) if fill is None else fill)
+            return self.widened(value, shape, input_layout, filling(value.dtype, 0) if fill is None else fill)
         if (fill is None and not (made.leaks and flows and made.value.requires_grad)) or (fill == 0 and made.zeros):
             return made.value
         return self.masked(made, filling(value.dtype, 0) if fill is None else fill)
 
-    def widened(self, value: Value, shape: tuple[int, ...], want: Layout, fill: Any) -> Value:
+    def widened(self, value: Value, shape: tuple[int, ...], input_layout: Layout, fill: Any) -> Value:
         """The value padded with `fill`."""
         key = (value.name, shape, fill)
         if key not in self.variants:
             dims = [d for d, (a, b) in enumerate(zip(value.shape, shape)) if a != b]
-            source = self.obtain(value, value.shape, _whole(want, dims))
-            layout = _between(self.layouts.get(source.name), want, dims)
+            source = self.obtain(value, value.shape, _whole(input_layout, dims))
+            layout = _between(self.layouts.get(source.name), input_layout, dims)
             builder = self.builder(value, {source.name: layout})
             self.variants[key] = self.add(
                 builder, builder.call(aten.constant_pad_nd.default, source, amounts(value.shape, shape), fill)
             )
         return self.variants[key]
 
-    def trimmed(self, made: _Made, want: Layout) -> Value:
+    def trimmed(self, made: _Made, input_layout: Layout) -> Value:
         """The padded value in its true shape."""
         dims = [d for d, (a, b) in enumerate(zip(made.shape, made.value.shape)) if a != b]
         if not dims:
             return made.value
-        layout = _between(made.layout, want, dims)
+        layout = _between(made.layout, input_layout, dims)
         key = (made.value.name, layout)
         if key not in self.variants:
             builder = self.builder(made.value, {made.value.name: layout})
@@ -351,13 +353,13 @@ def _whole(layout: Layout, dims: Sequence[int]) -> Layout:
     return Layout.of(layout.devices, [() if d in dims else digits for d, digits in enumerate(layout.dims or ())])
 
 
-def _between(source: Layout | None, want: Layout, dims: Sequence[int]) -> Layout:
+def _between(source: Layout | None, input_layout: Layout, dims: Sequence[int]) -> Layout:
     """An intermediate layout with some dims whole: the one of two through which least is sent."""
     if source is None:
-        return _whole(want, dims)
+        return _whole(input_layout, dims)
     return min(
-        (_whole(source, dims), _whole(want, dims)),
-        key=lambda middle: redistribution(source, middle).sent + redistribution(middle, want).sent,
+        (_whole(source, dims), _whole(input_layout, dims)),
+        key=lambda middle: redistribution(source, middle).sent + redistribution(middle, input_layout).sent,
     )
 
 

@@ -149,12 +149,12 @@ class Use(NamedTuple):
     """One consumption of a value.
 
     Args:
-        want: the layout that the consumer asks for.
+        input_layout: the layout in which the consumer reads it.
         partial: the digits over which the gradient that comes back is a partial sum.
         halos: the elements beside its slice that the consumer reads.
     """
 
-    want: Layout
+    input_layout: Layout
     partial: Digits
     operator: str
     cause: str = "conversion"
@@ -169,7 +169,7 @@ def completed_first(source: Layout, targets: tuple[Layout, ...]) -> bool:
     together.
     """
     finished = source.without_partial()
-    each = [redistribution(source, want) for want in targets]
+    each = [redistribution(source, input_layout) for input_layout in targets]
     for found in each:
         reducing = [step for step in found.steps if step.reduces]
         if [(step.kind, step.digits) for step in reducing] != [(CollectiveKind.REDUCE_SCATTER, source.partial)]:
@@ -178,11 +178,11 @@ def completed_first(source: Layout, targets: tuple[Layout, ...]) -> bool:
     return once <= sum(found.sent for found in each)
 
 
-def brought(source: Layout, want: Layout) -> Redistribution:
+def brought(source: Layout, input_layout: Layout) -> Redistribution:
     """The redistribution of a value to the one layout in which it is consumed."""
-    if source.partial and not want.partial and completed_first(source, (want,)):
-        return through(source, source.without_partial(), want)
-    return redistribution(source, want)
+    if source.partial and not input_layout.partial and completed_first(source, (input_layout,)):
+        return through(source, source.without_partial(), input_layout)
+    return redistribution(source, input_layout)
 
 
 def wanted_in_two(parameter: Value, one: tuple[Layout, Op], other: tuple[Layout, Op]) -> PlanError:
@@ -409,10 +409,10 @@ class Partitioner:
         """Let the partial sum of a gradient pass a cast or view of a parameter, where all consumers leave the same
         one."""
         value, layout = op.output(0), bound.output_layout(0, assignment)
-        ways = {(use.want, use.partial) for use in self.uses.get(value.name, ())}
+        ways = {(use.input_layout, use.partial) for use in self.uses.get(value.name, ())}
         if len(ways) == 1 and value.requires_grad:
-            want, partial = ways.pop()
-            if want == layout and partial and beside(self.devices, partial + assignment.used):
+            input_layout, partial = ways.pop()
+            if input_layout == layout and partial and beside(self.devices, partial + assignment.used):
                 self.widened[value.name] = partial
                 self.uses[value.name] = [use._replace(partial=()) for use in self.uses[value.name]]
 
@@ -455,7 +455,7 @@ class Partitioner:
     def used(self, parameter: Value) -> Layout:
         """The layout that all consumers of a parameter ask for."""
         uses = self.uses.get(parameter.name, [])
-        layouts = {use.want: use.operator for use in uses if use.operator != "output"}
+        layouts = {use.input_layout: use.operator for use in uses if use.operator != "output"}
         if len(layouts) > 1 and parameter.name in self.stored:
             return self.stored[parameter.name]
         if len(layouts) > 1:
@@ -490,7 +490,7 @@ class Partitioner:
         for i, value in enumerate(op.inputs):
             use = self.use(decision, op, bound, assignment, i)
             if open_ is not None:
-                use = use._replace(want=use.want.with_partial(open_))
+                use = use._replace(input_layout=use.input_layout.with_partial(open_))
             got.append(self.obtain(value, use))
         local = local_call(op, rule, bound, assignment)
         feed = iter(got)
@@ -560,8 +560,8 @@ class Partitioner:
     def obtain(self, value: Value, use: Use) -> PlacedValue:
         """The value in the layout that a use asks for."""
         source = self.made[value.name]
-        if source.layout.partial and not use.want.partial and self.complete_first(value, source):
-            if len({(u.want, u.partial) for u in self.uses.get(value.name, ())}) == 1:
+        if source.layout.partial and not use.input_layout.partial and self.complete_first(value, source):
+            if len({(u.input_layout, u.partial) for u in self.uses.get(value.name, ())}) == 1:
                 return self.with_halos(self.convert(source, use, middle=source.layout.without_partial()), use)
             source = self.complete(value, source)
         return self.with_halos(self.convert(source, use), use)
@@ -603,7 +603,7 @@ class Partitioner:
         return (
             value.name in self.completed
             or any(u.operator == "output" for u in uses)
-            or completed_first(source.layout, tuple(dict.fromkeys(u.want for u in uses)))
+            or completed_first(source.layout, tuple(dict.fromkeys(u.input_layout for u in uses)))
         )
 
     def convert(self, source: PlacedValue, use: Use, middle: Layout | None = None) -> PlacedValue:
@@ -612,22 +612,24 @@ class Partitioner:
         Shared by (source, layout, digits of the gradient's sum): q, k and v then need one sum in the backward.
         """
         partial = use.partial
-        others = {u.partial for u in self.uses.get(source.value.name, ()) if u.want == use.want}
-        if len(others) > 1 and partial and source.layout != use.want:
+        others = {u.partial for u in self.uses.get(source.value.name, ()) if u.input_layout == use.input_layout}
+        if len(others) > 1 and partial and source.layout != use.input_layout:
             # Uses of one layout that differ in the backward share the forward and sum their gradients separately.
-            source = self.convert(source, Use(use.want, (), use.operator, use.cause))
-        key = (source.name, use.want, partial)
+            source = self.convert(source, Use(use.input_layout, (), use.operator, use.cause))
+        key = (source.name, use.input_layout, partial)
         if key in self.moves:
             return self.moves[key]
         forward = (
-            redistribution(source.layout, use.want) if middle is None else through(source.layout, middle, use.want)
+            redistribution(source.layout, use.input_layout)
+            if middle is None
+            else through(source.layout, middle, use.input_layout)
         )
         backward = transpose(forward, partial) if source.value.requires_grad else None
         value = self.cast.get(source.value.name, source.value)
         if forward.is_identity and (backward is None or backward.is_identity) and value.dtype == source.value.dtype:
             target = source
         else:
-            target = PlacedValue(self.name(source.name), value, use.want)
+            target = PlacedValue(self.name(source.name), value, use.input_layout)
             cause = "parameter" if source.value.name in self.graph.parameters else use.cause
             reshards = (
                 cause == "parameter"

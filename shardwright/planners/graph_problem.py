@@ -288,7 +288,7 @@ class _Builder:
         return self.looked_by_name[op.name]
 
     def _look(self, op: Op, options: Sequence[Strategy]) -> tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]:
-        kept, prints, reason = [], [], None
+        kept, op_costs, reason = [], [], None
         priced = self.deliveries.op_costs.setdefault(self.described.kinds[op.name], {})
         for strategy in options:
             cost = priced.get(strategy)
@@ -298,13 +298,13 @@ class _Builder:
                 except ShardwrightError as error:
                     reason = error
                     continue
-            prints.append(cost)
+            op_costs.append(cost)
             kept.append(strategy)
         if not kept:
             if reason is not None:
                 raise reason
             raise PlanError("it has no strategy that this search may use", **op.where)
-        return tuple(kept), tuple(prints), np.array([p.seconds for p in prints])
+        return tuple(kept), tuple(op_costs), np.array([p.seconds for p in op_costs])
 
     def _parameter(self, value: Value) -> None:
         """Add a parameter's node: its states are the layouts that its consumers can ask for."""
@@ -312,7 +312,7 @@ class _Builder:
         consumers: dict[Use, set[str]] = {}
         for op, i in self.consumers[value.name]:
             for uses in self._input_uses(op, i)[0]:
-                layouts.update((use.want, None) for use in sorted(uses, key=str))
+                layouts.update((use.input_layout, None) for use in sorted(uses, key=str))
                 if len(uses) == 1:
                     consumers.setdefault(next(iter(uses)), set()).add(op.name)
         states = [storage for layout in layouts for storage in self._storages(value, layout)]
@@ -321,7 +321,7 @@ class _Builder:
                 StorageState(self._whole(value), self._whole(value))
             ]
         several = sorted((use for use, names in consumers.items() if len(names) > 1), key=str)
-        states += [state._replace(use=use) for state in states for use in several if use.want == state.layout]
+        states += [state._replace(use=use) for state in states for use in several if use.input_layout == state.layout]
         self.storages[value.name] = tuple(states)
         price = self.deliveries.price
         self.parameters[value.name] = self._node(
@@ -356,22 +356,22 @@ class _Builder:
 
     def _input_uses(self, op: Op, index: int) -> tuple[tuple[Uses, ...], np.ndarray]:
         """The distinct uses that the strategies make of an input, and by strategy the number of its uses among them."""
-        prints = self._look_at(op)[1]
-        return self._distinct("asked", prints, index, lambda p: p.input_uses[index])
+        op_costs = self._look_at(op)[1]
+        return self._distinct("asked", op_costs, index, lambda p: p.input_uses[index])
 
     def _leaves(self, op: Op, index: int) -> tuple[tuple[Layout, ...], np.ndarray]:
-        prints = self._look_at(op)[1]
-        return self._distinct("left", prints, index, lambda p: p.output_layouts[index])
+        op_costs = self._look_at(op)[1]
+        return self._distinct("left", op_costs, index, lambda p: p.output_layouts[index])
 
     def _distinct(
-        self, name: str, prints: tuple[OpCost, ...], index: int, part: Callable[[OpCost], Part]
+        self, name: str, op_costs: tuple[OpCost, ...], index: int, part: Callable[[OpCost], Part]
     ) -> tuple[tuple[Part, ...], np.ndarray]:
         def count() -> tuple[tuple[Part, ...], np.ndarray]:
             place: dict[Part, int] = {}
-            which = [place.setdefault(part(p), len(place)) for p in prints]
+            which = [place.setdefault(part(p), len(place)) for p in op_costs]
             return tuple(place), np.array(which)
 
-        return self.once((name, index), (prints,), count)
+        return self.once((name, index), (op_costs,), count)
 
     def _reads(self, op: Op, node: int, index: int, parameters: set[str]) -> None:
         """Add the edge from a parameter, or the cost of an input, a buffer or a constant."""
@@ -397,7 +397,7 @@ class _Builder:
         Args:
             saved: True where the operator's backward needs the parameter.
         """
-        if any(use.want != storage.layout for use in uses) and value.name not in self.stored:
+        if any(use.input_layout != storage.layout for use in uses) and value.name not in self.stored:
             return float("inf")
         served = storage.use is not None and uses == {storage.use}
         total = 0.0 if served else self.deliveries.price(storage.stored, uses, value, parameter=True)
@@ -488,12 +488,12 @@ class _Builder:
 
     def _op_cost(self, op: Op, plan: Mapping[str, Strategy]) -> OpCost:
         """The cost of an operator in a known plan."""
-        options, prints, _ = self._look_at(op)
-        return prints[options.index(plan[op.name])]
+        options, op_costs, _ = self._look_at(op)
+        return op_costs[options.index(plan[op.name])]
 
     def _shared_states(self, value: Value, left: tuple[Layout, ...], several: Uses, ends: Uses) -> list[SharedState]:
         """The states of a shared value: in every layout, the uses that are cheapest to serve once."""
-        uses = sorted(several, key=lambda use: (str(use.want), use.partial))
+        uses = sorted(several, key=lambda use: (str(use.input_layout), use.partial))
         alone = tuple(frozenset((use,)) for use in uses)
         closed = self.deliveries.table(tuple(layout.without_partial() for layout in left), alone, value)
         open_ = self.deliveries.table(left, alone, value)
@@ -535,7 +535,7 @@ class _Builder:
         """Costs of serving a consumer beyond what is shared, by state and set of uses. A use with a partial sum is
         served from the partial sum."""
         rows = np.array([left.index(s.left) for s in states])
-        keeps = np.array([any(use.want.partial for use in some) for some in uses])
+        keeps = np.array([any(use.input_layout.partial for use in some) for some in uses])
         closed = self.deliveries.table(tuple(layout.without_partial() for layout in left), uses, value)
         out = np.where(keeps, self.deliveries.table(left, uses, value), closed)[rows]
         out[[not s.completed for s in states]] = np.inf

@@ -278,7 +278,7 @@ class _MemoryProblemBuilder:
             if value.name in self.memory.of_outside_inputs:
                 continue
             (producer, k), wanted = self.memory.made_by[value.name], self.memory.wanted(op, index, value)
-            further = self.memory.wants_input(op, index) if grads else np.zeros(len(wanted), dtype=bool)
+            further = self.memory.needs_input(op, index) if grads else np.zeros(len(wanted), dtype=bool)
             self.use(node, place, self.back(place) + 1, wanted * further, "activations")
             if value.name not in self.cost_graph.shared and not self.memory.saves_output(producer, k):
                 self.use(node, place, place + 1, wanted * ~further, "delivered")
@@ -287,14 +287,17 @@ class _MemoryProblemBuilder:
 
     def count_operand(self, op: Op, index: int, value: Value) -> None:
         """Add the copy of an input of the program, a buffer or a constant, where it is redistributed."""
-        node, place, prints = self.cost_graph.operators[op.name], self.place[op.name], self.memory.prints(op)
+        node, place, op_costs = self.cost_graph.operators[op.name], self.place[op.name], self.memory.op_costs(op)
         at = dict(zip((v.name for v in self.graph.inputs), self.input_placement.inputs)).get(value.name)
         amount = np.array(
             [
                 0
-                if all(use.want == at or (at is None and use.want.is_replicated) for use in p.input_uses[index])
+                if all(
+                    use.input_layout == at or (at is None and use.input_layout.is_replicated)
+                    for use in p.input_uses[index]
+                )
                 else w
-                for p, w in zip(prints, self.memory.wanted(op, index, value))
+                for p, w in zip(op_costs, self.memory.wanted(op, index, value))
             ],
             dtype=np.float64,
         )
@@ -346,7 +349,7 @@ class _MemoryProblemBuilder:
         if ends:  # a result stays to the end; with a redistribution, its source stays for a while
             to = self.ends[value.name]
             passed_on = np.array(
-                [float(self.memory.bytes_of(value, to) * (p.output_layouts[k] != to)) for p in self.memory.prints(op)]
+                [float(self.memory.bytes_of(value, to) * (p.output_layouts[k] != to)) for p in self.memory.op_costs(op)]
             )
             self.use(node, self.count, self.end, passed_on, "activations")
             if self.grads and value.requires_grad:
@@ -469,8 +472,8 @@ class _MemoryProblemBuilder:
                 if value.name in self.remat.as_left:  # saved for its producer alone, where that needs it
                     left = self.memory.once(
                         ("left where wanted", k),
-                        (left, self.memory.prints(op)),
-                        lambda: left * self.memory.wants_output(op, k),
+                        (left, self.memory.op_costs(op)),
+                        lambda: left * self.memory.needs_output(op, k),
                     )
                 self.use((producer, name), moment, until, together(left), "activations")
             if savers or not mine:
@@ -489,23 +492,31 @@ class _MemoryProblemBuilder:
         in nor the one that is served once."""
         states = self.cost_graph.shares[value.name]
         for consumer, i in consumers:
-            prints, moment = self.memory.prints(consumer), self.place[consumer.name]
+            op_costs, moment = self.memory.op_costs(consumer), self.place[consumer.name]
 
             def count() -> np.ndarray:
                 place: dict[frozenset[Layout], int] = {}
-                which = [place.setdefault(frozenset(use.want for use in p.input_uses[i]), len(place)) for p in prints]
-                layouts = {want: n for n, want in enumerate(dict.fromkeys(want for wants in place for want in wants))}
+                which = [
+                    place.setdefault(frozenset(use.input_layout for use in p.input_uses[i]), len(place))
+                    for p in op_costs
+                ]
+                layouts = {
+                    input_layout: n
+                    for n, input_layout in enumerate(
+                        dict.fromkeys(input_layout for input_layouts in place for input_layout in input_layouts)
+                    )
+                }
                 absent = np.ones((len(states), len(layouts)))  # by state of the value and layout
                 for row, s in zip(absent, states):
-                    stored = (s.left, s.left.without_partial(), *((s.use.want,) if s.use is not None else ()))
+                    stored = (s.left, s.left.without_partial(), *((s.use.input_layout,) if s.use is not None else ()))
                     row[[layouts[one] for one in stored if one in layouts]] = 0.0
                 sizes = np.zeros((len(layouts), len(place)))
-                for wants, column in place.items():
-                    for want in wants:
-                        sizes[layouts[want], column] = self.memory.bytes_of(value, want)
+                for input_layouts, column in place.items():
+                    for input_layout in input_layouts:
+                        sizes[layouts[input_layout], column] = self.memory.bytes_of(value, input_layout)
                 return np.ascontiguousarray((absent @ sizes)[:, which])
 
-            amount = self.memory.once(("copies", i, value.shape, value.dtype), (states, prints), count)
+            amount = self.memory.once(("copies", i, value.shape, value.dtype), (states, op_costs), count)
             stays = self.grads and (self.memory.saves_input(consumer, i) or self.remat.is_recomputed(consumer))
             until = self.back(moment) if stays else moment
             self.use((node, self.cost_graph.operators[consumer.name]), moment, until + 1, amount, "activations")

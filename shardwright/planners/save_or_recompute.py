@@ -24,9 +24,9 @@ The file has three parts:
    their gradients, from the backward of the consumer to that of the producer. The operator's program is taken alone:
    an input is released after its last use, a saved tensor after the backward that uses it.
 2. `OperatorMemory`: bytes that a graph's operators consume, produce and save, by strategy. `left` is an output as it
-   is left, its sum completed; `wanted` an input as it is asked for; `own` the saved tensors that are neither;
-   `inside` as in part 1. An operator's first strategy says which inputs and outputs the backward needs; `wants_input`
-   and `wants_output` say where another strategy differs. Operators that share their costs (`op_cost`) share one result.
+   is left, its sum completed; `wanted` an input as its consumer has it; `own` the saved tensors that are neither;
+   `inside` as in part 1. The backward's inputs and outputs are those of an operator's first strategy; `needs_input` and
+   `needs_output` say where another strategy differs. Operators of equal costs (`op_cost`) share one result.
 3. `RematStates`: the nodes and the edges between them.
 
 `memory_problem` lays these bytes over the moments of a step.
@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Set
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
@@ -177,36 +178,36 @@ class OperatorMemory:
         """True where a value lies in the memory of an input, a buffer or a constant."""
         return name in self.of_outside_inputs or (name not in self.made_by and name not in self.cost_graph.parameters)
 
-    def prints(self, op: Op) -> tuple[OpCost, ...]:
+    def op_costs(self, op: Op) -> tuple[OpCost, ...]:
         return self.cost_graph.op_costs[op.name]
 
     def keeps(self, op: Op) -> KeptTensors:
         """The tensors that an operator's backward needs under its first strategy."""
-        prints = self.prints(op)
-        return self.once("keeps", (prints,), lambda: keeps(prints[0]))
+        costs = self.op_costs(op)
+        return self.once("keeps", (costs,), lambda: keeps(costs[0]))
 
     def own(self, op: Op) -> np.ndarray:
         """Bytes of saved tensors that are neither inputs nor outputs, by strategy."""
-        prints, first = self.prints(op), self.keeps(op)
+        costs, first = self.op_costs(op), self.keeps(op)
 
         def count() -> np.ndarray:
-            plain = [len(p.program) == 1 for p in prints]
+            plain = [len(p.program) == 1 for p in costs]
             none = not first.own and plain[0]
-            return np.array([0 if none and one else keeps(p).own for p, one in zip(prints, plain)], dtype=np.float64)
+            return np.array([0 if none and one else keeps(p).own for p, one in zip(costs, plain)], dtype=np.float64)
 
-        return self.once("own", (prints,), count)
+        return self.once("own", (costs,), count)
 
     def inside(self, op: Op) -> tuple[np.ndarray, np.ndarray]:
         """Bytes inside an operator of several instructions, beyond its inputs, outputs and saved tensors: forward and
         backward, each by strategy."""
-        prints = self.prints(op)
+        costs = self.op_costs(op)
         from_outside = frozenset(i for i, v in enumerate(op.inputs) if v.name not in self.made_by)
 
         def count() -> tuple[np.ndarray, np.ndarray]:
-            found = np.array([inside(p, from_outside) for p in prints], dtype=np.float64)
+            found = np.array([inside(p, from_outside) for p in costs], dtype=np.float64)
             return np.ascontiguousarray(found[:, 0]), np.ascontiguousarray(found[:, 1])
 
-        return self.once(("inside", from_outside), (prints,), count)
+        return self.once(("inside", from_outside), (costs,), count)
 
     def saves_input(self, op: Op, index: int) -> bool:
         same = {i for i, v in enumerate(op.inputs) if v.name == op.inputs[index].name}
@@ -215,23 +216,23 @@ class OperatorMemory:
     def saves_output(self, op: Op, index: int) -> bool:
         return self.grads and index in self.keeps(op).outputs
 
-    def wants_input(self, op: Op, index: int) -> np.ndarray:
+    def needs_input(self, op: Op, index: int) -> np.ndarray:
         """True, by strategy, where the backward needs an input that the backward of the first strategy does not."""
-        prints, first = self.prints(op), self.keeps(op)
+        costs, first = self.op_costs(op), self.keeps(op)
         same = frozenset(i for i, v in enumerate(op.inputs) if v.name == op.inputs[index].name)
         return self.once(
-            ("wants input", same),
-            (prints,),
+            ("needed input", same),
+            (costs,),
             lambda: np.array(
-                [len(p.program) > 1 and not same & first.inputs and bool(same & keeps(p).inputs) for p in prints]
+                [len(p.program) > 1 and not same & first.inputs and bool(same & keeps(p).inputs) for p in costs]
             ),
         )
 
-    def wants_output(self, op: Op, index: int) -> np.ndarray:
+    def needs_output(self, op: Op, index: int) -> np.ndarray:
         """True, by strategy, where the backward needs an output."""
-        prints = self.prints(op)
+        costs = self.op_costs(op)
         return self.once(
-            ("wants output", index), (prints,), lambda: np.array([index in keeps(p).outputs for p in prints])
+            ("needed output", index), (costs,), lambda: np.array([index in keeps(p).outputs for p in costs])
         )
 
     def is_view(self, op: Op) -> bool:
@@ -249,29 +250,27 @@ class OperatorMemory:
 
     def left(self, op: Op, index: int, value: Value) -> np.ndarray:
         """Bytes of an output as it is left, by strategy."""
-        prints = self.prints(op)
+        costs = self.op_costs(op)
         return self.once(
             ("left", index),
-            (prints,),
-            lambda: np.array([self.bytes_of(value, p.output_layouts[index]) for p in prints], dtype=np.float64),
+            (costs,),
+            lambda: np.array([self.bytes_of(value, p.output_layouts[index]) for p in costs], dtype=np.float64),
         )
 
     def wanted(self, op: Op, index: int, value: Value) -> np.ndarray:
         """Bytes of an input as it is asked for, by strategy."""
-        prints = self.prints(op)
-        return self.once(
-            ("wanted", index),
-            (prints,),
-            lambda: np.array(
-                [sum(self.bytes_of(value, want) for want in {use.want for use in p.input_uses[index]}) for p in prints],
-                dtype=np.float64,
-            ),
-        )
+        costs = self.op_costs(op)
+        each = partial(self.bytes_of, value)
+
+        def count() -> np.ndarray:
+            return np.array([float(sum(map(each, {u.input_layout for u in p.input_uses[index]}))) for p in costs])
+
+        return self.once(("wanted", index), (costs,), count)
 
     def room(self, op: Op, backward: bool) -> np.ndarray:
         """Bytes of an operator while it runs that are not there while its inputs are sent before it; or, in the
         backward, while the gradients of its inputs are sent after it. By strategy."""
-        prints, outputs = self.prints(op), [v for v in op.outputs if v is not None]
+        costs, outputs = self.op_costs(op), [v for v in op.outputs if v is not None]
         counted = tuple(k for k, v in enumerate(outputs) if v.requires_grad or not backward)
         places = {v.name: i for i, v in reversed(list(enumerate(op.inputs)))}
         alone = tuple(
@@ -284,10 +283,10 @@ class OperatorMemory:
         )
         return self.once(
             ("room", counted, alone),
-            (prints,),
+            (costs,),
             lambda: sum(
                 [*(self.left(op, k, outputs[k]) for k in counted), *(self.wanted(op, i, op.inputs[i]) for i in alone)],
-                self.own(op) if self.grads else np.zeros(len(prints)),
+                self.own(op) if self.grads else np.zeros(len(costs)),
             ),
         )
 
@@ -319,15 +318,15 @@ class _Ends(NamedTuple):
     """The layouts in which a value is left (rows) and asked for (columns), each layout once.
 
     Attributes:
-        left, want: bytes; `want` is 0 where several layouts are asked for.
+        produced, consumed: bytes in each; `consumed` is 0 where several layouts are asked for.
         same: True where the value is asked for as it is left.
         closed: True where it is asked for as it is left with its sum completed.
         several: True where it is asked for in several layouts.
         open: True where it is left as a partial sum.
     """
 
-    left: np.ndarray
-    want: np.ndarray
+    produced: np.ndarray
+    consumed: np.ndarray
     same: np.ndarray
     closed: np.ndarray
     several: np.ndarray
@@ -432,7 +431,7 @@ class RematStates:
         memory, name = self.memory, ("kept", value.name)
         mine, savers = memory.saves_output(op, k), self.savers(value)
         droppable = self.droppable(op)
-        prints, node = memory.prints(op), self.cost_graph.operators[op.name]
+        costs, node = memory.op_costs(op), self.cost_graph.operators[op.name]
         shared = self.cost_graph.shared.get(value.name)
         if shared is not None:
             inner = any(v.name in self._inner for other in self._recompute_sets(op) for v in other.inputs)
@@ -449,7 +448,7 @@ class RematStates:
             )
         else:
             ((consumer, i),) = memory.consumers[value.name]
-            asks = memory.prints(consumer)
+            theirs = memory.op_costs(consumer)
             states = self._states_of_one(op, k, consumer, i, value, mine, bool(savers), droppable)
             if mine and not savers:
                 self.as_left.add(value.name)
@@ -458,10 +457,8 @@ class RematStates:
                 name,
                 memory.once(
                     ("kept-made", states, k, value.shape),
-                    (prints,),
-                    lambda: np.array(
-                        [[self._fits_made(value, s, p.output_layouts[k]) for s in states] for p in prints]
-                    ),
+                    (costs,),
+                    lambda: np.array([[self._fits_made(value, s, p.output_layouts[k]) for s in states] for p in costs]),
                 ),
             )
             self._edge(
@@ -469,8 +466,8 @@ class RematStates:
                 self.cost_graph.operators[consumer.name],
                 memory.once(
                     ("kept-read", states, i, value.shape),
-                    (asks,),
-                    lambda: np.array([[self._fits_read(value, s, p.input_uses[i]) for p in asks] for s in states]),
+                    (theirs,),
+                    lambda: np.array([[self._fits_read(value, s, p.input_uses[i]) for p in theirs] for s in states]),
                 ),
             )
         self.states[value.name] = states
@@ -482,7 +479,7 @@ class RematStates:
     def _again_edge(self, value: Value, op: Op) -> None:
         """Add the cost of recomputing an operator with a value; infinite where an inner value would have to be sent."""
         memory, states = self.memory, self.states[value.name]
-        prints = memory.prints(op)
+        costs = memory.op_costs(op)
         inner = tuple((i, v) for i, v in enumerate(op.inputs) if v.name in self._inner)
         outs = tuple((k, v) for k, v in enumerate(v for v in op.outputs if v is not None) if v.name in self._inner)
         key = (
@@ -496,7 +493,7 @@ class RematStates:
         def make() -> np.ndarray:
             recomputed = [n for n, s in enumerate(states) if s.how == DROPPED]
             sizes = np.array([states[n].size for n in recomputed])
-            fits = np.ones((len(prints), len(recomputed)), bool)
+            fits = np.ones((len(costs), len(recomputed)), bool)
 
             def as_large(v: Value, same_size: list[int]) -> np.ndarray:
                 """True where an inner value has as many bytes as the dropped value, in proportion."""
@@ -504,17 +501,17 @@ class RematStates:
                 return np.array(same_size)[:, None] * (value.nbytes // unit) == sizes * (v.nbytes // unit)
 
             for k, v in outs:
-                fits &= np.array([not p.output_layouts[k].partial for p in prints])[:, None]
-                fits &= as_large(v, [memory.bytes_of(v, p.output_layouts[k]) for p in prints])
+                fits &= np.array([not p.output_layouts[k].partial for p in costs])[:, None]
+                fits &= as_large(v, [memory.bytes_of(v, p.output_layouts[k]) for p in costs])
             for i, v in inner:
-                wants = [_want(p.input_uses[i]) for p in prints]
-                same_size = as_large(v, [-1 if want is None else memory.bytes_of(v, want) for want in wants])
-                fits &= same_size | np.array([not p.input_uses[i] for p in prints])[:, None]
-            table = np.zeros((len(prints), len(states)))
-            table[:, recomputed] = np.where(fits, np.array([p.forward for p in prints])[:, None], math.inf)
+                read = [_input_layout(p.input_uses[i]) for p in costs]
+                same_size = as_large(v, [-1 if layout is None else memory.bytes_of(v, layout) for layout in read])
+                fits &= same_size | np.array([not p.input_uses[i] for p in costs])[:, None]
+            table = np.zeros((len(costs), len(states)))
+            table[:, recomputed] = np.where(fits, np.array([p.forward for p in costs])[:, None], math.inf)
             return table
 
-        self._edge(self.cost_graph.operators[op.name], ("kept", value.name), memory.once(key, (prints,), make))
+        self._edge(self.cost_graph.operators[op.name], ("kept", value.name), memory.once(key, (costs,), make))
 
     def kept_collective_output(self, value: Value) -> np.ndarray | None:
         """Bytes of an inner value that are saved because they were sent, by state of producer and consumer; None
@@ -526,54 +523,56 @@ class RematStates:
         return self._of_both(
             value,
             "resent",
-            lambda ends: np.where((ends.want == ends.left) & ~(ends.several | ends.open | ends.same), ends.want, 0.0),
+            lambda e: np.where((e.consumed == e.produced) & ~(e.several | e.open | e.same), e.consumed, 0.0),
         )
 
     def sent_back(self, value: Value) -> np.ndarray:
         """Bytes of the gradient of a value with one consumer, as its producer takes it, where the consumer's gradient
         has another layout: by state of producer and consumer."""
-        return self._of_both(value, "sent back", lambda ends: np.where(ends.closed, 0.0, ends.left))
+        return self._of_both(value, "sent back", lambda ends: np.where(ends.closed, 0.0, ends.produced))
 
     def received(self, value: Value) -> np.ndarray:
         """Bytes of a value with one consumer, as that consumer asks for it, where it is sent: by state of producer
         and consumer."""
         return self._of_both(
-            value, "received", lambda ends: np.where(ends.same, 0.0, np.where(ends.several, ends.left, ends.want))
+            value,
+            "received",
+            lambda ends: np.where(ends.same, 0.0, np.where(ends.several, ends.produced, ends.consumed)),
         )
 
     def sent(self, value: Value) -> np.ndarray:
         """Bytes of a value with one consumer, as its producer leaves it, where it is sent: by state of producer and
         consumer."""
-        return self._of_both(value, "sent", lambda ends: np.where(ends.same, 0.0, ends.left))
+        return self._of_both(value, "sent", lambda ends: np.where(ends.same, 0.0, ends.produced))
 
     def viewed_back(self, value: Value) -> np.ndarray:
         """Bytes of the gradient of a value that a view consumes, at the larger of its two ends: by state of producer
         and view."""
-        return self._of_both(value, "viewed back", lambda ends: np.maximum(ends.left, ends.want))
+        return self._of_both(value, "viewed back", lambda ends: np.maximum(ends.produced, ends.consumed))
 
     def _of_both(self, value: Value, what: str, count: Callable[[_Ends], np.ndarray]) -> np.ndarray:
         """A number, by state of a value's producer and consumer, computed from the layouts that the value is left in
         and asked for."""
         memory = self.memory
         (op, k), ((consumer, i),) = memory.made_by[value.name], memory.consumers[value.name]
-        prints, asks = memory.prints(op), memory.prints(consumer)
+        costs, of_consumer = memory.op_costs(op), memory.op_costs(consumer)
 
         def ends() -> tuple[_Ends, np.ndarray, np.ndarray]:
-            lefts, rows = _numbered(p.output_layouts[k] for p in prints)
-            wants, columns = _numbered(_want(p.input_uses[i]) for p in asks)
+            lefts, rows = _numbered(p.output_layouts[k] for p in costs)
+            input_layouts, columns = _numbered(_input_layout(p.input_uses[i]) for p in of_consumer)
             same, closed = (
-                np.array([[one == want for want in wants] for one in some])
+                np.array([[one == input_layout for input_layout in input_layouts] for one in some])
                 for some in (lefts, [left.without_partial() for left in lefts])
             )
-            left = np.array([float(memory.bytes_of(value, one)) for one in lefts])
-            want = np.array([0.0 if one is None else memory.bytes_of(value, one) for one in wants])
+            produced = np.array([float(memory.bytes_of(value, one)) for one in lefts])
+            consumed = np.array([0.0 if one is None else memory.bytes_of(value, one) for one in input_layouts])
             return (
                 _Ends(
-                    left[:, None],
-                    want[None],
+                    produced[:, None],
+                    consumed[None],
                     same,
                     closed,
-                    np.array([[one is None for one in wants]]),
+                    np.array([[one is None for one in input_layouts]]),
                     np.array([[bool(one.partial)] for one in lefts]),
                 ),
                 rows,
@@ -581,12 +580,12 @@ class RematStates:
             )
 
         def make() -> np.ndarray:
-            found, rows, columns = memory.once(("ends", *key), (prints, asks), ends)
+            found, rows, columns = memory.once(("ends", *key), (costs, of_consumer), ends)
             table = np.broadcast_to(count(found), found.same.shape)
             return np.ascontiguousarray(table[rows][:, columns])
 
         key = k, i, value.shape, value.dtype
-        return memory.once((what, *key), (prints, asks), make)
+        return memory.once((what, *key), (costs, of_consumer), make)
 
     def _chain(self, name: str) -> None:
         """Add edges that forbid a dropped value where an input of a recomputed operator is not there."""
@@ -622,7 +621,7 @@ class RematStates:
     def shared_bytes(self, value: Value, state: SharedState) -> tuple[int, int]:
         """Bytes of a shared value as it is left, its sum completed, and as it is served once."""
         left = self.memory.bytes_of(value, state.left) if state.completed else 0
-        return left, 0 if state.use is None else self.memory.bytes_of(value, state.use.want)
+        return left, 0 if state.use is None else self.memory.bytes_of(value, state.use.input_layout)
 
     def _states_of_shared(
         self, value: Value, wanted: bool, droppable: bool, inner: bool
@@ -656,12 +655,12 @@ class RematStates:
         self, op: Op, k: int, consumer: Op, i: int, value: Value, mine: bool, theirs: bool, droppable: bool
     ) -> tuple[SaveOrRecompute, ...]:
         memory = self.memory
-        prints, asks = memory.prints(op), memory.prints(consumer)
+        costs, of_consumer = memory.op_costs(op), memory.op_costs(consumer)
 
         def make() -> tuple[SaveOrRecompute, ...]:
-            left = dict.fromkeys(p.output_layouts[k] for p in prints)
-            wants = dict.fromkeys(_want(p.input_uses[i]) for p in asks)
-            both = [layout for layout in left if layout in wants and not layout.partial]
+            left = dict.fromkeys(p.output_layouts[k] for p in costs)
+            input_layouts = dict.fromkeys(_input_layout(p.input_uses[i]) for p in of_consumer)
+            both = [layout for layout in left if layout in input_layouts and not layout.partial]
             out = [SaveOrRecompute(KEPT)] if mine or theirs else [SaveOrRecompute(ABSENT), SaveOrRecompute(KEPT)]
             if mine:  # one tensor serves producer and consumer, or the recomputation
                 out += [SaveOrRecompute(KEPT, layout, memory.bytes_of(value, layout)) for layout in both]
@@ -669,7 +668,7 @@ class RematStates:
                 out += [SaveOrRecompute(DROPPED, layout, memory.bytes_of(value, layout)) for layout in both]
             return tuple(out)
 
-        return memory.once(("states", k, i, mine, theirs, droppable), (prints, asks), make)
+        return memory.once(("states", k, i, mine, theirs, droppable), (costs, of_consumer), make)
 
     def _fits_made(self, value: Value, state: SaveOrRecompute, left: Layout) -> float:
         if state.layout is not None and left != state.layout:
@@ -679,17 +678,17 @@ class RematStates:
         return 0.0
 
     def _fits_read(self, value: Value, state: SaveOrRecompute, asked: Uses) -> float:
-        want = _want(asked)
-        if state.layout is not None and want != state.layout:
+        input_layout = _input_layout(asked)
+        if state.layout is not None and input_layout != state.layout:
             return math.inf
-        if state.how == DROPPED and (want is None or state.size != self.memory.bytes_of(value, want)):
+        if state.how == DROPPED and (input_layout is None or state.size != self.memory.bytes_of(value, input_layout)):
             return math.inf
         return 0.0
 
 
-def _want(asked: Uses) -> Layout | None:
+def _input_layout(asked: Uses) -> Layout | None:
     """The one layout of the uses; None where there are several."""
-    layouts = {use.want for use in asked}
+    layouts = {use.input_layout for use in asked}
     return layouts.pop() if len(layouts) == 1 else None
 
 

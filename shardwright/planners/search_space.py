@@ -130,7 +130,7 @@ def _router(source: Layout, uses: frozenset[Use], gradient: bool, master: Master
     )
     router.enter(value, source)
     router.producer[value.name] = "producer"
-    wanted = sorted(uses, key=lambda use: (str(use.want), use.partial))
+    wanted = sorted(uses, key=lambda use: (str(use.input_layout), use.partial))
     router.uses[value.name] = list(wanted)
     for use in wanted:
         router.obtain(value, use)
@@ -144,13 +144,13 @@ def _sorted(source: Layout, use: Use) -> tuple[Layout, Use]:
     layouts have one price. A device count that is no power of two is left unchanged: there, several ways may be
     equally short.
     """
-    want, devices = use.want, source.devices
+    target, devices = use.input_layout, source.devices
     if devices & (devices - 1):
         return source, use
-    pairs = sorted((pair for pair in zip(source.dims or (), want.dims or ()) if pair[0] or pair[1]), key=_number)
+    pairs = sorted((pair for pair in zip(source.dims or (), target.dims or ()) if pair[0] or pair[1]), key=_number)
     return (
         Layout.of(devices, (a for a, _ in pairs), source.partial, source.reduction),
-        Use(Layout.of(devices, (b for _, b in pairs), want.partial, want.reduction), use.partial, use.operator),
+        Use(Layout.of(devices, (b for _, b in pairs), target.partial, target.reduction), use.partial, use.operator),
     )
 
 
@@ -164,7 +164,7 @@ def _number(pair: tuple[Digits, Digits]) -> tuple[tuple[int, int], ...]:
 def _alone(source: Layout, use: Use, gradient: bool) -> tuple[tuple[Redistribution, bool], ...] | None:
     """The same as `redistributions_of` for one use, without a partitioner."""
     try:
-        forward = brought(source, use.want)
+        forward = brought(source, use.input_layout)
     except LayoutError:
         return None
     both = ((forward, False), (transpose(forward, use.partial), True)) if gradient else ((forward, False),)
@@ -315,7 +315,7 @@ def op_cost(decision: Decision, costs: CostModel) -> OpCost:
     router.collect(work, [])
     input_uses = {
         name: frozenset(
-            Use(u.want.with_partial(decision.open) if decision.open else u.want, u.partial, "")
+            Use(u.input_layout.with_partial(decision.open) if decision.open else u.input_layout, u.partial, "")
             for u in router.uses.get(name, ())
         )
         for name in inputs
@@ -323,7 +323,7 @@ def op_cost(decision: Decision, costs: CostModel) -> OpCost:
     if SEED.name in router.uses:
         router.make(SEED, Layout.replicated(devices, 1))
     for name, value in inputs.items():
-        targets = sorted((u.want for u in input_uses[name]), key=str)
+        targets = sorted((u.input_layout for u in input_uses[name]), key=str)
         router.make(value, targets[0] if targets else Layout.replicated(devices, len(value.shape)))
     placed = {name: _padded(instance) for name, instance in router.made.items()}
     placed_names = {instance.name for instance in placed.values()}

@@ -285,7 +285,9 @@ class _Views:
                 elif i == 0:
                     bound = self.described[op.name][1]
                     pulled = (bound.follow({0: d}, of_outputs=True) for d in self.demands(op.outputs[0]))
-                    wants = (bound.input_layout(0, p) for p in pulled if p is not None)
-                    found.update(dict.fromkeys(want for want in wants if want is not None))
+                    input_layouts = (bound.input_layout(0, p) for p in pulled if p is not None)
+                    found.update(
+                        dict.fromkeys(input_layout for input_layout in input_layouts if input_layout is not None)
+                    )
             self.demanded[value.name] = tuple(found)
         return self.demanded[value.name]

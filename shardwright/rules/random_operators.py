@@ -329,10 +329,10 @@ def _bernoulli(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     return b.to(b.call(aten.lt.Tensor, place.numbers("uniform", wide(p.dtype)), p), dtype)
 
 
-_Maker = Callable[[Builder, Op, _Place, torch.dtype], Value]
+_Drawn = Callable[[Builder, Op, _Place, torch.dtype], Value]
 
 
-def _with_rule(text: Callable[[Op], Described], make: _Maker) -> Rule:
+def _with_rule(text: Callable[[Op], Described], make: _Drawn) -> Rule:
     """The rule of an operator that produces one tensor: like its first input, or from nothing."""
 
     def of_real(op: Op) -> Described:

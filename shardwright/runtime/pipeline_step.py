@@ -201,13 +201,13 @@ class PipelineStep:
                     if source.index < len(self.input_parts)
                     else self.totals[s][source.index - len(self.input_parts)]
                 )
-                wants = source.index < len(self.input_parts) and self.wanted[source.index]
+                takes_gradient = source.index < len(self.input_parts) and self.wanted[source.index]
             elif transfer.kind == "parameter":
                 inputs.append(self.shared[s, transfer.name])
                 continue
             else:
-                x, wants = program.link.receive(transfer, k, False), value.requires_grad and self.trains
-            inputs.append(x.detach().requires_grad_(wants))
+                x, takes_gradient = program.link.receive(transfer, k, False), value.requires_grad and self.trains
+            inputs.append(x.detach().requires_grad_(takes_gradient))
         buffers = list(body.buffers.values())
         if body.updates and self.trains:
             buffers = [b.clone() for b in buffers]  # a forward's buffers must be unchanged in its backward

@@ -212,6 +212,7 @@ def test_public_classes_have_one_meaning_each():
 
 #: Names that the field has no use for, and the names that stand for what was meant by them.
 RETIRED = {
+    "asks": "consumer_costs, input_layout",
     "carries": "batch_dims",
     "conversion": "redistribution",
     "fed": "inputs, input_placement",
@@ -219,6 +220,8 @@ RETIRED = {
     "given": "the noun of the value: setting, arguments, entries",
     "handed": "the noun of the value",
     "lets_go": "reshards_after_forward",
+    "maker": "producer",
+    "makers": "producers",
     "own_part": "per_rank_batch",
     "remade": "recompute_set",
     "resent": "kept_collective_output",
@@ -227,6 +230,7 @@ RETIRED = {
     "twin": "counterpart",
     "twins": "counterparts",
     "unkept": "regathered",
+    "wants": "input_layouts, needs_",
 }
 
 
@@ -243,6 +247,16 @@ def test_names_are_those_of_the_field() -> None:
 
 def test_a_retired_name_is_found() -> None:
     assert retired("given = 1\nclass Fed:\n    _told = 'said'  # said\n") == ["1: given", "2: Fed", "3: _told"]
+
+
+BROAD = re.compile(r"^ *except (?:Base)?Exception\b[^#\n]*$", re.MULTILINE)
+
+
+def test_a_broad_except_has_its_reason() -> None:
+    """A comment says what raises anything, and where the error goes."""
+    found = {str(path.relative_to(PACKAGE)): BROAD.findall(path.read_text(encoding="utf-8")) for path in FILES}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+    assert BROAD.findall("    except Exception as e:\nexcept Exception:  # why\n") == ["    except Exception as e:"]
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in FILES} - {PACKAGE}), ids=lambda p: p.name)

@@ -156,7 +156,7 @@ class Agreement:
             return kind.read(first["found"])
         try:
             found = find()
-        except Exception as error:
+        except Exception as error:  # of any kind: the other ranks raise it too
             from_first({"error": error_words(error)})
             raise
         from_first({"found": found.encode()})
