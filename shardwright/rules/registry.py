@@ -195,7 +195,7 @@ def find_rule(op: Op) -> Rule | None:
         return found if found is None or found.expand is None else whole_rule(op)
     function = getattr(op.target, "described_as", None)
     if function is not None:
-        return _RULES.get(function) or _RULES.get(f"{function.__module__}.{function.__qualname__}") or whole_rule(op)
+        return function_rule(function) or whole_rule(op)
     found = _RULES.get(op.target)
     if found is None and isinstance(op.target, OpOverload):
         found = _RULES.get(op.target.name())
@@ -206,6 +206,11 @@ def find_rule(op: Op) -> Rule | None:
     ):
         return POINTWISE
     return found
+
+
+def function_rule(function: type) -> Rule | None:
+    """The rule of a `torch.autograd.Function`, registered by the class or by its name; None where there is none."""
+    return _RULES.get(function) or _RULES.get(f"{function.__module__}.{function.__qualname__}")
 
 
 def has_rule(op: Op) -> bool:
