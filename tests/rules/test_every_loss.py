@@ -271,3 +271,11 @@ def test_losses_are_as_on_one_device(family: str, mode: str) -> None:
     assert all(p.isfinite().all() for p in net.parameters())
     cut = [bool(d.assignment.used) for d in model.plan.decisions.values()]
     assert len(shape) == 1 or sum(cut) > 0.8 * len(cut)
+
+
+@pytest.mark.parametrize("family", ["probabilities", "rows", "classes"])
+def test_losses_that_are_not_cut_are_as_without_the_wrapper(family: str) -> None:
+    """Nothing is cut on one device: each loss is called as the forward calls it, with the defaults of its operator."""
+    shape, cases = FAMILIES[family]
+    given = {name: GIVEN[name] for case in cases for name in case.given}
+    assert_as_one_device(Losses(cases, False), (draw(*shape, seed=20), given), devices=1)
