@@ -293,10 +293,11 @@ def local_call(op: Op, described: Rule, bound: Bound, assignment: Assignment) ->
 
 
 def local_output_shape(bound: Bound, assignment: Assignment, index: int = 0) -> tuple[int, ...]:
-    """The shape of a rank's slice of an output."""
+    """The shape of a rank's slice of an output, padded where dims need not divide."""
     layout: Layout | None = bound.output_layout(index, assignment)
     assert layout is not None
-    return layout.local_shape(bound.out_shapes[index])
+    shape = bound.out_shapes[index]
+    return layout.local_shape(layout.padded(shape) if bound.uneven else shape)
 
 
 # -- expansion into simpler operators

@@ -14,6 +14,8 @@ from small_networks import D, draw
 from test_every_loss import FREE, losses_of_torch
 from torch import Tensor, nn
 
+import shardwright as sw
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 MODES: dict[str, dict[str, Any]] = {"semi_auto": {"dataset": "data_parallel"}, "dynamic_programming": {"cluster": FREE}}
@@ -186,11 +188,12 @@ class Modules(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.w = nn.Parameter(1 + 0.5 * draw(*shape[1:], seed=1))
+        self.product = torch.mul
         self.names = [f"{name} {i}" for name, made in makers.items() for i, _ in enumerate(made)]
         self.parts = nn.ModuleList(make() for made in makers.values() for make in made)
 
     def forward(self, x: Tensor) -> dict[str, Any]:
-        y = x * self.w
+        y = self.product(x, self.w)
         return {name: part(y) for name, part in zip(self.names, self.parts)}
 
 
@@ -219,6 +222,16 @@ def test_modules_are_as_on_one_device(family: str, mode: str) -> None:
     )
     cut = [bool(d.assignment.used) for d in model.plan.decisions.values()]
     assert sum(cut) > 0.8 * len(cut)
+
+
+@pytest.mark.parametrize("family", ["sequences", "planes"])
+def test_modules_of_an_uneven_batch_are_as_on_one_device(family: str) -> None:
+    """Seven rows on four devices: what cannot follow on padded rows gathers them."""
+    shape, makers = FAMILIES[family]
+    net = Modules((7, *shape[1:]), makers)
+    net.product = sw.shard(torch.mul, ((4, *[1] * (len(shape) - 1)), (1,) * (len(shape) - 1)))
+    batch = (draw(7, *shape[1:], seed=4),)
+    assert_as_one_device(net, batch, devices=4, mode="dynamic_programming", cluster=FREE, uneven=True)
 
 
 @pytest.mark.parametrize("mode", MODES)
