@@ -106,9 +106,12 @@ def directive(name: str) -> str:
 
 
 def operators() -> str:
-    """A table of torch's operators that have a rule, each with its overloads."""
+    """A table of the operators that have a rule, each with its overloads."""
     found: dict[str, list[str]] = {}
     for overload in registry._RULES:
+        if isinstance(overload, str):  # of a library, ``library::name``, or a function by its path
+            found.setdefault(overload, []).append("all" if "::" in overload else "a `torch.autograd.Function`")
+            continue
         library, _, rest = str(overload).partition(".")
         name, _, kind = rest.partition(".")
         if library != "shardwright":  # the package's own, into which others are expanded

@@ -4,7 +4,8 @@
    A call of ``apply`` leaves one node in the capture. Later each rank calls ``apply`` itself, so the context of the
    function (saved tensors, attributes, ``needs_input_grad``, non-differentiable outputs) is torch's own. Without a
    `shardwright.rule` the operator takes whole tensors on every rank; with the rule ``"... -> ..."`` of the class it
-   can be sharded.
+   can be sharded. A function of torch's own is kept where a rule describes it, as that of `nn.CrossMapLRN2d`; others
+   are captured as the operators that they call.
 
    Users hold ``apply`` bound to their classes (``f = Scaled.apply``), so a replaced ``apply`` would miss calls. But
    ``apply`` looks up ``forward`` and ``setup_context`` on the class at each call. During a capture, every class of
@@ -39,6 +40,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from ..errors import CaptureError, SettingError
 from ..graph import Graph, Op, Recompute, Value, map_values
+from ..rules.registry import function_rule
 from ..torch_private import (
     VMAP_ENDS,
     DisableTorchFunction,
@@ -130,11 +132,11 @@ OPAQUE = torch.ops.shardwright.opaque.default
 
 
 def _classes(of: Any = torch.autograd.Function) -> Iterator[Any]:
-    """Every class below `of` that is not torch's own, bases before their subclasses."""
+    """Every class below `of`, bases before their subclasses; of torch's own those that a rule describes."""
     levels: list[list[Any]] = [of.__subclasses__()]
     for below in levels:
         for cls in below:
-            if not cls.__module__.startswith("torch."):
+            if not cls.__module__.startswith("torch.") or function_rule(cls) is not None:
                 yield cls
             if further := cls.__subclasses__():
                 levels.append(further)

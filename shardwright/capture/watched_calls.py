@@ -35,7 +35,7 @@ from torch.nn import functional
 
 from ..errors import CaptureError, place_text
 from ..rules.loss import ctc_losses
-from ..torch_private import COMPILER, hooks_of, hooks_of_all_modules
+from ..torch_private import COMPILER, AdaptiveOutput, hooks_of, hooks_of_all_modules
 from .hybrid_models import refused_collective
 from .observed.places import GuardedPlace
 from .observed.stand_ins import by_user, frames, held_by
@@ -237,7 +237,7 @@ def _adaptive_log_softmax(self: nn.AdaptiveLogSoftmaxWithLoss, input_: torch.Ten
     rows, target = (input_.unsqueeze(0), target_.unsqueeze(0)) if alone else (input_, target_)
     output = self.log_prob(rows).gather(1, target.unsqueeze(1)).squeeze(1)
     loss = (-output).mean()
-    return nn.modules.adaptive._ASMoutput(output.squeeze(0) if alone else output, loss)  # private torch name
+    return AdaptiveOutput(output.squeeze(0) if alone else output, loss)
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from ..graph import Op, Value
+from ..torch_private import ctc_loss_backward
 from .dims import cut_size, local_operator, named, operand, operands, part_length, starts, whole, wide, within
 from .notation import Assignment, Bound
 from .reduction import maximum
@@ -419,7 +420,7 @@ def _ctc_backward(
 ) -> torch.Tensor:
     tensors = log_probs, targets, input_lengths, target_lengths
     made, table = aten._ctc_loss.Tensor(*tensors, blank, zero_infinity)
-    return aten._ctc_loss_backward.Tensor(gradient, *tensors, made, table, blank, zero_infinity)
+    return ctc_loss_backward(gradient, *tensors, made, table, blank, zero_infinity)
 
 
 @_ctc_backward.register_fake

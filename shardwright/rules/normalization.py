@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graph import Op, Value
-from ..torch_private import BatchNorm
+from ..torch_private import CROSS_MAP_NORM, BatchNorm
 from .dims import compound, cut_size, named, operand, operands, whole, wide
 from .notation import Assignment, Bound
 from .registry import Builder, Expansion, Local, Rule, register
@@ -619,3 +619,5 @@ register((normalise,), Rule(_normalise_text))
 register((batch_normalise,), Rule(_batch_normalise_text))
 register((running_averages,), Rule(_running_text))
 register((own_batch_norm,), Rule(_own_text, localize=_local_own))
+# The autograd function of nn.CrossMapLRN2d, which sums over adjacent channels.
+register((CROSS_MAP_NORM,), Rule("n c! h w -> n c! h w"))

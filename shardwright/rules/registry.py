@@ -195,7 +195,7 @@ def find_rule(op: Op) -> Rule | None:
         return found if found is None or found.expand is None else whole_rule(op)
     function = getattr(op.target, "described_as", None)
     if function is not None:
-        return _RULES.get(function) or _RULES.get(f"{function.__module__}.{function.__qualname__}") or whole_rule(op)
+        return function_rule(function) or whole_rule(op)
     found = _RULES.get(op.target)
     if found is None and isinstance(op.target, OpOverload):
         found = _RULES.get(op.target.name())
@@ -206,6 +206,11 @@ def find_rule(op: Op) -> Rule | None:
     ):
         return POINTWISE
     return found
+
+
+def function_rule(function: type) -> Rule | None:
+    """The rule of a `torch.autograd.Function`, registered by the class or by its name; None where there is none."""
+    return _RULES.get(function) or _RULES.get(f"{function.__module__}.{function.__qualname__}")
 
 
 def has_rule(op: Op) -> bool:
@@ -288,10 +293,11 @@ def local_call(op: Op, described: Rule, bound: Bound, assignment: Assignment) ->
 
 
 def local_output_shape(bound: Bound, assignment: Assignment, index: int = 0) -> tuple[int, ...]:
-    """The shape of a rank's slice of an output."""
+    """The shape of a rank's slice of an output, padded where dims need not divide."""
     layout: Layout | None = bound.output_layout(index, assignment)
     assert layout is not None
-    return layout.local_shape(bound.out_shapes[index])
+    shape = bound.out_shapes[index]
+    return layout.local_shape(layout.padded(shape) if bound.uneven else shape)
 
 
 # -- expansion into simpler operators

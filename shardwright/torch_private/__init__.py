@@ -54,6 +54,7 @@ from .module_internals import (
     part_tables,
 )
 from .operator_internals import (
+    CROSS_MAP_NORM,
     OpOverload,
     OpOverloadPacket,
     foreach_edits,
@@ -92,8 +93,8 @@ from .version_lookup import NAMES, demand, name_of_torch
 
 # fmt: off
 __all__ = [
-    "CALLED_INSTEAD", "CHECKPOINT_LOGGER", "COMPILED", "COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "PARAMETER",
-    "VMAP_ENDS", "GradientHooks", "HooksOfAllModules", "ModuleHooks", "OpOverload", "OpOverloadPacket",
+    "CALLED_INSTEAD", "CHECKPOINT_LOGGER", "COMPILED", "COMPILER", "CROSS_MAP_NORM", "MODULE_TABLES", "NOISY_LOGGERS",
+    "PARAMETER", "VMAP_ENDS", "GradientHooks", "HooksOfAllModules", "ModuleHooks", "OpOverload", "OpOverloadPacket",
     "attributes_unchecked", "backward_can_start_at_functions", "buffer_table", "called_above_autograd",
     "code_written_late", "computation", "default_store", "demand", "exporting", "foreach_edits", "forward_hook_tables",
     "fused_optimizers", "gather_flat", "gradient_hooks", "group_timeout", "hook_tables", "hooks_of",

@@ -9,6 +9,7 @@ import torch
 from . import version_lookup
 
 __all__ = [
+    "CROSS_MAP_NORM",
     "OpOverload",
     "OpOverloadPacket",
     "foreach_edits",
@@ -23,6 +24,10 @@ __all__ = [
 
 #: Types of ``torch.ops.aten.add.Tensor`` and of ``torch.ops.aten.add``; their names are private, the types are not.
 OpOverload, OpOverloadPacket = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
+
+
+#: The name of the `torch.autograd.Function` of ``nn.CrossMapLRN2d``.
+CROSS_MAP_NORM = "torch.nn.modules._functions.CrossMapLRN2d"
 
 
 def schema_of(target: Any) -> Any:

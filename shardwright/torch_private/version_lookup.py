@@ -13,6 +13,7 @@ __all__ = ["NAMES", "Missing", "demand", "lookup", "missing_error", "name_of_tor
 
 #: Name in this package -> (path in torch, the feature that needs it). Looked up when first imported.
 NAMES = {
+    "AdaptiveOutput": ("torch.nn.modules.adaptive._ASMoutput", "nn.AdaptiveLogSoftmaxWithLoss"),
     "BatchNorm": ("torch.nn.modules.batchnorm._BatchNorm", "batch norms whose momentum is None"),
     "CustomGraphPass": ("torch._inductor.custom_graph_pass.CustomGraphPass", "compiled programs on a library"),
     "CustomOpDef": ("torch._library.custom_ops.CustomOpDef", "a rule for a torch.library.custom_op"),
@@ -31,6 +32,7 @@ NAMES = {
     "forbidden_hooks": ("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", "torch.func around it"),
     "no_python_dispatcher": ("torch._dispatch.python.no_python_dispatcher", "a captured model at other sizes"),
     "no_torch_function": ("torch._C._disabled_torch_function_impl", "a captured model at other sizes"),
+    "ctc_loss_backward": ("torch.ops.aten._ctc_loss_backward.Tensor", "nn.CTCLoss"),
     "dtensor_handlers": ("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers", "averages of models"),
     "foreach_norm": ("torch._foreach_norm", "clip_grad_norm_"),
     "functional_all_gather": ("torch.ops._c10d_functional.all_gather_into_tensor", "collectives in processes"),

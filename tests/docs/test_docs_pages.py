@@ -228,6 +228,7 @@ def test_commands_are_those_of_the_parsers(generated: ModuleType) -> None:
 def test_operators_are_those_of_the_registry(generated: ModuleType) -> None:
     text = generated.filled("<!-- made: operators -->")
     assert "| `aten.linear` | default |" in text and "`shardwright." not in text
+    assert "CrossMapLRN2d` | a `torch.autograd.Function` |" in text
 
 
 def test_indented_code_of_a_docstring_is_marked(generated: ModuleType) -> None:

@@ -21,11 +21,12 @@ Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 def close(ours: Any, theirs: Any, what: str = "") -> None:
     """Equal trees of tensors, but for the order of sums."""
     mine, my_spec = pytree.tree_flatten(ours)
-    yours, your_spec = pytree.tree_flatten(theirs)
+    yours, your_spec = pytree.tree_flatten_with_path(theirs)
     assert my_spec == your_spec, what
-    for a, b in zip(mine, yours):
+    for a, (path, b) in zip(mine, yours):
         if isinstance(b, Tensor):
-            torch.testing.assert_close(a, b, **CLOSE, equal_nan=True, msg=lambda text: f"{what}: {text}")
+            where = f"{what}{pytree.keystr(path)}"
+            torch.testing.assert_close(a, b, **CLOSE, equal_nan=True, msg=lambda text: f"{where}: {text}")
         else:
             assert a == b, what
 

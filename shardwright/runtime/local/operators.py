@@ -630,6 +630,12 @@ class _OneOfAllRanks(torch.autograd.Function):
         return SameOnAllRanks.apply(gradient, *ctx.places), None, None, None, None
 
 
+def _leaves_out(node: Node, target: Any, argument: str) -> bool:
+    """True where the call leaves an argument of its operator to the default."""
+    names = [a.name for a in schema_of(target).arguments]
+    return argument in names[len(node.args) :] and argument not in node.kwargs
+
+
 def plain_function(node: Node) -> Any:
     """The function that a node calls, without the Python layer of its overload object: ``torch.relu`` for
     ``aten.relu.default``; ``torch.mm`` for a matmul of two matrices, to which it reduces; plain functions for this
@@ -648,8 +654,10 @@ def plain_function(node: Node) -> Any:
         or overload_name(target) not in PARSED
         or not isinstance(schema_of(target).arguments[0].type, torch.TensorType)
         or target in (aten.bernoulli.Tensor, aten.index_put.default)
+        or _leaves_out(node, target, "reduction")
     ):
-        # The last two: torch.bernoulli lacks this overload, and torch.index_put takes no None as an index.
+        # torch.bernoulli lacks this overload, and torch.index_put takes no None as an index. A loss without `reduction`
+        # is a mean by its schema; torch.kl_div and its kin take it for no reduction.
         return target
     name = target.overloadpacket.__name__
     function = torch_function(name)
