@@ -87,6 +87,7 @@ _INSTEAD = {
     "of them, such as h[rows, lengths - 1]",
     "not a known type": "tensors, numbers, strings and None, in tuples, lists, dicts, or as attributes of an object",
     "numpy() is not supported": "torch's own operators",
+    "uninitialized parameter": "one call of the plain model before it is wrapped, which gives lazy modules their sizes",
 }
 
 

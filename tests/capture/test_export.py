@@ -265,3 +265,12 @@ def test_a_gradient_comes_to_those_outputs_alone_that_have_one() -> None:
     graph = capture(nn.Linear(3, 4), (torch.randn(2, 3), torch.randn(2, 4)), None, loss_fn=nn.MSELoss())
     (spread,) = (op for op in graph.ops if op.kind == "broadcast_tensors")
     assert [v.requires_grad for v in spread.outputs] == [True, False], "what is aimed at has none"
+
+
+def test_lazy_modules_are_called_once_before():
+    net, x = nn.Sequential(nn.LazyLinear(8), nn.Tanh()), draw(4, 8).float()
+    with pytest.raises(sw.CaptureError) as raised:
+        sw.AutoParallel(net, parallel_mode="semi_auto")(x)
+    assert "uninitialized parameter" in str(raised.value) and "one call of the plain model" in raised.value.legal
+    net(x)
+    assert torch.equal(sw.AutoParallel(net, parallel_mode="stand_alone")(x), net(x))
