@@ -35,8 +35,10 @@ def most_faults() -> int:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="this interpreter allocates each frame by itself")
 def test_a_loop_at_the_end_of_a_chunk_asks_the_kernel_for_nothing() -> None:
-    assert most_faults() >= CALLS, "what the module describes does not happen here"
+    plain = most_faults()
     assert roomy_stack(most_faults)() < CALLS / 10
+    if plain < CALLS:  # after other tests the C library may keep the memory of a chunk
+        pytest.skip("this process asks the kernel for nothing without a roomy stack either")
 
 
 def test_arguments_results_and_errors_pass() -> None:

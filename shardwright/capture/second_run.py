@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..autocast import UnderAutocast
 from ..errors import CaptureError, ShardwrightError
 from ..graph import Graph, Op, Value
 from .annotations import Operator
@@ -167,8 +168,9 @@ def difference(first: Graph, second: Graph) -> ProgramDifference | None:
 
 def _called(op: Op) -> tuple[Any, Any]:
     """The callee of an operator, and the plain arguments that a ``torch.autograd.Function`` is bound to."""
-    if isinstance(op.target, Applied):  # its class may be made by the forward
-        return op.target.__qualname__, op.target.leaves
+    inner = op.target.inner if isinstance(op.target, UnderAutocast) else op.target
+    if isinstance(inner, Applied):  # its class may be made by the forward
+        return (inner.__qualname__, getattr(op.target, "state", None)), inner.leaves
     return op.target, None
 
 

@@ -44,7 +44,7 @@ def of_part(whole: Whole, rule: Rule, bound: Bound, assignment: Assignment, k: i
     for i, value in enumerate(whole.op.inputs):
         layout = bound.input_layout(i, assignment)
         assert layout is not None
-        given[value.name] = whole.tensors[value.name].detach()[layout.slice(value.shape, k)]
+        given[value.name] = whole.tensors[value.name].detach()[layout.slice(value.shape, k)].contiguous()
     call = local_call(whole.op, rule, bound, assignment)
     args, kwargs = map_values((call.args, call.kwargs), lambda v: given[v.name])
     return outputs_of(call.target(*args, **kwargs))
