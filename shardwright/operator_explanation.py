@@ -349,13 +349,15 @@ class _Neighbourhood:
         own = options.index(self.chosen[self.name])
         forms.pop(self._form(options[own]))
         firsts = [states[0] for states in forms.values()][:count]
-        least, bound, totals = float(whole.costs[own]), self.bound, whole.costs
+        least, bound, totals, cost = float(whole.costs[own]), self.bound, whole.costs, self.cost
+        if self.plan.found is not None and self.proved is not None:
+            cost = min(cost, self.plan.found.cost)  # the program may cost less than the cost graph says
         if not whole.exact:  # bounds of the problem around one operator, which the bound of the whole raises
             proved = self.proved or 0.0
-            least, totals = min(max(least, proved), self.cost), np.maximum(whole.costs, bound or 0.0)
-        found = tuple(self._alternative(options[first], float(totals[first]), self.cost) for first in firsts)
+            least, totals = max(least, proved), np.maximum(whole.costs, bound or 0.0)
+        found = tuple(self._alternative(options[first], float(totals[first]), cost) for first in firsts)
         mine = self.plan.decisions[self.name]
-        return Explanation(self.plan, mine, shares, self.cost, least, found, len(options), whole.exact, bound)
+        return Explanation(self.plan, mine, shares, cost, min(least, cost), found, len(options), whole.exact, bound)
 
     @property
     def proved(self) -> float | None:

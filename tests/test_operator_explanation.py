@@ -176,7 +176,7 @@ def test_a_plan_that_is_not_the_best() -> None:
     assert said.alternatives[0].more < 0 and said.alternatives[0].total == pytest.approx(planned("wide").cost, rel=1e-9)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(networks(), st.sampled_from((4, 6)), st.sampled_from((2**24, 1)), st.data())
 def test_no_alternative_is_said_to_be_below_the_proved_bound(made: Any, devices: int, most: int, data: Any) -> None:
     """Random networks, also where the problem around an operator is too large to be eliminated (`most` = 1)."""
@@ -206,6 +206,52 @@ def test_no_alternative_is_said_to_be_below_the_proved_bound(made: Any, devices:
     figures = operator_figures(said)
     assert figures["bound"] == said.bound and figures["exact"] == said.exact
     assert all(one["total"] >= least for one in figures["alternatives"])
+
+
+class Detached(nn.Module):
+    """Products whose gradients end at a `detach`, beside one whose gradient does not."""
+
+    def __init__(self, beside: bool) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(draw(2, 2)), nn.Parameter(draw(2, 2))
+        self.beside = beside
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        hidden = torch.matmul(torch.relu(x), self.w)
+        out = torch.mul(torch.relu(torch.detach(torch.relu(hidden))), 0.5)
+        return [out, torch.matmul(hidden, self.v)] if self.beside else [out]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_search_prices_no_gradient_that_a_detach_ends(beside: bool) -> None:
+    """The search's price of its plan is that of the program, so that no mode that searches less has a cheaper one."""
+    plan = sw.plan(
+        Detached(beside),
+        (torch.empty(4, 2, dtype=D),),
+        lambda results, _: sum((one * one).sum() for one in results),
+        torch.zeros(1, dtype=D),
+        parallel_mode=MODE,
+        devices=4,
+        cluster=slow_devices(4),
+    )
+    assert not any("the search found" in note for note in plan.found.notes)
+    assert bool(plan.backward) == beside and plan.gap == pytest.approx(0.0, abs=1e-12)
+    for name in plan.decisions:
+        assert _Neighbourhood(plan, name, CostModel(plan.cluster, 4), None).cost == pytest.approx(plan.cost, rel=1e-12)
+        said = explained(plan, name)
+        assert said.cost == said.least == pytest.approx(plan.cost, rel=1e-12)
+        for other in said.alternatives:
+            assert other.more == other.total - said.cost >= -1e-12 * plan.cost and not said.is_better(other)
+
+
+def test_a_plan_that_costs_less_than_the_cost_graph_says() -> None:
+    """Differences are those to the cost of the plan, of which the bound is."""
+    plan = planned("wide")
+    less = 0.9 * plan.found.cost
+    plan = replace(plan, found=replace(plan.found, cost=less, bound=less))
+    said = explained(plan, "linear")
+    assert said.cost == said.least == less
+    assert said.alternatives and all(a.more == a.total - less > 0 for a in said.alternatives)
 
 
 def test_a_lower_bound_is_no_better_plan() -> None:

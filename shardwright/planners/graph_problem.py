@@ -9,6 +9,8 @@
 2. A value with several consumers has a node. The partitioner serves equal uses together: the state says the layout in
    which the value is left, and the one use that is served once for all consumers with that use.
 3. A result that is handed out, or a buffer update, is one more use of its value.
+4. An operator that no gradient reaches from the results, as one before a `detach`, has no backward, and no gradient of
+   its inputs is redistributed.
 
 The cost of a plan is then the cost of its partitioned program. Where several consumers share more than one use of a
 value, the program is cheaper than the cost graph says: with uses a, a, b, b the state serves a once and b twice.
@@ -28,7 +30,7 @@ import numpy as np
 
 from ..cost.cost_model import CostModel
 from ..errors import PlanError, ShardwrightError
-from ..graph import SEED, Master, Op, Value
+from ..graph import SEED, Graph, Master, Op, Value
 from ..identity import IdentityCache
 from ..launch.progress import each
 from ..layout import Layout
@@ -195,6 +197,7 @@ class _Builder:
         self.all_options, self.stored, self.hsdp, self.cut, self.known = options, stored, hsdp, cut, known
         self.deliveries = EdgeCosts(costs) if deliveries is None else deliveries
         self.consumers, self.producers = self.graph.consumers(), self.graph.producers()
+        self.reached, self.gradients = _reached(self.graph)
         self.ends = self._ends(input_placement, batch_dims)
         self.sources = self._sources(input_placement)
         self.node_costs: list[np.ndarray] = []
@@ -235,6 +238,11 @@ class _Builder:
 
     def _whole(self, value: Value) -> Layout:
         return self.stored.get(value.name) or Layout.replicated(self.described.devices, len(value.shape))
+
+    def _with_gradient(self, value: Value, consumer: Op | None = None) -> Value:
+        """The value; one without a gradient where none comes back to it from the consumer, or from any."""
+        comes = value.name in self.gradients if consumer is None else consumer.name in self.reached
+        return value if comes or not value.requires_grad else replace(value, requires_grad=False)
 
     # -- nodes --
 
@@ -283,7 +291,9 @@ class _Builder:
         if op.name not in self.looked_by_name:
             options = self.all_options[op.name]
             self.looked_by_name[op.name] = self.once(
-                ("looked at", self.described.kinds[op.name]), (options,), lambda: self._look(op, options)
+                ("looked at", self.described.kinds[op.name], op.name in self.reached),
+                (options,),
+                lambda: self._look(op, options),
             )
         return self.looked_by_name[op.name]
 
@@ -298,7 +308,7 @@ class _Builder:
                 except ShardwrightError as error:
                     reason = error
                     continue
-            op_costs.append(cost)
+            op_costs.append(cost if op.name in self.reached else replace(cost, backward=0.0))
             kept.append(strategy)
         if not kept:
             if reason is not None:
@@ -323,10 +333,10 @@ class _Builder:
         several = sorted((use for use, names in consumers.items() if len(names) > 1), key=str)
         states += [state._replace(use=use) for state in states for use in several if use.input_layout == state.layout]
         self.storages[value.name] = tuple(states)
-        price = self.deliveries.price
-        self.parameters[value.name] = self._node(
-            value.name,
-            np.array([0.0 if s.use is None else price(s.stored, (s.use,), value, parameter=True) for s in states]),
+        price, name = self.deliveries.price, value.name
+        value = self._with_gradient(value)
+        self.parameters[name] = self._node(
+            name, np.array([0.0 if s.use is None else price(s.stored, (s.use,), value, parameter=True) for s in states])
         )
 
     def _storages(self, value: Value, layout: Layout) -> list[StorageState]:
@@ -375,7 +385,7 @@ class _Builder:
 
     def _reads(self, op: Op, node: int, index: int, parameters: set[str]) -> None:
         """Add the edge from a parameter, or the cost of an input, a buffer or a constant."""
-        value = op.inputs[index]
+        value = self._with_gradient(op.inputs[index], op)
         uses, which = self._input_uses(op, index)
         if value.name in parameters:
             states, settled = self.storages[value.name], value.name in self.stored
@@ -408,14 +418,14 @@ class _Builder:
     def _makes(self, op: Op, node: int, index: int, value: Value) -> None:
         """Add the edges from a value to its consumers."""
         left, which = self._leaves(op, index)
-        consumers = self._consumers(value)
+        value, consumers = self._with_gradient(value), self._consumers(value)
         ends = self.ends.get(value.name, frozenset())
         if not consumers:
             self.node_costs[node] = self.node_costs[node] + self.deliveries.table(left, (ends,), value)[which, 0]
         elif len(consumers) == 1 and not ends:
             ((consumer, i),) = consumers
             uses, asked = self._input_uses(consumer, i)
-            table = self.deliveries.table(left, uses, value)
+            table = self.deliveries.table(left, uses, self._with_gradient(value, consumer))
             self._later(consumer, node, self._spread(table, which, asked))
         else:
             self._share(node, value, left, which, consumers, ends)
@@ -442,7 +452,10 @@ class _Builder:
         own = self.shared[value.name] = self._node(f"%{value.name}", np.zeros(len(states)))
         self._edge(node, own, self._spread(firsts, which, None))
         for (consumer, _i), (uses, taken) in zip(consumers, asked):
-            table = self.once(("shared", uses), (states,), lambda: self._shared_costs(value, states, left, uses))
+            read = self._with_gradient(value, consumer)
+            table = self.once(
+                ("shared", uses, read.requires_grad), (states,), lambda: self._shared_costs(read, states, left, uses)
+            )
             self._later(consumer, own, self._spread(table, None, taken))
 
     @staticmethod
@@ -455,7 +468,7 @@ class _Builder:
         """Collect the states in which known plans share values, for all values that are alike: equal layers then have
         equal states, also where a plan decides them differently."""
         for op in self.graph.ops if self.known else ():
-            for index, value in enumerate(v for v in op.outputs if v is not None):
+            for index, value in enumerate(self._with_gradient(v) for v in op.outputs if v is not None):
                 consumers, ends = self._consumers(value), self.ends.get(value.name, frozenset())
                 if len(consumers) > 1 or (consumers and ends):
                     several = self._several([self._input_uses(consumer, i) for consumer, i in consumers])
@@ -561,6 +574,17 @@ class _Builder:
 
     def _edge(self, i: int, j: int, table: np.ndarray) -> None:
         self.edges[i, j] = self.edges[i, j] + table if (i, j) in self.edges else table
+
+
+def _reached(graph: Graph) -> tuple[set[str], set[str]]:
+    """The operators and the values that a gradient reaches from the results, as in `Plan.backward`."""
+    values = {v.name for v in graph.outputs if isinstance(v, Value) and v.requires_grad}
+    operators = set()
+    for op in reversed(graph.ops):
+        if any(v is not None and v.name in values for v in op.outputs):
+            operators.add(op.name)
+            values.update(v.name for v in op.inputs if v.requires_grad)
+    return operators, values
 
 
 def _kind(value: Value) -> tuple[int, bool, Master | None]:
