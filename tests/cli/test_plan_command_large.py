@@ -86,16 +86,15 @@ def written_plan(script: Path, layers: int, capsys: pytest.CaptureFixture, *word
 
 
 @pytest.mark.long
-def test_the_whole_of_gpt3_on_1024_devices_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_quarter_of_gpt3_on_1024_devices_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     cluster = sw.Cluster.of("h200x8x128")
     cluster.save(tmp_path / "h200x128.json")
-    plan = written_plan(tmp_path / "script.py", 96, capsys, "--devices", 1024, "--cluster", "h200x128.json")
+    plan = written_plan(tmp_path / "script.py", 24, capsys, "--devices", 1024, "--cluster", "h200x128.json")
     assert plan.devices == 1024 and plan.cluster == cluster
     sizes = {name: p.shape for name, p in plan.parameters.items()}
-    assert sizes["tokens.weight"] == (50257, 12288) and sizes["blocks.95.up.weight"] == (49152, 12288)
-    assert 174e9 < sum(v.numel for v in plan.graph.parameters.values()) < 176e9
+    assert sizes["tokens.weight"] == (50257, 12288) and sizes["blocks.23.up.weight"] == (49152, 12288)
     # alike layers are planned alike, but for those at the ends
-    per_layer = [[o.in_strategy for o in plan.operators if f"blocks.{k}." in o.module] for k in range(2, 94)]
+    per_layer = [[o.in_strategy for o in plan.operators if f"blocks.{k}." in o.module] for k in range(2, 22)]
     assert per_layer[0] and all(strategies == per_layer[0] for strategies in per_layer)
 
 
@@ -108,6 +107,7 @@ def test_the_whole_of_gpt3_within_the_memory_of_a_device(tmp_path: Path, capsys:
         tmp_path / "script.py", 96, capsys, "--devices", 1024, "--cluster", "h200x8x128", "--memory", "cluster"
     )
     assert plan.devices == 1024 and plan.found.limit == limit and 0.98 * limit < plan.peak <= limit
+    assert 174e9 < sum(v.numel for v in plan.graph.parameters.values()) < 176e9
     assert plan.bound < plan.cost and plan.gap <= 1e-3 and plan.regions and plan.hsdp is not None
 
 
