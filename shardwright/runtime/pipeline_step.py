@@ -608,13 +608,13 @@ class PipelineProgram:
         with step_range(self.plan, self.held):
             step = PipelineStep(self, tensors, trains)
             results = self.link.finish(step.run())
+        position.back = False  # the ranks of some stages have waited in the step's backward; the loss's is to come
         if trains:
             assert self.loss is not None  # `check` has refused all others
             trained = [p for body in self.bodies.values() for p in body.parameters.values() if p.requires_grad]
             step.inputs_wanted = [x for x in tensors if x.requires_grad]
-            trained += step.inputs_wanted
-            if not trained:  # all that this process trains belongs to another stage
-                trained = [torch.zeros((), requires_grad=True)]
+            # Without any, all that this process trains belongs to another stage.
+            trained = trained + step.inputs_wanted or [torch.zeros((), requires_grad=True)]
             results[self.loss] = _ReturnedResult.apply(results[self.loss], step, *trained)
         outputs = [r if c is None else c for r, c in zip(results, self._constants)]
         put_back(originals, outputs, self.plan.graph.changed)

@@ -393,9 +393,10 @@ class Steps:
         }
         if not late:
             return None
+        place = next(iter(late.values())).place.removesuffix(",")
         return RuntimeMismatchError(
             f"call {mine.call} of rank {rank} is {position.program}, without a backward of call {mine.call - 1}, in "
-            f"which {spelled(late)} {'wait' if len(late) > 1 else 'waits'} for it at {next(iter(late.values())).place}",
+            f"which {spelled(late)} {'wait' if len(late) > 1 else 'waits'} for it at {place}",
             legal="on every rank as many calls of the model before each backward",
         )
 

@@ -682,7 +682,7 @@ class GradientSums:
         if isinstance(digits, Scatter):
             self.hand(parameter, digits.part(take_unsummed(parameter)))
         elif digits is not None:
-            place = self._place(["of a backward under no_sync"], digits)
+            place = self._place(["kept under no_sync"], digits)
             dtype = self._type_of.get(parameter, parameter.dtype)
             sums, term = SumInTurns(digits, self._groups), take_unsummed(parameter)
             _Sum([parameter], [term], sums, place, dtype, KEPT).finish(self.hand)
@@ -690,7 +690,7 @@ class GradientSums:
     def _place(self, names: Sequence[str], digits: Digits) -> WaitPoint:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         return WaitPoint(
-            f"the sum of gradients, {', '.join(names[:2])}{more}",
+            f"the sum of gradients, {', '.join(names[:2])}{more}, in the backward,",
             tuple(self._groups.base + r for r in group_of(self._groups.rank, digits)),
             True,
         )

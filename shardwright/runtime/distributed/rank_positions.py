@@ -328,7 +328,8 @@ class RankPosition:
         moves: the number of wait points so far.
         call: the number of calls of planned models begun so far.
         program: the program of the latest call, in words.
-        back: True where the rank has come to a wait point of a backward since the latest call began.
+        back: True where the rank has come to a wait point of a backward since the latest call began. A pipeline's step
+            does not count; the backward of its loss does.
         passed: the wait points that the host has left and the device may not have; None without an accelerator.
         explain: the error of a failed collective -> the reason, or None where there is no better one; None: nobody
             knows more.
