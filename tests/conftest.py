@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import importlib
 import logging
 import os
 import subprocess
@@ -195,6 +196,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 _FILES: list[Path] = []
+#: Folders of tests whose models are captured twice, as a user's are: a second run takes as long as half of a capture.
+CAPTURED_TWICE = ("capture", "docs", "examples", "integrations", "zoo")
+
+
+def set_second_runs(path: Path) -> None:
+    """Let captures be compared with a second run, or not, until the next file."""
+    export = importlib.import_module("shardwright.capture.export")
+    second_run = importlib.import_module("shardwright.capture.second_run")
+    folder = path.relative_to(Path(__file__).parent).parts[0]
+    export.check_again = second_run.check_again if folder in CAPTURED_TWICE else lambda first, captured: None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -203,6 +214,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     does alone."""
     if item.path not in _FILES[-1:]:
         _FILES.append(item.path)
+        set_second_runs(item.path)
         gc.collect()
         gc.freeze()
 
