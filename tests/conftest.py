@@ -184,9 +184,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files of `LONGEST` come first; others, and the tests of each, stay in their order. Those of `QUICK` are
-    marked."""
+    marked. Tests of scale run where `-m` names them."""
+    if "scale" not in config.getoption("markexpr"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("scale")])
+        items[:] = [item for item in items if not item.get_closest_marker("scale")]
     quick = {f"test_{name}" for name in QUICK}
     for item in items:
         if item.path.stem in quick:

@@ -98,7 +98,7 @@ def test_a_quarter_of_gpt3_on_1024_devices_of_a_file(tmp_path: Path, capsys: pyt
     assert per_layer[0] and all(strategies == per_layer[0] for strategies in per_layer)
 
 
-@pytest.mark.long
+@pytest.mark.scale
 def test_the_whole_of_gpt3_within_the_memory_of_a_device(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The memory that the search counts is the memory of the program: with less, the plan would be further from its
     bound."""
@@ -111,7 +111,7 @@ def test_the_whole_of_gpt3_within_the_memory_of_a_device(tmp_path: Path, capsys:
     assert plan.bound < plan.cost and plan.gap <= 1e-3 and plan.regions and plan.hsdp is not None
 
 
-@pytest.mark.long
+@pytest.mark.scale
 def test_a_script_s_gpt3_on_16384_devices(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Two of its layers; within the memory of a device."""
     limit = sw.Cluster.of("h200x8x2048").memory

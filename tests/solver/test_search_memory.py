@@ -374,7 +374,7 @@ print(json.dumps([plan.peak, plan.found.cost, plan.found.bound]))
 """
 
 
-@pytest.mark.long
+@pytest.mark.scale
 def test_a_model_of_96_layers_is_planned_within_the_budget() -> None:
     """The kernel refuses a child more memory than its budget and what a plan itself takes."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, EXAMPLES))), "OMP_NUM_THREADS": "1"}
