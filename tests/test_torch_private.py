@@ -110,7 +110,7 @@ def names_of_torch() -> set[str]:
     Names of ATen's operators, which schemas spell, do not count."""
     objects = (torch.nn.Module(), torch.nn.LSTM(1, 1), torch.ones(1), torch.optim.SGD([torch.ones(1)], 1.0))
     objects += (torch.nn.modules.module, torch.ops.aten.add.Tensor, torch.fx.Graph(), torch.fx.GraphModule)
-    names = {name for held in objects for name in dir(held) if is_private(name)} - PYTHONS
+    names = {name for held in objects for name in dir(held) if is_private(name) and name.strip("_")} - PYTHONS
     return {name for name in names if not hasattr(torch.ops.aten, name)}
 
 
