@@ -274,3 +274,22 @@ def test_lazy_modules_are_called_once_before():
     assert "uninitialized parameter" in str(raised.value) and "one call of the plain model" in raised.value.legal
     net(x)
     assert torch.equal(sw.AutoParallel(net, parallel_mode="stand_alone")(x), net(x))
+
+
+def test_a_function_under_autocast_is_the_same_in_a_second_run() -> None:
+    """The forward makes the class of each run anew."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 2
+
+    def f(m, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return Doubled.apply(x.float() @ m.w.float())
+
+    assert [op.kind for op in capture(Apply(f), (X,)).ops][-1] == "Doubled"
