@@ -131,7 +131,7 @@ def texts(tree: ast.Module) -> list[tuple[int, str]]:
     return found + [
         (line, begin)
         for line, begin in begins
-        if begin[:1] == "_" < begin and any(name.startswith(begin) for name in names_of_torch())
+        if begin[:1] == "_" and begin.strip("_") and any(name.startswith(begin) for name in names_of_torch())
     ]
 
 
