@@ -34,7 +34,7 @@ def line_of(function: Callable, text: str) -> str:
     """``file.py:41`` of the line of a function that holds a text."""
     lines, start = inspect.getsourcelines(function)
     at = next(i for i, line in enumerate(lines) if text in line)
-    return f"test_bad_input.py:{start + at}"
+    return f"test_errors_bad_input.py:{start + at}"
 
 
 def literal(legal: str) -> Any:
@@ -320,7 +320,7 @@ def test_a_tied_parameter_in_two_layouts() -> None:
         def forward(self, x):
             return self.b(self.a(x))
 
-    with pytest.raises(sw.PlanError, match=r"'a.weight' .* a \(test_bad_input.*, b \(test_bad_input"):
+    with pytest.raises(sw.PlanError, match=r"'a.weight' .* a \(test_errors_bad_input.*, b \(test_errors_bad_input"):
         sw.plan(Tied(), (X,), devices=8)
 
 
@@ -381,7 +381,7 @@ def test_operators_that_draw_without_a_rule_cannot_be_repeated(f) -> None:
 def test_layouts_that_cannot_be(make, says) -> None:
     with pytest.raises(sw.LayoutError, match=says) as raised:
         make()
-    assert raised.value.legal and raised.value.source == f"test_bad_input.py:{make.__code__.co_firstlineno}"
+    assert raised.value.legal and raised.value.source == f"test_errors_bad_input.py:{make.__code__.co_firstlineno}"
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

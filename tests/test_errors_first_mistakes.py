@@ -147,7 +147,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "a function": (
         lambda: sw.AutoParallel(function),
-        r"function \(test_first_mistakes.py:102\) is not an nn.Module, and no step function",
+        r"function \(test_errors_first_mistakes.py:102\) is not an nn.Module, and no step function",
         "a step that calls the model by such a variable",
     ),
     "a class": (lambda: sw.AutoParallel(Marked), "is not an nn.Module", "a model"),
@@ -198,7 +198,9 @@ def test_a_model_without_values_that_is_called_by_itself() -> None:
     ):
         with pytest.raises(sw.SettingError, match=f"{module} is called, and its parameter '{name}") as raised:
             called(X)
-        assert "AutoParallel(net, …)" in raised.value.legal and raised.value.source.startswith("test_first_mistakes.py")
+        assert "AutoParallel(net, …)" in raised.value.legal and raised.value.source.startswith(
+            "test_errors_first_mistakes.py"
+        )
     assert other(X.to("meta")).shape == (16, 4)  # shapes alone need no values
     sw.plan(net, (X,))
     parallel(net)(X)

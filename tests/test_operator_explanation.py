@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from one_device import parallel
 from small_networks import D, Marked, draw, labels
-from test_random_networks import networks
+from test_parallel_random_networks import networks
 from test_recursive_programming import MODELS, slow_devices
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""Habits of users' models: each small model has one, and means the same in parallel: see `habits`."""
+"""Habits of users' models: each small model has one, and means the same in parallel: see `habit_models`."""
 
 from __future__ import annotations
 
@@ -396,7 +396,7 @@ def test_one_line_says_what_has_changed() -> None:
         with pytest.warns(sw.RecaptureWarning) as caught:
             model(x)
         assert len(caught) == 1 and str(caught[0].message).startswith(text)
-        assert caught[0].filename.endswith("test_habits.py")
+        assert caught[0].filename.endswith("test_capture_habits.py")
     with pytest.warns(sw.RecaptureWarning) as caught:
         model.net.head.register_forward_pre_hook(lambda module, args: None)
         model(x)

@@ -544,7 +544,7 @@ def test_a_large_numpy_array_is_refused() -> None:
 
     with pytest.raises(sw.CaptureError, match="reads net.large, a numpy array of 24 MiB") as raised:
         parallel(Net(f, lambda n: attribute(n, "large", table)), devices=4)(draw(8, 8))
-    assert raised.value.source == f"test_watched_objects.py:{f.__code__.co_firstlineno + 1}" and raised.value.legal
+    assert raised.value.source == f"test_observed_state.py:{f.__code__.co_firstlineno + 1}" and raised.value.legal
     parallel(Net(lambda m, h: h, lambda n: attribute(n, "large", table)), devices=4)(draw(8, 8))  # it is not read
 
 

@@ -137,7 +137,7 @@ def test_whole_without_a_rule_and_cut_with_one() -> None:
     assert whole.in_strategy == ((1, 1),) and whole.op == "Scaled" and whole.local_shapes(0)[0] == ((16, 8),)
     assert cut.in_strategy == ((4, 1),) and cut.local_shapes(3) == (((4, 8),), ((4, 8),))
     _lines, first = inspect.getsourcelines(scaled)
-    assert whole.source == f"test_autograd_function.py:{first + 1}"
+    assert whole.source == f"test_regions_autograd_function.py:{first + 1}"
 
 
 def test_gradients_flow_where_the_function_says() -> None:
@@ -210,7 +210,7 @@ def test_what_cannot_be_kept(function: type, message: str, legal: str) -> None:
     with pytest.raises(sw.CaptureError, match=message) as raised:
         sw.plan(Apply(f), (X,), devices=4)
     _lines, first = inspect.getsourcelines(f)
-    assert raised.value.source == f"test_autograd_function.py:{first + 1}" and legal in raised.value.legal
+    assert raised.value.source == f"test_regions_autograd_function.py:{first + 1}" and legal in raised.value.legal
     assert_as_they_were()
 
 

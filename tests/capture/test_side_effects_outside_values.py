@@ -185,10 +185,10 @@ def makes_a_single_object(m, x):
 REFUSED: dict[Callable, str] = {
     counts_in_an_array: "changes net.array, a numpy array",
     counts_in_bytes: "changes net.bytes, a bytearray",
-    changes_the_order_of_a_dict: "changes test_outside_values.ORDERED, a OrderedDict",
+    changes_the_order_of_a_dict: "changes test_side_effects_outside_values.ORDERED, a OrderedDict",
     keeps_what_was_used_last: "changes net.recent, a dict",
     takes_the_next_of_an_attribute: "takes the next value of net.iterator, a range_iterator",
-    takes_the_next_of_a_global: "takes the next value of test_outside_values.CYCLE, a cycle",
+    takes_the_next_of_a_global: "takes the next value of test_side_effects_outside_values.CYCLE, a cycle",
     takes_the_next_of_a_generator: "takes the next value of net.generator, a generator",
     takes_the_next_by_a_method: "takes the next value of net.step, a count",
     takes_the_next_of_a_dict: r"takes the next value of net.iterators\['a'\]",

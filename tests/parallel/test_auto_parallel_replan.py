@@ -77,7 +77,7 @@ def test_marks_after_the_first_call(name: str, without_collections: None) -> Non
     with pytest.raises(sw.SettingError) as error:
         MARKS[name](net)
     call = name.split(" of")[0].split(" as")[0]
-    assert f"{call} comes too late" in error.value.message and "test_replan.py" in str(error.value)
+    assert f"{call} comes too late" in error.value.message and "test_auto_parallel_replan.py" in str(error.value)
     assert "model.replan()" in error.value.legal
     assert (dict(vars(net.first)), net.product.in_strategy, net.product.recomputed) == before
     model.replan()
@@ -236,7 +236,7 @@ def test_a_mode_that_ignores_marks_says_so_once(mode: str) -> None:
     sw.init(devices=4)
     model = sw.AutoParallel(net, parallel_mode=mode)
     with pytest.warns(
-        UserWarning, match=r"ignores the strategies of product \(test_replan.py:\d+\), SHARED|matmul"
+        UserWarning, match=r"ignores the strategies of product \(test_auto_parallel_replan.py:\d+\), SHARED|matmul"
     ) as w:
         model(X)
     (said,) = (str(one.message) for one in w if "ignores" in str(one.message))
@@ -262,7 +262,7 @@ def test_modes_that_follow_marks_are_silent(mode: str) -> None:
 
 def test_many_ignored_marks_are_counted() -> None:
     net = nn.Sequential(*(sw.shard(nn.Linear(8, 8), ((4, 1), (1, 1), (1,))) for _ in range(11))).double()
-    with pytest.warns(UserWarning, match=r"7 \(test_replan.py:\d+\) and 3 more"):
+    with pytest.warns(UserWarning, match=r"7 \(test_auto_parallel_replan.py:\d+\) and 3 more"):
         sw.plan(net, X, devices=4, parallel_mode="data_parallel")
 
 

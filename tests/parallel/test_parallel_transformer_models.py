@@ -315,7 +315,7 @@ def test_attention_that_is_cut_wrongly_says_what_would_do() -> None:
         sw.plan(Marked(((2, 4, 1, 1), (2, 2, 1, 1), (2, 4, 1, 1))), (draw(4, 4, 16),), devices=8)
     said = str(raised.value)
     assert "attend (scaled_dot_product_attention)" in said and "((2, 4, 1, 1), (2, 4, 1, 1), (2, 4, 1, 1))" in said
-    assert "test_transformer_models.py" in said
+    assert "test_parallel_transformer_models.py" in said
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -465,7 +465,7 @@ def test_what_cannot_be_captured_says_where_and_what_to_write(wrong, legal) -> N
 
     with pytest.raises(sw.CaptureError, match=legal) as raised:
         sw.plan(Net(), (draw(4, 2),), devices=2)
-    assert raised.value.source.startswith("test_transformer_models.py:")
+    assert raised.value.source.startswith("test_parallel_transformer_models.py:")
 
 
 def test_evaluation_drops_nothing() -> None:
@@ -533,7 +533,7 @@ def test_vmap_is_written_out() -> None:
     net = Mapped()
     graph = capture(net, (draw(8, 8),))
     assert next(op for op in graph.ops if op.kind == "ge").outputs[0].shape == (8, 8)
-    assert all(op.source.startswith("test_transformer_models.py") for op in graph.ops)
+    assert all(op.source.startswith("test_parallel_transformer_models.py") for op in graph.ops)
     assert_as_one_device(net, (draw(8, 8),), devices=4)
 
 

@@ -158,7 +158,7 @@ with_loss = sw.value_and_grad(lambda x: of_the_file(x).sum(), None, of_the_file)
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no model": (
         lambda: sw.AutoParallel(lambda x: 2 * x),
-        r"<lambda> \(test_step_models\.py:\d+\) is not an nn\.Module, and",
+        r"<lambda> \(test_train_step_models\.py:\d+\) is not an nn\.Module, and",
     ),
     "a function of torch": (
         lambda: sw.AutoParallel(torch.relu),

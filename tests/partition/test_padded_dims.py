@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, note, reject, settings
 from one_device import assert_as_one_device, close, parallel, squares
 from ranks import run_ranks
 from small_networks import Apply, D, draw, labels
-from test_random_networks import marked, networks
+from test_parallel_random_networks import marked, networks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

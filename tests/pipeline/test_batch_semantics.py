@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from rule_reference import Whole, close, outputs_of
-from test_every_rule import CASES
+from test_rules_every_rule import CASES
 
 from shardwright.graph import Op, Value, map_values
 from shardwright.layout import Digit

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from resnet_like import ResNetLike, expanded_cross_entropy
-from test_random_networks import Network, marked, networks
+from test_parallel_random_networks import Network, marked, networks
 from torch import nn
 
 import shardwright as sw

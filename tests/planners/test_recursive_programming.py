@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, note, settings
 from one_device import close, parallel, squares
 from small_networks import D, Marked, draw, labels
-from test_random_networks import marked, networks
+from test_parallel_random_networks import marked, networks
 from torch import Tensor, nn
 
 import shardwright as sw

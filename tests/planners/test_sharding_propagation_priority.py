@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from one_device import assert_as_one_device, close, parallel, squares
 from small_networks import draw
-from test_random_networks import MATRICES, marked, networks
+from test_parallel_random_networks import MATRICES, marked, networks
 from torch import Tensor, nn
 
 import shardwright as sw

@@ -14,7 +14,7 @@ from language import Loss
 from one_device import assert_as_one_device, close, parallel, squares
 from propagation_networks import FIRST, MODE, Chain, planned
 from small_networks import D, Marked, draw, labels
-from test_random_networks import MATRICES, marked, networks
+from test_parallel_random_networks import MATRICES, marked, networks
 from torch import Tensor, nn
 
 import shardwright as sw

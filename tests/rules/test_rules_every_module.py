@@ -11,7 +11,7 @@ import pytest
 import torch
 from one_device import assert_as_one_device, close, parallel, squares
 from small_networks import D, draw
-from test_every_loss import FREE, losses_of_torch
+from test_loss import FREE, losses_of_torch
 from torch import Tensor, nn
 
 import shardwright as sw
@@ -173,11 +173,11 @@ ELSEWHERE = {
     "bases and containers, which compute nothing": "Module Container ModuleDict ModuleList ParameterDict ParameterList "
     "Sequential RNNBase RNNCellBase",
     "tests/parallel: a wrapper, which is refused": "DataParallel",
-    "tests/rules/test_convolution.py": "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d",
+    "tests/rules/test_spatial_convolution.py": "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d",
     "tests/rules/test_recurrent.py": "RNN LSTM GRU RNNCell LSTMCell GRUCell",
-    "tests/rules/test_vocabulary.py, tests/zoo": "Embedding EmbeddingBag",
-    "tests/parallel/test_transformer_models.py, tests/zoo": "Transformer TransformerEncoder TransformerEncoderLayer "
-    "TransformerDecoder",
+    "tests/rules/test_indexing_vocabulary.py, tests/zoo": "Embedding EmbeddingBag",
+    "tests/parallel/test_parallel_transformer_models.py, tests/zoo": "Transformer TransformerEncoder "
+    "TransformerEncoderLayer TransformerDecoder",
 }
 
 

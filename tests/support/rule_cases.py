@@ -1,7 +1,7 @@
 """Concrete calls of every operator that has a rule: at least one each, and what was easy to get wrong.
 
 The first number is how many factors of a size above 1 the rule lets be split in this call. Further families put their
-calls into a file of their own, ``rule_cases_<family>.py`` with a list ``CASES``, which `test_every_rule` finds.
+calls into a file of their own, ``rule_cases_<family>.py`` with a list ``CASES``, which `test_rules_every_rule` finds.
 """
 
 from __future__ import annotations

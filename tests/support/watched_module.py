@@ -1,4 +1,4 @@
-"""A file of a user, whose names `test_watched_objects` changes."""
+"""A file of a user, whose names `test_observed_state` changes."""
 
 K = 1.0
 TABLE = {"k": 1.0}

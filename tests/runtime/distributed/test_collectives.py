@@ -1,5 +1,5 @@
 """Steps on real Gloo processes: what a bound step sends is what `convert_shards` computes. By memory:
-test_same_host."""
+`test_shared_memory`."""
 
 import math
 import random
