@@ -166,7 +166,8 @@ class Alternative:
         total: seconds of the best plan in which the operator has it and which keeps the limit of memory, if any;
             infinite where none does.
         more: `total` less the seconds of this plan; below 0 where it is better.
-        alone: additional seconds of this plan with it and no other change; infinite where that is impossible.
+        alone: additional seconds of this plan with it and no other change, by the prices of the search's cost graph: a
+            program in which consumers share a redistribution may take less. Infinite where that is impossible.
         holder: the reason for `alone`.
         row: with a limit, the moment at which this plan would hold most with it and no other change, if above the
             limit.

@@ -105,7 +105,8 @@ def _cheaper(found: Decisions | TooLittleMemoryError, other: Decisions | TooLitt
     """The cheaper of the search's plan and the recursion's plan within the same limit.
 
     The recursion's can be cheaper: a search ends near its bound, and searches below the limit where the peak of its
-    plans would be above the limit.
+    plans would be above the limit. A plan below the search's bound is outside of what was searched: then nothing is
+    proved.
 
     Raises:
         TooLittleMemoryError: neither fits. The error names the least memory of both.
@@ -120,7 +121,8 @@ def _cheaper(found: Decisions | TooLittleMemoryError, other: Decisions | TooLitt
     if isinstance(found, Decisions) and report is not None and report.cost <= other.found.cost:
         return found
     bound = found.bound if isinstance(found, TooLittleMemoryError) else None if report is None else report.bound
+    cost = other.found.cost
+    if bound is not None and cost < bound * (1 - 1e-9):
+        bound = None
     note = "of the recursion over the device count: the search found nothing as cheap within the limit"
-    return other._replace(
-        found=replace(other.found, bound=None if bound is None else min(bound, other.found.cost), notes=(note,))
-    )
+    return other._replace(found=replace(other.found, bound=None if bound is None else min(bound, cost), notes=(note,)))

@@ -274,7 +274,8 @@ def cheapest_of_modes(
         modes: those that search less.
 
     Returns:
-        None, None: no plan fits.
+        None, None: no plan fits. A bound that the search proved of its own plans stays where the plan of a mode is not
+        below it; a plan below it is outside of what was searched, where nothing is proved: then there is no bound.
     """
     best, plan, memory = result, None if result is None else plan_of(result), problem.memory
     for mode in modes:
@@ -290,10 +291,13 @@ def cheapest_of_modes(
         text += f"nothing below {plan.cost * 1e6:.4g} µs" if plan is not None else "none that fits in the memory"
         known = SearchResult(made.cost, None, len(other.decisions), 0) if best is None else best.found
         assert known is not None
+        refuted = known.bound is not None and made.cost < known.bound * (1 - 1e-9)
+        if refuted:
+            text += f", and proved {known.bound * 1e6:.4g} µs of its own plans alone: nothing is proved of others"
         found = replace(
             known,
             cost=made.cost,
-            bound=None if known.bound is None else min(known.bound, made.cost),
+            bound=None if known.bound is None or refuted else min(known.bound, made.cost),
             notes=(*(note for note in known.notes if not note.startswith(TAKEN)), text),
             limit=memory,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -101,6 +102,34 @@ def test_a_cheaper_plan_of_another_mode_is_taken_and_named(search: str, monkeypa
     (said,) = (note for note in plan.notes if "this is the plan of semi_auto" in note)
     assert f"{along.cost * 1e6:.4g} µs a step: the search found nothing below" in said
     assert plan.bound is None or plan.bound <= plan.cost
+
+
+def test_a_plan_below_the_bound_of_a_search_has_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search of its own space alone proves nothing of the plan that a mode has outside of it."""
+    net, x = (
+        nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)),
+        torch.empty(1024, 1024, device="meta"),
+    )
+    how: dict[str, Any] = {"devices": 8, "cluster": "a100x8"}
+    best = sw.plan(net, x, parallel_mode="dynamic_programming", **how)
+    whole(monkeypatch, SEARCHES[1])
+    planner = planning.PLANNERS[SEARCHES[1]]
+    one = sw.plan(net, x, devices=1, cluster="a100x8").cost
+
+    def proved(problem: Any) -> Any:
+        """Every operator whole, and the proof that no plan of this space costs less."""
+        result = planner.decide(problem)
+        return result._replace(found=replace(result.found, cost=one, bound=one))
+
+    monkeypatch.setitem(planning.PLANNERS, SEARCHES[1], replace(planner, decide=proved))
+    along = min(
+        (sw.plan(net, x, parallel_mode=mode, **how) for mode in ("semi_auto", PROPAGATION)), key=lambda p: p.cost
+    )
+    plan = sw.plan(net, x, parallel_mode=SEARCHES[1], **how)
+    assert best.cost < along.cost * 0.99 and plan.cost == along.cost < one
+    assert plan.bound is None and plan.gap is None  # a gap of 0 was claimed, though the best plan is cheaper
+    (said,) = (note for note in plan.notes if "this is the plan of" in note)
+    assert f"and proved {one * 1e6:.4g} µs of its own plans alone: nothing is proved of others" in said
 
 
 def test_it_is_told_beside_the_plan_and_kept_in_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
