@@ -44,6 +44,7 @@ from .pipeline.build import PlanCache, is_split, micro_calls, pipeline_plan, sch
 from .pipeline.pipeline_plan import PipelinePlan, PipelineSearchResult
 from .pipeline.stage_costs import recomputed
 from .pipeline.stage_search import UNITS_BY, AutomaticStages, check_automatic
+from .pipeline.stage_storage import in_fastest_storage
 from .pipeline.stages import units_of
 from .planfile.parameter_file import ParameterStrategies
 from .planfile.pipeline_document import PipelineDocument
@@ -351,13 +352,20 @@ def make_pipeline(
     parallel_mode, setting, strategies = settings.parallel_mode, settings.pipeline, settings.strategies
     prices = prices or PriceBook()
     assert setting is not None
-    if settings.hsdp is not None and settings.hsdp.is_automatic:
-        raise SettingError(
-            'hsdp(optimizer_level="auto") compares steps of a model without a pipeline',
-            legal='"level1", "level2" or "level3" in a pipeline',
-        )
     if parallel_mode not in PLANNERS:
         raise SettingError(f"a pipeline in {parallel_mode}", legal=", ".join(PLANNERS))
+    if settings.hsdp is not None and settings.hsdp.is_automatic:
+        cluster, chooses = Cluster.of(settings.cluster, devices), setting.stages == "auto"
+        limit = memory_of(settings.memory, cluster)
+        more: dict[str, Any] = dict(stored=stored, used=used, whole=whole, searcher=searcher, automatic=automatic)
+
+        def stored_by(storage: OptimizerParallel | None) -> PipelinePlan:
+            own = replace(settings, hsdp=storage, memory=settings.memory if chooses else None)
+            return make_pipeline(graph, wide, devices, own, modules, splits, earlier=earlier, prices=prices, **more)
+
+        if limit is None and chooses:
+            limit = cluster.memory
+        return in_fastest_storage(stored_by, settings.hsdp, cluster, limit, earlier, stored is not None)
     if setting.stages == "auto" and automatic is not None:
         check_automatic(setting, modules, strategies)
         cluster = Cluster.of(settings.cluster, devices)
@@ -408,7 +416,8 @@ def make_pipeline(
         return found
     if settings.memory is not None:
         raise SettingError(
-            f"memory={settings.memory!r} for a pipeline of given stages", legal='stages="auto", or no memory='
+            f"memory={settings.memory!r} for a pipeline of given stages",
+            legal='stages="auto", or hsdp(optimizer_level="auto"), or no memory=',
         )
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise SettingError(f"a plan is for a whole number of devices, not {devices!r}", legal="devices=8")

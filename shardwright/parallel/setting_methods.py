@@ -281,14 +281,14 @@ class SettingMethods(_Module):
             optimizer_level: "level1": parameters and the optimizer's state are cut; under `no_sync`, and over the
                 micro-batches of a pipeline, gradients are accumulated whole. "level2": gradients are cut as well: each
                 is scattered as it comes, and parts are accumulated. "level3": weights are also resharded after the
-                forward, and gathered again for the backward. "auto": whole parameters, level1 or level3, over all
-                replicas or those of one host: the fastest step, with messages beside computation, that fits into
-                `memory`, which may then be given in every mode. (With `compile` the compiler decides which weights
-                gathered under "level1" and "level2" are saved, and gradients are cut.)
+                forward, and gathered again for the backward. "auto": whole parameters, level1 or level3, in a pipeline
+                also level2, over all replicas or those of one host: the fastest step, with messages beside computation,
+                that fits into `memory`, which may then be given in every mode. (With `compile` the compiler decides
+                which weights gathered under "level1" and "level2" are saved, and gradients are cut.)
 
         Raises:
             SettingError: after the first call, or an unknown value. At the first call: a `shard_size` that does not
-                divide the replicas of a parameter; "auto" in a pipeline.
+                divide the replicas of a parameter.
             PlanError: at the first call: with "auto", nothing fits into `memory`.
         """
         self._plan_with("hsdp", hsdp=OptimizerParallel(shard_size, threshold, optimizer_level))

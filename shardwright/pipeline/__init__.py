@@ -8,6 +8,7 @@ pipeline_plan           the plan as a value
 build                   each stage planned on its own devices
 stage_costs             costs of units, and the least time over all cuts
 stage_search            ``stages="auto"``
+stage_storage           ``hsdp(optimizer_level="auto")``
 simulate                a step in time: bubbles, waiting, memory
 """
 

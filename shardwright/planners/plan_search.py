@@ -40,6 +40,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 from ..cluster import Cluster, format_bytes
 from ..cost.cost_model import CostModel
@@ -66,7 +67,17 @@ from .planning_problem import PLANNERS, PlanningProblem
 from .search_space import EdgeCosts, OperatorTable, Strategy, atoms_of, options_of, strategy_of
 from .semi_auto import marked_decision, marked_output
 
-__all__ = ["Search", "at_other_sizes", "cheapest_of_modes", "fastest_storage", "plan_so_far", "storages"]
+__all__ = [
+    "Search",
+    "at_other_sizes",
+    "cheapest_of_modes",
+    "choose_storage",
+    "fastest_storage",
+    "plan_so_far",
+    "storages",
+]
+
+P = TypeVar("P")
 
 # -- the search
 
@@ -291,13 +302,14 @@ def cheapest_of_modes(
         text += f"nothing below {plan.cost * 1e6:.4g} µs" if plan is not None else "none that fits in the memory"
         known = SearchResult(made.cost, None, len(other.decisions), 0) if best is None else best.found
         assert known is not None
-        refuted = known.bound is not None and made.cost < known.bound * (1 - 1e-9)
-        if refuted:
-            text += f", and proved {known.bound * 1e6:.4g} µs of its own plans alone: nothing is proved of others"
+        bound = known.bound
+        if bound is not None and made.cost < bound * (1 - 1e-9):
+            text += f", and proved {bound * 1e6:.4g} µs of its own plans alone: nothing is proved of others"
+            bound = None
         found = replace(
             known,
             cost=made.cost,
-            bound=None if known.bound is None or refuted else min(known.bound, made.cost),
+            bound=None if bound is None else min(bound, made.cost),
             notes=(*(note for note in known.notes if not note.startswith(TAKEN)), text),
             limit=memory,
         )
@@ -320,7 +332,11 @@ def plan_so_far(found: Decisions | None, problem: PlanningProblem, plan_of: Call
 
 
 def storages(
-    setting: OptimizerParallel, cluster: Cluster, devices: int, settled: bool
+    setting: OptimizerParallel,
+    cluster: Cluster,
+    devices: int,
+    settled: bool,
+    levels: Sequence[str] = ("level1", "level3"),
 ) -> Iterator[OptimizerParallel | None]:
     """The storages to compare; None is whole.
 
@@ -329,6 +345,7 @@ def storages(
         cluster: the links.
         devices: the number of devices.
         settled: True where the layouts of storage are fixed already.
+        levels: those to compare; in a pipeline also level2, whose gradients are in parts after each micro-batch.
     """
     sizes, inside = [setting.shard_size], 1
     if setting.shard_size == -1 and not settled:
@@ -338,9 +355,58 @@ def storages(
                 sizes.append(inside)
     if not settled:
         yield None
-    for level_of in ("level1", "level3"):
+    for level_of in levels:
         for size in sizes:
             yield replace(setting, shard_size=size, optimizer_level=level_of)
+
+
+def choose_storage(
+    of: Callable[[OptimizerParallel | None], P],
+    storages: Iterable[OptimizerParallel | None],
+    seconds: Callable[[P], float],
+    peak: Callable[[P], float],
+    memory: float | None,
+) -> tuple[P, OptimizerParallel | None, str, int]:
+    """The plan of the storage with the fastest step that fits into memory, that storage, a note of all that were
+    compared, and their number.
+
+    Args:
+        of: storage -> the plan.
+        storages: the storages.
+        seconds: plan -> seconds of a step in time.
+        peak: plan -> the most bytes that a device holds.
+        memory: bytes a device; None: no limit.
+
+    Raises:
+        PlanError: no storage fits.
+    """
+    tried: list[tuple[float, P, OptimizerParallel | None]] = []
+    refused: list[tuple[float, str]] = []
+    for storage in storages:
+        try:
+            plan = of(storage)
+        except SettingError:  # a number of replicas that does not divide those of a parameter
+            continue
+        if memory is not None and (needs := peak(plan)) > memory:
+            refused.append((needs, f"{_words(storage)} needs {format_bytes(needs)}"))
+            continue
+        tried.append((seconds(plan), plan, storage))
+    if not tried:
+        least = min(refused)[0]
+        raise PlanError(
+            f"no storage of the parameters fits in {format_bytes(memory or 0.0)} a device: "
+            + "; ".join(text for _, text in refused),
+            legal=f"memory={int(-(-least // 1))} ({format_bytes(least)}) or more, or more devices",
+        )
+    ordered = sorted(tried, key=lambda entry: entry[0])
+    takes, best, storage = ordered[0]
+    others = [f"{_words(other)} {more * 1e3:.3g} ms" for more, _, other in ordered[1:]]
+    others += [text for _, text in refused]
+    note = (
+        f"parameters are stored {_words(storage)}: a step takes {takes * 1e3:.3g} ms with messages beside "
+        f"computation ({'; '.join(others)})"
+    )
+    return best, storage, note, len(tried) + len(refused)
 
 
 def fastest_storage(
@@ -360,39 +426,18 @@ def fastest_storage(
     Raises:
         PlanError: no storage fits.
     """
-    tried: list[tuple[float, Plan, OptimizerParallel | None]] = []
-    refused: list[tuple[float, str]] = []
-    for storage in storages:
-        try:
-            plan = of(storage)
-        except SettingError:  # a number of replicas that does not divide those of a parameter
-            continue
-        if memory is not None:
-            found = plan.found or SearchResult(plan.cost, None, len(plan.decisions), 0)
-            plan = replace(plan, found=replace(found, limit=memory))
-            if plan.unscheduled.peak > memory:
-                needs = plan.unscheduled.peak
-                refused.append((needs, f"{_words(storage)} needs {format_bytes(needs)}"))
-                continue
-        tried.append((plan.price.elapsed, plan, storage))
-    if not tried:
-        least = min(refused)[0]
-        raise PlanError(
-            f"no storage of the parameters fits in {format_bytes(memory or 0.0)} a device: "
-            + "; ".join(text for _, text in refused),
-            legal=f"memory={int(-(-least // 1))} ({format_bytes(least)}) or more, or more devices",
-        )
-    ordered = sorted(tried, key=lambda entry: entry[0])
-    _, best, storage = ordered[0]
-    others = [f"{_words(other)} {seconds * 1e3:.3g} ms" for seconds, _, other in ordered[1:]]
-    others += [text for _, text in refused]
-    note = (
-        f"parameters are stored {_words(storage)}: a step takes {ordered[0][0] * 1e3:.3g} ms with messages beside "
-        f"computation ({'; '.join(others)})"
+
+    def limited(storage: OptimizerParallel | None) -> Plan:
+        plan = of(storage)
+        found = plan.found or SearchResult(plan.cost, None, len(plan.decisions), 0)
+        return plan if memory is None else replace(plan, found=replace(found, limit=memory))
+
+    best, storage, note, compared = choose_storage(
+        limited, storages, lambda plan: plan.price.elapsed, lambda plan: plan.unscheduled.peak, memory
     )
     found = best.found or SearchResult(best.cost, None, len(best.decisions), 0)
     bound = found.bound if storage == searched else None
-    counted = found.strategies or len(tried) + len(refused)
+    counted = found.strategies or compared
     report = replace(found, cost=best.cost, bound=bound, strategies=counted, notes=(*found.notes, note), limit=memory)
     return replace(best, found=report)
 

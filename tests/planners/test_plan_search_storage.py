@@ -101,8 +101,6 @@ def test_a_plan_with_a_chosen_storage_comes_back_from_its_file(tmp_path: Any) ->
 
 
 def test_where_it_is_refused() -> None:
-    with pytest.raises(sw.SettingError, match="without a pipeline"):
-        planned(AUTO, pipeline={"stages": 2, "stage_config": {"3": 1}})
     with pytest.raises(sw.SettingError, match="own program"):
         planned(AUTO, parallel_mode="hybrid_parallel")
 

@@ -441,6 +441,18 @@ def stages_with_unlike_numbers_of_groups(rank: int, world: int) -> None:
 
 
 @scenario
+def ranks_choose_one_storage(rank: int, world: int) -> None:
+    """hsdp(optimizer_level="auto"), and a further size, which keeps it."""
+    settle = lambda model: model.hsdp(threshold=0, optimizer_level="auto")
+    given = [*batches(1), tuple(torch.cat((x, x)) for x in batches(1)[0])]
+    pipeline = {"stages": 2, "micro_batches": 4, "stage_config": staged(2)}
+    model = check(Chain(), pipeline, rank, given=given, settle=settle, mode="data_parallel")
+    assert len({stage.plan.hsdp for stage in model.plan.stages}) == 1
+    assert any("parameters are stored" in note for note in model.plan.notes)
+    same_everywhere(torch.tensor(int(model.plan.fingerprint[:12], 16)))
+
+
+@scenario
 def what_the_plan_says_is_what_is_sent(rank: int, world: int) -> None:
     """Bytes by peer and direction, as `PipelinePlan.collectives` lists them."""
     sent: list[tuple[int, int]] = []
