@@ -39,7 +39,7 @@ def planned(hsdp: Any, stages: Any = 2, layers: int = 6, width: int = 512, rows:
 
 
 def seconds(plan: Any) -> float:
-    """Of the step that runs: the schedule, with messages beside computation."""
+    """Seconds of the step that runs: the schedule, with messages beside computation."""
     return timeline_of(plan, beside=True).total
 
 
