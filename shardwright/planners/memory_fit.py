@@ -102,7 +102,7 @@ def fit(
     """
     held = holding(made, search.input_placement, search.batch_dims, limit, optimizer_bytes(optimizer))
     fitting = _Fitting(search, held, limit, optimizer, cause, solver or partial(solve, gap=ENOUGH))
-    with stopping(lambda found: None if found is None else fitting.decided(found)[0]):
+    with stopping(lambda found: fitting.decided(found)[0] if isinstance(found, Solution) else None):
         return fitting.run()
 
 

@@ -102,7 +102,7 @@ class MemoryProblem:
         uses = self.cost_graph.problem.usages
         changes = np.zeros(max((u.stop for u in uses), default=0) + 1)
         for u in uses:
-            held = u.held(states)
+            held = u.amount_in(states)
             changes[u.start] += held
             changes[u.stop] -= held
         return float(np.cumsum(changes).max(initial=0.0))

@@ -293,7 +293,9 @@ def test_what_is_sent_on_the_way_to_what_is_dropped_is_kept(block_of_four, seed)
     plan = planned(search, held, states)
     assert held.recomputed(states) and plan.regions
     estimated = sum(
-        use.held(states) for use in problem.usages if use.what == "activations" and use.start <= count + 1 < use.stop
+        use.amount_in(states)
+        for use in problem.usages
+        if use.what == "activations" and use.start <= count + 1 < use.stop
     )
     assert estimated >= plan.timeline.totals({"activations"})[plan.timeline.forward]
 
@@ -319,7 +321,7 @@ def test_weights_that_are_gathered_for_what_runs_again_are_there_from_its_beginn
     changes = np.zeros(max(use.stop for use in problem.usages) + 1)
     for use in problem.usages:
         if use.what == "gathered":
-            changes[[use.start, use.stop]] += (amount := use.held(states)), -amount
+            changes[[use.start, use.stop]] += (amount := use.amount_in(states)), -amount
     assert np.cumsum(changes).max() >= max(plan.timeline.totals({"gathered"}))
 
 

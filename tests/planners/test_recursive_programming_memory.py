@@ -34,7 +34,7 @@ def layers(count: int) -> tuple[nn.Module, tuple, nn.Module]:
 def most_held(problem: Problem, solution: Solution) -> float:
     """Bytes at the fullest moment, row by row."""
     return max(
-        sum(use.held(solution.states) for use in problem.usages if use.start <= moment < use.stop)
+        sum(use.amount_in(solution.states) for use in problem.usages if use.start <= moment < use.stop)
         for moment in {use.start for use in problem.usages}
     )
 
