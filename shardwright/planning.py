@@ -51,7 +51,7 @@ from .planfile.plan_document import PlanDocument
 from .planners.memory_fit import TooLittleMemoryError
 from .planners.plan_search import at_other_sizes, cheapest_of_modes, fastest_storage, plan_so_far, storages
 from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, PriceBook, planners, warn_of_ignored_marks
-from .planners.semi_auto import held_parameters
+from .planners.semi_auto import ungathered_parameters
 from .pytree_objects import with_tensors
 from .settings import (
     KEYWORDS_ELSEWHERE,
@@ -195,7 +195,7 @@ def make_plan(
         deliveries=deliveries,
     )
     if parallel_mode != "data_parallel":  # which ignores marks
-        stored = {**held_parameters(problem), **(stored or {})} or None
+        stored = {**ungathered_parameters(problem), **(stored or {})} or None
         settled = used or stored
         problem = replace(problem, stored=settled)
     for one in earlier if strategies is None else ():
@@ -659,7 +659,7 @@ def plan(
             graph, wide, devices, settings, modules, splits, stored=stored, whole=whole, automatic=automatic
         )
     if lies is not None:
-        lies.check_kept(made)
+        lies.check_stored(made)
     return made
 
 

@@ -158,10 +158,10 @@ def test_what_the_operator_would_be_without_the_limit() -> None:
             continue
         changed += 1
         assert held.aside <= free().cost * (1 + 1e-9) and bound.in_strategy(held.decision.assignment) != now
-        assert held.over.held > held.over.limit == limit()
+        assert held.over.allocated > held.over.limit == limit()
         if bound.in_strategy(held.decision.assignment) == then:
             totals = free().timeline.totals()
-            assert held.over.held == pytest.approx(max(totals))
+            assert held.over.allocated == pytest.approx(max(totals))
     assert changed
     roomy = planned(2 * free().peak)
     said = explained(roomy, "linear")

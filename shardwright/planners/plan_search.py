@@ -368,7 +368,7 @@ def fastest_storage(
             plan = replace(plan, found=replace(found, limit=memory))
             if plan.unscheduled.peak > memory:
                 needs = plan.unscheduled.peak
-                refused.append((needs, f"{_words(storage)} needs {format_bytes(needs)}"))
+                refused.append((needs, f"{_storage_text(storage)} needs {format_bytes(needs)}"))
                 continue
         tried.append((plan.price.elapsed, plan, storage))
     if not tried:
@@ -380,11 +380,11 @@ def fastest_storage(
         )
     ordered = sorted(tried, key=lambda entry: entry[0])
     _, best, storage = ordered[0]
-    others = [f"{_words(other)} {seconds * 1e3:.3g} ms" for seconds, _, other in ordered[1:]]
-    others += [text for _, text in refused]
+    alternatives = [f"{_storage_text(other)} {seconds * 1e3:.3g} ms" for seconds, _, other in ordered[1:]]
+    alternatives += [text for _, text in refused]
     note = (
-        f"parameters are stored {_words(storage)}: a step takes {ordered[0][0] * 1e3:.3g} ms with messages beside "
-        f"computation ({'; '.join(others)})"
+        f"parameters are stored {_storage_text(storage)}: a step takes {ordered[0][0] * 1e3:.3g} ms with messages "
+        f"beside computation ({'; '.join(alternatives)})"
     )
     found = best.found or SearchResult(best.cost, None, len(best.decisions), 0)
     bound = found.bound if storage == searched else None
@@ -393,7 +393,7 @@ def fastest_storage(
     return replace(best, found=report)
 
 
-def _words(storage: OptimizerParallel | None) -> str:
+def _storage_text(storage: OptimizerParallel | None) -> str:
     if storage is None:
         return "whole"
     over = "" if storage.shard_size == -1 else f" over {storage.shard_size} replicas"

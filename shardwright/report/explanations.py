@@ -423,8 +423,8 @@ def _held(other: Alternative, names: OperatorNames) -> str:
 
 def _row(row: Row, names: OperatorNames) -> str:
     half, of, operator = row.moment.partition(" of ")
-    above = f"{size_text(row.held - row.limit)} above {size_text(row.limit)}"
-    return f"{half}{of}{names.path(operator)} would hold {size_text(row.held)}, {above}"
+    above = f"{size_text(row.allocated - row.limit)} above {size_text(row.limit)}"
+    return f"{half}{of}{names.path(operator)} would hold {size_text(row.allocated)}, {above}"
 
 
 def _holder(holder: Holder, names: OperatorNames) -> str:

@@ -487,7 +487,7 @@ class PlanContent:
             if not totals or not max(totals):
                 lines.append(f"{which}nothing is held")
                 continue
-            kinds = list(dict.fromkeys((*KIND_COLOURS, *(h.what for h in line.held))))
+            kinds = list(dict.fromkeys((*KIND_COLOURS, *(h.what for h in line.allocations))))
             bands = {kind: band for kind in kinds if any(band := line.totals((kind,)))}
             seconds = [m.seconds for m in moments(each)]
             at = totals.index(max(totals))
@@ -507,7 +507,7 @@ class PlanContent:
     def _held(self, line: MemoryTimeline, at: int, schedule: CommunicationSchedule, title: str) -> Grid:
         """The largest allocations at a moment; equal ones of several layers together."""
         found: dict[tuple[str, float], dict[str, float]] = {}
-        for h in line.held:
+        for h in line.allocations:
             if h.start <= at < h.stop and h.bytes:
                 one = found.setdefault((h.what, h.bytes), {})
                 one[h.name] = one.get(h.name, 0.0) + h.bytes

@@ -47,7 +47,7 @@ class Local:
     The values are the operator's inputs in order; trailing inputs of which only the shape was read may be missing.
     """
 
-    target: Any
+    target: Callable[..., object]
     args: tuple[object, ...]
     kwargs: dict[str, object]
 
@@ -316,7 +316,7 @@ _RESULTS: dict[Hashable, tuple[_Like, ...]] = {}
 KEPT = 1 << 14
 
 
-def _results(target: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[_Like, ...]:
+def _results(target: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[_Like, ...]:
     """The outputs of a call."""
     key = target, key_of((args, kwargs), lambda x: _Like(x.shape, x.dtype) if type(x) is Value else x)
     known = _RESULTS.get(key)
@@ -341,7 +341,7 @@ class Builder:
         self.layouts = dict(layouts)
         self.steps: list[tuple[Op, Rule, Bound, Assignment]] = []
 
-    def call(self, target: object, *args: Any, **kwargs: Any) -> Any:
+    def call(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
         """Record ``target(*args, **kwargs)``; returns its output value, or a tuple of output values."""
         inputs = values_in((args, kwargs))
         results = _results(target, args, kwargs)
