@@ -221,7 +221,7 @@ def make_plan(
             _ = made.program
             return made
 
-    def plan_of(result: Decisions, kept: OptimizerParallel | None = hsdp) -> Plan:
+    def plan_of(result: Decisions, chosen_setting: OptimizerParallel | None = hsdp) -> Plan:
         decisions, batch_dims, found, storage = result
         # With a limit of memory a search has decided the recomputed operators too.
         ops = graph.ops if memory is None else tuple(decisions[op.name].op for op in graph.ops)
@@ -233,7 +233,7 @@ def make_plan(
             decisions,
             batch_dims,
             stored,
-            kept or storage,
+            chosen_setting or storage,
             cluster=cluster,
             found=found,
             optimizer=optimizer,
@@ -288,7 +288,7 @@ def make_plan(
         result = mode(problem)
     if automatic is not None:
         choices = storages(automatic, cluster, devices, stored is not None)
-        return fastest_storage(lambda kept: plan_of(result._replace(hsdp=None), kept), choices, hsdp, memory)
+        return fastest_storage(lambda setting: plan_of(result._replace(hsdp=None), setting), choices, hsdp, memory)
     return plan_of(result) if plan is None or plan.decisions is not result.decisions else plan
 
 
@@ -425,9 +425,10 @@ def make_pipeline(
     ) -> Plan:
         if number < 0:  # the graph that counts targets: no strategy to decide
             return make_plan(part, size, counting, input_placement=input_placement, prices=prices)
-        held = {*part.parameters, *part.buffers}
+        own_names = {*part.parameters, *part.buffers}
         mine = [
-            None if all_ is None else {n: layout for n, layout in all_.items() if n in held} for all_ in (stored, used)
+            None if all_ is None else {n: layout for n, layout in all_.items() if n in own_names}
+            for all_ in (stored, used)
         ]
         follows = parallel_mode != "sharding_propagation" or not marked or any(op.mark for op in part.ops)
         own = replace(

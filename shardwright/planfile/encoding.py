@@ -109,7 +109,7 @@ def _target(target: object) -> object:
         return {
             "autocast": [[name, _leaf(dtype)] for name, dtype in target.state.dtypes],
             "shares": target.state.shares,
-            "target": _target(target.inner),
+            "target": _target(target.operator),
         }
     if isinstance(target, Applied):
         function = target.described_as

@@ -191,7 +191,7 @@ def find_rule(op: Op) -> Rule | None:
     if type(op.target) is OpOverload and op.target in _RULES:
         return _RULES[op.target]
     if isinstance(op.target, UnderAutocast):
-        found = find_rule(replace(op, target=op.target.inner))
+        found = find_rule(replace(op, target=op.target.operator))
         return found if found is None or found.expand is None else whole_rule(op)
     function = getattr(op.target, "described_as", None)
     if function is not None:
@@ -283,7 +283,7 @@ def bound_rule(op: Op, described: Rule | None = None, uneven: bool = False) -> B
 def local_call(op: Op, described: Rule, bound: Bound, assignment: Assignment) -> Local:
     """The call of a rank on its slices of the operator's inputs."""
     if isinstance(op.target, UnderAutocast):
-        local = local_call(replace(op, target=op.target.inner), described, bound, assignment)
+        local = local_call(replace(op, target=op.target.operator), described, bound, assignment)
         return replace(local, target=under(local.target, op.target.state))
     if described.with_halos is not None and bound.has_halos(assignment):
         return described.with_halos(op, bound, assignment)
