@@ -39,7 +39,7 @@ from shardwright.cost.cost_model import CostModel
 from shardwright.cost.memory_timeline import optimizer_bytes
 from shardwright.partition.local_program import place_inputs
 from shardwright.planners.memory_fit import ENOUGH
-from shardwright.planners.memory_problem import holding
+from shardwright.planners.memory_problem import add_memory
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import CUT, PlanningProblem
 from shardwright.planners.recursive_programming import recursive_programming
@@ -84,7 +84,7 @@ def measure(layers: int, devices: int, cluster: str, memory: float) -> dict[str,
     if memory:
         held = clock.of(
             "costs, limited",
-            lambda: holding(
+            lambda: add_memory(
                 search.cost_graph(search.options(), cut=CUT), fed, search.batch_dims, memory, optimizer_bytes("adam")
             ),
         )

@@ -76,10 +76,10 @@ class Autocast:
     def within(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> Autocast:
         """The state inside a region ``torch.autocast(device_type, dtype, enabled)``. Its ``cache_enabled`` is not
         known: torch.export turns the cache off while it traces."""
-        others = {name: held for name, held in self.dtypes if name != device_type}
+        dtypes = {name: own for name, own in self.dtypes if name != device_type}
         if enabled:
-            others[device_type] = dtype or torch.get_autocast_dtype(device_type)
-        return Autocast(tuple(sorted(others.items(), key=str)), self.shares)
+            dtypes[device_type] = dtype or torch.get_autocast_dtype(device_type)
+        return Autocast(tuple(sorted(dtypes.items(), key=str)), self.shares)
 
     def __str__(self) -> str:
         on = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in self.dtypes)
@@ -131,41 +131,41 @@ def entered(state: Autocast, *device_types: str) -> Iterator[None]:
 
 
 class UnderAutocast:
-    """An operator that runs under autocast: a target of the graph, with all attributes of the inner operator.
+    """An operator that runs under autocast: a target of the graph, with all attributes of the operator.
 
     Attributes:
-        inner: the operator, or a user's `torch.autograd.Function` as a `capture.regions.Applied`.
+        operator: the operator itself, or a user's `torch.autograd.Function` as a `capture.regions.Applied`.
         state: the state of autocast.
     """
 
-    def __init__(self, inner: Any, state: Autocast) -> None:
-        self.inner, self.state = inner, state
-        packet = getattr(inner, "overloadpacket", inner)
-        self.__name__ = getattr(packet, "__name__", type(inner).__name__)
+    def __init__(self, operator: Any, state: Autocast) -> None:
+        self.operator, self.state = operator, state
+        packet = getattr(operator, "overloadpacket", operator)
+        self.__name__ = getattr(packet, "__name__", type(operator).__name__)
         self.__qualname__, self.__module__ = getattr(packet, "__qualname__", self.__name__), __name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             for name, dtype in self.state.dtypes:
                 stack.enter_context(torch.autocast(name, dtype, True, self.state.shares))
-            return self.inner(*args, **kwargs)
+            return self.operator(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("inner", "state") or name.startswith("__"):
+        if name in ("operator", "state") or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.inner, name)
+        return getattr(self.operator, name)
 
     def __deepcopy__(self, memo: dict[int, object]) -> UnderAutocast:
         return self
 
     def __repr__(self) -> str:
-        return f"{self.inner!r} under {self.state}"
+        return f"{self.operator!r} under {self.state}"
 
 
 @lru_cache(maxsize=1 << 12)
-def under(inner: object, state: Autocast) -> UnderAutocast:
-    """The target that runs `inner` under autocast: one object for equal arguments."""
-    return UnderAutocast(inner, state)
+def under(operator: object, state: Autocast) -> UnderAutocast:
+    """The target that runs `operator` under autocast: one object for equal arguments."""
+    return UnderAutocast(operator, state)
 
 
 # -- one operator ------------------------------------------------------------------------------------------------------
@@ -344,8 +344,7 @@ class _Trace(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor], call: str) -> None:
         super().__init__()
         self.inputs, self.call = inputs, call
-        self.roots = {id(x): i for i, x in enumerate(inputs)}
-        self.held: list[object] = []  # keeps tensors alive, so that their ids are not used again
+        self.roots: dict[Tensor, int] = {x: i for i, x in enumerate(inputs)}  # input, or a view of one -> its index
         self.exact: list[str] = []
         self.work: list[str] = []
         self.casts: dict[int, set[torch.dtype]] = {}
@@ -361,15 +360,14 @@ class _Trace(TorchDispatchMode):
             return result  # prim.device
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        self.held.append((tensors, results))
         self.itself = not self.exact and _of_call(func, args, kwargs, id) == self.call
         self.exact.append(repr((func, *pytree.tree_map_only(Tensor, _dtype, (args, kwargs, result)))))
-        root = self.roots.get(id(tensors[0])) if tensors else None
+        root = self.roots.get(tensors[0]) if tensors else None
         if func in _CASTS and root is not None and _floating(tensors[0], results[0]):
             self.casts.setdefault(root, set()).add(results[0].dtype)
         elif _moves(func):
             if root is not None:
-                self.roots.update((id(x), root) for x in results)
+                self.roots.update((x, root) for x in results)
         else:
             self.work.append(_worked(func, args, kwargs, results))
         return result

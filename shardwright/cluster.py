@@ -269,7 +269,7 @@ class Cluster:
             SettingError: a file that cannot be read or is cut short; a field that is missing, unknown or not above 0;
                 more than `MOST_DEVICES` devices.
         """
-        held = read_object(
+        encoded = read_object(
             path,
             SettingError,
             "the cluster file",
@@ -277,33 +277,33 @@ class Cluster:
             MIB,
             edited=True,
         )[1]
-        return cls.from_dict(held, f"cluster file {os.fspath(path)!r}")
+        return cls.from_dict(encoded, f"cluster file {os.fspath(path)!r}")
 
     @classmethod
-    def from_dict(cls, held: object, where: str = "cluster") -> Cluster:
+    def from_dict(cls, encoded: object, where: str = "cluster") -> Cluster:
         """The cluster of a dict with the fields of `Cluster` and `Level`; "schema" may give the version.
 
         Args:
-            held: the dict.
+            encoded: the dict.
             where: the name of the source in an error.
 
         Raises:
             SettingError: a field that is missing, unknown or not above 0.
         """
-        held = dict(_known(held, where, [f.name for f in fields(cls)], optional=("schema",)))
-        schema = held.pop("schema", SCHEMA)
+        encoded = dict(_known(encoded, where, [f.name for f in fields(cls)], optional=("schema",)))
+        schema = encoded.pop("schema", SCHEMA)
         if type(schema) is not int or schema != SCHEMA:
             raise SettingError(f"{where}: 'schema' is {shown(schema)}", legal=str(SCHEMA))
-        if not isinstance(held["levels"], (list, tuple)) or not held["levels"]:
+        if not isinstance(encoded["levels"], (list, tuple)) or not encoded["levels"]:
             raise SettingError(
-                f"{where}: 'levels' is {shown(held['levels'])}", legal="a list of levels, from the inside out"
+                f"{where}: 'levels' is {shown(encoded['levels'])}", legal="a list of levels, from the inside out"
             )
         names, levels = [f.name for f in fields(Level)], []
-        for i, level in enumerate(held["levels"]):
+        for i, level in enumerate(encoded["levels"]):
             at = f"{where}: 'levels'[{i}]"
             levels.append(_within(at, lambda: Level(**_known(level, at, names[:-1], optional=names[-1:]))))
-        peak = dict(held["peak"]) if isinstance(held["peak"], Mapping) else held["peak"]
-        return _within(where, lambda: cls(**held | {"levels": tuple(levels), "peak": peak}))
+        peak = dict(encoded["peak"]) if isinstance(encoded["peak"], Mapping) else encoded["peak"]
+        return _within(where, lambda: cls(**encoded | {"levels": tuple(levels), "peak": peak}))
 
     def to_dict(self) -> dict[str, Any]:
         """The cluster as a dict for `from_dict`."""
@@ -330,17 +330,17 @@ def _check_positive(value: object, where: str, field: str, whole: bool = False) 
         )
 
 
-def _known(held: object, where: str, names: Iterable[str], optional: Iterable[str]) -> Mapping[str, Any]:
+def _known(encoded: object, where: str, names: Iterable[str], optional: Iterable[str]) -> Mapping[str, Any]:
     names, optional = list(names), list(optional)
-    if not isinstance(held, Mapping):
-        raise SettingError(f"{where}: {shown(held)} is no description", legal=f"the fields {', '.join(names)}")
-    for name in held:
+    if not isinstance(encoded, Mapping):
+        raise SettingError(f"{where}: {shown(encoded)} is no description", legal=f"the fields {', '.join(names)}")
+    for name in encoded:
         if name not in names and name not in optional:
             raise SettingError(f"{where}: unknown field {shown(name)}", legal=", ".join([*names, *optional]))
     for name in names:
-        if name not in held:
+        if name not in encoded:
             raise SettingError(f"{where}: the field {name!r} is missing", legal=", ".join(names))
-    return held
+    return encoded
 
 
 def _within(where: str, make: Any) -> Any:

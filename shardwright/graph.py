@@ -214,7 +214,7 @@ class Form:
         try:
             self._key, self._hash = key, hash(key)
         except TypeError:  # an argument without a hash, such as a slice: the call is of a form of its own
-            self._key, self._hash = self, id(self)
+            self._key, self._hash = self, object.__hash__(self)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Form) and self._key is not self and self._key == other._key)

@@ -137,5 +137,5 @@ class IdentityCache:
 def numbered(objects: Iterable[object]) -> list[int]:
     """By object, a number that it shares with itself alone: 0 for the first, 1 for the next other one, …"""
     numbers: dict[int, int] = {}
-    held = list(objects)  # all live until the end
-    return [numbers.setdefault(id(each), len(numbers)) for each in held]
+    alive = list(objects)  # until the end, so that no two share an id
+    return [numbers.setdefault(id(each), len(numbers)) for each in alive]

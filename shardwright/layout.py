@@ -168,10 +168,10 @@ def beside(devices: int, digits: Iterable[Digit]) -> bool:
     return True
 
 
-def overlap(some: Iterable[Digit], others: Iterable[Digit]) -> bool:
+def overlap(some: Iterable[Digit], more: Iterable[Digit]) -> bool:
     """True where two sets of digits share a part of the rank."""
-    others = tuple(others)
-    return any(a.stride < b.span and b.stride < a.span for a in some for b in others if a.size > 1 and b.size > 1)
+    more = tuple(more)
+    return any(a.stride < b.span and b.stride < a.span for a in some for b in more if a.size > 1 and b.size > 1)
 
 
 def group_of(rank: int, digits: Iterable[Digit]) -> tuple[int, ...]:
@@ -185,8 +185,8 @@ def group_of(rank: int, digits: Iterable[Digit]) -> tuple[int, ...]:
 def groups(devices: int, digits: Iterable[Digit]) -> tuple[tuple[int, ...], ...]:
     """All groups of ranks that differ in `digits` only: a partition of the ranks."""
     digits = tuple(digits)
-    others = complement(devices, digits)
-    bases = (sum(c) for c in product(*(range(0, d.span, d.stride) for d in others)))
+    further = complement(devices, digits)
+    bases = (sum(c) for c in product(*(range(0, d.span, d.stride) for d in further)))
     return tuple(group_of(base, digits) for base in bases)
 
 

@@ -173,15 +173,15 @@ def masters(policy: MixedPrecision | None, net: nn.Module) -> dict[str, Master]:
         )
     out = {}
     for name, parameter in named:
-        computed = types.get(id(parameter), parameter.dtype)
+        computed = types.get(parameter, parameter.dtype)
         made = Master(parameter.dtype, policy.reduce_dtype or computed)
         if parameter.dtype.is_floating_point and made != (computed, computed):
             out[name] = made
     return out
 
 
-def captured_types(policy: MixedPrecision | None, net: nn.Module) -> dict[int, torch.dtype]:
-    """The dtypes in which a model's parameters are captured, by the parameters' ids, where they differ from their own.
+def captured_types(policy: MixedPrecision | None, net: nn.Module) -> dict[torch.Tensor, torch.dtype]:
+    """The dtypes in which a model's parameters are captured, where they differ from their own.
 
     Args:
         policy: the policy; None: no parameter differs.
@@ -192,11 +192,11 @@ def captured_types(policy: MixedPrecision | None, net: nn.Module) -> dict[int, t
     """
     if policy is None or policy.param_dtype is None:
         return {}
-    kept = _beside_statistics(policy.param_dtype, net)
+    normalising = _beside_statistics(policy.param_dtype, net)
     return {
-        id(p): policy.param_dtype
+        p: policy.param_dtype
         for p in net.parameters()
-        if p.dtype.is_floating_point and p.dtype != policy.param_dtype and id(p) not in kept
+        if p.dtype.is_floating_point and p.dtype != policy.param_dtype and p not in normalising
     }
 
 
@@ -252,9 +252,9 @@ def narrowed_to(op: Op) -> torch.dtype | None:
     return after.dtype if narrower and before.requires_grad == after.requires_grad else None
 
 
-def _beside_statistics(computed: torch.dtype, net: nn.Module) -> set[int]:
-    """The ids of the parameters that keep the dtype of the running statistics beside them."""
-    kept: set[int] = set()
+def _beside_statistics(computed: torch.dtype, net: nn.Module) -> set[torch.Tensor]:
+    """The parameters that keep the dtype of the running statistics beside them."""
+    out: set[torch.Tensor] = set()
     for path, module in net.named_modules():
         running = getattr(module, "running_mean", None)
         if not isinstance(module, _NORMS) or running is None or running.dtype == computed:
@@ -267,8 +267,8 @@ def _beside_statistics(computed: torch.dtype, net: nn.Module) -> set[int]:
                 strategy=f"mixed_precision: param_dtype={computed}",
                 legal=f"statistics and parameters of {computed}, or of torch.float32 under a param_dtype of 16 bits",
             )
-        kept.update(id(p) for p in module.parameters(recurse=False))
-    return kept
+        out.update(module.parameters(recurse=False))
+    return out
 
 
 @contextlib.contextmanager
@@ -299,11 +299,11 @@ def one_device(policy: MixedPrecision | None, net: nn.Module, args: tuple[Any, .
     if policy is None:
         return net(*args, **kwargs)
     types = captured_types(policy, net)
-    cast: dict[int, torch.Tensor] = {}
+    cast: dict[torch.Tensor, torch.Tensor] = {}
     state = {}
     for name, parameter in net.named_parameters(remove_duplicate=False):
-        if id(parameter) in types:
-            state[name] = cast.setdefault(id(parameter), parameter.to(types[id(parameter)]))
+        if parameter in types:
+            state[name] = cast.setdefault(parameter, parameter.to(types[parameter]))
     with casts(policy, net):
         return torch.func.functional_call(net, state, args, dict(kwargs), tie_weights=False)
 

@@ -301,7 +301,7 @@ class _Line:
     rates: list[Figure]
     memory: list[Figure]
     times: list[MeasuredStep]
-    others: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     ready: Any = None  # an event of the accelerator, or None
 
 
@@ -497,7 +497,7 @@ class Monitor:
             self._tell(self._waiting.pop(0))
 
     def _tell(self, line: _Line) -> None:
-        numbers = ({} if line.loss is None else {"loss": float(line.loss)}) | line.others
+        numbers = ({} if line.loss is None else {"loss": float(line.loss)}) | line.metrics
         figures = [Figure(name, value, f"{name} {value:.6g}") for name, value in numbers.items()]
         figures += [*line.rates, *time_figures(line.times), *line.memory]
         self._say("  ".join([f"step {line.step}", *(figure.text for figure in figures if figure.text)]))

@@ -85,14 +85,16 @@ def shares_of(plan: Plan, name: str, costs: CostModel) -> tuple[Share, ...]:
     sums: dict[tuple[str, str, str], tuple[list[str], list[float]]] = {}
     for half, instructions in enumerate((program.instructions, plan.backward)):
         for instruction in instructions:
-            again = isinstance(instruction, (Regather, RecomputedInstruction))
+            repeats_forward = isinstance(instruction, (Regather, RecomputedInstruction))
             ran, redistribution = own_redistribution(instruction, bool(half))
             if (key := _part(ran, name)) is None:
                 continue
             sends, parts = sums.setdefault(key, ([], [0.0, 0.0, 0.0]))
             seconds = costs.backward(instruction, known) if half else costs.forward(ran, known)
             parts[half] += seconds
-            paid = 0.0 if half and not again else _completed(ran, costs.collectives_of(instruction, bool(half)))
+            paid = (
+                0.0 if half and not repeats_forward else _completed(ran, costs.collectives_of(instruction, bool(half)))
+            )
             parts[2] += seconds - paid if ran.operator == name else 0.0
             parts[2] += paid if getattr(ran, "producer", "") == name else 0.0
             if redistribution is not None:
@@ -214,7 +216,8 @@ class Explanation:
         missing: the reason why there are no alternatives, where there are none.
         limit: bytes that a device may hold, in this plan and all others; None: memory was not limited.
         over: the moment at which this plan itself holds most, if above the limit.
-        held: the operator's strategy without the limit, where that is another way to cut, and the reason against it.
+        unlimited: the operator's strategy without the limit, where that is another way to cut, and the reason against
+            it.
         tried: (number of other ways to cut that were searched within the limit, the cheapest without it first; total).
         stage: the stage of a pipeline to which the operator belongs; `plan` is then that stage's, of one micro-batch.
     """
@@ -232,7 +235,7 @@ class Explanation:
     stage: int | None = None
     limit: float | None = None
     over: Row | None = None
-    held: Alternative | None = None
+    unlimited: Alternative | None = None
     tried: tuple[int, int] = (0, 0)
 
     @property
@@ -367,8 +370,8 @@ class _Neighbourhood:
         found = self.plan.found
         if found is None or found.bound is None:
             return None
-        kept = found.limit is None if self.limit is None else found.limit is not None and self.limit <= found.limit
-        return found.bound if kept else None
+        proves = found.limit is None if self.limit is None else found.limit is not None and self.limit <= found.limit
+        return found.bound if proves else None
 
     @property
     def bound(self) -> float | None:
@@ -391,7 +394,9 @@ class _Neighbourhood:
         tried = len(fitting) + len(refused)
         alone = lambda a: np.inf if a.aside is None else a.aside
         first = min((*fitting, *refused), key=alone, default=None)
-        held = first if first is not None and first.over is not None and alone(first) < own.aside * (1 - LESS) else None
+        unlimited = (
+            first if first is not None and first.over is not None and alone(first) < own.aside * (1 - LESS) else None
+        )
         fitting = fitting[:count]
         most = fitting[-1].total if len(fitting) == count else np.inf
         shown = (*fitting, *[a for a in refused if alone(a) < most][:count])
@@ -407,7 +412,7 @@ class _Neighbourhood:
             self.bound,
             limit=limit,
             over=row_above(self.plan.timeline, limit),
-            held=held,
+            unlimited=unlimited,
             tried=(tried, len(forms)),
         )
 
@@ -527,7 +532,7 @@ class _Neighbourhood:
         value = max(rises, key=rises.__getitem__)
         operators = sorted((n for v, n in ends if v == value), key=lambda n: -ends[value, n])
         if value and not operators:
-            operators = list(self._others(value))
+            operators = list(self._other_users(value))
         fixed = tuple(n for n in operators if n in self.search.fixed)
         return Holder(value, tuple(operators), fixed, rises[value])
 
@@ -551,7 +556,7 @@ class _Neighbourhood:
     def _consumers(self) -> dict[str, list[tuple[Op, int]]]:
         return self.plan.graph.consumers()
 
-    def _others(self, value: str) -> Iterator[str]:
+    def _other_users(self, value: str) -> Iterator[str]:
         """Yield the other producers and consumers of a value."""
         name = self.plan.graph.parameters[value].name if value in self.plan.graph.parameters else value
         producer = self._producers.get(name)

@@ -52,7 +52,7 @@ from .planfile.plan_document import PlanDocument
 from .planners.memory_fit import TooLittleMemoryError
 from .planners.plan_search import at_other_sizes, cheapest_of_modes, fastest_storage, plan_so_far, storages
 from .planners.planning_problem import CUT, PLANNERS, PlanningProblem, PriceBook, planners, warn_of_ignored_marks
-from .planners.semi_auto import held_parameters
+from .planners.semi_auto import ungathered_parameters
 from .pytree_objects import with_tensors
 from .settings import (
     KEYWORDS_ELSEWHERE,
@@ -196,7 +196,7 @@ def make_plan(
         deliveries=deliveries,
     )
     if parallel_mode != "data_parallel":  # which ignores marks
-        stored = {**held_parameters(problem), **(stored or {})} or None
+        stored = {**ungathered_parameters(problem), **(stored or {})} or None
         settled = used or stored
         problem = replace(problem, stored=settled)
     for one in earlier if strategies is None else ():
@@ -222,7 +222,7 @@ def make_plan(
             _ = made.program
             return made
 
-    def plan_of(result: Decisions, kept: OptimizerParallel | None = hsdp) -> Plan:
+    def plan_of(result: Decisions, chosen_setting: OptimizerParallel | None = hsdp) -> Plan:
         decisions, batch_dims, found, storage = result
         # With a limit of memory a search has decided the recomputed operators too.
         ops = graph.ops if memory is None else tuple(decisions[op.name].op for op in graph.ops)
@@ -234,7 +234,7 @@ def make_plan(
             decisions,
             batch_dims,
             stored,
-            kept or storage,
+            chosen_setting or storage,
             cluster=cluster,
             found=found,
             optimizer=optimizer,
@@ -289,7 +289,7 @@ def make_plan(
         result = mode(problem)
     if automatic is not None:
         choices = storages(automatic, cluster, devices, stored is not None)
-        return fastest_storage(lambda kept: plan_of(result._replace(hsdp=None), kept), choices, hsdp, memory)
+        return fastest_storage(lambda setting: plan_of(result._replace(hsdp=None), setting), choices, hsdp, memory)
     return plan_of(result) if plan is None or plan.decisions is not result.decisions else plan
 
 
@@ -434,9 +434,10 @@ def make_pipeline(
     ) -> Plan:
         if number < 0:  # the graph that counts targets: no strategy to decide
             return make_plan(part, size, counting, input_placement=input_placement, prices=prices)
-        held = {*part.parameters, *part.buffers}
+        own_names = {*part.parameters, *part.buffers}
         mine = [
-            None if all_ is None else {n: layout for n, layout in all_.items() if n in held} for all_ in (stored, used)
+            None if all_ is None else {n: layout for n, layout in all_.items() if n in own_names}
+            for all_ in (stored, used)
         ]
         follows = parallel_mode != "sharding_propagation" or not marked or any(op.mark for op in part.ops)
         own = replace(
@@ -668,7 +669,7 @@ def plan(
             graph, wide, devices, settings, modules, splits, stored=stored, whole=whole, automatic=automatic
         )
     if lies is not None:
-        lies.check_kept(made)
+        lies.check_stored(made)
     return made
 
 

@@ -475,9 +475,9 @@ class RandomStream:
                 legal="the call outside of torch.cuda.graph; a graph of the model in eval(), or without random numbers",
             )
         state = xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().tobytes())
-        again = self._drawn.get(state) if backward_number() != -1 else None
-        seed, call = again or self.upcoming()
-        if again is None:
+        drawn = self._drawn.get(state) if backward_number() != -1 else None
+        seed, call = drawn or self.upcoming()
+        if drawn is None:
             self.calls += 1
             self._drawn[state] = seed, call
             if len(self._drawn) > REMEMBERED:

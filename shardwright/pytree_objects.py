@@ -29,12 +29,12 @@ class OpenedObject:
 
     Attributes:
         cls: its class.
-        held: its attributes that hold tensors.
+        opened_attributes: its attributes that hold tensors.
         rest: its other attributes.
     """
 
     cls: type[Any]
-    held: dict[str, Any]
+    opened_attributes: dict[str, Any]
     rest: dict[str, Any]
 
 
@@ -50,7 +50,7 @@ _Context: TypeAlias = "tuple[type[Any], tuple[str, ...], dict[str, Any]]"
 
 
 def _flatten(node: OpenedObject) -> tuple[list[Any], _Context]:
-    return list(node.held.values()), (node.cls, tuple(node.held), node.rest)
+    return list(node.opened_attributes.values()), (node.cls, tuple(node.opened_attributes), node.rest)
 
 
 def _unflatten(children: Any, context: _Context) -> OpenedObject:
@@ -60,7 +60,7 @@ def _unflatten(children: Any, context: _Context) -> OpenedObject:
 
 def _flatten_with_keys(node: OpenedObject) -> tuple[list[tuple[Any, Any]], _Context]:
     children, context = _flatten(node)
-    return [(pytree.GetAttrKey(name), child) for name, child in zip(node.held, children)], context
+    return [(pytree.GetAttrKey(name), child) for name, child in zip(node.opened_attributes, children)], context
 
 
 register_node(
@@ -91,34 +91,40 @@ def _attributes(leaf: Any) -> dict[str, Any] | None:
     return getattr(leaf, "__dict__", None)
 
 
-def _holds(tree: Any, around: tuple[int, ...] = ()) -> bool:
+def _among(leaf: object, around: tuple[object, ...]) -> bool:
+    return any(leaf is one for one in around)
+
+
+def _holds(tree: Any, around: tuple[object, ...] = ()) -> bool:
     """True where a tree holds a tensor, also in the attributes of its leaves."""
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             return True
         attributes = _attributes(leaf)
-        if attributes and id(leaf) not in around and _holds(attributes, (*around, id(leaf))):
+        if attributes and not _among(leaf, around) and _holds(attributes, (*around, leaf)):
             return True
     return False
 
 
-def opened(tree: Any, around: tuple[int, ...] = ()) -> Any:
+def opened(tree: Any, around: tuple[object, ...] = ()) -> Any:
     """The tree with every object that holds tensors opened.
 
     Args:
         tree: the tree.
-        around: the ids of the objects around it, which a cycle may reach again.
+        around: the objects around it, which a cycle may reach again.
     """
 
     def open_leaf(leaf: Any) -> Any:
         attributes = _attributes(leaf)
-        if id(leaf) in around or attributes is None:
+        if _among(leaf, around) or attributes is None:
             return PlainLeaf(leaf) if isinstance(leaf, _SIMPLE) else leaf
-        within = (*around, id(leaf))
+        within = (*around, leaf)
         if not _holds(attributes, within):
             return PlainLeaf(leaf)
-        held = {name: opened(a, within) for name, a in attributes.items() if _holds(a, within)}
-        return OpenedObject(type(leaf), held, {name: a for name, a in attributes.items() if name not in held})
+        opened_attributes = {name: opened(a, within) for name, a in attributes.items() if _holds(a, within)}
+        return OpenedObject(
+            type(leaf), opened_attributes, {name: a for name, a in attributes.items() if name not in opened_attributes}
+        )
 
     return pytree.tree_map(open_leaf, tree)
 
@@ -135,9 +141,9 @@ def with_tensors(tree: Any) -> Any:
         return tree
 
     def tensor(array: Any) -> torch.Tensor:
-        kept = numpy.require(array, array.dtype.newbyteorder("="), ["C", "W"])
+        writable = numpy.require(array, array.dtype.newbyteorder("="), ["C", "W"])
         try:
-            return torch.from_numpy(kept)
+            return torch.from_numpy(writable)
         except TypeError:
             raise SettingError(
                 f"an input is a numpy array of {array.dtype}", legal="an array of numbers or truth values, or a tensor"
@@ -155,7 +161,7 @@ def closed(tree: Any) -> Any:
         if not isinstance(node, OpenedObject):
             return node
         made = object.__new__(node.cls)
-        for name, attribute in {**{n: closed(h) for n, h in node.held.items()}, **node.rest}.items():
+        for name, attribute in {**{n: closed(h) for n, h in node.opened_attributes.items()}, **node.rest}.items():
             object.__setattr__(made, name, attribute)
         return made
 

@@ -54,7 +54,7 @@ from .partition.padded_dims import true_slice
 from .partition.parameter_sharding import OptimizerParallel
 from .partition.partitioner import partition
 from .partition.rematerialization import BackwardStep, Regather, Region, RegionStarts, regathered_weights, regions_of
-from .rules import held_layouts, in_order
+from .rules import in_order, ungathered_layouts
 
 __all__ = [
     "Collective",
@@ -571,12 +571,15 @@ class Plan(CountedOptimizer, SavedPlan):
         """The same of a stage of a pipeline in one micro-batch: weights that micro-batches share stay gathered, and the
         part of a gradient that one of them has scattered is added to those before."""
         line, once = self.unscheduled, self.gathered_once
-        held = [replace(h, stop=len(line.moments)) if h.what == "gathered" and h.name in once else h for h in line.held]
+        allocations = [
+            replace(a, stop=len(line.moments)) if a.what == "gathered" and a.name in once else a
+            for a in line.allocations
+        ]
         for moment, entry in enumerate(self.backward, line.forward):
             if isinstance(entry, Redistribute) and self._scatters_each(entry):
                 part = entry.source
-                held.append(Allocation("backward", part.name, moment, moment + 1, part.local_bytes))
-        return replace(line, held=tuple(held))
+                allocations.append(Allocation("backward", part.name, moment, moment + 1, part.local_bytes))
+        return replace(line, allocations=tuple(allocations))
 
     def _scatters_each(self, move: Redistribute) -> bool:
         """True where every micro-batch scatters the gradient of a weight."""
@@ -628,13 +631,13 @@ class Plan(CountedOptimizer, SavedPlan):
     @cached_property
     def timeline(self) -> MemoryTimeline:
         """The memory of a device at every moment of a step, with the messages under way."""
-        return replace(self.unscheduled, held=(*self.unscheduled.held, *self.schedule.allocations))
+        return replace(self.unscheduled, allocations=(*self.unscheduled.allocations, *self.schedule.allocations))
 
     @cached_property
     def stage_timeline(self) -> MemoryTimeline:
         """The same of a stage of a pipeline, in one micro-batch."""
         line = self.stage_unscheduled
-        return replace(line, held=(*line.held, *self.stage_schedule.allocations))
+        return replace(line, allocations=(*line.allocations, *self.stage_schedule.allocations))
 
     @property
     def peak(self) -> float:
@@ -691,7 +694,7 @@ def _in_strategy(decision: Decision) -> tuple[tuple[int, ...], ...]:
     bound, mark, cuts = decision.bound, decision.op.mark, decision.bound.in_strategy(decision.assignment)
     if mark is None:
         return cuts
-    held = held_layouts(bound, in_order(bound, mark.in_strategy, mark.order), decision.assignment.devices)
-    if held is None or cuts[:2] != ((held[0].cuts[0], 1), (1, held[1].cuts[1])):
+    ungathered = ungathered_layouts(bound, in_order(bound, mark.in_strategy, mark.order), decision.assignment.devices)
+    if ungathered is None or cuts[:2] != ((ungathered[0].cuts[0], 1), (1, ungathered[1].cuts[1])):
         return cuts
-    return (held[0].cuts, held[1].cuts, *cuts[2:])
+    return (ungathered[0].cuts, ungathered[1].cuts, *cuts[2:])

@@ -367,7 +367,7 @@ def test_memory_holds_it() -> None:
         assert (other.row is not None) == (walked.peak > limit)
         if other.row is not None:
             rows += 1
-            assert other.row.held == walked.peak and other.row.limit == limit
+            assert other.row.allocated == walked.peak and other.row.limit == limit
             assert other.row.moment.removeprefix("the forward of ").removeprefix("the backward of ") in walked.moments
     assert rows and "does not fit" in text(said)
 

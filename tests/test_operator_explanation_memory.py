@@ -102,7 +102,7 @@ def test_a_user_s_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "it was searched within" in capsys.readouterr().out
     assert main.main(["explain", path, changed]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    held = explained(plan, changed).held
+    held = explained(plan, changed).unlimited
     assert "at least" not in out, "a bound that does not look at the memory"
     assert "the search decided; held there by memory: without the limit" in out
     half, _, operator = held.over.moment.rpartition(" of ")
@@ -151,21 +151,21 @@ def test_what_the_operator_would_be_without_the_limit() -> None:
     """The alternative is that of the free plan, where that differs; and the moment is that plan's."""
     plan, changed = limited(), 0
     for name in ("linear", "gelu", "linear_1"):
-        held = explained(plan, name).held
+        held = explained(plan, name).unlimited
         bound = plan.decisions[name].bound
         now, then = (bound.in_strategy(p.decisions[name].assignment) for p in (plan, free()))
         if held is None:
             continue
         changed += 1
         assert held.aside <= free().cost * (1 + 1e-9) and bound.in_strategy(held.decision.assignment) != now
-        assert held.over.held > held.over.limit == limit()
+        assert held.over.allocated > held.over.limit == limit()
         if bound.in_strategy(held.decision.assignment) == then:
             totals = free().timeline.totals()
-            assert held.over.held == pytest.approx(max(totals))
+            assert held.over.allocated == pytest.approx(max(totals))
     assert changed
     roomy = planned(2 * free().peak)
     said = explained(roomy, "linear")
-    assert said.held is None and said.limit == 2 * free().peak and all(a.over is None for a in said.alternatives)
+    assert said.unlimited is None and said.limit == 2 * free().peak and all(a.over is None for a in said.alternatives)
     totals = [a.total for a in explained(free(), "linear").alternatives]
     assert [a.total for a in said.alternatives] == pytest.approx(totals)
 

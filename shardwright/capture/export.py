@@ -93,13 +93,13 @@ _INSTEAD = {
 
 @contextlib.contextmanager
 def _fake_state(
-    module: nn.Module, empty: Callable[..., torch.Tensor], types: Mapping[int, torch.dtype]
+    module: nn.Module, empty: Callable[..., torch.Tensor], types: Mapping[torch.Tensor, torch.dtype]
 ) -> Iterator[None]:
     """Replace parameters and buffers by tensors without elements, tied ones by one tensor, while the context is active.
 
     Args:
         empty: ``empty(shape, dtype, requires_grad, is_parameter)`` makes one.
-        types: the id of each parameter or buffer that operators read in another dtype than its own -> that dtype.
+        types: each parameter or buffer that operators read in another dtype than its own -> that dtype.
     """
     memo: dict[int, torch.Tensor] = {}
     saved: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -108,7 +108,7 @@ def _fake_state(
         if id(tensor) not in memo:
             memo[id(tensor)] = empty(
                 whole_shape(tensor),
-                types.get(id(tensor), tensor.dtype),
+                types.get(tensor, tensor.dtype),
                 tensor.requires_grad and isinstance(tensor, nn.Parameter),
                 isinstance(tensor, nn.Parameter),
             )

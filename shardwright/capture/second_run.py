@@ -168,9 +168,9 @@ def difference(first: Graph, second: Graph) -> ProgramDifference | None:
 
 def _called(op: Op) -> tuple[Any, Any]:
     """The callee of an operator, and the plain arguments that a ``torch.autograd.Function`` is bound to."""
-    inner = op.target.inner if isinstance(op.target, UnderAutocast) else op.target
-    if isinstance(inner, Applied):  # its class may be made by the forward
-        return (inner.__qualname__, getattr(op.target, "state", None)), inner.leaves
+    operator = op.target.operator if isinstance(op.target, UnderAutocast) else op.target
+    if isinstance(operator, Applied):  # its class may be made by the forward
+        return (operator.__qualname__, getattr(op.target, "state", None)), operator.leaves
     return op.target, None
 
 

@@ -41,6 +41,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from ..identity import IdentityMap
 from ..layout import Digits, digits_size
 from ..partition.local_program import GlobalExtreme, Instruction, LocalOp, LocalProgram, Redistribute, made_by, reads
 from ..partition.rematerialization import BackwardStep, RecomputedInstruction, Regather, hands_on
@@ -67,7 +68,7 @@ __all__ = ["schedule_of"]
 def schedule_of(
     program: LocalProgram,
     backward: Sequence[BackwardStep],
-    held: MemoryTimeline | None,
+    timeline: MemoryTimeline | None,
     *,
     scatters: bool,
     allowance: float | None = None,
@@ -84,7 +85,7 @@ def schedule_of(
 
     Args:
         program, backward: the instructions, and the steps of their backward.
-        held: the memory of a step that waits for every message at once; None: memory is no matter.
+        timeline: the memory of a step that waits for every message at once; None: memory is no matter.
         scatters: True where parameters are stored in parts by optimizer parallel.
         allowance: bytes by which messages under way may raise the peak; None: twice the weights and gradients of the
             largest block, and at least the largest bucket of sums.
@@ -98,11 +99,11 @@ def schedule_of(
         accumulates: True where micro-batches accumulate the gradients of these, which are scattered once a step.
     """
     buckets = buckets_of(program, backward, fusion or Fusion(), order, several_hosts, library)
-    made = _Pass(program, backward, held, buckets, allowance, limit, stage, outside, accumulates)
+    made = _Pass(program, backward, timeline, buckets, allowance, limit, stage, outside, accumulates)
     if library:
         made.gather()
         made.split()
-        made.gather_again_and_scatter(scatters)
+        made.regather_and_scatter(scatters)
     made.sum()
     made.rest()
     return made.result(library)
@@ -123,7 +124,7 @@ class _Pass:
         self,
         program: LocalProgram,
         backward: Sequence[BackwardStep],
-        held: MemoryTimeline | None,
+        timeline: MemoryTimeline | None,
         buckets: Sequence[Bucket],
         allowance: float | None,
         limit: float | None,
@@ -135,13 +136,13 @@ class _Pass:
         self.stage, self.outside, self.accumulates = stage, outside, accumulates
         self.instructions = program.instructions
         self.forward, self.end = len(program.instructions), len(program.instructions) + len(backward)
-        self.place = {id(i): k for k, i in enumerate(program.instructions)}
+        self.place = IdentityMap[BackwardStep, int]((i, k) for k, i in enumerate(program.instructions))
         if allowance is None:
             allowance = max((2.0 * self._largest_block(), *(bucket.nbytes for bucket in buckets)))
         self.allowance = float(allowance)
         self.room = np.full(self.end + 1, np.inf)
-        if held is not None:
-            base = np.array(held.totals() or [0.0])
+        if timeline is not None:
+            base = np.array(timeline.totals() or [0.0])
             peak = float(base.max())
             ceiling = peak + self.allowance
             if limit is not None:
@@ -156,12 +157,12 @@ class _Pass:
         self.back: dict[int, int] = {}
         owner = -1
         for entry in reversed(backward):
-            owner = self.place.get(id(entry), owner)
+            owner = self.place.get(entry, owner)
             self.owners.append(owner)
         self.owners.reverse()
         for q, entry in enumerate(backward):
-            if id(entry) in self.place:
-                self.back[self.place[id(entry)]] = self.forward + q
+            if entry in self.place:
+                self.back[self.place[entry]] = self.forward + q
         self.born = {o.name: k for k, i in enumerate(self.instructions) for o in made_by(i)}
 
     def _largest_block(self) -> float:
@@ -199,10 +200,10 @@ class _Pass:
         room = self.room if room is None else room
         return stop <= start or bool(room[start:stop].min() >= nbytes)
 
-    def has_room(self, held: Sequence[tuple[int, int, float]]) -> bool:
+    def has_room(self, ranges: Sequence[tuple[int, int, float]]) -> bool:
         """True where there is room for all of these (first moment, end, bytes)."""
         need = np.zeros(len(self.room))
-        for start, stop, nbytes in held:
+        for start, stop, nbytes in ranges:
             need[start:stop] += nbytes
         return bool((self.room >= need)[need > 0].all())
 
@@ -245,8 +246,8 @@ class _Pass:
 
     def _together(self, members: list[Member], once: bool = False) -> list[list[Member]]:
         """The gathers of a block as one message; each by itself where there is no room for what one receives."""
-        held = self._received(members, members[0].moment, once)
-        return [members] if self.has_room(held) else [[member] for member in members]
+        ranges = self._received(members, members[0].moment, once)
+        return [members] if self.has_room(ranges) else [[member] for member in members]
 
     def _received(self, members: Sequence[Member], issue: int, once: bool = False) -> list[tuple[int, int, float]]:
         """(first moment, end, bytes) of the memory of a gather of weights, beyond that of weights gathered where they
@@ -270,15 +271,17 @@ class _Pass:
         digits: Digits,
         members: Sequence[Member],
         issue: int,
-        held: Sequence[tuple[int, int, float]],
-        again: bool = False,
+        ranges: Sequence[tuple[int, int, float]],
+        repeats_forward: bool = False,
         once: bool = False,
     ) -> int:
         nbytes = sum(moved_bytes(i, i.forward) for m in members for i in (self.parameter_move(m.place),))
-        ranges = tuple(self.hold(*one) for one in held)
+        allocated = tuple(self.hold(*one) for one in ranges)
         kind, first = CollectiveKind.ALL_GATHER, members[0].moment
         return self.add(
-            ScheduledMessage("gather", kind, digits, tuple(members), issue, first, nbytes, again, ranges, once)
+            ScheduledMessage(
+                "gather", kind, digits, tuple(members), issue, first, nbytes, repeats_forward, allocated, once
+            )
         )
 
     # -- other redistributions --
@@ -323,26 +326,26 @@ class _Pass:
         if back is not None:
             assert move.backward is not None
             began, needed, gradient = back
-            held = self.hold(began, needed, gradient)
-            self._add_part(place, self.back[place], move.backward, began, needed, held)
+            allocation = self.hold(began, needed, gradient)
+            self._add_part(place, self.back[place], move.backward, began, needed, allocation)
 
     def _add_part(
-        self, place: int, moment: int, steps: Redistribution, issue: int, wait: int, held: tuple[int, int, float]
+        self, place: int, moment: int, steps: Redistribution, issue: int, wait: int, allocation: tuple[int, int, float]
     ) -> None:
         first = next(step for step in steps.steps if step.communicates)
         nbytes = moved_bytes(self.move(place), steps)
         members = (self.member(place, moment),)
         self.add(
             ScheduledMessage(
-                "redistribution", first.pattern, first.digits, members, issue, wait, nbytes, False, (held,)
+                "redistribution", first.pattern, first.digits, members, issue, wait, nbytes, False, (allocation,)
             )
         )
 
     # -- the backward --
 
-    def gather_again_and_scatter(self, scatters: bool) -> None:
+    def regather_and_scatter(self, scatters: bool) -> None:
         """The gathers and the scatters of the backward, in the order of their moments: they share the room."""
-        todo = [(first, 0, partial(self._gather_again, *part)) for first, part in self._gathers_again()]
+        todo = [(first, 0, partial(self._regather, *part)) for first, part in self._regathers()]
         if scatters:
             todo += [(first, 1, partial(self._scatter, *part)) for first, part in self._scatters()]
         self.open: list[tuple[int, float]] = []  # scatters waited for at the end: number, bytes; the oldest first
@@ -355,7 +358,7 @@ class _Pass:
         if self.stage:
             self._carry()
 
-    def _gathers_again(self) -> Iterator[tuple[int, tuple[Digits, list[Member], list[int]]]]:
+    def _regathers(self) -> Iterator[tuple[int, tuple[Digits, list[Member], list[int]]]]:
         """Yield (first moment, (digits, members, moments at which it may be issued)) for each block."""
         blocks: dict[str, dict[Digits, list[Member]]] = {}
         for q, entry in enumerate(self.backward):
@@ -363,7 +366,7 @@ class _Pass:
                 instruction, _ = own_redistribution(entry, True)
                 digits = self._gathered(instruction)
                 if digits is not None:
-                    member = self.member(self.place[id(instruction)], self.forward + q)
+                    member = self.member(self.place[instruction], self.forward + q)
                     blocks.setdefault(block_of(member.name), {}).setdefault(digits, []).append(member)
         before: list[int] = []
         for groups in blocks.values():
@@ -373,16 +376,16 @@ class _Pass:
                 yield members[0].moment, (digits, members, sorted({*before, *own}))
             before = own
 
-    def _gather_again(self, digits: Digits, members: list[Member], moments: Sequence[int]) -> None:
+    def _regather(self, digits: Digits, members: list[Member], moments: Sequence[int]) -> None:
         ((first, stop, nbytes),) = self._received(members, members[0].moment)
         parts = [members] if self._with_room(first, stop, nbytes) is not None else [[member] for member in members]
         for part in parts:
             first = part[0].moment
             for issue in (m for m in moments if m <= first):
-                (held,) = self._received(part, issue)
-                waited = self._with_room(*held)
+                (allocation,) = self._received(part, issue)
+                waited = self._with_room(*allocation)
                 if waited is not None:
-                    self._wait_early(waited, self._add_gather(digits, part, issue, [held], again=True))
+                    self._wait_early(waited, self._add_gather(digits, part, issue, [allocation], repeats_forward=True))
                     break
 
     def _once_back(self, instruction: Instruction) -> bool:
@@ -435,9 +438,11 @@ class _Pass:
         more = nbytes // digits_size(ranks[0]) if self.stage else 0
         waited = self._with_room(issue, self.end, nbytes + more)
         stop = issue if waited is None else self.end
-        held = (*waits, self.hold(issue, stop, nbytes + more))
+        allocated = (*waits, self.hold(issue, stop, nbytes + more))
         kind = CollectiveKind.REDUCE_SCATTER
-        number = self.add(ScheduledMessage("scatter", kind, ranks[0], tuple(members), issue, stop, nbytes, False, held))
+        number = self.add(
+            ScheduledMessage("scatter", kind, ranks[0], tuple(members), issue, stop, nbytes, False, allocated)
+        )
         before = [other for other in self.halves if other not in (waited or ())]
         self._wait_early([*(waited or ()), *before], number)
         if len(ranks) > 1:
@@ -450,10 +455,10 @@ class _Pass:
     def _scatter_once(self, ranks: tuple[Digits, ...], members: Sequence[Member]) -> None:
         """Scatter gradients that micro-batches have accumulated: their copy takes the place of the gradients."""
         issue, nbytes = members[-1].moment, sum(map(self._term, members))
-        held = (self.hold(issue, issue + 1, nbytes),) if len(members) > 1 else ()
+        allocated = (self.hold(issue, issue + 1, nbytes),) if len(members) > 1 else ()
         kind = CollectiveKind.REDUCE_SCATTER
         number = self.add(
-            ScheduledMessage("scatter", kind, ranks[0], tuple(members), issue, self.end, nbytes, False, held, True)
+            ScheduledMessage("scatter", kind, ranks[0], tuple(members), issue, self.end, nbytes, False, allocated, True)
         )
         self._wait_early(list(self.halves), number)
         if len(ranks) > 1:
@@ -469,8 +474,8 @@ class _Pass:
                 continue
             if not self.fits(0, min(each) + 1, nbytes):
                 break
-            held = self.hold(0, min(each) + 1, nbytes)
-            self.messages[number] = replace(message, held=(*message.held, held))
+            allocation = self.hold(0, min(each) + 1, nbytes)
+            self.messages[number] = replace(message, allocated=(*message.allocated, allocation))
             self.carried.add(number)
 
     def _follow(self, number: int) -> None:
@@ -500,9 +505,9 @@ class _Pass:
         for other in waited:
             message = self.messages[other]
             if not message.once:
-                *terms, (start, _, nbytes) = message.held
+                *terms, (start, _, nbytes) = message.allocated
                 self.room[moment : self.end] += nbytes
-                message = replace(message, held=(*terms, (start, moment, nbytes)))
+                message = replace(message, allocated=(*terms, (start, moment, nbytes)))
             self.messages[other] = replace(message, wait=moment)
             self.early.setdefault(number, []).append(other)
             if other in self.halves:
@@ -538,11 +543,11 @@ class _Pass:
         later = self._in_another_dtype(members, begun)
         wait = self.end if self.fits(*later) else begun
         ranges = (self._copied(members, begun), *([later] if wait > begun else []))
-        held = [self.hold(*one) for one in ranges if one[2]]
+        allocated = [self.hold(*one) for one in ranges if one[2]]
         digits, kind = first.steps[0].digits, CollectiveKind.ALL_REDUCE
         self.add(
             ScheduledMessage(
-                "sum", kind, digits, tuple(members), begun, wait, nbytes, held=tuple(held), once=self.stage
+                "sum", kind, digits, tuple(members), begun, wait, nbytes, allocated=tuple(allocated), once=self.stage
             )
         )
         return begun
@@ -573,16 +578,16 @@ class _Pass:
                 continue
             if (first := next((s for s in moved.steps if s.communicates), None)) is None:
                 continue
-            place = self.place[id(instruction)]
+            place = self.place[instruction]
             if (place, moment) in self.covered:
                 continue
-            again = back and entry is not instruction
+            repeats_forward = back and entry is not instruction
             once = self._once_back(instruction) if back else instruction.target.name in self.outside
             at = (self.end if back else 0) if once else moment
             nbytes, members = moved_bytes(instruction, moved), (self.member(place, moment),)
             self.add(
                 ScheduledMessage(
-                    "redistribution", first.pattern, first.digits, members, at, at, nbytes, again, once=once
+                    "redistribution", first.pattern, first.digits, members, at, at, nbytes, repeats_forward, once=once
                 )
             )
 
@@ -601,7 +606,7 @@ class _Pass:
             self.end,
             self.allowance,
             self.splits,
-            {number[n]: tuple(number[other] for other in others) for n, others in early.items()},
+            {number[n]: tuple(number[scatter] for scatter in scatters) for n, scatters in early.items()},
             library,
             frozenset(number[n] for n in self.carried),
         )

@@ -57,6 +57,7 @@ import torch
 
 from ..errors import SettingError
 from ..graph import Value
+from ..identity import IdentitySet
 from ..layout import Digits, digits_size
 from ..partition.local_program import (
     GlobalExtreme,
@@ -391,9 +392,9 @@ class ScheduledMessage:
         issue: the moment before which it is issued.
         wait: the moment before which it is first waited for.
         bytes: of a rank's own input.
-        again: True where the step runs an instruction of the forward once more: a weight gathered again, or a
+        repeats_forward: True where the step runs an instruction of the forward once more: a weight gathered again, or a
             recomputation.
-        held: (first moment, end, bytes) of the memory that it holds beyond that of a step which waits at once.
+        allocated: (first moment, end, bytes) of its memory beyond that of a step which waits at once.
         once: True where it is sent once a step, for any number of micro-batches.
     """
 
@@ -404,8 +405,8 @@ class ScheduledMessage:
     issue: int
     wait: int
     bytes: int
-    again: bool = False
-    held: tuple[tuple[int, int, float], ...] = ()
+    repeats_forward: bool = False
+    allocated: tuple[tuple[int, int, float], ...] = ()
     once: bool = False
 
     @property
@@ -425,7 +426,7 @@ class ScheduledMessage:
             return self.members[0].name
         what = "weights" if self.role == "gather" else "gradients"
         of = f" of {blocks.pop()}" if len(blocks) == 1 and "" not in blocks else ""
-        return f"{what}{of}{', again' * self.again}"
+        return f"{what}{of}{', again' * self.repeats_forward}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -509,32 +510,32 @@ class CommunicationSchedule:
                 out.setdefault(moment, []).append((action, number))
         return {moment: tuple(each) for moment, each in out.items()}
 
-    def of(self, role: Role, again: bool = False) -> Iterator[tuple[int, ScheduledMessage]]:
+    def of(self, role: Role, repeats_forward: bool = False) -> Iterator[tuple[int, ScheduledMessage]]:
         """Yield the messages of a role with their numbers; of gathers those of the forward, or the further ones."""
         for number, message in enumerate(self.messages):
-            if message.role == role and message.again == again:
+            if message.role == role and message.repeats_forward == repeats_forward:
                 yield number, message
 
     @property
     def allocations(self) -> Iterator[Allocation]:
         """Yield the memory of the messages under way, as entries of a `MemoryTimeline`."""
         for number, message in enumerate(self.messages):
-            for start, stop, nbytes in message.held:
+            for start, stop, nbytes in message.allocated:
                 if stop > start and nbytes:
                     yield Allocation("under way", f"message {number}", start, stop, nbytes)
 
     @property
     def carried_bytes(self) -> float:
         """Bytes of the scatters that are under way between two backwards of a stage."""
-        return float(sum(self.messages[number].held[-1][2] for number in self.carried))
+        return float(sum(self.messages[number].allocated[-1][2] for number in self.carried))
 
     @cached_property
     def under_way(self) -> float:
         """The most bytes that messages under way hold at one moment."""
-        held = np.zeros(self.end + 1)
+        allocated = np.zeros(self.end + 1)
         for one in self.allocations:
-            held[one.start : one.stop] += one.bytes
-        return float(held.max(initial=0.0))
+            allocated[one.start : one.stop] += one.bytes
+        return float(allocated.max(initial=0.0))
 
 
 def block_of(name: str) -> str:
@@ -620,13 +621,13 @@ def scattered_over(move: Redistribute) -> tuple[Digits, ...] | None:
     before the end of the backward, and those over which its part is then summed; None: it is reduced otherwise."""
     if move.cause != "parameter" or move.backward is None or not move.forward.collectives:
         return None
-    steps, held = move.backward.steps, move.source.value.dtype
+    steps, dtype = move.backward.steps, move.source.value.dtype
     patterns = [step.pattern for step in steps]
     if patterns[1:] not in ([], [CollectiveKind.ALL_REDUCE]) or any(step.reduction != "sum" for step in steps):
         return None
     if patterns[:1] != [CollectiveKind.REDUCE_SCATTER]:
         return None
-    if held.is_complex or move.sums not in PLAIN or not move.sums.is_floating_point:
+    if dtype.is_complex or move.sums not in PLAIN or not move.sums.is_floating_point:
         return None
     if not move.backward.source.partial or refine(move.backward.source, move.backward.target) is None:
         return None
@@ -641,9 +642,9 @@ def summed_late(program: LocalProgram, backward: Sequence[BackwardStep]) -> dict
     one operator, the last first.
     """
     consumers: dict[str, list[int]] = {}
-    reached = set(map(id, backward))
+    reached = IdentitySet(backward)
     for place, instruction in enumerate(program.instructions):
-        for name in reads(instruction) if id(instruction) in reached else ():
+        for name in reads(instruction) if instruction in reached else ():
             consumers.setdefault(name, []).append(place)
     for made in (*(o for o in program.outputs if isinstance(o, PlacedValue)), *program.updates.values()):
         consumers.setdefault(made.name, []).append(len(program.instructions))

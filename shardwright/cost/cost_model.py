@@ -32,7 +32,6 @@ a 16 MiB all-reduce.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -40,7 +39,7 @@ from typing import Protocol
 
 from ..cluster import Cluster
 from ..errors import SettingError
-from ..graph import Op, Value
+from ..graph import Form, Op, Value, form_of
 from ..layout import Digits, Layout, digits_size, merge
 from ..partition.local_program import (
     GlobalExtreme,
@@ -62,6 +61,9 @@ from .primitive_costs import Line, OperatorWork, collective_lines, links_of, sig
 __all__ = ["CostModel", "Price", "PricedCollective", "SentStep", "StepInTime", "StreamSpan", "instances"]
 
 Shapes = Sequence[tuple[int, ...]]
+
+#: By shapes of the inputs and outputs, the seconds of a local call: (forward, backward).
+_Seconds = dict[tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]], tuple[float, float]]
 
 
 class PlannedStep(WalkedPlan, Protocol):
@@ -228,12 +230,9 @@ class CostModel:
         self._collectives: dict[tuple[Hashable, ...], tuple[Line, ...]] = {}
         self._redistributions: dict[Redistribution, tuple[tuple[Line, ...], ...]] = {}
         self._sends: dict[Redistribution, tuple[SentStep, ...]] = {}
-        self._works: dict[tuple[Hashable, ...], OperatorWork] = {}
-        # By id, since the hash of an operator is slow; the reference tells it from a later operator with its id.
-        self._ops: dict[int, tuple[weakref.ref[Op], OperatorWork]] = {}
-        self._computes: dict[
-            tuple[Hashable, ...], tuple[float, float]
-        ] = {}  # by the id of a work in `_works`, and shapes
+        #: By signature, and by form, whose hash is known: the work of an operator, and its seconds by shapes.
+        self._works: dict[tuple[Hashable, ...], tuple[OperatorWork, _Seconds]] = {}
+        self._works_of_forms: dict[Form, tuple[OperatorWork, _Seconds]] = {}
 
     # -- communication --
 
@@ -305,15 +304,18 @@ class CostModel:
 
     def work(self, op: Op) -> OperatorWork:
         """The flops and bytes of an operator."""
-        known = self._ops.get(id(op))
-        if known is not None and known[0]() is op:  # not a later operator with the same id
-            return known[1]
-        key = signature(op)
-        work = self._works.get(key)
-        if work is None:
-            work = self._works[key] = work_of(op)
-        self._ops[id(op)] = (weakref.ref(op), work)
-        return work
+        return self._work(op)[0]
+
+    def _work(self, op: Op) -> tuple[OperatorWork, _Seconds]:
+        form = form_of(op)
+        found = self._works_of_forms.get(form)
+        if found is None:
+            key = signature(op)
+            found = self._works.get(key)
+            if found is None:
+                found = self._works[key] = work_of(op), {}
+            self._works_of_forms[form] = found
+        return found
 
     def compute(self, op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[float, float]:
         """Seconds of a local call, (forward, backward); backward 0 where no gradient flows.
@@ -322,12 +324,12 @@ class CostModel:
             in_shapes, out_shapes: shapes of the slices, one a tensor; trailing inputs that are not read may be
                 missing.
         """
-        work = self.work(op)
-        key = id(work), tuple(in_shapes), tuple(out_shapes)
-        found = self._computes.get(key)
+        work, seconds = self._work(op)
+        key = tuple(in_shapes), tuple(out_shapes)
+        found = seconds.get(key)
         if found is None:
-            forward, backward = work.local(*key[1:])
-            found = self._computes[key] = (
+            forward, backward = work.local(*key)
+            found = seconds[key] = (
                 self._roofline(work.dtype, *forward, launches=1) if work.launched[0] else 0.0,
                 self._roofline(work.dtype, *backward, launches=len(work.gradients)) if work.launched[1] else 0.0,
             )

@@ -27,14 +27,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..cluster import format_bytes
 from ..errors import SettingError
-from ..partition.local_program import LocalProgram, PlacedValue, Redistribute
+from ..identity import IdentityMap
+from ..partition.local_program import Instruction, LocalProgram, PlacedValue, Redistribute
 from ..partition.rematerialization import (
     BackwardStep,
     LiveRanges,
@@ -49,12 +50,12 @@ __all__ = [
     "OPTIMIZERS",
     "Allocation",
     "CountedOptimizer",
-    "HeldOptimizer",
     "MemoryTimeline",
     "OptimizerSetting",
+    "OptimizerState",
     "WalkedPlan",
-    "held_optimizer",
     "optimizer_bytes",
+    "optimizer_state",
     "optimizer_text",
     "peak",
     "timeline",
@@ -64,7 +65,7 @@ __all__ = [
 OPTIMIZERS = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
 
 #: Class of an optimizer -> the numbers that it keeps for each element of a parameter, by the settings of a group.
-_KEPT: dict[str, Callable[[Mapping[str, Any]], int]] = {
+_STATE_NUMBERS: dict[str, Callable[[Mapping[str, float]], int]] = {
     "SGD": lambda group: int(group["momentum"] != 0),
     "Muon": lambda group: 1,
     "RMSprop": lambda group: 1 + (group["momentum"] > 0) + bool(group["centered"]),
@@ -78,8 +79,8 @@ _KEPT: dict[str, Callable[[Mapping[str, Any]], int]] = {
 }
 
 
-class HeldOptimizer(NamedTuple):
-    """The optimizers that hold the parameters of a model.
+class OptimizerState(NamedTuple):
+    """The optimizers of a model's parameters, and the size of their state.
 
     Attributes:
         name: their classes, such as "AdamW" or "SGD and AdamW".
@@ -90,15 +91,15 @@ class HeldOptimizer(NamedTuple):
     bytes: float
 
 
-#: The optimizer whose state counts: a word of `OPTIMIZERS`, bytes for each element, or optimizers that are there; None:
-#: as for Adam.
-OptimizerSetting: TypeAlias = str | float | HeldOptimizer | None
+#: The optimizer whose state counts: a word of `OPTIMIZERS`, bytes for each element, or the optimizers of
+#: the model; None: as for Adam.
+OptimizerSetting: TypeAlias = str | float | OptimizerState | None
 
 
-def held_optimizer(optimizers: Iterable[Optimizer], parameters: Iterable[Tensor]) -> HeldOptimizer | None:
+def optimizer_state(optimizers: Iterable[Optimizer], parameters: Iterable[Tensor]) -> OptimizerState | None:
     """The state that optimizers keep for the parameters of a model.
 
-    State that is there is counted; of torch's own optimizers the state is known before their first step. Two float32
+    Allocated state is counted; of torch's own optimizers the state is known before their first step. Two float32
     moments are taken for others.
 
     Args:
@@ -108,26 +109,26 @@ def held_optimizer(optimizers: Iterable[Optimizer], parameters: Iterable[Tensor]
     Returns:
         None: no optimizer holds a parameter of the model.
     """
-    groups: dict[int, tuple[Optimizer, Mapping[str, object]]] = {}
+    groups: dict[Tensor, tuple[Optimizer, Mapping[str, float]]] = {}
     for optimizer in sorted(optimizers, key=lambda one: bool(one.state)):  # the last one that has state counts
-        groups.update({id(p): (optimizer, group) for group in optimizer.param_groups for p in group["params"]})
+        groups.update({p: (optimizer, group) for group in optimizer.param_groups for p in group["params"]})
     names: dict[str, None] = {}
     elements, total = 0, 0.0
     for parameter in parameters:
         elements += parameter.numel()
-        if id(parameter) not in groups:
+        if parameter not in groups:
             continue
-        optimizer, group = groups[id(parameter)]
-        name = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _KEPT), "")
+        optimizer, group = groups[parameter]
+        name = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _STATE_NUMBERS), "")
         names[type(optimizer).__name__] = None
         tensors = [x for x in optimizer.state.get(parameter, {}).values() if getattr(x, "shape", ())]
         if tensors:
             total += sum(x.numel() * x.element_size() for x in tensors)
         else:
             total += parameter.numel() * (
-                _KEPT[name](group) * parameter.element_size() if name else 4.0 * OPTIMIZERS["adam"]
+                _STATE_NUMBERS[name](group) * parameter.element_size() if name else 4.0 * OPTIMIZERS["adam"]
             )
-    return HeldOptimizer(" and ".join(names), total / elements) if names and elements else None
+    return OptimizerState(" and ".join(names), total / elements) if names and elements else None
 
 
 class CountedOptimizer:
@@ -135,7 +136,7 @@ class CountedOptimizer:
 
     optimizer: OptimizerSetting
 
-    def count_optimizer(self, find: Callable[[], HeldOptimizer | None]) -> None:
+    def count_optimizer(self, find: Callable[[], OptimizerState | None]) -> None:
         """Count the optimizer that `find` returns at a call, where none was given for the plan."""
         vars(self)["_find_optimizer"] = find
 
@@ -151,7 +152,7 @@ def optimizer_text(optimizer: OptimizerSetting) -> str:
     """The words for an optimizer beside the bytes of its state."""
     if optimizer is None:
         return "as for Adam"
-    if isinstance(optimizer, HeldOptimizer):
+    if isinstance(optimizer, OptimizerState):
         return optimizer.name
     return optimizer if isinstance(optimizer, str) else f"{optimizer:g} B an element"
 
@@ -161,14 +162,14 @@ def optimizer_bytes(optimizer: OptimizerSetting) -> float:
 
     Args:
         optimizer: "adam" or "adamw" (two float32 moments), "momentum" (one), "sgd" (none), the bytes, or a
-            `HeldOptimizer`; None: as for "adam".
+            `OptimizerState`; None: as for "adam".
 
     Raises:
         SettingError: any other value.
     """
     if optimizer is None:
         return 4.0 * OPTIMIZERS["adam"]
-    if isinstance(optimizer, HeldOptimizer):
+    if isinstance(optimizer, OptimizerState):
         return optimizer.bytes
     if isinstance(optimizer, str) and optimizer.lower() in OPTIMIZERS:
         return 4.0 * OPTIMIZERS[optimizer.lower()]
@@ -204,12 +205,12 @@ class MemoryTimeline:
     Attributes:
         moments: for each moment, the operator of the user's program that runs.
         forward: the number of moments that belong to the forward.
-        held: the allocations.
+        allocations: the memory that tensors take, each over its moments.
     """
 
     moments: tuple[str, ...]
     forward: int
-    held: tuple[Allocation, ...]
+    allocations: tuple[Allocation, ...]
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in self.kinds.items())
@@ -224,7 +225,7 @@ class MemoryTimeline:
         """
         changes = [0.0] * (len(self.moments) + 1)
         only = None if kinds is None else set(kinds)
-        for h in self.held:
+        for h in self.allocations:
             if only is None or h.what in only:
                 changes[h.start] += h.bytes
                 changes[h.stop] -= h.bytes
@@ -241,7 +242,7 @@ class MemoryTimeline:
         totals = self.totals()
         at = totals.index(max(totals)) if totals else 0
         out: dict[str, float] = {}
-        for h in self.held:
+        for h in self.allocations:
             if h.start <= at < h.stop and h.bytes:
                 out[h.what] = out.get(h.what, 0.0) + h.bytes
         return out
@@ -254,10 +255,10 @@ class MemoryTimeline:
         and the backward: the saved tensors and the outputs; of a forward alone, the most at one moment. "gathered" are
         all weights that stay gathered, and the largest one that the backward gathers again.
         """
-        out = {kind: max(self.totals((kind,))) for kind in dict.fromkeys(h.what for h in self.held)}
+        out = {kind: max(self.totals((kind,))) for kind in dict.fromkeys(h.what for h in self.allocations)}
         if self.forward < len(self.moments):
             out["activations"] = self.totals(("activations",))[self.forward]
-        gathered = {h.name: h for h in self.held if h.what == "gathered"}.values()
+        gathered = {h.name: h for h in self.allocations if h.what == "gathered"}.values()
         if gathered:
             out["gathered"] = sum(h.bytes for h in gathered if not h.regathered) + max(
                 (h.bytes for h in gathered if h.regathered), default=0
@@ -320,12 +321,12 @@ class _Walk:
 
     def run(self) -> MemoryTimeline:
         self.standing()
-        self.places = {
-            id(i): self.count + p
+        self.places = IdentityMap[Instruction, int](
+            (i, self.count + p)
             for p, i in enumerate(self.backward)
             if not isinstance(i, (Regather, RecomputedInstruction))
-        }
-        self.kept()
+        )
+        self.forward_tensors()
         self.gradients()
         names = [*(i.operator for i in self.instructions), *(i.operator for i in self.backward)]
         return MemoryTimeline(tuple(names), self.count, tuple(self.out))
@@ -350,20 +351,20 @@ class _Walk:
                 elements = instance.local_bytes // instance.value.dtype.itemsize
                 self.hold("optimizer", instance.name, 0, self.end, elements * self.state)
 
-    def kept(self) -> None:
+    def forward_tensors(self) -> None:
         """Hold the forward's tensors, as long as some backward needs them, and the recomputed ones."""
-        begun = {
-            id(r.region): self.count + p
+        begun = IdentityMap(
+            (r.region, self.count + p)
             for p, r in reversed(list(enumerate(self.backward)))
             if isinstance(r, RecomputedInstruction)
-        }
+        )
         regathered_at = {
             b.move.target.name: self.count + p for p, b in enumerate(self.backward) if isinstance(b, Regather)
         }
         remade_at = dict(regathered_at)
         own: dict[int, int] = {}
         for region in self.regions:
-            place = begun.get(id(region))
+            place = begun.get(region)
             if place is None:
                 continue
             remade_at.update((name, place) for name in region.dropped)
@@ -381,7 +382,7 @@ class _Walk:
                 span[:] = min(span[0], dropped), max(span[1], until)
 
         for place, (i, saved) in enumerate(zip(self.instructions, self.saved)):
-            at = self.places.get(id(i))
+            at = self.places.get(i)
             if at is None:
                 continue
             for name in saved.values:
@@ -391,9 +392,9 @@ class _Walk:
                 if place in own:
                     self.hold("recomputed", i.operator, own[place], at + 1, saved.own_bytes)
         for region in self.regions:
-            if id(region) in begun:
+            if region in begun:
                 for name in region.inputs:
-                    needs(name, begun[id(region)])
+                    needs(name, begun[region])
         dropped_with_region = {name for region in self.regions for name in region.dropped}
         gathered = {  # weight -> True where the backward gathers it again
             i.target.name: i.reshard_after_forward or i.target.name in dropped_with_region

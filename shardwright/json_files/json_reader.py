@@ -195,11 +195,11 @@ def _check_depth(marks: bytes) -> None:
     marks = _STRING.sub(b"", marks.translate(_SQUARE, _NO_MARKS)).partition(b'"')[0]
     depth = 0
     while marks and depth <= DEPTH:
-        inner = marks.replace(b"[]", b"")
-        if len(inner) == len(marks):  # brackets that nothing closes, or opens: the parser will say so
+        without_pairs = marks.replace(b"[]", b"")
+        if len(without_pairs) == len(marks):  # brackets that nothing closes, or opens: the parser will say so
             depth += marks.count(b"[")
             break
-        marks, depth = inner, depth + 1
+        marks, depth = without_pairs, depth + 1
     if depth > DEPTH:
         raise _Fault(f"objects and lists are more than {DEPTH} deep", lambda token: False)
 
@@ -251,9 +251,9 @@ def _shortened(token: str) -> str:
 
 
 def _check_strings(encoded: object) -> None:
-    left = [encoded]
-    while left:
-        value = left.pop()
+    stack = [encoded]
+    while stack:
+        value = stack.pop()
         if isinstance(value, str):
             try:
                 value.encode()
@@ -263,9 +263,9 @@ def _check_strings(encoded: object) -> None:
                     lambda token, value=value: token[:1] == '"' and json.loads(token) == value,  # type: ignore[misc]
                 ) from None
         elif isinstance(value, dict):
-            left += (*value, *value.values())
+            stack += (*value, *value.values())
         elif isinstance(value, list):
-            left += value
+            stack += value
 
 
 def section_places(text: str, section: str) -> list[int]:

@@ -96,8 +96,10 @@ def _encoded(value: Any) -> object:
         return value
     if isinstance(value, (tuple, list)):
         plain = _LEAVES.issuperset(map(type, value))
-        held = list(value) if plain else [v if type(v) in _LEAVES else _inside(v, i) for i, v in enumerate(value)]
-        return held if type(value) is list else {"tuple": held}
+        encoded_items = (
+            list(value) if plain else [v if type(v) in _LEAVES else _inside(v, i) for i, v in enumerate(value)]
+        )
+        return encoded_items if type(value) is list else {"tuple": encoded_items}
     if isinstance(value, (np.integer, np.floating, np.bool_)):
         return _encoded(value.item())
     if type(value) is float:
@@ -123,9 +125,9 @@ def _encoded(value: Any) -> object:
     if isinstance(value, torch.device):
         return {"device": str(value)}
     if type(value) in (torch.Tensor, torch.nn.Parameter):
-        held = value.detach().cpu().contiguous()
-        data = held.reshape(-1).view(torch.uint8).numpy().tobytes() if held.numel() else b""
-        return {"tensor": _base64(data), "dtype": dtype_name(held.dtype), "shape": list(held.shape)}
+        tensor = value.detach().cpu().contiguous()
+        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        return {"tensor": _base64(data), "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
     if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS:
         return {"array": _base64(value.tobytes()), "dtype": value.dtype.str, "shape": list(value.shape)}
     raise _NoForm(type(value).__name__)
@@ -175,10 +177,10 @@ def _decoded(encoded: object) -> Any:
             np.frombuffer(_sized(encoded, encoded["array"], kind.itemsize), dtype=kind).reshape(encoded["shape"]).copy()
         )
     if len(encoded) == 1:
-        key, held = next(iter(encoded.items()))
+        key, content = next(iter(encoded.items()))
         if key in _READERS:
-            return _READERS[key](held)
-    return {key: _decoded(held) for key, held in encoded.items()}
+            return _READERS[key](content)
+    return {key: _decoded(content) for key, content in encoded.items()}
 
 
 def _sized(encoded: dict[str, object], text: Any, size: int) -> bytearray:
@@ -254,29 +256,29 @@ def _bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def _pairs(held: list[Any]) -> dict[object, object]:
-    return {_decoded(k): _decoded(v) for k, v in held}
+def _pairs(content: list[Any]) -> dict[object, object]:
+    return {_decoded(k): _decoded(v) for k, v in content}
 
 
-def _count(held: list[object]) -> collections.Counter[object]:
-    made = _pairs(held)
+def _count(content: list[object]) -> collections.Counter[object]:
+    made = _pairs(content)
     if not all(isinstance(count, (int, float)) for count in made.values()):
         raise ValueError("a counter of what are no numbers")
     return collections.Counter(made)
 
 
-def _float(held: str) -> float:
-    return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[held]
+def _float(content: str) -> float:
+    return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[content]
 
 
 _READERS: dict[str, Callable[[Any], object]] = {
-    "tuple": lambda held: tuple(_decoded(held)),
+    "tuple": lambda content: tuple(_decoded(content)),
     "dict": _pairs,
-    "set": lambda held: set(map(_decoded, held)),
+    "set": lambda content: set(map(_decoded, content)),
     "counter": _count,
     "float": _float,
     "bytes": _bytes,
-    "complex": lambda held: complex(*map(_decoded, held)),
+    "complex": lambda content: complex(*map(_decoded, content)),
     "dtype": dtype_named,
     "device": torch.device,
 }

@@ -230,7 +230,7 @@ class CallPlanning(SettingMethods):
                     graph, devices, settings, own=own, earlier=() if hybrid else self._earlier(Plan), **options
                 )
             if lies is not None:
-                lies.check_kept(plan)
+                lies.check_stored(plan)
         except Exception as error:  # of any kind: the other ranks raise it too
             if ranks is not None:
                 ranks.missed(error)  # the other ranks wait for this one's plan

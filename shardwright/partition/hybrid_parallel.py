@@ -25,8 +25,8 @@ statistics of all layers are averaged in one all-reduce at the end of the forwar
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -35,7 +35,7 @@ from ..graph import SEED, Graph, Op, Value, map_values, values_in
 from ..layout import Digit, Digits, Layout
 from ..ops import COLLECTIVES
 from ..redistribution import CollectiveKind, Placement, redistribution
-from ..rules import bound_rule, expand, find_rule, whole_rule
+from ..rules import Assignment, Bound, Rule, bound_rule, expand, find_rule, whole_rule
 from ..rules.normalization import batch_norm, own_batch_norm, running_averages
 from ..rules.registry import local_call
 from ..torch_private import pytree, schema_of
@@ -43,6 +43,7 @@ from .local_program import (
     Decision,
     GlobalExtreme,
     InputPlacement,
+    Instruction,
     LocalOp,
     LocalProgram,
     PlacedValue,
@@ -81,8 +82,8 @@ class OwnPrograms:
 
 
 def local_inputs(
-    args: tuple[object, ...], kwargs: dict[str, Any], devices: int, dataset: Any
-) -> tuple[tuple[object, ...], dict[str, Any]]:
+    args: tuple[object, ...], kwargs: dict[str, object], devices: int, dataset: object
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Whole inputs in the shapes that one rank is fed, as meta tensors.
 
     Raises:
@@ -104,7 +105,7 @@ def local_inputs(
     return pytree.tree_unflatten(made, spec)
 
 
-def place_whole_inputs(graph: Graph, devices: int, dataset: Any) -> InputPlacement:
+def place_whole_inputs(graph: Graph, devices: int, dataset: object) -> InputPlacement:
     """The placement of the whole batch on ranks that each are fed a `graph` of their own shapes."""
     if dataset == "full_batch":
         return place_inputs(graph, devices, dataset)
@@ -156,7 +157,7 @@ class _Programs:
         self.all: Digits = (Digit(devices, 1),) if devices > 1 else ()
         self.made: dict[str, PlacedValue] = {}  # by value name
         self.renamed: dict[str, Value] = {}
-        self.out: list[Any] = []
+        self.out: list[Instruction] = []
         self.seed: PlacedValue | None = None
 
     def run(self) -> LocalProgram:
@@ -276,7 +277,7 @@ class _Programs:
 
     def call(
         self,
-        target: Any,
+        target: Callable[..., object],
         args: tuple[object, ...],
         name: str,
         value: Value,
@@ -292,7 +293,7 @@ class _Programs:
         return made
 
     def compute(self, op: Op) -> None:
-        steps: list[tuple[Op, tuple[Any, Any, Any] | None]] = [(op, None)]
+        steps: list[tuple[Op, tuple[Rule, Bound, Assignment] | None]] = [(op, None)]
         described = find_rule(op)
         if described is not None and described.expand is not None:  # e.g. random operators, which share one stream
             bound = bound_rule(op, described)
@@ -478,11 +479,11 @@ def with_own_statistics(graph: Graph, devices: int, on_missing_rule: str = "erro
         elif len(op.outputs) == 3:
             layers.append((op, stats))
     counted = [layer for layer in layers if layer[0].argument("tracked") is not None]
-    others = [layer for layer in layers if layer[0].argument("tracked") is None]
+    untracked = [layer for layer in layers if layer[0].argument("tracked") is None]
     groups = [[layer] for layer in counted]
     groups += [
-        [layer for layer in others if layer[1].dtype == dtype]
-        for dtype in dict.fromkeys(stats.dtype for _, stats in others)
+        [layer for layer in untracked if layer[1].dtype == dtype]
+        for dtype in dict.fromkeys(stats.dtype for _, stats in untracked)
     ]
     for number, group in enumerate(groups):
         ops += _averaged(group, f"running_statistics{f'_{number}' if number else ''}", devices, changed)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ import torch
 
 from ..errors import MissingRuleError, SettingError, ShardwrightError
 from ..graph import Graph, Op, Recompute, Value, changed, form_of, leaves_of_type, types_of
+from ..identity import IdentityCache
 from ..layout import Digit, Digits, Layout, digits_size
 from ..mixed_precision import narrowed_to
 from ..redistribution import Redistribution
@@ -91,9 +92,9 @@ class LocalOp:
     """An operator on a rank's slices: ``outputs = target(*args, **kwargs)``, with a `Ref` for each tensor argument."""
 
     op: Op
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    target: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     outputs: tuple[PlacedValue | None, ...]
     operator: str  # the operator of the user's program that this one is part of
 
@@ -195,7 +196,7 @@ class LocalProgram:
     buffers: dict[str, PlacedValue]
     constants: dict[str, PlacedValue]
     instructions: tuple[Instruction, ...]
-    outputs: tuple[Any, ...]  # a PlacedValue, or a plain constant
+    outputs: tuple[Any, ...]  # a PlacedValue, or any constant
     updates: dict[str, PlacedValue]
     notes: tuple[str, ...]
     stored: dict[str, ParameterSharding]
@@ -341,7 +342,7 @@ class InputPlacement:
     sends_to_next_stage: Mapping[str, int] = field(default_factory=dict)
 
 
-def place_inputs(graph: Graph, devices: int, dataset_strategy: Any) -> InputPlacement:
+def place_inputs(graph: Graph, devices: int, dataset_strategy: object) -> InputPlacement:
     """The layouts of a graph's inputs under a dataset strategy.
 
     Args:
@@ -456,15 +457,15 @@ def ways_of_parameters(graph: Graph, rules: Mapping[str, Rule]) -> set[str]:
     Args:
         rules: operator name -> its rule.
     """
-    held = {v.name for v in graph.parameters.values()}
+    from_parameters = {v.name for v in graph.parameters.values()}
     functions = {v.name for op in graph.ops if hasattr(op.target, "described_as") for v in op.inputs}
     functions -= {v.name for op in graph.ops if not hasattr(op.target, "described_as") for v in op.inputs}
     out: set[str] = set()
     for op in graph.ops:
-        if len(op.inputs) == 1 and op.inputs[0].name in held:
+        if len(op.inputs) == 1 and op.inputs[0].name in from_parameters:
             narrowed = narrowed_to(op) is not None
             if narrowed or rules[op.name].view:
-                held.update(v.name for v in op.outputs if v is not None)
+                from_parameters.update(v.name for v in op.outputs if v is not None)
             turned = op.kind in ("t", "transpose", "permute") and op.mark is None and op.output(0).name in functions
             if narrowed or turned:
                 out.add(op.name)
@@ -488,7 +489,7 @@ def batch_factor(op: Op, bound: Bound, batch_dims: dict[str, int], pieces: bool 
 
 
 def output_layouts(
-    values: Sequence[Any], devices: int, input_placement: InputPlacement, batch_dims: dict[str, int]
+    values: Sequence[Value], devices: int, input_placement: InputPlacement, batch_dims: dict[str, int]
 ) -> list[Layout | None]:
     """The layouts in which results are returned: whole, or each rank's own part of an output that carries the batch.
 
@@ -590,14 +591,14 @@ class PortableDecisions:
             decided.hsdp,
         )
 
-    def encode(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, object]:
         """The same as values that `json_values` takes."""
 
-        def encode(operator: _Operator) -> dict[str, Any]:
-            out = None if operator.out is None else [_layout_words(layout) for layout in operator.out]
+        def encode(operator: _Operator) -> dict[str, object]:
+            out = None if operator.out is None else [_encode_layout(layout) for layout in operator.out]
             recompute = None if operator.recompute is None else vars(operator.recompute)
-            digits = [_digit_words(digits) for digits in operator.digits]
-            partial = None if operator.open is None else _digit_words(operator.open)
+            digits = [_encode_digits(digits) for digits in operator.digits]
+            partial = None if operator.open is None else _encode_digits(operator.open)
             return {**vars(operator), "digits": digits, "out": out, "open": partial, "recompute": recompute}
 
         return {
@@ -636,13 +637,12 @@ class PortableDecisions:
             on_missing_rule, uneven: as they were given to the planner.
         """
         decisions: dict[str, Decision] = {}
-        assignments: dict[tuple[int, tuple[Digits, ...]], Assignment] = {}  # equal layers share their bound rules
+        assignments = IdentityCache()  # equal layers share their bound rules
         for op, (rule, bound, _) in zip(graph.ops, descriptions(graph.ops, on_missing_rule, devices, uneven)):
             portable = self.operators[op.name]
-            assignment = assignments.get((id(bound), portable.digits))
-            if assignment is None:
-                assignment = replace(bound.whole(devices), digits=portable.digits)
-                assignments[id(bound), portable.digits] = assignment
+            assignment = assignments.once(
+                portable.digits, (bound,), lambda: replace(bound.whole(devices), digits=portable.digits)
+            )
             decisions[op.name] = Decision(
                 changed(op, recompute=portable.recompute),
                 rule,
@@ -658,7 +658,7 @@ class PortableDecisions:
         return Decisions(decisions, self.batch_dims, self.found, self.hsdp)
 
 
-def _digit_words(digits: Digits) -> list[list[int]]:
+def _encode_digits(digits: Digits) -> list[list[int]]:
     return [[digit.size, digit.stride] for digit in digits]
 
 
@@ -666,11 +666,11 @@ def _digits(encoded: list[list[int]]) -> Digits:
     return tuple(Digit(size, stride) for size, stride in encoded)
 
 
-def _layout_words(layout: Layout) -> dict[str, Any]:
+def _encode_layout(layout: Layout) -> dict[str, object]:
     return {
         "devices": layout.devices,
-        "dims": [_digit_words(digits) for digits in layout.dims or ()],
-        "partial": _digit_words(layout.partial),
+        "dims": [_encode_digits(digits) for digits in layout.dims or ()],
+        "partial": _encode_digits(layout.partial),
         "reduction": layout.reduction,
     }
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -183,9 +182,9 @@ class _Padder:
         def meets(dims: Sequence[tuple[int, ...]], which: set[int]) -> bool:
             return any(i in which for dim in dims for i in dim)
 
-        held = [self.made.get(v.name) for v in op.inputs]
+        padded_inputs = [self.made.get(v.name) for v in op.inputs]
         passes = not met and flows and rule.is_linear(op)
-        leaks = passes and any(made is not None and made.leaks for made in held)
+        leaks = passes and any(made is not None and made.leaks for made in padded_inputs)
         inputs = []
         for i, (value, shape) in enumerate(zip(op.inputs, shapes[0])):
             fill = None
@@ -221,7 +220,7 @@ class _Padder:
                         output.shape,
                         layout.without_partial(),
                         leaks=leaks or meets(bound.outputs[k], met),
-                        detached=held[0] if op.target is aten.detach.default else None,
+                        detached=padded_inputs[0] if op.target is aten.detach.default else None,
                     )
                     output = made
                 k += 1
@@ -252,7 +251,7 @@ class _Padder:
     # -- values --
 
     def obtain(
-        self, value: Value, shape: tuple[int, ...], input_layout: Layout, fill: Any = None, flows: bool = True
+        self, value: Value, shape: tuple[int, ...], input_layout: Layout, fill: float | None = None, flows: bool = True
     ) -> Value:
         """The value in its true shape or a padded one.
 
@@ -271,7 +270,7 @@ class _Padder:
             return made.value
         return self.masked(made, filling(value.dtype, 0) if fill is None else fill)
 
-    def widened(self, value: Value, shape: tuple[int, ...], input_layout: Layout, fill: Any) -> Value:
+    def widened(self, value: Value, shape: tuple[int, ...], input_layout: Layout, fill: float) -> Value:
         """The value padded with `fill`."""
         key = (value.name, shape, fill)
         if key not in self.variants:
@@ -299,7 +298,7 @@ class _Padder:
             self.variants[key] = self.add(builder, out)
         return self.variants[key]
 
-    def masked(self, made: _Made, fill: Any) -> Value:
+    def masked(self, made: _Made, fill: float) -> Value:
         """The padded value with `fill` in its padding; no gradient flows out of the padding."""
         key = (made.value.name, made.value.shape, fill, "masked")
         if key not in self.variants and made.detached is not None and made.detached.value.shape == made.value.shape:

@@ -125,7 +125,7 @@ def stored_layouts(
     out, refused = {}, []
     for name, (value, layout) in used.items():
         replicas, size = digits_size(layout.replicas), setting.shard_size
-        reason = _kept_whole(name, value, setting)
+        reason = _whole_reason(name, value, setting)
         if replicas == 1 or size == 1:
             out[name] = ParameterSharding(layout)
         elif reason is not None:
@@ -139,7 +139,7 @@ def stored_layouts(
     return out
 
 
-def _kept_whole(name: str, value: Value, setting: OptimizerParallel) -> str | None:
+def _whole_reason(name: str, value: Value, setting: OptimizerParallel) -> str | None:
     if name in setting.whole:
         return "left out by no_optimizer_parallel"
     if value.stored.nbytes < setting.threshold * 1024:

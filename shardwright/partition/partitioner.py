@@ -25,11 +25,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..cluster import Cluster
 from ..errors import PlanError
 from ..graph import SEED, Graph, Op, Value, map_values
+from ..identity import IdentityCache, IdentityMap
 from ..layout import Digit, Digits, Layout, beside
 from ..redistribution import (
     CollectiveKind,
@@ -258,9 +259,8 @@ class Partitioner:
         self.producer: dict[str, str] = {}  # value name -> the operator of the user's program that produced it
         self.names: set[str] = set()
         self.padded: dict[str, Value] = {}  # parameter -> the padded value that is stored
-        #: Ids of a bound rule and of an assignment, which equal layers share, and an input -> how the input is read;
-        #: the two objects, so that their ids stay theirs.
-        self.reads: dict[tuple[int, int, int], tuple[Layout, Digits, Any, Any]] = {}
+        #: How an input is read, by its index and the bound rule and assignment, which equal layers share.
+        self.reads = IdentityCache()
         self.notes: list[str] = []
 
     def run(self) -> LocalProgram:
@@ -276,10 +276,10 @@ class Partitioner:
         if any(decision.bound.uneven for decision in self.decisions.values()):
             work = self.pad(work, outputs, updated)
         tensors = [v for v in outputs if isinstance(v, Value)]
-        results = dict(
-            zip((id(v) for v in tensors), self.result_layouts([v for v in graph.outputs if isinstance(v, Value)]))
+        results = IdentityMap(
+            zip(tensors, self.result_layouts([v for v in graph.outputs if isinstance(v, Value)]), strict=True)
         )
-        self.collect(work, [(v, results[id(v)]) for v in tensors])
+        self.collect(work, [(v, results[v]) for v in tensors])
         inputs = tuple(self.enter(v, layout) for v, layout in zip(graph.inputs, self.input_placement.inputs))
         used = {n: self.used(v) for n, v in graph.parameters.items()}
         stored = self.storage(used)
@@ -294,7 +294,7 @@ class Partitioner:
             self.compute(decision, op, rule, bound, assignment)
         returned = []
         for v in outputs:
-            returned.append(self.obtain(v, Use(results[id(v)], (), "output")) if isinstance(v, Value) else v)
+            returned.append(self.obtain(v, Use(results[v], (), "output")) if isinstance(v, Value) else v)
         updates = {n: self.obtain(v, Use(self.whole(graph.updates[n]), (), n)) for n, v in updated.items()}
         notes = [d.note for d in self.decisions.values() if d.note] + self.notes
         notes += [
@@ -333,7 +333,7 @@ class Partitioner:
         self.renamed.update(renamed)
         return steps
 
-    def pad(self, work: list[Piece], outputs: list[Any], updated: dict[str, Value]) -> list[Piece]:
+    def pad(self, work: list[Piece], outputs: list[object], updated: dict[str, Value]) -> list[Piece]:
         """The work on padded values, where cuts do not divide their dims.
 
         `outputs` and `updated` are changed in place: each entry becomes the value that stands for it after the
@@ -348,7 +348,7 @@ class Partitioner:
         sources |= {n: Layout.replicated(self.devices, t.dim()) for n, t in graph.constants.items()}
         places = [i for i, v in enumerate(outputs) if isinstance(v, Value)]
         layouts = self.result_layouts([graph.outputs[i] for i in places])
-        wanted = [(outputs[i], layout) for i, layout in zip(places, layouts)]
+        wanted = [(v, layout) for v, layout in zip((v for v in outputs if isinstance(v, Value)), layouts)]
         wanted += [(v, self.whole(graph.updates[n])) for n, v in updated.items()]
         made = pad(work, sources, parameters, wanted, self.renamed)
         ends = iter(made.wanted)
@@ -417,14 +417,12 @@ class Partitioner:
                 self.uses[value.name] = [use._replace(partial=()) for use in self.uses[value.name]]
 
     def use(self, decision: Decision, op: Op, bound: Bound, assignment: Assignment, index: int) -> Use:
-        key = id(bound), id(assignment), index
-        known = self.reads.get(key)
-        if known is None:
+        def read() -> tuple[Layout, Digits, tuple[Halo, ...]]:
             layout = bound.input_layout(index, assignment)
             assert layout is not None
-            partial = tuple(sorted(bound.gradient_partial(index, assignment)))
-            known = self.reads[key] = layout, partial, bound.halos(index, assignment), (bound, assignment)
-        layout, partial, halos, _ = known
+            return layout, tuple(sorted(bound.gradient_partial(index, assignment))), bound.halos(index, assignment)
+
+        layout, partial, halos = self.reads.once(index, (bound, assignment), read)
         value = op.inputs[index]
         if not value.requires_grad or value.name in self.widened:
             partial = ()
@@ -446,10 +444,10 @@ class Partitioner:
             for n in self.padded
             if n not in settled
         }
-        others = {n: layout for n, layout in used.items() if n not in settled}
+        unsettled = {n: layout for n, layout in used.items() if n not in settled}
         if self.hsdp is None:
-            return settled | {n: ParameterSharding(layout) for n, layout in others.items()}
-        stored = {n: (self.graph.parameters[n], layout) for n, layout in others.items()}
+            return settled | {n: ParameterSharding(layout) for n, layout in unsettled.items()}
+        stored = {n: (self.graph.parameters[n], layout) for n, layout in unsettled.items()}
         return settled | stored_layouts(stored, self.hsdp)
 
     def used(self, parameter: Value) -> Layout:
@@ -542,8 +540,8 @@ class Partitioner:
         """Complete a maximum or minimum at once: its gradient needs the winner."""
         layout = instance.layout.without_partial()
         target = PlacedValue(self.name(instance.name), instance.value, layout)
-        kept = {dim for dim in bound.outputs[0]}
-        dims = tuple(d for d, dim in enumerate(bound.inputs[0]) if dim not in kept or not dim)
+        output_dims = set(bound.outputs[0])
+        dims = tuple(d for d, dim in enumerate(bound.inputs[0]) if dim not in output_dims or not dim)
         self.out.append(
             GlobalExtreme(
                 instance,
@@ -612,8 +610,8 @@ class Partitioner:
         Shared by (source, layout, digits of the gradient's sum): q, k and v then need one sum in the backward.
         """
         partial = use.partial
-        others = {u.partial for u in self.uses.get(source.value.name, ()) if u.input_layout == use.input_layout}
-        if len(others) > 1 and partial and source.layout != use.input_layout:
+        partials = {u.partial for u in self.uses.get(source.value.name, ()) if u.input_layout == use.input_layout}
+        if len(partials) > 1 and partial and source.layout != use.input_layout:
             # Uses of one layout that differ in the backward share the forward and sum their gradients separately.
             source = self.convert(source, Use(use.input_layout, (), use.operator, use.cause))
         key = (source.name, use.input_layout, partial)

@@ -45,6 +45,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..graph import Graph, Recompute
+from ..identity import IdentitySet
 from ..torch_private import FakeTensorMode, pytree, schema_of, storage_id
 from .local_program import (
     GlobalExtreme,
@@ -122,9 +123,9 @@ class AutogradCall(NamedTuple):
         outputs: the local shapes that it must return.
     """
 
-    target: Callable[..., Any]
+    target: Callable[..., object]
     tree: pytree.TreeSpec
-    leaves: tuple[tuple[type, Any], ...]
+    leaves: tuple[tuple[type, Any], ...]  # any argument of an operator
     reads: tuple[Blank, ...]
     outputs: tuple[tuple[int, ...], ...]
 
@@ -283,19 +284,19 @@ def regathered_weights(local_program: LocalProgram) -> dict[int, tuple[Redistrib
     again."""
     if not any(isinstance(i, Redistribute) and i.reshard_after_forward for i in local_program.instructions):
         return {}
-    held: dict[str, Redistribute] = {}  # name of a gathered weight, or of a view of one -> its gather
+    gathers: dict[str, Redistribute] = {}  # name of a gathered weight, or of a view of one -> its gather
     out: dict[int, tuple[Redistribute, ...]] = {}
     for place, (instruction, saved) in enumerate(zip(local_program.instructions, saved_by(local_program))):
         if isinstance(instruction, Redistribute):
             if instruction.reshard_after_forward:
-                held[instruction.target.name] = instruction
-            elif instruction.source.name in held and instruction.forward.is_identity:
-                held[instruction.target.name] = held[instruction.source.name]
+                gathers[instruction.target.name] = instruction
+            elif instruction.source.name in gathers and instruction.forward.is_identity:
+                gathers[instruction.target.name] = gathers[instruction.source.name]
         elif isinstance(instruction, LocalOp):
-            held.update((view, held[name]) for view, name in saved.views if name in held)
-            moves = {id(held[name]): held[name] for name in sorted(saved.values) if name in held}
+            gathers.update((view, gathers[name]) for view, name in saved.views if name in gathers)
+            moves = IdentitySet(gathers[name] for name in sorted(saved.values) if name in gathers)
             if moves:
-                out[place] = tuple(moves.values())
+                out[place] = tuple(moves)
     return out
 
 
@@ -590,7 +591,7 @@ class _Regions:
         return call
 
 
-def hands_on(target: Callable[..., Any]) -> bool:
+def hands_on(target: Callable[..., object]) -> bool:
     """True where an operator's output may lie in the memory of its one input, by its schema."""
     schema = schema_of(target)
     return schema is not None and len(schema.returns) == 1 and schema.returns[0].alias_info is not None

@@ -416,7 +416,7 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
     for table in (plan.graph.inputs, plan.graph.buffers.values()):
         producers.update((v.name, units.consumers[v.name][0]) for v in table if v.name in units.consumers)
     moving = []
-    for held in line.held:
+    for held in line.allocations:
         unit = producers.get(held.name, unit_of(held.name))
         crosses = held.start < line.forward < held.stop
         if held.what in STANDING or (held.what == "gathered" and held.name in plan.gathered_once):
@@ -427,7 +427,7 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
             moving.append(held)
     for name, nbytes in plan.accumulated.items():
         fixed[producers[name]] += nbytes
-    for operator, total in zip(line.moments, replace(line, held=tuple(moving)).totals()):
+    for operator, total in zip(line.moments, replace(line, allocations=tuple(moving)).totals()):
         working[unit_of(operator)] = max(working[unit_of(operator)], total)
     of = np.array(units.representative)
     return UnitPrices(

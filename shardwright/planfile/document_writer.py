@@ -38,12 +38,12 @@ __all__ = [
     "Parts",
     "dataset_strategy",
     "digest",
+    "encode_pipeline",
     "fields_of",
     "head_digest",
     "layouts_of_inputs",
     "parts_of",
     "pipeline_dataset_strategy",
-    "pipeline_words",
     "pipeline_written",
     "placement_under",
     "section",
@@ -81,20 +81,20 @@ class Parts(NamedTuple):
     Attributes:
         head: its fields.
         operators, parameters: its lines.
-        held: the content of the packed line.
+        content: of the packed line.
     """
 
     head: dict[str, object]
     operators: list[dict[str, object]]
     parameters: list[dict[str, object]]
-    held: dict[str, Any]
+    content: dict[str, Any]
 
 
 def written(plan: Plan) -> str:
     """A plan as the text of its document: the same text for the same plan."""
-    head, operators, parameters, held = parts_of(plan)
+    head, operators, parameters, content = parts_of(plan)
     parts = fields_of({"schema": SCHEMA} | head, "  ")
-    parts += [section("operators", operators), section("parameters", parameters), f'  "captured": "{packed(held)}"']
+    parts += [section("operators", operators), section("parameters", parameters), f'  "captured": "{packed(content)}"']
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
@@ -210,15 +210,15 @@ def _operator(op: Op, decision: Decision, seconds: float, closed: bool) -> dict[
 def _parameters(plan: Plan) -> Iterator[dict[str, object]]:
     values = plan.graph.parameters | plan.graph.buffers
     for name, value in values.items():
-        held = plan.parameters[name]
+        sharding = plan.parameters[name]
         line = {
             "name": name,
             "shape": list(value.shape),
             "dtype": str(value.stored.dtype).removeprefix("torch."),
-            "storage": spell_layout(held.storage),
+            "storage": spell_layout(sharding.storage),
         }
-        if held.layout != held.storage:
-            line["used_as"] = spell_layout(held.layout)
+        if sharding.layout != sharding.storage:
+            line["used_as"] = spell_layout(sharding.layout)
         if plan.stored is not None and name in plan.stored:
             line["settled"] = True
         yield line
@@ -253,13 +253,13 @@ def pipeline_written(plan: PipelinePlan) -> str:
         "dataset_strategy": pipeline_dataset_strategy(plan),
         "optimizer": plan.optimizer,
         "cluster": None if plan.cluster is None else plan.cluster.to_dict(),
-        "pipeline": pipeline_words(plan),
+        "pipeline": encode_pipeline(plan),
         "total": {"seconds": plan.cost, "bubble": plan.simulation.bubble, "peak": plan.peak},
     }
     if plan.notes_of_its_own:
         head["notes"] = list(plan.notes_of_its_own)
-    micro, graphs = plan.micro, [part.held["graph"] for part in parts]
-    held = {
+    micro, graphs = plan.micro, [part.content["graph"] for part in parts]
+    content = {
         "graph": _beside(write_graph(plan.graph), graphs),
         "joins": micro.joins,
         "totals": micro.totals,
@@ -268,7 +268,7 @@ def pipeline_written(plan: PipelinePlan) -> str:
         "updates": micro.updates,
         "stages": [{"sources": s.sources, "results": s.results, "sent": s.sent} for s in plan.stages],
     }
-    captured = ",\n".join(f'    "{packed(x)}"' for x in (*(part.held for part in parts), held))
+    captured = ",\n".join(f'    "{packed(x)}"' for x in (*(part.content for part in parts), content))
     stages = ",\n".join(_stage(plan, stage, part) for stage, part in zip(plan.stages, parts))
     body = [*fields_of(head, "  "), f'  "stages": [\n{stages}\n  ]', f'  "captured": [\n{captured}\n  ]']
     return "{\n" + ",\n".join(body) + "\n}\n"
@@ -301,7 +301,7 @@ def _from(source: StageInput) -> str:
     ]
 
 
-def pipeline_words(plan: PipelinePlan) -> dict[str, object]:
+def encode_pipeline(plan: PipelinePlan) -> dict[str, object]:
     """The fields of the pipeline itself; with its actions, where no schedule name gives them."""
     made = plan.schedule
     out: dict[str, object] = {"stages": made.groups, "scheduler": made.name, "micro_batches": made.micro_batches}

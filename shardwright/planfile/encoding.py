@@ -109,7 +109,7 @@ def _target(target: object) -> object:
         return {
             "autocast": [[name, _leaf(dtype)] for name, dtype in target.state.dtypes],
             "shares": target.state.shares,
-            "target": _target(target.inner),
+            "target": _target(target.operator),
         }
     if isinstance(target, Applied):
         function = target.described_as
@@ -140,8 +140,8 @@ def _value(value: Value) -> list[object]:
 
 def write_recompute(setting: Recompute) -> dict[str, object]:
     """The recomputation of an operator as a dict: ``call``, and the fields that differ from their default."""
-    held = {f.name: (getattr(setting, f.name), f.default) for f in fields(setting)}
-    return {name: value for name, (value, default) in held.items() if name == "call" or value != default}
+    fields_and_defaults = {f.name: (getattr(setting, f.name), f.default) for f in fields(setting)}
+    return {name: value for name, (value, default) in fields_and_defaults.items() if name == "call" or value != default}
 
 
 def _op(op: Op) -> dict[str, object]:
@@ -273,11 +273,11 @@ def _classes_of(text: str, source: str) -> Iterator[tuple[type, str, str]]:
     def read(encoded: str) -> object:
         return parse(encoded, PlanError, "the nesting of a value", source, "a file that Plan.save wrote", lines=False)
 
-    left: list[object] = [read(text)]
-    while left:
-        encoded = left.pop()
+    stack: list[object] = [read(text)]
+    while stack:
+        encoded = stack.pop()
         if isinstance(encoded, list):
-            left += encoded
+            stack += encoded
         elif isinstance(encoded, dict):
             if "__enum__" in encoded:
                 module, _, path = str(encoded.get("fqn")).partition(":")
@@ -286,8 +286,8 @@ def _classes_of(text: str, source: str) -> Iterator[tuple[type, str, str]]:
                 yield dict, str(encoded["default_factory_module"]), str(encoded.get("default_factory_name"))
             context = encoded.get("context")  # JSON within JSON; of other kinds of nodes the name of a class
             if isinstance(context, str) and context.lstrip()[:1] in ("[", "{"):
-                left.append(read(context))
-            left += encoded.values()
+                stack.append(read(context))
+            stack += encoded.values()
 
 
 def _leaf_of(x: object, values: dict[str, Value]) -> Any:
@@ -295,20 +295,20 @@ def _leaf_of(x: object, values: dict[str, Value]) -> Any:
         return [_leaf_of(y, values) for y in x]
     if not isinstance(x, dict):
         return x
-    ((word, held),) = x.items()
+    ((word, content),) = x.items()
     if word == "%":
-        return values[held]
+        return values[content]
     if word == "tuple":
-        return tuple(_leaf_of(y, values) for y in held)
+        return tuple(_leaf_of(y, values) for y in content)
     if word == "dict":
-        return {_leaf_of(k, values): _leaf_of(v, values) for k, v in held}
+        return {_leaf_of(k, values): _leaf_of(v, values) for k, v in content}
     if word == "float":
-        return float(held)
+        return float(content)
     if word == "complex":
-        return complex(*(_leaf_of(y, values) for y in held))
+        return complex(*(_leaf_of(y, values) for y in content))
     if word == "device":
-        return torch.device(held)
-    return _named(word, held) if word in _WORDS else UnsavedObject(held)
+        return torch.device(content)
+    return _named(word, content) if word in _WORDS else UnsavedObject(content)
 
 
 def _named(word: str, name: Any) -> Any:
@@ -323,7 +323,7 @@ def _named(word: str, name: Any) -> Any:
     return value
 
 
-def _loaded(module: str, path: str) -> Any:
+def _loaded(module: str, path: str) -> type | None:
     """A class of a module that this process has imported already; None where it has not, or has no such class.
 
     Nothing is imported: names are looked up where they are, and a module that would import them at their first use is
@@ -563,16 +563,16 @@ def read_assignment(bound: Bound, encoded: Mapping[str, object], devices: int) -
             raise StrategyError(
                 f"leaves={leaves!r}", legal=f"an axis or {WHOLE!r} for each dim of {bound.out_shapes[i]}"
             )
-    left = bound.follow(layouts, of_outputs=True)
-    if left is None:
+    by_outputs = bound.follow(layouts, of_outputs=True)
+    if by_outputs is None:
         raise StrategyError(
             f"the outputs {list(bound.out_shapes)} cannot be cut so",
             strategy=leaves,
             legal=f"cuts that divide, of dims that may be split: {_splittable(bound)}",
         )
-    merged = bound.cut_by(devices, {i: a or b for i, (a, b) in enumerate(zip(assignment.digits, left.digits))})
+    merged = bound.cut_by(devices, {i: a or b for i, (a, b) in enumerate(zip(assignment.digits, by_outputs.digits))})
     if (
-        any(a and b and a != b for a, b in zip(assignment.digits, left.digits))
+        any(a and b and a != b for a, b in zip(assignment.digits, by_outputs.digits))
         or not beside(devices, merged.used)
         or not bound.is_consistent(merged)
     ):

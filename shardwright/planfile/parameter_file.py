@@ -140,15 +140,15 @@ class ParameterStrategies:
 
         def stored(values: Mapping[str, Value]) -> Iterator[tuple[str, TensorStorage]]:
             for name, value in values.items():
-                held = plan.parameters.get(name)
-                if held is not None:
-                    first = held.ranks.start if isinstance(held, StageParameter) else 0
+                sharding = plan.parameters.get(name)
+                if sharding is not None:
+                    first = sharding.ranks.start if isinstance(sharding, StageParameter) else 0
                     yield (
                         name,
                         TensorStorage(
                             tuple(value.shape),
                             str(value.stored.dtype).removeprefix("torch."),
-                            held.storage,
+                            sharding.storage,
                             first,
                             str(path or ""),
                         ),
@@ -215,10 +215,15 @@ class ParameterStrategies:
         return "{\n" + ",\n".join(parts) + "\n}\n"
 
     def _lines(self, table: Mapping[str, TensorStorage]) -> Iterator[dict[str, object]]:
-        for name, held in table.items():
-            line = {"name": name, "shape": list(held.shape), "dtype": held.dtype, "storage": spell_layout(held.layout)}
-            if len(held.ranks) != self.devices:
-                line["ranks"] = f"{held.ranks[0]}-{held.ranks[-1]}"
+        for name, storage in table.items():
+            line: dict[str, object] = {
+                "name": name,
+                "shape": list(storage.shape),
+                "dtype": storage.dtype,
+                "storage": spell_layout(storage.layout),
+            }
+            if len(storage.ranks) != self.devices:
+                line["ranks"] = f"{storage.ranks[0]}-{storage.ranks[-1]}"
             yield line
 
     @property
@@ -254,7 +259,7 @@ class ParameterStrategies:
         if groups == "auto":
             raise SettingError(
                 f'{self.source} says where parameters lie, and stages="auto" is to choose it',
-                legal="stages=" + str(len({held.first for held in self.parameters.values()})),
+                legal="stages=" + str(len({line.first for line in self.parameters.values()})),
             )
         if self.devices != devices:
             raise PlanError(
@@ -263,54 +268,54 @@ class ParameterStrategies:
                 legal=f"those of {devices} devices, or {self.devices} devices",
             )
         self.check_names(graph.parameters, graph.buffers)
-        for name, held in self.all.items():
+        for name, line in self.all.items():
             value = graph.parameters.get(name) or graph.buffers[name]
-            if len(held.ranks) * groups != devices:
+            if len(line.ranks) * groups != devices:
                 raise PlanError(
-                    f"the line is of {len(held.ranks)} of {self.devices} devices, and the model is cut into "
+                    f"the line is of {len(line.ranks)} of {self.devices} devices, and the model is cut into "
                     f"{groups} stage{'s' * (groups != 1)}",
                     operator=f"the parameter {name!r}",
-                    source=held.where,
+                    source=line.where,
                     legal=f"ranks of one stage: {devices // int(groups)} devices",
                 )
             dtype = str(value.stored.dtype).removeprefix("torch.")
-            if (tuple(value.shape), dtype) != (held.shape, held.dtype):
+            if (tuple(value.shape), dtype) != (line.shape, line.dtype):
                 raise PlanError(
-                    f"the line is of {held.dtype}{list(held.shape)}, the model has {dtype}{list(value.shape)}: "
+                    f"the line is of {line.dtype}{list(line.shape)}, the model has {dtype}{list(value.shape)}: "
                     "strategies of another model?",
                     operator=f"the parameter {name!r}",
-                    source=held.where,
+                    source=line.where,
                     legal="a file made for this model",
                 )
-            if not uneven and held.layout.padded(held.shape) != held.shape:
+            if not uneven and line.layout.padded(line.shape) != line.shape:
                 raise LayoutError(
-                    f"cuts {held.layout.cuts} that do not divide {held.shape}",
+                    f"cuts {line.layout.cuts} that do not divide {line.shape}",
                     operator=f"the parameter {name!r}",
-                    source=held.where,
+                    source=line.where,
                     legal="cuts that do, or AutoParallel(…, uneven=True)",
                 )
-            if not is_stored_padded(held.layout, held.shape):
+            if not is_stored_padded(line.layout, line.shape):
                 raise LayoutError(
-                    f"cuts {held.layout.cuts} that do not divide {held.shape}, by several digits of the rank",
+                    f"cuts {line.layout.cuts} that do not divide {line.shape}, by several digits of the rank",
                     operator=f"the parameter {name!r}",
-                    source=held.where,
+                    source=line.where,
                     legal="cuts that divide, or neighbouring axes in their order",
                 )
-            if name in self.buffers and not held.layout.is_replicated:
+            if name in self.buffers and not line.layout.is_replicated:
                 raise LayoutError(
-                    f"cuts {held.layout.cuts} of a buffer",
+                    f"cuts {line.layout.cuts} of a buffer",
                     operator=f"the buffer {name!r}",
-                    source=held.where,
-                    legal=f"the whole of it: {[1] * len(held.shape)}",
+                    source=line.where,
+                    legal=f"the whole of it: {[1] * len(line.shape)}",
                 )
-            if stored is not None and stored.get(name, held.layout) != held.layout:
+            if stored is not None and stored.get(name, line.layout) != line.layout:
                 raise PlanError(
                     f"it is stored as {stored[name]} already",
                     operator=f"the parameter {name!r}",
-                    source=held.where,
+                    source=line.where,
                     legal="the layout that it has, or a model that is not cut yet",
                 )
-        return {**(stored or {}), **{name: held.layout for name, held in self.parameters.items()}}
+        return {**(stored or {}), **{name: line.layout for name, line in self.parameters.items()}}
 
     def check_names(
         self, parameters: Sequence[str] | Mapping[str, object], buffers: Sequence[str] | Mapping[str, object]
@@ -321,31 +326,31 @@ class ParameterStrategies:
             PlanError: the first line that does not, with its place.
         """
         for table, names, what in ((self.parameters, parameters, "parameter"), (self.buffers, buffers, "buffer")):
-            for name, held in table.items():
+            for name, line in table.items():
                 if name not in names:
                     near = difflib.get_close_matches(name, list(names), 3, 0.0)
                     raise PlanError(
                         f"the model has no {what} {name!r}: strategies of another model?",
-                        source=held.where,
+                        source=line.where,
                         legal=", ".join(near) or "no such line",
                     )
 
-    def check_kept(self, plan: Plan | PipelinePlan) -> None:
+    def check_stored(self, plan: Plan | PipelinePlan) -> None:
         """Check that a plan stores every parameter as its line says.
 
         Raises:
             PlanError: the first parameter that it stores otherwise, with its line.
         """
         made = ParameterStrategies.of(plan).parameters
-        for name, held in self.parameters.items():
-            if made[name] != held:
+        for name, line in self.parameters.items():
+            if made[name] != line:
                 other = made[name]
                 on = f" on ranks {other.ranks[0]}-{other.ranks[-1]}" if len(other.ranks) != plan.devices else ""
                 raise PlanError(
                     f"the plan cannot store it so, but as {other.layout}{on}",
                     operator=f"the parameter {name!r}",
-                    source=held.where,
-                    strategy=str(held.layout),
+                    source=line.where,
+                    strategy=str(line.layout),
                     legal="that layout, or no line for it",
                 )
 

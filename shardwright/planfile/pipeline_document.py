@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..cluster import Cluster
 from ..errors import PlanError, ShardwrightError, shown
@@ -144,11 +144,11 @@ class PipelineDocument:
                 f"pipeline: stages={shown(fields['stages'])}, and the plan has {len(self.stages)} stages",
                 f"1 to {len(self.stages)}: the groups of devices that they are on",
             )
-        if fields["micro_batches"] != self.held["micro_batches"]:
+        if fields["micro_batches"] != self.content["micro_batches"]:
             raise self.wrong(
                 f"{shown(fields['micro_batches'])} micro-batches, and the graph is that of one of "
-                f"{shown(self.held['micro_batches'])}",
-                f"{shown(self.held['micro_batches'])}, or the model planned anew",
+                f"{shown(self.content['micro_batches'])}",
+                f"{shown(self.content['micro_batches'])}, or the model planned anew",
             )
         if not 1 <= fields["micro_batches"] <= MOST_MICRO_BATCHES:
             raise self.wrong(
@@ -234,21 +234,22 @@ class PipelineDocument:
             )
         return out
 
-    # -- what the last line holds --
+    # -- the content of the last line --
 
     @cached_property
-    def held(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         """The content of the last captured line: everything beside the stages' graphs.
 
         Raises:
             PlanError: it is damaged.
         """
-        held = unpacked(self.head.captured, self.head.where)
+        content = unpacked(self.head.captured, self.head.where)
         with self.head.captured_content():
             # Files from before buffers were joined once a step have no "updates".
-            held = {"updates": {}, **held}
+            content = {"updates": {}, **content}
             return {
-                key: held[key] for key in ("graph", "joins", "totals", "counts", "micro_batches", "updates", "stages")
+                key: content[key]
+                for key in ("graph", "joins", "totals", "counts", "micro_batches", "updates", "stages")
             }
 
     def graph(self, own: Sequence[Graph]) -> Graph:
@@ -260,11 +261,13 @@ class PipelineDocument:
         Raises:
             PlanError: the graph is not the head's.
         """
-        encoded = whole_graph(self.held["graph"], [stage.held["graph"] for stage in self.stages])
+        encoded = whole_graph(self.content["graph"], [stage.content["graph"] for stage in self.stages])
         graph = read_graph(encoded, self.head.where, str(self.head.encoded.get("graph")))
-        again = {op.name: op.recompute for part in own for op in part.ops if op.recompute is not None}
+        recompute_of = {op.name: op.recompute for part in own for op in part.ops if op.recompute is not None}
         return graph.with_ops(
-            tuple(op if op.name not in again else replace(op, recompute=again[op.name]) for op in graph.ops)
+            tuple(
+                op if op.name not in recompute_of else replace(op, recompute=recompute_of[op.name]) for op in graph.ops
+            )
         )
 
     # -- as a plan --
@@ -283,10 +286,10 @@ class PipelineDocument:
 
     def _planned(self, made: Schedule, sizes: tuple[int, ...], own: Sequence[Graph]) -> PipelinePlan:
         devices, cluster = self.devices, self.head.cluster
-        held, graph = self.held, self.graph(own)
-        counts = None if held["counts"] is None else read_graph(held["counts"], self.head.where)
-        joins = tuple(None if join is None else Join(*join) for join in held["joins"])
-        updates = {name: Join(*join) for name, join in held["updates"].items()}
+        content, graph = self.content, self.graph(own)
+        counts = None if content["counts"] is None else read_graph(content["counts"], self.head.where)
+        joins = tuple(None if join is None else Join(*join) for join in content["joins"])
+        updates = {name: Join(*join) for name, join in content["updates"].items()}
         parts = [
             StageGraph(
                 part,
@@ -294,9 +297,9 @@ class PipelineDocument:
                 tuple(ends["results"]),
                 tuple(ends["sent"]),
             )
-            for part, ends in zip(own, held["stages"], strict=True)
+            for part, ends in zip(own, content["stages"], strict=True)
         ]
-        inputs = graph.inputs[: len(graph.inputs) - len(held["totals"])]
+        inputs = graph.inputs[: len(graph.inputs) - len(content["totals"])]
         splits = tuple(self.setting["split"])
         if len(splits) != len(inputs) or not all(isinstance(split, bool) for split in splits):
             raise self.wrong(f"split={shown(list(splits))}", f"true or false for each of the {len(inputs)} inputs")
@@ -312,7 +315,7 @@ class PipelineDocument:
             return self.stages[number].plan(part, inputs_of_stage)
 
         stages = planned_stages(parts, inputs, counts, made.placement, sizes, input_placement, planner)
-        micro = MicrobatchPlan(graph, joins, tuple(held["totals"]), counts, updates)
+        micro = MicrobatchPlan(graph, joins, tuple(content["totals"]), counts, updates)
         return PipelinePlan(
             graph, devices, self.head.mode, stages, made, micro, splits, cluster, self.head.optimizer, self.notes
         )
@@ -338,7 +341,7 @@ class PipelineDocument:
             )
         return self.stages
 
-    def onto(self, *_: object, **__: Any) -> Any:
+    def onto(self, *_: object, **__: object) -> NoReturn:
         """Raise an error: counterpart of `PlanDocument.onto` for a model without a pipeline.
 
         Raises:

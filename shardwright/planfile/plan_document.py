@@ -135,7 +135,7 @@ class DocumentHead:
         return OwnPrograms(frozenset(field["parameters"]), field.get("loss", False))
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> str | float | None:
         """The optimizer whose state is counted in the memory."""
         field = self.encoded.get("optimizer", "adam")
         try:
@@ -374,11 +374,11 @@ class PlanDocument(DocumentHead):
     # -- as a plan of its own --
 
     @cached_property
-    def held(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         """The content of the captured line: graph, search report, and the digests of the other lines when written."""
-        held = unpacked(self.captured, self.where)
+        content = unpacked(self.captured, self.where)
         with self.captured_content():
-            digests, found = held["said"], held["found"]
+            digests, found = content["said"], content["found"]
             if found is not None:
                 fields = {key: value for key, value in found.items() if key != "seconds"}
                 SearchResult(**fields)
@@ -390,7 +390,7 @@ class PlanDocument(DocumentHead):
                 if not all(type(x) in (int, float) for x in numbers) or not isinstance(fields["notes"], list):
                     raise TypeError(f"found: {shown(found)}")
             return {
-                "graph": dict(held["graph"]),
+                "graph": dict(content["graph"]),
                 "found": found,
                 "said": {
                     "head": digests["head"],
@@ -422,7 +422,7 @@ class PlanDocument(DocumentHead):
         Raises:
             PlanError: the graph is damaged, is not the head's, or has an operator that is not registered here.
         """
-        graph = read_graph(self.held["graph"], self.where, str(self.encoded.get("graph")))
+        graph = read_graph(self.content["graph"], self.where, str(self.encoded.get("graph")))
         with self.captured_content():
             self.matched(graph, complete=True)
             return graph.with_ops(tuple(self.operators[op.name].recomputed(op) for op in graph.ops))
@@ -508,7 +508,7 @@ class PlanDocument(DocumentHead):
             raise self.unroutable(error, decisions) from None
         limit = memory if found is None else found.limit
         # Edited lines, and costs other than those of the search, show in the seconds of a step.
-        if found is not None and not math.isclose(made.cost, self.held["found"]["seconds"], rel_tol=1e-9):
+        if found is not None and not math.isclose(made.cost, self.content["found"]["seconds"], rel_tol=1e-9):
             found = None
         if found is None and limit is not None:  # the bound is no longer proved; the memory limit still holds
             found = SearchResult(made.cost, None, len(decisions), 0, (), limit)
@@ -519,18 +519,18 @@ class PlanDocument(DocumentHead):
 
         Documents without "memory" have the memory limit only here.
         """
-        held = self.held["found"]
+        content = self.content["found"]
         own = {} if self.stage is None else {"dataset_strategy": [*map(spell_layout, input_placement.inputs)]}
-        if held is None or self.held["said"]["head"] != head_digest(self.encoded | own):
+        if content is None or self.content["said"]["head"] != head_digest(self.encoded | own):
             return None
-        fields = {key: value for key, value in held.items() if key != "seconds"}
-        return SearchResult(**fields | {"notes": tuple(held["notes"])})
+        fields = {key: value for key, value in content.items() if key != "seconds"}
+        return SearchResult(**fields | {"notes": tuple(content["notes"])})
 
     def decided(self, op: Op, devices: int, on_missing_rule: str, uneven: bool, own: bool = False) -> Decision:
         """The decision of an operator's line, with its original cause, or "mark" where the line was edited since."""
         line = self.operators[op.name]
         decision = line.decision(op, devices, on_missing_rule, uneven, own)
-        if digest(op, decision) != self.held["said"]["operators"].get(line.name):
+        if digest(op, decision) != self.content["said"]["operators"].get(line.name):
             return replace(decision, cause="mark")
         texts = {key: line.encoded[key] for key in ("note", "origin", "via") if isinstance(line.encoded.get(key), str)}
         return replace(decision, **texts)
@@ -571,7 +571,7 @@ class PlanDocument(DocumentHead):
                     source=line.where,
                     legal="true or false",
                 )
-            if not fixed and _same(storage, self.held["said"]["parameters"].get(name)):
+            if not fixed and _same(storage, self.content["said"]["parameters"].get(name)):
                 continue
             try:
                 out[name] = read_layout(storage, devices, values[name].shape, self.uneven)
@@ -587,10 +587,10 @@ class PlanDocument(DocumentHead):
 
     def unroutable(self, error: ShardwrightError, decisions: Mapping[str, Decision]) -> ShardwrightError:
         """The error of lines that are each legal and together impossible, with the line at fault."""
-        left: dict[str, set[Digit]] = {}
+        partial_digits: dict[str, set[Digit]] = {}
         for name, decision in decisions.items():
             opened = set(decision.open or ())
-            if any(not opened <= left.get(v.name, set()) for v in decision.op.inputs):
+            if any(not opened <= partial_digits.get(v.name, set()) for v in decision.op.inputs):
                 return PlanError(
                     f"it lets a sum through, open over {decision.open}, that does not come to it so",
                     operator=called(decision.op),
@@ -598,7 +598,7 @@ class PlanDocument(DocumentHead):
                     legal='the line without "open"',
                 )
             for i, value in enumerate(v for v in decision.op.outputs if v is not None):
-                left[value.name] = set() if decision.out else set(decision.output_layout(i).partial) | opened
+                partial_digits[value.name] = set() if decision.out else set(decision.output_layout(i).partial) | opened
         return type(error)(
             error.message,
             operator=error.operator,
@@ -626,7 +626,7 @@ class PlanDocument(DocumentHead):
         A marked operator has another name than the same one without its mark.
         """
         try:
-            captured = read_graph(self.held["graph"], self.where)
+            captured = read_graph(self.content["graph"], self.where)
         except PlanError:
             return self  # the lines still apply by name
         if _alike(captured) != _alike(graph):

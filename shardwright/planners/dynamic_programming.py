@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..partition.local_program import Decisions
-from ..solver.problem import stopping
+from ..solver.problem import Solution, stopping
 from ..solver.solve import solve
 from .memory_fit import TooLittleMemoryError, fit, fits, limited
 from .plan_search import Search
@@ -73,7 +73,7 @@ def _searched(problem: PlanningProblem, best: list[Decisions]) -> Decisions:
     if any(op.mark is not None for op in graph.ops):
         known.append(sharding_propagation(problem).decisions)
     free = search.cost_graph(search.options(known), known)
-    with stopping(lambda found: None if found is None else search.decided(free, found, "search")):
+    with stopping(lambda found: search.decided(free, found, "search") if isinstance(found, Solution) else None):
         decided = search.decided(free, solve(free.problem), "search")
     if memory is None:
         return decided

@@ -46,17 +46,17 @@ __all__ = ["CostGraph", "SharedState", "StorageState", "cost_graph"]
 Table = TypeVar("Table")
 Part = TypeVar("Part", bound=Hashable)
 
-#: Most uses of a shared value, in each layout that it may be left in, that are tried as the use that is served once.
+#: Most uses of a shared value, in each layout of its producer, that are tried as the use that is served once.
 MOST_SHARED = 8
 
 Uses = frozenset[Use]
 
 
 class SharedState(NamedTuple):
-    """A state of a shared value: the layout that it is left in, True where its sum is completed before any consumer,
+    """A state of a shared value: its layout at the producer, True where its sum is completed before any consumer,
     and the use that is served once (None: each consumer is served by itself)."""
 
-    left: Layout
+    output_layout: Layout
     completed: bool
     use: Use | None
 
@@ -298,7 +298,7 @@ class _Builder:
         return self.looked_by_name[op.name]
 
     def _look(self, op: Op, options: Sequence[Strategy]) -> tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]:
-        kept, op_costs, reason = [], [], None
+        usable, op_costs, reason = [], [], None
         priced = self.deliveries.op_costs.setdefault(self.described.kinds[op.name], {})
         for strategy in options:
             cost = priced.get(strategy)
@@ -309,12 +309,12 @@ class _Builder:
                     reason = error
                     continue
             op_costs.append(cost if op.name in self.reached else replace(cost, backward=0.0))
-            kept.append(strategy)
-        if not kept:
+            usable.append(strategy)
+        if not usable:
             if reason is not None:
                 raise reason
             raise PlanError("it has no strategy that this search may use", **op.where)
-        return tuple(kept), tuple(op_costs), np.array([p.seconds for p in op_costs])
+        return tuple(usable), tuple(op_costs), np.array([p.seconds for p in op_costs])
 
     def _parameter(self, value: Value) -> None:
         """Add a parameter's node: its states are the layouts that its consumers can ask for."""
@@ -417,24 +417,26 @@ class _Builder:
 
     def _makes(self, op: Op, node: int, index: int, value: Value) -> None:
         """Add the edges from a value to its consumers."""
-        left, which = self._leaves(op, index)
+        output_layouts, which = self._leaves(op, index)
         value, consumers = self._with_gradient(value), self._consumers(value)
         ends = self.ends.get(value.name, frozenset())
         if not consumers:
-            self.node_costs[node] = self.node_costs[node] + self.deliveries.table(left, (ends,), value)[which, 0]
+            self.node_costs[node] = (
+                self.node_costs[node] + self.deliveries.table(output_layouts, (ends,), value)[which, 0]
+            )
         elif len(consumers) == 1 and not ends:
             ((consumer, i),) = consumers
             uses, asked = self._input_uses(consumer, i)
-            table = self.deliveries.table(left, uses, self._with_gradient(value, consumer))
+            table = self.deliveries.table(output_layouts, uses, self._with_gradient(value, consumer))
             self._later(consumer, node, self._spread(table, which, asked))
         else:
-            self._share(node, value, left, which, consumers, ends)
+            self._share(node, value, output_layouts, which, consumers, ends)
 
     def _share(
         self,
         node: int,
         value: Value,
-        left: tuple[Layout, ...],
+        output_layouts: tuple[Layout, ...],
         which: np.ndarray,
         consumers: list[tuple[Op, int]],
         ends: Uses,
@@ -442,19 +444,21 @@ class _Builder:
         """Add the node of a value with several consumers."""
         asked = [self._input_uses(consumer, i) for consumer, i in consumers]
         several = self._several(asked)
-        kind = ("states", left, several, ends, *_kind(value))
+        kind = ("states", output_layouts, several, ends, *_kind(value))
         used = sorted(self.used.get(kind, ()), key=str)
         states: tuple[SharedState, ...] = self.once(
-            kind, (), lambda: tuple(dict.fromkeys((*self._shared_states(value, left, several, ends), *used)))
+            kind, (), lambda: tuple(dict.fromkeys((*self._shared_states(value, output_layouts, several, ends), *used)))
         )
-        firsts = self.once("left of", (states,), lambda: self._left_costs(value, states, left, ends))
+        firsts = self.once("completion", (states,), lambda: self._completion_costs(value, states, output_layouts, ends))
         self.shares[value.name] = states
         own = self.shared[value.name] = self._node(f"%{value.name}", np.zeros(len(states)))
         self._edge(node, own, self._spread(firsts, which, None))
         for (consumer, _i), (uses, taken) in zip(consumers, asked):
             read = self._with_gradient(value, consumer)
             table = self.once(
-                ("shared", uses, read.requires_grad), (states,), lambda: self._shared_costs(read, states, left, uses)
+                ("shared", uses, read.requires_grad),
+                (states,),
+                lambda: self._shared_costs(read, states, output_layouts, uses),
             )
             self._later(consumer, own, self._spread(table, None, taken))
 
@@ -491,27 +495,29 @@ class _Builder:
             plan.get(op.name) not in self._look_at(op)[0] for op in (producer, *(consumer for consumer, _ in consumers))
         ):
             return  # the plan has a strategy here that cannot be worked out
-        left = self._op_cost(producer, plan).output_layouts[
+        output_layouts = self._op_cost(producer, plan).output_layouts[
             [v.name for v in producer.outputs if v is not None].index(value.name)
         ]
         asked = [self._op_cost(consumer, plan).input_uses[i] for consumer, i in consumers]
         for k, uses in enumerate(asked):
             if len(uses) == 1 and uses in asked[:k]:
-                yield SharedState(left, True, next(iter(uses)))
+                yield SharedState(output_layouts, True, next(iter(uses)))
 
     def _op_cost(self, op: Op, plan: Mapping[str, Strategy]) -> OpCost:
         """The cost of an operator in a known plan."""
         options, op_costs, _ = self._look_at(op)
         return op_costs[options.index(plan[op.name])]
 
-    def _shared_states(self, value: Value, left: tuple[Layout, ...], several: Uses, ends: Uses) -> list[SharedState]:
+    def _shared_states(
+        self, value: Value, output_layouts: tuple[Layout, ...], several: Uses, ends: Uses
+    ) -> list[SharedState]:
         """The states of a shared value: in every layout, the uses that are cheapest to serve once."""
         uses = sorted(several, key=lambda use: (str(use.input_layout), use.partial))
         alone = tuple(frozenset((use,)) for use in uses)
-        closed = self.deliveries.table(tuple(layout.without_partial() for layout in left), alone, value)
-        open_ = self.deliveries.table(left, alone, value)
+        closed = self.deliveries.table(tuple(layout.without_partial() for layout in output_layouts), alone, value)
+        open_ = self.deliveries.table(output_layouts, alone, value)
         out = []
-        for i, layout in enumerate(left):
+        for i, layout in enumerate(output_layouts):
             out.append(SharedState(layout, True, None))
             order = np.argsort(closed[i], kind="stable")
             order = order[(closed[i, order] > 0) & np.isfinite(closed[i, order])]
@@ -523,15 +529,14 @@ class _Builder:
                 ]
         return out
 
-    def _left_costs(
-        self, value: Value, states: Sequence[SharedState], left: tuple[Layout, ...], ends: Uses
+    def _completion_costs(
+        self, value: Value, states: Sequence[SharedState], output_layouts: tuple[Layout, ...], ends: Uses
     ) -> np.ndarray:
-        """Costs of completing the sum and of serving the shared use, by layout in which the value is left and by
-        state."""
-        out = np.full((len(left), len(states)), np.inf)
+        """Costs of completing the sum and of serving the shared use, by layout of the producer and by state."""
+        out = np.full((len(output_layouts), len(states)), np.inf)
         price = self.deliveries.price
         for j, state in enumerate(states):
-            layout = closed = state.left
+            layout = closed = state.output_layout
             total = 0.0
             if state.completed:
                 closed = layout.without_partial()
@@ -539,18 +544,18 @@ class _Builder:
                 total += price(layout, (Use(closed, (), ""),), value) if layout.partial else 0.0
             if state.use is not None:
                 total += price(closed, (state.use,), value)
-            out[left.index(layout), j] = total
+            out[output_layouts.index(layout), j] = total
         return out
 
     def _shared_costs(
-        self, value: Value, states: Sequence[SharedState], left: tuple[Layout, ...], uses: tuple[Uses, ...]
+        self, value: Value, states: Sequence[SharedState], output_layouts: tuple[Layout, ...], uses: tuple[Uses, ...]
     ) -> np.ndarray:
         """Costs of serving a consumer beyond what is shared, by state and set of uses. A use with a partial sum is
         served from the partial sum."""
-        rows = np.array([left.index(s.left) for s in states])
+        rows = np.array([output_layouts.index(s.output_layout) for s in states])
         keeps = np.array([any(use.input_layout.partial for use in some) for some in uses])
-        closed = self.deliveries.table(tuple(layout.without_partial() for layout in left), uses, value)
-        out = np.where(keeps, self.deliveries.table(left, uses, value), closed)[rows]
+        closed = self.deliveries.table(tuple(layout.without_partial() for layout in output_layouts), uses, value)
+        out = np.where(keeps, self.deliveries.table(output_layouts, uses, value), closed)[rows]
         out[[not s.completed for s in states]] = np.inf
         place = {some: j for j, some in enumerate(uses)}
         for i, state in enumerate(states):

@@ -36,7 +36,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..graph import Graph, Op, Value
 from ..identity import IdentityMap
@@ -139,10 +138,10 @@ def _begins(digits: Digits, start: Digits) -> bool:
 
 def passes_through(bound: Bound) -> bool:
     """True where an operator contracts nothing: every input factor that may be cut is a factor of every output."""
-    kept = [{f for dim in dims for f in dim} for dims in bound.outputs]
+    output_factors = [{f for dim in dims for f in dim} for dims in bound.outputs]
     return all(
         f in names
-        for names in kept
+        for names in output_factors
         for dims in bound.inputs
         for dim in dims
         for f in dim
@@ -195,13 +194,13 @@ class _Form:
     def of(self, assignment: Assignment) -> _Cut:
         if assignment not in self.known:
             bound = self.bound
-            wanted: list[Any] = [bound.input_layout(i, assignment) for i in range(len(bound.inputs))]
-            left: list[Any] = [bound.output_layout(k, assignment) for k in range(len(bound.outputs))]
+            input_layouts = [_fixed(bound.input_layout(i, assignment)) for i in range(len(bound.inputs))]
+            output_layouts = [_fixed(bound.output_layout(k, assignment)) for k in range(len(bound.outputs))]
             self.known[assignment] = _Cut(
                 assignment,
-                tuple(wanted),
-                tuple(layout.without_partial() for layout in left),
-                tuple(map(tuple, map(_scattered, left, bound.out_shapes))),
+                tuple(input_layouts),
+                tuple(layout.without_partial() for layout in output_layouts),
+                tuple(map(tuple, map(_scattered, output_layouts, bound.out_shapes))),
             )
         return self.known[assignment]
 
@@ -370,17 +369,17 @@ def project(bound: Bound, dims: tuple[tuple[int, ...], ...], layout: Layout) -> 
 
 def _taken(bound: Bound, dim: tuple[int, ...], digits: Digits) -> dict[int, Digits]:
     taken: dict[int, Digits] = {}
-    kept: list[Digit] = []
+    majors: list[Digit] = []
     for digit in digits:
         for part in range(digit.size, 1, -1):
             if digit.size % part == 0:
                 major = Digit(part, digit.stride * (digit.size // part))
-                shares = bound.spread(dim, merge((*kept, major)))
+                shares = bound.spread(dim, merge((*majors, major)))
                 if shares is not None and all(_takes(bound, f, ds) for f, ds in shares.items()):
                     taken = shares
-                    kept.append(major)
+                    majors.append(major)
                     break
-        if len(kept) == 0 or kept[-1].stride != digit.stride:
+        if len(majors) == 0 or majors[-1].stride != digit.stride:
             break
     return taken
 
@@ -393,13 +392,19 @@ def _takes(bound: Bound, factor: int, digits: Digits) -> bool:
 def legal(bound: Bound, digits: Mapping[int, Digits], devices: int) -> Assignment | None:
     """The assignment of these digits, without those of the last factors that make it illegal; None where nothing is
     left."""
-    left = {f: ds for f, ds in digits.items() if ds}
-    while left:
-        assignment = bound.cut_by(devices, left)
+    remaining = {f: ds for f, ds in digits.items() if ds}
+    while remaining:
+        assignment = bound.cut_by(devices, remaining)
         if beside(devices, assignment.used) and bound.is_consistent(assignment):
             return assignment
-        left.popitem()
+        remaining.popitem()
     return None
+
+
+def _fixed(layout: Layout | None) -> Layout:
+    """A layout of an assignment, which fixes it."""
+    assert layout is not None
+    return layout
 
 
 def _scattered(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:

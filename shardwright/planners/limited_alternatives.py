@@ -37,12 +37,12 @@ class Row:
 
     Attributes:
         moment: the half of the step, and the operator that runs.
-        held: bytes.
+        allocated: bytes at that moment.
         limit: bytes.
     """
 
     moment: str
-    held: float
+    allocated: float
     limit: float
 
 

@@ -27,7 +27,7 @@ from ..sharded_plan import Plan
 from ..solver.problem import Problem, Solution, stopping
 from ..solver.solve import InfeasibleMemoryError, solve
 from .graph_problem import CostGraph
-from .memory_problem import MemoryProblem, holding
+from .memory_problem import MemoryProblem, add_memory
 from .plan_search import Search
 
 __all__ = ["ENOUGH", "TooLittleMemoryError", "fit", "fits", "limited"]
@@ -100,9 +100,9 @@ def fit(
         TooLittleMemoryError: no plan fits. It names the moments above the limit, and the least memory with which a
             plan fits.
     """
-    held = holding(made, search.input_placement, search.batch_dims, limit, optimizer_bytes(optimizer))
-    fitting = _Fitting(search, held, limit, optimizer, cause, solver or partial(solve, gap=ENOUGH))
-    with stopping(lambda found: None if found is None else fitting.decided(found)[0]):
+    memory_problem = add_memory(made, search.input_placement, search.batch_dims, limit, optimizer_bytes(optimizer))
+    fitting = _Fitting(search, memory_problem, limit, optimizer, cause, solver or partial(solve, gap=ENOUGH))
+    with stopping(lambda found: fitting.decided(found)[0] if isinstance(found, Solution) else None):
         return fitting.run()
 
 
@@ -137,12 +137,18 @@ def limited(decided: Decisions, limit: float) -> Decisions:
 
 class _Fitting:
     def __init__(
-        self, search: Search, held: MemoryProblem, limit: float, optimizer: OptimizerSetting, cause: str, solver: Solver
+        self,
+        search: Search,
+        memory_problem: MemoryProblem,
+        limit: float,
+        optimizer: OptimizerSetting,
+        cause: str,
+        solver: Solver,
     ) -> None:
-        self.search, self.held, self.limit, self.optimizer = search, held, limit, optimizer
+        self.search, self.memory_problem, self.limit, self.optimizer = search, memory_problem, limit, optimizer
         self.cause, self.solver = cause, solver
         self.bound: float | None = None
-        self.problem = held.cost_graph.problem
+        self.problem = memory_problem.cost_graph.problem
 
     def run(self) -> Decisions:
         target, refused = self.limit, None
@@ -201,27 +207,29 @@ class _Fitting:
             best = self.solver(replace(self.problem, limit=None, usages=()))
         except PlanError:
             best = self.solver(replace(self.problem, limit=None, usages=()))
-        high = self.held.peak(best.states)
+        high = self.memory_problem.peak(best.states)
         for _ in range(MOST_TRIES):
             if high - low <= NEAR * high:
                 break
             middle = (low + high) / 2
             try:
                 best = self.solver(replace(self.problem, limit=middle))
-                high = min(middle, self.held.peak(best.states))
+                high = min(middle, self.memory_problem.peak(best.states))
             except PlanError:
                 low = middle
         return best
 
     def decided(self, solution: Solution) -> tuple[Decisions, MemoryTimeline]:
         """The decisions of a solution, and the memory timeline of its program."""
-        search, held = self.search, self.held
-        graph = with_recompute(search.described.graph, held.recomputed(solution.states), held.segments)
+        search, memory_problem = self.search, self.memory_problem
+        graph = with_recompute(
+            search.described.graph, memory_problem.recomputed(solution.states), memory_problem.segments
+        )
         ops = {op.name: op for op in graph.ops}
         bounded = solution if self.bound is None else replace(solution, bound=min(self.bound, solution.cost))
-        made = search.decided(held.cost_graph, bounded, self.cause, proved=self.bound is not None)
+        made = search.decided(memory_problem.cost_graph, bounded, self.cause, proved=self.bound is not None)
         decisions: dict[str, Decision] = {n: replace(d, op=ops[n]) for n, d in made.decisions.items()}
-        hsdp = search.hsdp if search.hsdp is not None else held.storage(solution.states)
+        hsdp = search.hsdp if search.hsdp is not None else memory_problem.storage(solution.states)
         plan = Plan(
             graph,
             search.described.devices,

@@ -5,26 +5,26 @@ A usage is a number of bytes by state of one node or of two, over the moments [s
     moments     forward of operator k of n: k;  results are handed out: n, and their gradients come in: n + 1;
                 backward of operator k: 2n + 1 - k
     always      parameters, gradients, optimizer state as stored; inputs, buffers, constants
-    source      an operator's output as it is left: up to where its consumer has its own copy; with several consumers,
-                up to the last one, together with the copy that is served once
-    delivered   an operator's input as it asks for it: while it runs; with several consumers, a copy of one consumer's
-                own on to its backward if that needs it, or if the operator may run again
-    kept        the saved part of a value (`SaveOrRecompute`), from there to the backward that needs it
-    dropped     a recomputed value: from the backward of the end of its segment
+    source      an operator's output in its own layout: up to where its consumer has its own copy; with several
+                consumers, up to the last one, together with the copy that is served once
+    delivered   an operator's input in the layout that it needs: while it runs; with several consumers, one consumer's
+                own copy on to its backward if that needs it, or if the operator may run again
+    saved       the saved part of a value (`SaveOrRecompute`), from there to the backward that needs it
+    recomputed  a recomputed value: from the backward of the end of its segment
     gathered    a parameter that is stored cut: from its first use to its last backward, or only around either; where a
                 consumer of it runs again, from the beginning of the recomputation
     backward    gradients of inputs while an operator's backward runs; of an output from its last consumer's backward on
-    inside      values inside an operator of several instructions, and their gradients (`save_or_recompute.inside`)
+    inside      values inside an operator of several instructions, and their gradients (`operator_workspace`)
     sent        the other end of a redistribution, where it is larger than the tensors that its consumer produces or
                 alone saves
 
 With n = 3 operators, the forwards are at moments 0 to 2, the results at 3, their gradients at 4, and the backwards of
 operators 2, 1, 0 at 5, 6, 7.
 
-A view of an input, a buffer or a constant takes no memory, except where it is redistributed. Where nothing is dropped
-the estimate is that of `memory_timeline.timeline`, except that a view of a saved value may count once more. The
-estimate is too high where a value is dropped, for longer than necessary; and where an inner value is sent that is not
-dropped after all, or is sent twice on its way.
+A view of an input, a buffer or a constant takes no memory, except where it is redistributed. Where nothing is
+recomputed the estimate is that of `memory_timeline.timeline`, except that a view of a saved value may count once more.
+The estimate is too high where a value is recomputed, for longer than necessary; and where an intermediate is sent that
+is not recomputed after all, or is sent twice on its way.
 
 `save_or_recompute` supplies the nodes of saved and recomputed values, and bytes by strategy; this file lays them over
 the moments.
@@ -34,7 +34,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -47,9 +46,9 @@ from ..partition.rematerialization import hands_on, segments_of
 from ..solver.problem import MemoryUsage, Problem
 from ..solver.search_memory import current
 from .graph_problem import CostGraph
-from .save_or_recompute import DROPPED, KEPT, OperatorMemory, RematStates, SaveOrRecompute
+from .save_or_recompute import RECOMPUTED, SAVED, Node, OperatorMemory, RematStates, SaveOrRecompute
 
-__all__ = ["MemoryProblem", "holding"]
+__all__ = ["MemoryProblem", "add_memory"]
 
 
 @dataclass(frozen=True)
@@ -58,15 +57,15 @@ class MemoryProblem:
 
     Attributes:
         cost_graph: the cost graph; its problem has a limit, usages, and a node for each value that may be saved.
-        kept: by value, the node that decides between saving and recomputing it.
+        remat_nodes: by value, the node that decides between saving and recomputing it.
         states: by value, that node's states.
         segments: by operator, its segment of the program.
-        recompute_sets: by value that may be dropped, the operators that then run again. An operator for which
+        recompute_sets: by value that may be recomputed, the operators that then run again. An operator for which
             `rematerialization.hands_on` is true comes with the value that it views, and is not listed.
     """
 
     cost_graph: CostGraph
-    kept: dict[str, int]
+    remat_nodes: dict[str, int]
     states: dict[str, tuple[SaveOrRecompute, ...]]
     segments: dict[str, int]
     recompute_sets: dict[str, tuple[str, ...]]
@@ -77,12 +76,12 @@ class MemoryProblem:
             name
             for v, names in self.recompute_sets.items()
             for name in names
-            if self.states[v][states[self.kept[v]]].how == DROPPED
+            if self.states[v][states[self.remat_nodes[v]]].how == RECOMPUTED
         )
 
     def storage(self, states: tuple[int, ...]) -> OptimizerParallel | None:
         """The setting that stores parameters as the states say; None where no parameter is stored cut."""
-        whole, kept, cut = set(), set(), False
+        whole, gathered, cut = set(), set(), False
         graph = self.cost_graph.described.graph
         names = {value.name: name for name, value in graph.parameters.items()}
         for value, node in self.cost_graph.parameters.items():
@@ -92,23 +91,23 @@ class MemoryProblem:
             else:
                 cut = True
                 if not state.reshard_after_forward:
-                    kept.add(names[value])
+                    gathered.add(names[value])
         if not cut:
             return None
-        return OptimizerParallel(-1, 0, "level3", frozenset(whole), frozenset(kept))
+        return OptimizerParallel(-1, 0, "level3", frozenset(whole), frozenset(gathered))
 
     def peak(self, states: tuple[int, ...]) -> float:
         """The most bytes at any moment under these states, as the problem counts them."""
         uses = self.cost_graph.problem.usages
         changes = np.zeros(max((u.stop for u in uses), default=0) + 1)
         for u in uses:
-            held = u.held(states)
-            changes[u.start] += held
-            changes[u.stop] -= held
+            amount = u.amount_in(states)
+            changes[u.start] += amount
+            changes[u.stop] -= amount
         return float(np.cumsum(changes).max(initial=0.0))
 
 
-def holding(
+def add_memory(
     cost_graph: CostGraph, input_placement: InputPlacement, batch_dims: Mapping[str, int], limit: float, state: float
 ) -> MemoryProblem:
     """The cost graph with memory.
@@ -158,7 +157,7 @@ class _MemoryProblemBuilder:
         }
         self.usages: list[tuple[tuple[object, ...], int, int, np.ndarray, str]] = []
         self.remat = RematStates(self.memory, self.segments)
-        #: By operator that may run again, a value whose dropping makes it run again.
+        #: By operator that may run again, a value whose recomputation makes it run again.
         self.run_with = {op.name: value for value, ops in self.remat.recompute_sets.items() for op in ops}
 
     # -- usages --
@@ -167,12 +166,12 @@ class _MemoryProblemBuilder:
         """Add a usage.
 
         Args:
-            node: a node number of the cost graph, ("kept", value), or a pair of these whose states decide together.
+            node: a node number of the cost graph, ("remat", value), or a pair of these whose states decide together.
             start, stop: the first moment, and the one after the last.
             amount: bytes by state of the node, or of both nodes.
             what: the kind of memory.
         """
-        nodes = node if isinstance(node, tuple) and node[0] != "kept" else (node,)
+        nodes = node if isinstance(node, tuple) and node[0] != "remat" else (node,)
         if stop > start and amount.any():
             self.usages.append((nodes, start, min(stop, self.end), amount, what))
 
@@ -240,11 +239,11 @@ class _MemoryProblemBuilder:
         values = [self.run_with[consumer.name] for consumer, _ in consumers if consumer.name in self.run_with]
         if values:
             value = max(values, key=lambda name: -self.begun(name))
-            recomputed = np.array([float(s.how == DROPPED) for s in self.remat.states[value]])
-            self.use((node, ("kept", value)), self.begun(value), stop, np.outer(whole, recomputed), "gathered")
+            recomputed = np.array([float(s.how == RECOMPUTED) for s in self.remat.states[value]])
+            self.use((node, ("remat", value)), self.begun(value), stop, np.outer(whole, recomputed), "gathered")
 
     def begun(self, name: str) -> int:
-        """The moment at which the recomputation of a dropped value begins."""
+        """The moment at which the recomputation of a value begins."""
         op, k = self.memory.made_by[name]
         value = [v for v in op.outputs if v is not None][k]
         savers = [self.place[consumer.name] for consumer in self.remat.savers(value)]
@@ -267,7 +266,11 @@ class _MemoryProblemBuilder:
                     self.count_operand(op, index, value)
                 if grads and value.requires_grad and value.name in self.cost_graph.shared:
                     self.use(
-                        node, self.back(place), self.back(place) + 1, self.memory.wanted(op, index, value), "backward"
+                        node,
+                        self.back(place),
+                        self.back(place) + 1,
+                        self.memory.input_bytes(op, index, value),
+                        "backward",
                     )
             return
         for value, index in {v.name: (v, i) for i, v in reversed(list(enumerate(op.inputs)))}.values():
@@ -277,7 +280,7 @@ class _MemoryProblemBuilder:
                 continue
             if value.name in self.memory.of_outside_inputs:
                 continue
-            (producer, k), wanted = self.memory.made_by[value.name], self.memory.wanted(op, index, value)
+            (producer, k), wanted = self.memory.made_by[value.name], self.memory.input_bytes(op, index, value)
             further = self.memory.needs_input(op, index) if grads else np.zeros(len(wanted), dtype=bool)
             self.use(node, place, self.back(place) + 1, wanted * further, "activations")
             if value.name not in self.cost_graph.shared and not self.memory.saves_output(producer, k):
@@ -297,7 +300,7 @@ class _MemoryProblemBuilder:
                     for use in p.input_uses[index]
                 )
                 else w
-                for p, w in zip(op_costs, self.memory.wanted(op, index, value))
+                for p, w in zip(op_costs, self.memory.input_bytes(op, index, value))
             ],
             dtype=np.float64,
         )
@@ -341,7 +344,7 @@ class _MemoryProblemBuilder:
     def made(self, op: Op, k: int, value: Value) -> None:
         """Add an operator's output: up to its last consumer, and beyond where some backward needs it."""
         node, place = self.cost_graph.operators[op.name], self.place[op.name]
-        left, consumers = self.memory.left(op, k, value), self.consumers.get(value.name, [])
+        output_bytes, consumers = self.memory.output_bytes(op, k, value), self.consumers.get(value.name, [])
         places = [self.place[consumer.name] for consumer, _ in consumers]
         ends, last = value.name in self.ends, max(places, default=place)
         shared = self.cost_graph.shared.get(value.name)
@@ -358,20 +361,20 @@ class _MemoryProblemBuilder:
             return self.viewing(op, k, value)
         if self.grads and value.requires_grad and (consumers or ends):
             start = self.count + 1 if ends else self.back(last) + 1
-            self.use(node, start, self.back(place) + 1, left, "backward")
+            self.use(node, start, self.back(place) + 1, output_bytes, "backward")
         if shared is None and not ends and consumers:
             consumer = consumers[0][0]
             (self.viewed if self.memory.is_view(consumer) else self.sent)(op, k, value, consumer)
         if shared is not None:
             self.copies(value, shared, consumers)
-            self.held_for_several(value, shared, place, min(places), self.end if ends else last + 1)
+            self.shared_copies(value, shared, place, min(places), self.end if ends else last + 1)
         elif ends:
-            self.use(node, place, self.count + 1, left, "activations")
-            self.use(node, self.count + 1, self.end, left * (passed_on == 0), "activations")
+            self.use(node, place, self.count + 1, output_bytes, "activations")
+            self.use(node, self.count + 1, self.end, output_bytes * (passed_on == 0), "activations")
         elif not consumers:
-            self.use(node, place, place + 1, left, "activations")
+            self.use(node, place, place + 1, output_bytes, "activations")
         elif not self.memory.saves_output(op, k):
-            self.use(node, place, last, left, "activations")
+            self.use(node, place, last, output_bytes, "activations")
         if value.name in self.remat.states:
             self.keep(op, k, value, consumers)
         kept_collective_output = self.remat.kept_collective_output(value)
@@ -421,10 +424,10 @@ class _MemoryProblemBuilder:
         if self.grads and value.requires_grad:
             self.use(nodes, self.back(at), self.back(at) + 1, self.remat.viewed_back(value), "backward")
 
-    def held_for_several(self, value: Value, node: int, place: int, first: int, stop: int) -> None:
+    def shared_copies(self, value: Value, node: int, place: int, first: int, stop: int) -> None:
         states = self.cost_graph.shares[value.name]
-        left = np.array([self.memory.bytes_of(value, s.left) for s in states], dtype=np.float64)
-        self.use(node, place, first, left, "activations")
+        output_bytes = np.array([self.memory.bytes_of(value, s.output_layout) for s in states], dtype=np.float64)
+        self.use(node, place, first, output_bytes, "activations")
         both = np.array([float(sum(self.remat.shared_bytes(value, s))) for s in states])
         self.use(node, first, stop, both, "activations")
 
@@ -432,7 +435,7 @@ class _MemoryProblemBuilder:
 
     def keep(self, op: Op, k: int, value: Value, consumers: list[tuple[Op, int]]) -> None:
         """Add the saved or recomputed memory of a value."""
-        moment, name = self.place[op.name], ("kept", value.name)
+        moment, name = self.place[op.name], ("remat", value.name)
         mine = self.memory.saves_output(op, k)
         savers = [self.place[consumer.name] for consumer in self.remat.savers(value)]
         places = [self.place[consumer.name] for consumer, _ in consumers]
@@ -449,7 +452,7 @@ class _MemoryProblemBuilder:
                 ),
             )
 
-        def together(amount: np.ndarray, how: str = KEPT) -> np.ndarray:
+        def together(amount: np.ndarray, how: str = SAVED) -> np.ndarray:
             """Bytes by state of another node and of the save-or-recompute node."""
             some = by_state(how, amount)
             return self.memory.once("together", (some, amount), lambda: np.outer(amount, some))
@@ -466,30 +469,30 @@ class _MemoryProblemBuilder:
             self.use((shared, name), after, until, together(amount), "activations")
         else:
             ((consumer, i),) = consumers
-            self.use(name, moment if mine else after, until, by_state(KEPT, None), "activations")
+            self.use(name, moment if mine else after, until, by_state(SAVED, None), "activations")
             if mine:
-                left = self.memory.left(op, k, value)
-                if value.name in self.remat.as_left:  # saved for its producer alone, where that needs it
-                    left = self.memory.once(
-                        ("left where wanted", k),
-                        (left, self.memory.op_costs(op)),
-                        lambda: left * self.memory.needs_output(op, k),
+                output_bytes = self.memory.output_bytes(op, k, value)
+                if value.name in self.remat.saved_unsent:  # saved for its producer alone, where that needs it
+                    output_bytes = self.memory.once(
+                        ("output where needed", k),
+                        (output_bytes, self.memory.op_costs(op)),
+                        lambda: output_bytes * self.memory.needs_output(op, k),
                     )
-                self.use((producer, name), moment, until, together(left), "activations")
+                self.use((producer, name), moment, until, together(output_bytes), "activations")
             if savers or not mine:
-                wanted, at = self.memory.wanted(consumer, i, value), self.cost_graph.operators[consumer.name]
+                wanted, at = self.memory.input_bytes(consumer, i, value), self.cost_graph.operators[consumer.name]
                 self.use((at, name), after, self.back(places[0]) + 1, together(wanted), "activations")
-        recomputed, begun = by_state(DROPPED, None), self.begun(value.name)
-        if shared is not None and any(s == SaveOrRecompute(DROPPED) for s in states):
-            self.use((shared, name), begun, until, together(amount, DROPPED), "recomputed")
+        recomputed, begun = by_state(RECOMPUTED, None), self.begun(value.name)
+        if shared is not None and any(s == SaveOrRecompute(RECOMPUTED) for s in states):
+            self.use((shared, name), begun, until, together(amount, RECOMPUTED), "recomputed")
         elif recomputed.any():
-            if shared is None and mine:  # present until consumed, even where it is dropped
+            if shared is None and mine:  # present until consumed, even where it is recomputed
                 self.use(name, moment, after, recomputed, "activations")
             self.use(name, begun, until, recomputed, "recomputed")
 
     def copies(self, value: Value, node: int, consumers: list[tuple[Op, int]]) -> None:
-        """Add the copies of a shared value that single consumers have: in a layout that is neither the one it is left
-        in nor the one that is served once."""
+        """Add the copies of a shared value that single consumers have: in a layout that is neither the producer's
+        nor the one that is served once."""
         states = self.cost_graph.shares[value.name]
         for consumer, i in consumers:
             op_costs, moment = self.memory.op_costs(consumer), self.place[consumer.name]
@@ -508,7 +511,11 @@ class _MemoryProblemBuilder:
                 }
                 absent = np.ones((len(states), len(layouts)))  # by state of the value and layout
                 for row, s in zip(absent, states):
-                    stored = (s.left, s.left.without_partial(), *((s.use.input_layout,) if s.use is not None else ()))
+                    stored = (
+                        s.output_layout,
+                        s.output_layout.without_partial(),
+                        *((s.use.input_layout,) if s.use is not None else ()),
+                    )
                     row[[layouts[one] for one in stored if one in layouts]] = 0.0
                 sizes = np.zeros((len(layouts), len(place)))
                 for input_layouts, column in place.items():
@@ -526,20 +533,22 @@ class _MemoryProblemBuilder:
     def finish(self) -> MemoryProblem:
         """The whole problem. The save-or-recompute node of a value comes right after the node of its producer, or of
         the shared value."""
-        cost_graph, problem, kept = self.cost_graph, self.cost_graph.problem, self.remat.states
-        order: list[tuple[float, Any]] = [(node, node) for node in range(len(problem.costs))]
-        for value in kept:
+        cost_graph, problem, remat_states = self.cost_graph, self.cost_graph.problem, self.remat.states
+        order: list[tuple[float, Node]] = [(node, node) for node in range(len(problem.costs))]
+        for value in remat_states:
             op, _ = self.memory.made_by[value]
-            order.append((max(cost_graph.operators[op.name], cost_graph.shared.get(value, 0)) + 0.5, ("kept", value)))
+            order.append((max(cost_graph.operators[op.name], cost_graph.shared.get(value, 0)) + 0.5, ("remat", value)))
         order.sort(key=lambda entry: entry[0])
-        number = {node: k for k, (_, node) in enumerate(order)}
+        number: dict[object, int] = {node: k for k, (_, node) in enumerate(order)}
         costs = [
             problem.costs[node]
             if isinstance(node, int)
-            else self.memory.once(("zeros", len(kept[node[1]])), (), lambda: np.zeros(len(kept[node[1]])))
+            else self.memory.once(
+                ("zeros", len(remat_states[node[1]])), (), lambda: np.zeros(len(remat_states[node[1]]))
+            )
             for _, node in order
         ]
-        names = [problem.names[node] if isinstance(node, int) else f"kept %{node[1]}" for _, node in order]
+        names = [problem.names[node] if isinstance(node, int) else f"saved %{node[1]}" for _, node in order]
         edges: dict[tuple[int, int], np.ndarray] = {}
         for (a, b), table in (*problem.edges.items(), *self.remat.edges.items()):
             i, j = number[a], number[b]
@@ -565,7 +574,9 @@ class _MemoryProblemBuilder:
             v: tuple(op.name for op in ops if op.name not in views) for v, ops in self.remat.recompute_sets.items()
         }
         moved = replace(cost_graph, problem=made, operators=operators, parameters=parameters, shared=shared)
-        return MemoryProblem(moved, {v: number["kept", v] for v in kept}, kept, self.segments, recompute_sets)
+        return MemoryProblem(
+            moved, {v: number["remat", v] for v in remat_states}, remat_states, self.segments, recompute_sets
+        )
 
     def turned(self, table: np.ndarray) -> np.ndarray:
         return self.memory.once("turned", (table,), lambda: np.ascontiguousarray(table.T))

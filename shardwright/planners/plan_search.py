@@ -388,7 +388,7 @@ def choose_storage(
         except SettingError:  # a number of replicas that does not divide those of a parameter
             continue
         if memory is not None and (needs := peak(plan)) > memory:
-            refused.append((needs, f"{_words(storage)} needs {format_bytes(needs)}"))
+            refused.append((needs, f"{_storage_text(storage)} needs {format_bytes(needs)}"))
             continue
         tried.append((seconds(plan), plan, storage))
     if not tried:
@@ -400,11 +400,11 @@ def choose_storage(
         )
     ordered = sorted(tried, key=lambda entry: entry[0])
     takes, best, storage = ordered[0]
-    others = [f"{_words(other)} {more * 1e3:.3g} ms" for more, _, other in ordered[1:]]
-    others += [text for _, text in refused]
+    alternatives = [f"{_storage_text(other)} {more * 1e3:.3g} ms" for more, _, other in ordered[1:]]
+    alternatives += [text for _, text in refused]
     note = (
-        f"parameters are stored {_words(storage)}: a step takes {takes * 1e3:.3g} ms with messages beside "
-        f"computation ({'; '.join(others)})"
+        f"parameters are stored {_storage_text(storage)}: a step takes {takes * 1e3:.3g} ms with messages beside "
+        f"computation ({'; '.join(alternatives)})"
     )
     return best, storage, note, len(tried) + len(refused)
 
@@ -442,7 +442,7 @@ def fastest_storage(
     return replace(best, found=report)
 
 
-def _words(storage: OptimizerParallel | None) -> str:
+def _storage_text(storage: OptimizerParallel | None) -> str:
     if storage is None:
         return "whole"
     over = "" if storage.shard_size == -1 else f" over {storage.shard_size} replicas"

@@ -32,7 +32,7 @@ from ..rules import Assignment, Bound
 from ..solver.problem import Problem, Solution, stopping
 from ..solver.solve import solve
 from .memory_fit import TooLittleMemoryError, fit, fits, limited
-from .memory_problem import holding
+from .memory_problem import add_memory
 from .plan_search import Search
 from .planning_problem import PlanningProblem, planner
 from .search_space import Strategy, atoms_of, options_among
@@ -138,11 +138,11 @@ class _Recursion:
             else:
                 if memory is not None:
                     state = optimizer_bytes(self.optimizer)
-                    made = holding(
+                    made = add_memory(
                         made, self.search.input_placement, self.search.batch_dims, memory * rest**hope, state
                     ).cost_graph
-                solution, kept = _nearest(made.problem)
-                self.hoped |= kept
+                solution, fits = _nearest(made.problem)
+                self.hoped |= fits
                 decided = self.search.decided(made, solution, "search")
                 if solution.gap:
                     gaps[digit] = solution.gap

@@ -2,32 +2,29 @@
 
 A value that may be saved gets a node whose states (`SaveOrRecompute`) are:
 
-    kept        saved as its consumer has it, or as its producer left it, or both where these differ; with several
-                consumers, as it was left and as it is served once
-    dropped     recomputed, at the cost of its operators' forward once more
+    saved       in the layout of its consumer, or in that of its producer, or in both where these differ; with several
+                consumers, in that of its producer and as the copy that is served once
+    recomputed  at the cost of its operators' forward once more
     absent      not saved, where no backward needs it
 
 Two more terms:
 
-    inner          a value that no backward needs and one operator consumes: it is recomputed with that one's output
-    recompute set  the operators that recompute a value: its own, the producers of that one's inner inputs, and so on
+    intermediate   a value that no backward needs and one operator consumes: it is recomputed with that one's output
+    recompute set  the operators that recompute a value: its own, the producers of that one's intermediates, and so on
 
-A recomputation sends nothing, so a value can be dropped only where it is consumed in the layout in which it was left;
-with several consumers, the copies that were sent are saved. An inner value needs as many bytes at its producer as at
+A recomputation sends nothing, so a value can be recomputed only where producer and consumer have the same layout; with
+several consumers, the copies that were sent are saved. An intermediate needs as many bytes at its producer as at
 its consumer; where two such layouts differ, the sent copy is saved too (`RematStates.kept_collective_output`). Inputs
-of a recomputed operator have to be saved, or dropped in the same segment of the program.
+of a recomputed operator have to be saved, or recomputed in the same segment of the program.
 
-The file has three parts:
+The file has two parts:
 
-1. `inside`: the memory of an operator of several instructions while these run, beyond its inputs, outputs and saved
-   tensors. The forward counts values inside the operator from their production to their last use; the backward counts
-   their gradients, from the backward of the consumer to that of the producer. The operator's program is taken alone:
-   an input is released after its last use, a saved tensor after the backward that uses it.
-2. `OperatorMemory`: bytes that a graph's operators consume, produce and save, by strategy. `left` is an output as it
-   is left, its sum completed; `wanted` an input as its consumer has it; `own` the saved tensors that are neither;
-   `inside` as in part 1. The backward's inputs and outputs are those of an operator's first strategy; `needs_input` and
-   `needs_output` say where another strategy differs. Operators of equal costs (`op_cost`) share one result.
-3. `RematStates`: the nodes and the edges between them.
+1. `OperatorMemory`: bytes that a graph's operators consume, produce and save, by strategy. `output_bytes` are those of
+   an output, its sum completed; `input_bytes` those of an input as its consumer has it; `own` the saved tensors that
+   are neither; `inside` as in `operator_workspace`. The backward's inputs and outputs are those of an operator's first
+   strategy; `needs_input` and `needs_output` say where another strategy differs. Operators of equal costs (`op_cost`)
+   share one result.
+2. `RematStates`: the nodes and the edges between them.
 
 `memory_problem` lays these bytes over the moments of a step.
 """
@@ -35,9 +32,8 @@ The file has three parts:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Set
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
-from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -45,96 +41,14 @@ import numpy as np
 from ..graph import Op, Value
 from ..identity import IdentityCache
 from ..layout import Layout
-from ..partition.local_program import Instruction, made_by, reads
-from ..partition.rematerialization import LiveRanges, waiting
 from .graph_problem import CostGraph, SharedState, Uses
-from .search_space import KeptTensors, OpCost, keeps, saved_inside
+from .operator_workspace import inside
+from .search_space import KeptTensors, OpCost, keeps
 
-__all__ = ["ABSENT", "DROPPED", "KEPT", "OperatorMemory", "RematStates", "SaveOrRecompute", "inside"]
+__all__ = ["ABSENT", "RECOMPUTED", "SAVED", "Node", "OperatorMemory", "RematStates", "SaveOrRecompute"]
 
 Made = TypeVar("Made")
 Thing = TypeVar("Thing", bound=Hashable)
-
-
-# -- memory inside an operator --
-
-
-def inside(cost: OpCost, from_outside: Set[int]) -> tuple[float, float]:
-    """Bytes inside an operator at the fullest moment, in the forward and in the backward.
-
-    Args:
-        cost: the operator under one strategy.
-        from_outside: the numbers of inputs that no operator produces; they and their gradients are counted elsewhere.
-    """
-    if len(cost.program) < 2:
-        return 0.0, 0.0
-    part = _Part(cost, from_outside)
-    return part.forward(), part.backward()
-
-
-class _Part:
-    def __init__(self, cost: OpCost, from_outside: Set[int]) -> None:
-        self.program, self.saved = cost.program, saved_inside(cost)
-        self.own = float(sum(saved.own_bytes for saved in self.saved))
-        self.live_ranges = live_ranges = LiveRanges(cost.inputs, self.program, self.saved)
-        self.asked = {i.name for k, i in enumerate(cost.inputs) if k not in from_outside}
-        self.left = {i.name for i in cost.outputs}
-        elsewhere = live_ranges.inputs - self.asked
-        self.apart = {name for name, root in live_ranges.root.items() if root in elsewhere}
-        self.born = {**dict.fromkeys(self.asked, 0), **live_ranges.born}
-        self.kept: dict[str, int] = {}  # saved value -> the first instruction that saves it
-        for place, saved in reversed(list(enumerate(self.saved))):
-            self.kept.update(
-                (live_ranges.root[name], place) for name in saved.values if live_ranges.root.get(name) in self.born
-            )
-
-    def bytes_of(self, names: Iterable[str]) -> float:
-        return float(sum(self.live_ranges.instances[name].local_bytes for name in names))
-
-    def grows(self, name: str) -> bool:
-        """True where a value has a gradient that is counted here."""
-        return name not in self.apart and self.live_ranges.instances[name].value.requires_grad
-
-    def forward(self) -> float:
-        live_ranges, end = self.live_ranges, len(self.program)
-        stays = self.kept.keys() | {live_ranges.root[name] for name in self.left}
-        spans = [
-            (born, end if name in stays else live_ranges.read.get(name, 0) + 1, self.bytes_of([name]))
-            for name, born in self.born.items()
-        ]
-        spans += [(place, end, float(saved.own_bytes)) for place, saved in enumerate(self.saved)]
-        return _beyond(spans, self.bytes_of((self.asked | stays) & self.born.keys()) + self.own)
-
-    def backward(self) -> float:
-        live_ranges, reached = self.live_ranges, {name for name in self.left if self.grows(name)}
-        begin = dict.fromkeys(reached, 0)
-        backward: list[tuple[int, Instruction]] = []
-        until = [0] * len(self.program)  # by instruction, the moment after its backward
-        for place, instruction in reversed(list(enumerate(self.program))):
-            if any(made.name in reached for made in made_by(instruction)):
-                backward.append((len(backward), instruction))
-                reached.update(
-                    name for name in reads(instruction) if name in live_ranges.instances and self.grows(name)
-                )
-            until[place] = len(backward)
-        spans = [
-            (start, stop, self.bytes_of([name]))
-            for name, start, stop in waiting(backward, live_ranges.instances, begin, self.grows)
-        ]
-        spans += [(0, until[place], self.bytes_of([name])) for name, place in self.kept.items()]
-        spans += [(0, until[place], float(saved.own_bytes)) for place, saved in enumerate(self.saved)]
-        asked = {name for name in self.asked if self.grows(name)}
-        return _beyond(spans, self.bytes_of(begin.keys() | asked) + self.bytes_of(self.kept) + self.own)
-
-
-def _beyond(spans: Iterable[tuple[int, int, float]], whole: float) -> float:
-    """Bytes at the fullest moment of spans (start, stop, bytes), less the bytes that are counted in any case."""
-    spans = list(spans)
-    changes = [0.0] * (max((stop for _, stop, _ in spans), default=0) + 1)
-    for start, stop, count in spans:
-        changes[start] += count
-        changes[stop] -= count
-    return max(0.0, max(accumulate(changes)) - whole)
 
 
 # -- memory of operators by strategy --
@@ -248,27 +162,27 @@ class OperatorMemory:
 
         return self.once(("bytes", value.shape, value.dtype, layout), (), count)
 
-    def left(self, op: Op, index: int, value: Value) -> np.ndarray:
-        """Bytes of an output as it is left, by strategy."""
+    def output_bytes(self, op: Op, index: int, value: Value) -> np.ndarray:
+        """Bytes of an output in the producer's layout, by strategy."""
         costs = self.op_costs(op)
         return self.once(
-            ("left", index),
+            ("output bytes", index),
             (costs,),
             lambda: np.array([self.bytes_of(value, p.output_layouts[index]) for p in costs], dtype=np.float64),
         )
 
-    def wanted(self, op: Op, index: int, value: Value) -> np.ndarray:
-        """Bytes of an input as it is asked for, by strategy."""
+    def input_bytes(self, op: Op, index: int, value: Value) -> np.ndarray:
+        """Bytes of an input in the consumer's layouts, by strategy."""
         costs = self.op_costs(op)
         each = partial(self.bytes_of, value)
 
         def count() -> np.ndarray:
             return np.array([float(sum(map(each, {u.input_layout for u in p.input_uses[index]}))) for p in costs])
 
-        return self.once(("wanted", index), (costs,), count)
+        return self.once(("input bytes", index), (costs,), count)
 
     def room(self, op: Op, backward: bool) -> np.ndarray:
-        """Bytes of an operator while it runs that are not there while its inputs are sent before it; or, in the
+        """Bytes of an operator while it runs that are not in memory while its inputs are sent before it; or, in the
         backward, while the gradients of its inputs are sent after it. By strategy."""
         costs, outputs = self.op_costs(op), [v for v in op.outputs if v is not None]
         counted = tuple(k for k, v in enumerate(outputs) if v.requires_grad or not backward)
@@ -285,7 +199,10 @@ class OperatorMemory:
             ("room", counted, alone),
             (costs,),
             lambda: sum(
-                [*(self.left(op, k, outputs[k]) for k in counted), *(self.wanted(op, i, op.inputs[i]) for i in alone)],
+                [
+                    *(self.output_bytes(op, k, outputs[k]) for k in counted),
+                    *(self.input_bytes(op, i, op.inputs[i]) for i in alone),
+                ],
                 self.own(op) if self.grads else np.zeros(len(costs)),
             ),
         )
@@ -296,16 +213,19 @@ class OperatorMemory:
         return name in self.made_by and name not in self.cost_graph.shared and name not in self.of_outside_inputs
 
 
-ABSENT, KEPT, DROPPED = "absent", "kept", "dropped"
+#: A node number of the cost graph, or ("remat", value).
+Node = int | tuple[str, str]
+
+ABSENT, SAVED, RECOMPUTED = "absent", "saved", "recomputed"
 
 
 class SaveOrRecompute(NamedTuple):
     """A state of a value's save-or-recompute node.
 
     Attributes:
-        how: "absent", "kept" or "dropped".
-        layout: the one layout in which the value is both left and consumed; None: the state does not fix it.
-        size: bytes of the one tensor of that layout, or of the dropped value; 0: the states of producer and consumer
+        how: "absent", "saved" or "recomputed".
+        layout: the one layout in which the value is both produced and consumed; None: the state does not fix it.
+        size: bytes of the one tensor of that layout, or of the recomputed value; 0: the states of producer and consumer
             determine the bytes.
     """
 
@@ -315,14 +235,14 @@ class SaveOrRecompute(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """The layouts in which a value is left (rows) and asked for (columns), each layout once.
+    """The layouts in which a value is produced (rows) and consumed (columns), each layout once.
 
     Attributes:
-        produced, consumed: bytes in each; `consumed` is 0 where several layouts are asked for.
-        same: True where the value is asked for as it is left.
-        closed: True where it is asked for as it is left with its sum completed.
-        several: True where it is asked for in several layouts.
-        open: True where it is left as a partial sum.
+        produced, consumed: bytes in each; `consumed` is 0 where its consumer needs several layouts.
+        same: True where producer and consumer have the same layout.
+        closed: the same with the producer's sum completed.
+        several: True where its consumer needs several layouts.
+        open: True where it is produced as a partial sum.
     """
 
     produced: np.ndarray
@@ -342,35 +262,35 @@ class RematStates:
 
     Attributes:
         states: by value that has a node, its states.
-        recompute_sets: by value that may be dropped, the operators that run again.
-        edges: by (node, node), tables; a node is a node number of the cost graph, or ("kept", value).
-        as_left: values that are saved for their producer alone; a sent copy of them is not saved.
+        recompute_sets: by value that may be recomputed, the operators that run again.
+        edges: by (node, node), tables; a node is a node number of the cost graph, or ("remat", value).
+        saved_unsent: values that are saved for their producer alone; a sent copy of them is not saved.
     """
 
     def __init__(self, memory: OperatorMemory, segments: dict[str, int]) -> None:
         self.memory, self.cost_graph, self.segments = memory, memory.cost_graph, segments
         self.states: dict[str, tuple[SaveOrRecompute, ...]] = {}
         self.recompute_sets: dict[str, tuple[Op, ...]] = {}
-        self.edges: dict[tuple[Hashable, Hashable], np.ndarray] = {}
-        self._inner = {name for name in memory.made_by if self._is_inner(name)}
-        self.as_left: set[str] = set()
+        self.edges: dict[tuple[Node, Node], np.ndarray] = {}
+        self._intermediates = {name for name in memory.made_by if self._is_intermediate(name)}
+        self.saved_unsent: set[str] = set()
         for op in memory.graph.ops:
             for k, value in enumerate(v for v in op.outputs if v is not None):
                 if (
                     memory.grads
                     and value.name not in memory.ends
                     and memory.consumers.get(value.name)
-                    and value.name not in self._inner
+                    and value.name not in self._intermediates
                     and value.name not in memory.of_outside_inputs
                 ):
                     self._node(op, k, value)
-        self._again = {op.name for ops in self.recompute_sets.values() for op in ops}
+        self._recomputed = {op.name for ops in self.recompute_sets.values() for op in ops}
         for name in self.recompute_sets:
             self._chain(name)
 
     def is_recomputed(self, op: Op) -> bool:
         """True where an operator may run again."""
-        return op.name in self._again
+        return op.name in self._recomputed
 
     # -- operators that run again together --
 
@@ -382,7 +302,7 @@ class RematStates:
             if self.memory.saves_input(consumer, i)
         ]
 
-    def _is_inner(self, name: str) -> bool:
+    def _is_intermediate(self, name: str) -> bool:
         memory = self.memory
         op, k = memory.made_by[name]
         value = [v for v in op.outputs if v is not None][k]
@@ -416,7 +336,7 @@ class RematStates:
         todo = [op]
         while todo:
             for value in todo.pop().inputs:
-                if value.name in self._inner:
+                if value.name in self._intermediates:
                     producer = self.memory.made_by[value.name][0]
                     if producer.name not in out:
                         out[producer.name] = producer
@@ -428,20 +348,22 @@ class RematStates:
     def _node(self, op: Op, k: int, value: Value) -> None:
         """Add the save-or-recompute node of a value, with its edges to the operators, or to the node of the shared
         value."""
-        memory, name = self.memory, ("kept", value.name)
+        memory, name = self.memory, ("remat", value.name)
         mine, savers = memory.saves_output(op, k), self.savers(value)
         droppable = self.droppable(op)
         costs, node = memory.op_costs(op), self.cost_graph.operators[op.name]
         shared = self.cost_graph.shared.get(value.name)
         if shared is not None:
-            inner = any(v.name in self._inner for other in self._recompute_sets(op) for v in other.inputs)
-            states = self._states_of_shared(value, bool(mine or savers), droppable, inner)
+            intermediates = any(
+                v.name in self._intermediates for other in self._recompute_sets(op) for v in other.inputs
+            )
+            states = self._states_of_shared(value, bool(mine or savers), droppable, intermediates)
             carrier = self.cost_graph.shares[value.name]
             self._edge(
                 shared,
                 name,
                 memory.once(
-                    ("kept-shared", states, value.shape, value.dtype),
+                    ("remat-shared", states, value.shape, value.dtype),
                     (carrier,),
                     lambda: np.array([[self._fits_shared(value, s, c) for s in states] for c in carrier]),
                 ),
@@ -451,12 +373,12 @@ class RematStates:
             theirs = memory.op_costs(consumer)
             states = self._states_of_one(op, k, consumer, i, value, mine, bool(savers), droppable)
             if mine and not savers:
-                self.as_left.add(value.name)
+                self.saved_unsent.add(value.name)
             self._edge(
                 node,
                 name,
                 memory.once(
-                    ("kept-made", states, k, value.shape),
+                    ("remat-made", states, k, value.shape),
                     (costs,),
                     lambda: np.array([[self._fits_made(value, s, p.output_layouts[k]) for s in states] for p in costs]),
                 ),
@@ -465,45 +387,47 @@ class RematStates:
                 name,
                 self.cost_graph.operators[consumer.name],
                 memory.once(
-                    ("kept-read", states, i, value.shape),
+                    ("remat-read", states, i, value.shape),
                     (theirs,),
                     lambda: np.array([[self._fits_read(value, s, p.input_uses[i]) for p in theirs] for s in states]),
                 ),
             )
         self.states[value.name] = states
-        if any(s.how == DROPPED for s in states):
+        if any(s.how == RECOMPUTED for s in states):
             self.recompute_sets[value.name] = self._recompute_sets(op)
             for other in self.recompute_sets[value.name]:
-                self._again_edge(value, other)
+                self._recompute_edge(value, other)
 
-    def _again_edge(self, value: Value, op: Op) -> None:
-        """Add the cost of recomputing an operator with a value; infinite where an inner value would have to be sent."""
+    def _recompute_edge(self, value: Value, op: Op) -> None:
+        """Add the cost of recomputing an operator with a value; infinite where it would send an intermediate."""
         memory, states = self.memory, self.states[value.name]
         costs = memory.op_costs(op)
-        inner = tuple((i, v) for i, v in enumerate(op.inputs) if v.name in self._inner)
-        outs = tuple((k, v) for k, v in enumerate(v for v in op.outputs if v is not None) if v.name in self._inner)
+        intermediates = tuple((i, v) for i, v in enumerate(op.inputs) if v.name in self._intermediates)
+        outs = tuple(
+            (k, v) for k, v in enumerate(v for v in op.outputs if v is not None) if v.name in self._intermediates
+        )
         key = (
             "again",
             states,
             value.nbytes,
-            tuple((i, v.nbytes) for i, v in inner),
+            tuple((i, v.nbytes) for i, v in intermediates),
             tuple((k, v.nbytes) for k, v in outs),
         )
 
         def make() -> np.ndarray:
-            recomputed = [n for n, s in enumerate(states) if s.how == DROPPED]
+            recomputed = [n for n, s in enumerate(states) if s.how == RECOMPUTED]
             sizes = np.array([states[n].size for n in recomputed])
             fits = np.ones((len(costs), len(recomputed)), bool)
 
             def as_large(v: Value, same_size: list[int]) -> np.ndarray:
-                """True where an inner value has as many bytes as the dropped value, in proportion."""
+                """True where an intermediate has as many bytes as the recomputed value, in proportion."""
                 unit = math.gcd(value.nbytes, v.nbytes) or 1
                 return np.array(same_size)[:, None] * (value.nbytes // unit) == sizes * (v.nbytes // unit)
 
             for k, v in outs:
                 fits &= np.array([not p.output_layouts[k].partial for p in costs])[:, None]
                 fits &= as_large(v, [memory.bytes_of(v, p.output_layouts[k]) for p in costs])
-            for i, v in inner:
+            for i, v in intermediates:
                 read = [_input_layout(p.input_uses[i]) for p in costs]
                 same_size = as_large(v, [-1 if layout is None else memory.bytes_of(v, layout) for layout in read])
                 fits &= same_size | np.array([not p.input_uses[i] for p in costs])[:, None]
@@ -511,18 +435,18 @@ class RematStates:
             table[:, recomputed] = np.where(fits, np.array([p.forward for p in costs])[:, None], math.inf)
             return table
 
-        self._edge(self.cost_graph.operators[op.name], ("kept", value.name), memory.once(key, (costs,), make))
+        self._edge(self.cost_graph.operators[op.name], ("remat", value.name), memory.once(key, (costs,), make))
 
     def kept_collective_output(self, value: Value) -> np.ndarray | None:
-        """Bytes of an inner value that are saved because they were sent, by state of producer and consumer; None
-        where the value is not inner to a value that may be dropped."""
+        """Bytes of an intermediate that are saved because they were sent, by state of producer and consumer; None
+        where the value is no intermediate of a value that may be recomputed."""
         memory = self.memory
-        if value.name not in self._inner or not self.is_recomputed(memory.made_by[value.name][0]):
+        if value.name not in self._intermediates or not self.is_recomputed(memory.made_by[value.name][0]):
             return None
 
         return self._of_both(
             value,
-            "resent",
+            "kept collective output",
             lambda e: np.where((e.consumed == e.produced) & ~(e.several | e.open | e.same), e.consumed, 0.0),
         )
 
@@ -551,20 +475,19 @@ class RematStates:
         return self._of_both(value, "viewed back", lambda ends: np.maximum(ends.produced, ends.consumed))
 
     def _of_both(self, value: Value, what: str, count: Callable[[_Ends], np.ndarray]) -> np.ndarray:
-        """A number, by state of a value's producer and consumer, computed from the layouts that the value is left in
-        and asked for."""
+        """A number, by state of a value's producer and consumer, computed from the value's layouts at both."""
         memory = self.memory
         (op, k), ((consumer, i),) = memory.made_by[value.name], memory.consumers[value.name]
         costs, of_consumer = memory.op_costs(op), memory.op_costs(consumer)
 
         def ends() -> tuple[_Ends, np.ndarray, np.ndarray]:
-            lefts, rows = _numbered(p.output_layouts[k] for p in costs)
+            output_layouts, rows = _numbered(p.output_layouts[k] for p in costs)
             input_layouts, columns = _numbered(_input_layout(p.input_uses[i]) for p in of_consumer)
             same, closed = (
                 np.array([[one == input_layout for input_layout in input_layouts] for one in some])
-                for some in (lefts, [left.without_partial() for left in lefts])
+                for some in (output_layouts, [one.without_partial() for one in output_layouts])
             )
-            produced = np.array([float(memory.bytes_of(value, one)) for one in lefts])
+            produced = np.array([float(memory.bytes_of(value, one)) for one in output_layouts])
             consumed = np.array([0.0 if one is None else memory.bytes_of(value, one) for one in input_layouts])
             return (
                 _Ends(
@@ -573,7 +496,7 @@ class RematStates:
                     same,
                     closed,
                     np.array([[one is None for one in input_layouts]]),
-                    np.array([[bool(one.partial)] for one in lefts]),
+                    np.array([[bool(one.partial)] for one in output_layouts]),
                 ),
                 rows,
                 columns,
@@ -588,66 +511,68 @@ class RematStates:
         return memory.once((what, *key), (costs, of_consumer), make)
 
     def _chain(self, name: str) -> None:
-        """Add edges that forbid a dropped value where an input of a recomputed operator is not there."""
+        """Add edges that forbid recomputing a value where an input of a recomputed operator is not in memory."""
         for op in self.recompute_sets[name]:
             for value in {v.name: v for v in op.inputs}.values():
                 if value.name not in self.states:
                     continue
                 producer, _ = self.memory.made_by[value.name]
                 near = self.segments[producer.name] == self.segments[op.name]
-                before, after, sent = self.states[value.name], self.states[name], value.name in self.as_left
+                before, after, sent = self.states[value.name], self.states[name], value.name in self.saved_unsent
 
                 def available(b: SaveOrRecompute) -> bool:
-                    if b.how == DROPPED:
+                    if b.how == RECOMPUTED:
                         return near
-                    return b.how == KEPT and not (sent and b.layout is None)
+                    return b.how == SAVED and not (sent and b.layout is None)
 
                 table = self.memory.once(
                     ("chain", before, after, near, sent),
                     (),
                     lambda: np.array(
-                        [[0.0 if a.how != DROPPED or available(b) else math.inf for a in after] for b in before]
+                        [[0.0 if a.how != RECOMPUTED or available(b) else math.inf for a in after] for b in before]
                     ),
                 )
                 if table.any():
-                    self._edge(("kept", value.name), ("kept", name), table)
+                    self._edge(("remat", value.name), ("remat", name), table)
 
-    def _edge(self, i: object, j: object, table: np.ndarray) -> None:
+    def _edge(self, i: Node, j: Node, table: np.ndarray) -> None:
         known = self.edges.get((i, j))
         self.edges[i, j] = table if known is None else self.memory.once("sum", (known, table), lambda: known + table)
 
     # -- a value with several consumers --
 
     def shared_bytes(self, value: Value, state: SharedState) -> tuple[int, int]:
-        """Bytes of a shared value as it is left, its sum completed, and as it is served once."""
-        left = self.memory.bytes_of(value, state.left) if state.completed else 0
-        return left, 0 if state.use is None else self.memory.bytes_of(value, state.use.input_layout)
+        """Bytes of a shared value in its producer's layout, its sum completed, and of the copy that is served once."""
+        size = self.memory.bytes_of(value, state.output_layout) if state.completed else 0
+        return size, 0 if state.use is None else self.memory.bytes_of(value, state.use.input_layout)
 
     def _states_of_shared(
-        self, value: Value, wanted: bool, droppable: bool, inner: bool
+        self, value: Value, wanted: bool, droppable: bool, intermediates: bool
     ) -> tuple[SaveOrRecompute, ...]:
         """The states of a value with several consumers.
 
         Args:
             wanted: True where some backward needs the value.
             droppable: True where its operator can be recomputed.
-            inner: True where inner values, which need as many bytes, are recomputed with it.
+            intermediates: True where intermediates, which need as many bytes, are recomputed with it.
         """
-        out = [SaveOrRecompute(KEPT)] if wanted else [SaveOrRecompute(ABSENT), SaveOrRecompute(KEPT)]
-        if droppable and not inner:
-            out.append(SaveOrRecompute(DROPPED))
+        out = [SaveOrRecompute(SAVED)] if wanted else [SaveOrRecompute(ABSENT), SaveOrRecompute(SAVED)]
+        if droppable and not intermediates:
+            out.append(SaveOrRecompute(RECOMPUTED))
         elif droppable:
             sizes = dict.fromkeys(
-                self.memory.bytes_of(value, s.left) for s in self.cost_graph.shares[value.name] if s.use is None
+                self.memory.bytes_of(value, s.output_layout)
+                for s in self.cost_graph.shares[value.name]
+                if s.use is None
             )
-            out += [SaveOrRecompute(DROPPED, None, size) for size in sizes]
+            out += [SaveOrRecompute(RECOMPUTED, None, size) for size in sizes]
         return tuple(out)
 
     def _fits_shared(self, value: Value, state: SaveOrRecompute, carrier: SharedState) -> float:
-        if state.how != DROPPED:
+        if state.how != RECOMPUTED:
             return 0.0
-        fits = carrier.use is None and not carrier.left.partial
-        return 0.0 if fits and state.size in (0, self.memory.bytes_of(value, carrier.left)) else math.inf
+        fits = carrier.use is None and not carrier.output_layout.partial
+        return 0.0 if fits and state.size in (0, self.memory.bytes_of(value, carrier.output_layout)) else math.inf
 
     # -- a value with one consumer --
 
@@ -658,22 +583,24 @@ class RematStates:
         costs, of_consumer = memory.op_costs(op), memory.op_costs(consumer)
 
         def make() -> tuple[SaveOrRecompute, ...]:
-            left = dict.fromkeys(p.output_layouts[k] for p in costs)
+            produced = dict.fromkeys(p.output_layouts[k] for p in costs)
             input_layouts = dict.fromkeys(_input_layout(p.input_uses[i]) for p in of_consumer)
-            both = [layout for layout in left if layout in input_layouts and not layout.partial]
-            out = [SaveOrRecompute(KEPT)] if mine or theirs else [SaveOrRecompute(ABSENT), SaveOrRecompute(KEPT)]
+            both = [layout for layout in produced if layout in input_layouts and not layout.partial]
+            out = [SaveOrRecompute(SAVED)] if mine or theirs else [SaveOrRecompute(ABSENT), SaveOrRecompute(SAVED)]
             if mine:  # one tensor serves producer and consumer, or the recomputation
-                out += [SaveOrRecompute(KEPT, layout, memory.bytes_of(value, layout)) for layout in both]
+                out += [SaveOrRecompute(SAVED, layout, memory.bytes_of(value, layout)) for layout in both]
             if droppable:
-                out += [SaveOrRecompute(DROPPED, layout, memory.bytes_of(value, layout)) for layout in both]
+                out += [SaveOrRecompute(RECOMPUTED, layout, memory.bytes_of(value, layout)) for layout in both]
             return tuple(out)
 
         return memory.once(("states", k, i, mine, theirs, droppable), (costs, of_consumer), make)
 
-    def _fits_made(self, value: Value, state: SaveOrRecompute, left: Layout) -> float:
-        if state.layout is not None and left != state.layout:
+    def _fits_made(self, value: Value, state: SaveOrRecompute, output_layout: Layout) -> float:
+        if state.layout is not None and output_layout != state.layout:
             return math.inf
-        if state.how == DROPPED and (left.partial or state.size != self.memory.bytes_of(value, left)):
+        if state.how == RECOMPUTED and (
+            output_layout.partial or state.size != self.memory.bytes_of(value, output_layout)
+        ):
             return math.inf
         return 0.0
 
@@ -681,7 +608,9 @@ class RematStates:
         input_layout = _input_layout(asked)
         if state.layout is not None and input_layout != state.layout:
             return math.inf
-        if state.how == DROPPED and (input_layout is None or state.size != self.memory.bytes_of(value, input_layout)):
+        if state.how == RECOMPUTED and (
+            input_layout is None or state.size != self.memory.bytes_of(value, input_layout)
+        ):
             return math.inf
         return 0.0
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -265,7 +265,7 @@ class OpCost:
     Attributes:
         input_uses: by tensor input, the uses that are made of it; an input that is passed twice has its uses at its
             first place alone.
-        output_layouts: by tensor output, the layout in which it is left, partial sums included.
+        output_layouts: by tensor output, its layout, partial sums included.
         forward, backward: seconds of the operator and of the redistributions inside it.
         made: bytes that a rank produces in the forward.
         program: the instructions of the operator alone.
@@ -278,7 +278,7 @@ class OpCost:
     forward: float
     backward: float
     made: int
-    program: tuple[Any, ...] = ()
+    program: tuple[Instruction, ...] = ()
     inputs: tuple[PlacedValue, ...] = ()
     outputs: tuple[PlacedValue, ...] = ()
 
@@ -341,17 +341,17 @@ def op_cost(decision: Decision, costs: CostModel) -> OpCost:
             if any(o.value.requires_grad for o in results):
                 backward += costs.backward(i, known)
             made += sum(o.local_bytes for o in results)
-    left = tuple(_padded(router.made[router.now(v).name]) for v in op.outputs if v is not None)
+    returned = tuple(_padded(router.made[router.now(v).name]) for v in op.outputs if v is not None)
     once: dict[str, frozenset[Use]] = dict(input_uses)
     return OpCost(
         tuple(once.pop(v.name, frozenset()) for v in op.inputs),
-        tuple(i.layout for i in left),
+        tuple(i.layout for i in returned),
         forward,
         backward,
         made,
         instructions,
         tuple(placed[v.name] for v in op.inputs),
-        left,
+        returned,
     )
 
 
@@ -528,7 +528,7 @@ def options_among(
         described, fixed, outs, known: as `options_of`.
     """
     known = tuple(known)
-    opened: dict[str, frozenset[Digits]] = {}  # value -> the digits of partial sums in which it may be left
+    opened: dict[str, frozenset[Digits]] = {}  # value -> the digits of partial sums of its possible layouts
     once = IdentityCache().once
     out: dict[str, tuple[Strategy, ...]] = {}
     for op in described.graph.ops:
@@ -546,11 +546,13 @@ def options_among(
             mine = tuple(dict.fromkeys((*(Strategy(a, (), brought) for a in mine_of), *additional)))
             if op.name not in fixed:
                 mine = _with_passing(described, op, mine, passing)
-            return mine, tuple(frozenset(_left(bound, s, k) for s in mine) - {()} for k in range(len(bound.outputs)))
+            return mine, tuple(
+                frozenset(_partial_digits(bound, s, k) for s in mine) - {()} for k in range(len(bound.outputs))
+            )
 
         key = (described.kinds[op.name], passing, additional, op.name in fixed, brought)
-        out[op.name], left = once(key, (mine_of,), strategies)
-        opened.update((v.name, digits) for v, digits in zip((v for v in op.outputs if v is not None), left))
+        out[op.name], results = once(key, (mine_of,), strategies)
+        opened.update((v.name, digits) for v, digits in zip((v for v in op.outputs if v is not None), results))
     return out
 
 
@@ -588,8 +590,8 @@ def _is_plain(op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> bool:
     return len(steps) == 1 and steps[0][0] is op
 
 
-def _left(bound: Bound, strategy: Strategy, index: int) -> Digits:
-    """The digits of the partial sum in which an output is left."""
+def _partial_digits(bound: Bound, strategy: Strategy, index: int) -> Digits:
+    """The digits of an output's partial sum."""
     if strategy.out is not None:
         return ()
     layout = bound.output_layout(index, strategy.assignment)
@@ -678,15 +680,15 @@ def _keeps(program: _Program) -> KeptTensors:
     saved = _saved(program)
     live_ranges = LiveRanges(cost.inputs, cost.program, saved)
     out = {live_ranges.root[name] for one in saved for name in one.values if name in live_ranges.root}
-    left = [live_ranges.root[i.name] for i in cost.outputs]
+    results = [live_ranges.root[i.name] for i in cost.outputs]
     places = [i.name for i in cost.inputs]
     own = sum(one.own_bytes for one in saved)
-    own += sum(live_ranges.instances[name].local_bytes for name in out - live_ranges.inputs if name not in left)
+    own += sum(live_ranges.instances[name].local_bytes for name in out - live_ranges.inputs if name not in results)
     return KeptTensors(
         frozenset(places.index(n) for n in out if n in places),
-        frozenset(left.index(n) for n in out if n in left and n not in places),
+        frozenset(results.index(n) for n in out if n in results and n not in places),
         own,
-        tuple((k, places.index(n)) for k, n in enumerate(left) if n in places),
+        tuple((k, places.index(n)) for k, n in enumerate(results) if n in places),
     )
 
 

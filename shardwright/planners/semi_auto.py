@@ -26,10 +26,10 @@ from ..partition.local_program import Decision, Decisions, InputPlacement, batch
 from ..partition.parameter_sharding import stored_layouts
 from ..partition.partitioner import wanted_in_two
 from ..redistribution import redistribution
-from ..rules import Assignment, Bound, Rule, assignment_of, held_layouts, in_order, output_layouts_of
+from ..rules import Assignment, Bound, Rule, assignment_of, in_order, output_layouts_of, ungathered_layouts
 from .planning_problem import PlanningProblem, planner
 
-__all__ = ["data_parallel", "held_parameters", "marked_decision", "marked_output", "semi_auto"]
+__all__ = ["data_parallel", "marked_decision", "marked_output", "semi_auto", "ungathered_parameters"]
 
 
 @planner("data_parallel")
@@ -97,13 +97,13 @@ def marked_decision(op: Op, rule: Rule, bound: Bound, devices: int, note: str | 
         assignment = assignment_of(bound, strategy, devices)
     except ShardwrightError as error:
         raise error.located(**where, strategy=op.mark.in_strategy) from None
-    if held_layouts(bound, strategy, devices) is not None:
+    if ungathered_layouts(bound, strategy, devices) is not None:
         gathered = f"{op.name}: {strategy[:2]} gathers the contracted dim of both operands, and runs as "
         note = "; ".join(filter(None, (note, gathered + str(bound.in_strategy(assignment)[:2]))))
     return Decision(op, rule, bound, assignment, note=note)
 
 
-def held_parameters(problem: PlanningProblem) -> dict[str, Layout]:
+def ungathered_parameters(problem: PlanningProblem) -> dict[str, Layout]:
     """The storage of parameters that are operands of a product whose mark gathers the contracted dim: they are stored
     as the mark cuts them, and gathered before their use.
 
@@ -117,7 +117,7 @@ def held_parameters(problem: PlanningProblem) -> dict[str, Layout]:
             continue
         _, bound, _ = description(op, problem.on_missing_rule, devices, problem.uneven)
         try:
-            layouts = held_layouts(bound, in_order(bound, op.mark.in_strategy, op.mark.order), devices)
+            layouts = ungathered_layouts(bound, in_order(bound, op.mark.in_strategy, op.mark.order), devices)
         except ShardwrightError:  # the planner says what is wrong with the mark
             continue
         for value, layout in zip(op.inputs, layouts or ()):
@@ -254,13 +254,15 @@ class _Views:
         def cost(candidate: tuple[Assignment, str]) -> float:
             decision = Decision(op, rule, bound, *candidate[:1], cause=candidate[1])
             total = 0.0
-            left = decision.output_layout(0)
+            output_layout = decision.output_layout(0)
             if came is not None:
                 passed = self.passed(op, decision) if candidate[1] == "follow" else ()
-                left = left.with_partial(passed)
+                output_layout = output_layout.with_partial(passed)
                 if not passed:
                     total += self.traffic(op.inputs[0], came, decision.input_layout(0))
-            return total + (0.0 if made is None else sum(self.traffic(made, left, demand) for demand in demands))
+            return total + (
+                0.0 if made is None else sum(self.traffic(made, output_layout, demand) for demand in demands)
+            )
 
         best = min(candidates, key=cost)
         return Decision(op, rule, bound, best[0], cause=best[1], note=note or (reason if best[0] == along else None))

@@ -149,8 +149,8 @@ def _options(
     out = {}
     for name, strategies in options_of(described, (), {}, outs, _plans(along, asked)).items():
         known = ranks[name]
-        kept = sorted((s for s in strategies if s.assignment in known), key=lambda s: (known[s.assignment], str(s)))
-        out[name] = same.setdefault(tuple(kept), tuple(kept))
+        ranked = sorted((s for s in strategies if s.assignment in known), key=lambda s: (known[s.assignment], str(s)))
+        out[name] = same.setdefault(tuple(ranked), tuple(ranked))
     return out
 
 
@@ -278,10 +278,10 @@ def _with_losers(
         bound, won = decision.bound, decision.assignment
         lost: dict[str, Demand] = {}
         first = ranking(asked.get(name, ()))
-        kept = _follows(won, bound_to.get(name))
+        follows = _follows(won, bound_to.get(name))
         for demand in asked.get(name, ()):
             mine = demand.mark == decision.origin or (demand.aggressive and not demand.outranked)
-            if (not mine or (not kept and demand in first)) and not within(demand.assignment, won):
+            if (not mine or (not follows and demand in first)) and not within(demand.assignment, won):
                 lost.setdefault(demand.mark, demand)
         if lost:
             winner = f"{decision.origin} asks for" if decision.origin else f"{decision.cause}:"
@@ -290,7 +290,7 @@ def _with_losers(
                 why = prices.text(name, demand.assignment)
                 if demand.outranked:
                     why = f"after {first[0].mark}: priority {demand.priority} against {first[0].priority}"
-                elif not kept and demand in first:
+                elif not follows and demand in first:
                     why = f"which other users of a parameter do not allow, in spite of its priority {demand.priority}"
                 texts.append(f"{mark} asks for {_cuts(bound, demand.assignment)}, {why}")
             out[name] = replace(decision, note="; ".join(([decision.note] if decision.note else []) + texts))

@@ -84,8 +84,8 @@ def _split(digits: Digits, boundaries: tuple[int, ...]) -> list[Digit]:
     """`digits` cut at the boundaries (ascending), in the same order. The list must not be changed."""
     out = []
     for digit in digits:
-        inner = [digit.stride, *(b for b in boundaries if digit.stride < b < digit.span), digit.span]
-        out += [Digit(hi // lo, lo) for lo, hi in reversed(list(zip(inner, inner[1:])))]
+        ends = [digit.stride, *(b for b in boundaries if digit.stride < b < digit.span), digit.span]
+        out += [Digit(hi // lo, lo) for lo, hi in reversed(list(zip(ends, ends[1:])))]
     return out
 
 
@@ -149,16 +149,16 @@ def intermediates(source: Layout, target: Layout) -> Iterator[Layout]:
     boundaries = tuple(sorted(_ends(open_)))
     partial = _split(source.partial, boundaries)
     stays = [d for d in partial if any(d.stride % o.stride == 0 and o.span % d.span == 0 for o in open_)]
-    others = [d for d in partial if d not in stays]
-    for laid, sums in ((source.dims, others), (target.dims, [])):
+    summed = [d for d in partial if d not in stays]
+    for laid, sums in ((source.dims, summed), (target.dims, [])):
         prefixes = [range(len(d) + 1) for d in laid]
         chosen = list(product(*prefixes, *[(0, 1)] * len(sums)))
         if len(chosen) > 64:  # many digits and mixed radices at once: keep planning quick
             chosen = chosen[:: len(chosen) // 64]
         for lengths in chosen:
             dims = [d[:n] for d, n in zip(laid, lengths)]
-            kept = [d for d, keep in zip(sums, lengths[len(dims) :]) if keep]
-            yield Layout.of(devices, dims, (*stays, *kept), source.reduction)
+            partial_digits = [d for d, keep in zip(sums, lengths[len(dims) :]) if keep]
+            yield Layout.of(devices, dims, (*stays, *partial_digits), source.reduction)
 
 
 def search(refinement: Refinement) -> tuple[int, tuple[SearchMove, ...]]:
@@ -324,16 +324,16 @@ def _displace(
     movers = tuple(places)
     entered = set(places.values())
     occupants = [taken[place] for place in entered if place in taken]
-    left = [state[i] for i in movers if state[i] not in entered]  # REPLICA stands once for each replica
+    free_places = [state[i] for i in movers if state[i] not in entered]  # REPLICA stands once for each replica
     width = [sizes[i] for i in movers if state[i] not in entered]
     for i in sorted(i for i in occupants if i not in places):
         if goal[i] != REPLICA:
             return None
         free = [k for k, size in enumerate(width) if size == sizes[i]]
-        k = min(free, key=lambda k: (left[k] != REPLICA, k))  # prefers a replica's place, its own goal
-        places[i] = left.pop(k)
+        k = min(free, key=lambda k: (free_places[k] != REPLICA, k))  # prefers a replica's place, its own goal
+        places[i] = free_places.pop(k)
         width.pop(k)
-    return None if REPLICA in left else bool(occupants)
+    return None if REPLICA in free_places else bool(occupants)
 
 
 def _placed(state: State, places: dict[int, int]) -> State:

@@ -40,6 +40,7 @@ from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 from ..errors import LayoutError
+from ..identity import IdentityMap
 from ..layout import Digit, Digits, Layout, digits_size, merge
 from .collective_kinds import CollectiveKind
 from .halos import Halo
@@ -245,12 +246,12 @@ def make_step(refinement: Refinement, move: SearchMove, reduction: str) -> Redis
     moved = tuple(refinement.digits[i] for i in changed)
     before = {move.before[i]: k for k, i in enumerate(changed) if move.before[i] >= 0}
     after = {move.after[i]: k for k, i in enumerate(changed) if move.after[i] >= 0}
-    others = {p for i, p in enumerate(move.before) if i not in changed}
+    unchanged = {p for i, p in enumerate(move.before) if i not in changed}
     dims = []
     for numbers in refinement.dims:
         atoms: list[Atom] = []
         for number in numbers:
-            if number in others or (number in before and number in after):
+            if number in unchanged or (number in before and number in after):
                 continue
             atom = Atom(refinement.sizes[number], before.get(number), after.get(number))
             if atoms and _stays(atoms[-1]) and _stays(atom):
@@ -289,7 +290,7 @@ def _geometry(step: RedistributionStep, shape: tuple[int, ...]) -> Geometry:
     if step.halo is not None:
         return Geometry((), None, None, step.size, (), None, None, _with_halo(step, shape))
     before: list[_Axis] = []
-    kept: list[_Axis] = []
+    staying: list[_Axis] = []
     after: list[_Axis] = []
     piece: list[int] = []
     result: list[int] = []
@@ -299,7 +300,7 @@ def _geometry(step: RedistributionStep, shape: tuple[int, ...]) -> Geometry:
             raise LayoutError(f"dim {dim} of the local tensor {shape} has size {size}, not a multiple of {local}")
         axes: list[_Axis] = [(a.size, dim, a) for a in atoms] + [(size // local, dim, None)]
         before += [x for x in axes if x[2] is None or x[2].gathered is None]
-        kept += [x for x in axes if x[2] is None or _stays(x[2])]
+        staying += [x for x in axes if x[2] is None or _stays(x[2])]
         after += [x for x in axes if x[2] is None or x[2].scattered is None]
         piece.append(math.prod(x[0] for x in axes if x[2] is None or _stays(x[2])))
         result.append(math.prod(x[0] for x in axes if x[2] is None or x[2].scattered is None))
@@ -316,8 +317,8 @@ def _geometry(step: RedistributionStep, shape: tuple[int, ...]) -> Geometry:
             if atom is not None and (digit := atom.scattered) is not None
         )
         return Geometry(view, None, None, pieces, (), None, tuple(result), tuple(result), cuts, select=select[::-1])
-    pre = _rearranged(before, scattered + kept, shape, ((pieces,) if scattered else ()) + tuple(piece))
-    post = _rearranged(gathered + kept, after, ((pieces,) if gathered else ()) + tuple(piece), tuple(result))
+    pre = _rearranged(before, scattered + staying, shape, ((pieces,) if scattered else ()) + tuple(piece))
+    post = _rearranged(gathered + staying, after, ((pieces,) if gathered else ()) + tuple(piece), tuple(result))
     return Geometry(pre[0], pre[1], pre[2], pieces, post[0], post[1], post[2], tuple(result), cuts, joins)
 
 
@@ -362,8 +363,8 @@ def _rearranged(
 
     Neighbours that stay neighbours form one axis, and axes of size 1 are dropped.
     """
-    number = {id(x): k for k, x in enumerate(axes)}
-    perm = [number[id(x)] for x in order if x[0] != 1]
+    number = IdentityMap((x, k) for k, x in enumerate(axes))
+    perm = [number[x] for x in order if x[0] != 1]
     runs: list[list[int]] = []
     for k in perm:
         between = range(runs[-1][-1] + 1, k) if runs else ()

@@ -509,7 +509,7 @@ class _Promises:
                 if message.role == "redistribution":
                     continue
                 members = [owed[m.moment] for m in message.members if m.moment < len(owed)]
-                half = "backward" if message.again or message.role != "gather" else "forward"
+                half = "backward" if message.repeats_forward or message.role != "gather" else "forward"
                 self.buckets.setdefault(bucket_text(number, message), (half, members))
 
     def _label(self, instruction: Redistribute | GlobalExtreme) -> str:

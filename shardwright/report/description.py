@@ -316,8 +316,8 @@ def _batches(plan: Plan | PipelinePlan) -> str:
     """The end of a headline: what each of several devices is fed."""
     if plan.devices == 1:
         return ""
-    strategy, words = _feeding(plan), {"full_batch": "the whole batch", "data_parallel": "its part of the batch"}
-    return f", each fed {words[strategy] if isinstance(strategy, str) else 'slices of the inputs'}"
+    strategy, inputs = _feeding(plan), {"full_batch": "the whole batch", "data_parallel": "its part of the batch"}
+    return f", each fed {inputs[strategy] if isinstance(strategy, str) else 'slices of the inputs'}"
 
 
 def inputs_line(plan: Plan | PipelinePlan) -> str:
@@ -439,18 +439,18 @@ def _parts(path: str, operators: Sequence[OperatorCuts], devices: int) -> Iterat
         yield whole
         return
     found: dict[tuple[object, ...], PlanPart] = {}
-    for name, inner in _split(path, operators).items():
+    for name, calls in _split(path, operators).items():
         below = f"{path}.{name}".lstrip(".")
-        if len(inner) == len(operators):
+        if len(calls) == len(operators):
             pieces: Iterable[PlanPart] = (
                 PlanPart((_short(c, path),), part.axes, part.replicas)
-                for c in inner
+                for c in calls
                 if c.main and (part := _part(path, [c], devices)) is not None
             )
         else:
             pieces = (
                 PlanPart(tuple(f"{name}.{n}" if n != name else name for n in part.names) or (name,), *vars_of(part))
-                for part in _parts(below, inner, devices)
+                for part in _parts(below, calls, devices)
             )
         for part in pieces:
             key = _spelled(PlanPart((), *vars_of(part)))
@@ -471,7 +471,7 @@ def _split(path: str, operators: Sequence[OperatorCuts]) -> dict[str, list[Opera
     for c in operators:
         rest = place_of(c).removeprefix(path).lstrip(".")
         out.setdefault(rest.partition(".")[0] if rest else _short(c, path), []).append(c)
-    return {name: inner for name, inner in out.items() if any(c.main for c in inner)}
+    return {name: calls for name, calls in out.items() if any(c.main for c in calls)}
 
 
 def _short(c: OperatorCuts, path: str) -> str:
@@ -526,12 +526,12 @@ BETWEEN = frozenset({"layer_norm", "rms_norm", "batch_norm", "group_norm", "add"
 
 def _between(operators: Sequence[OperatorCuts], main: Sequence[OperatorCuts], atom: Digit) -> tuple[str, ...]:
     """The words of the cuts of the operators between along a digit: "sequence", "data", "" for none."""
-    words = {
+    names = {
         _word_at(c, atom)
         for c in operators
         if c not in main and c.op.kind in BETWEEN and c.op.outputs[0] is not None and c.op.outputs[0].shape
     }
-    return tuple(sorted(words - {"feature"}))
+    return tuple(sorted(names - {"feature"}))
 
 
 # -- storage and recomputation
@@ -563,8 +563,8 @@ def _storage(plan: Plan, parameters: Sequence[ParameterPlan], parts: Sequence[Pl
     ]
     part = elements(cut) / elements({p.name for p in parameters})
     notes += [f"{_percent(1 - part)} of the parameters whole"] if part < 1 else []
-    kept = set() if plan.hsdp is None or not plan.hsdp.reshard_after_forward else plan.hsdp.kept & set(cut)
-    notes += [f"{_percent(elements(kept) / elements(cut))} kept gathered for the backward"] if kept else []
+    gathered = set() if plan.hsdp is None or not plan.hsdp.reshard_after_forward else plan.hsdp.kept & set(cut)
+    notes += [f"{_percent(elements(gathered) / elements(cut))} kept gathered for the backward"] if gathered else []
     return f"{level} over {where} {digits_size(most)}" + (f" ({', '.join(notes)})" if notes else "")
 
 
@@ -591,12 +591,12 @@ def _recomputed(path: str, operators: Sequence[OperatorCuts], recomputed: set[st
     if len(mine) == len(operators):
         return "all"
     names = []
-    for name, inner in _split_all(path, operators).items():
-        count = sum(c.op.name in recomputed for c in inner)
-        if count == len(inner):
+    for name, calls in _split_all(path, operators).items():
+        count = sum(c.op.name in recomputed for c in calls)
+        if count == len(calls):
             names.append(name)
         elif count:
-            names.append(f"{count} of {len(inner)} operators of {name}")
+            names.append(f"{count} of {len(calls)} operators of {name}")
     return f"{_listed(names)} only"
 
 

@@ -160,8 +160,8 @@ def _layers(plan: Plan | PipelinePlan, spent: Mapping[str, float], part: Callabl
         one = " to ".join(ends if each and min(each) == max(each) else [time_text(min(each)), time_text(max(each))])
         one = ends[0] if len(ends) == 1 else one
         made.add_row(*map(Text, (block.title, one, str(len(each)), time_text(sum(each)), part(sum(each)))))
-    others = sum(rest.values())
-    made.add_row(*map(Text, ("all else, such as the loss", "", str(len(rest)), time_text(others), part(others))))
+    remaining = sum(rest.values())
+    made.add_row(*map(Text, ("all else, such as the loss", "", str(len(rest)), time_text(remaining), part(remaining))))
     return made
 
 
@@ -260,9 +260,11 @@ def explanation(
     if not answer.exact:
         own = "" if answer.bound is None else f", none below that of all plans, {time_text(answer.bound)}"
         say(f"at least: proved lower bounds{own}; no plan with these strategies was searched.")
-    tried, others = answer.tried
-    if tried < others:
-        say(f"Of {others} other ways to cut, the {tried} that cost least without the limit were searched within it.")
+    tried, considered = answer.tried
+    if tried < considered:
+        say(
+            f"Of {considered} other ways to cut, the {tried} that cost least without the limit were searched within it."
+        )
     if not all(other.proved for other in answer.alternatives):
         say("from ... to: no plan within the limit takes less than the one, and one was found that takes the other.")
 
@@ -286,7 +288,7 @@ def alternatives_table(answer: Explanation, names: OperatorNames) -> Table:
     made = table("alternative", total, more, "alone", "held by", right=(total, more, "alone"))
     for other in answer.alternatives:
         cells = (strategy_text(other.decision), _total(other), _more(other), _alone(other))
-        made.add_row(*map(Text, (*cells, _held(other, names))))
+        made.add_row(*map(Text, (*cells, _reasons(other, names))))
     return made
 
 
@@ -331,7 +333,7 @@ def because(holder: Holder, names: OperatorNames) -> str:
     if shared := _shared(holder, names):
         return f"the redistribution of {shared}, {more}"
     return (
-        f"the redistribution of {_theirs(holder, names)} between it and {_who(holder.operators, holder, names)} {more}"
+        f"the redistribution of {_theirs(holder, names)} between it and {_ends(holder.operators, holder, names)} {more}"
     )
 
 
@@ -347,10 +349,10 @@ def _shared(holder: Holder, names: OperatorNames) -> str:
     if producer not in holder.operators or not consumers:
         return ""
     read = "reads" if len(consumers) == 1 else "read"
-    return f"the result of {_who([producer], holder, names)}, which {_who(consumers, holder, names)} {read} too"
+    return f"the result of {_ends([producer], holder, names)}, which {_ends(consumers, holder, names)} {read} too"
 
 
-def _who(operators: Sequence[str], holder: Holder, names: OperatorNames) -> str:
+def _ends(operators: Sequence[str], holder: Holder, names: OperatorNames) -> str:
     """Operators at the other end of a value; marked ones say so."""
     holders = [names.path(o) + " (marked)" * (o in holder.marked) for o in operators]
     return ", ".join(holders[:3]) + (f" and {len(holders) - 3} more" if len(holders) > 3 else "")
@@ -380,7 +382,7 @@ def decided(answer: Explanation, names: OperatorNames) -> str:
     text = cause(answer.decision, names)
     if answer.decision.cause == "mark":
         return text
-    by = [] if answer.held is None else [_memory(answer.held, names)]
+    by = [] if answer.unlimited is None else [_memory(answer.unlimited, names)]
     by += [] if answer.holder is None else [_holder(answer.holder, names)]
     return f"{text}; held there by {', and by '.join(by)}" if by else text
 
@@ -392,39 +394,39 @@ def cause(decision: Decision, names: OperatorNames) -> str:
         where = f" at {op.mark.source}" if op.mark is not None and op.mark.source else ""
         return f"marked{where}: the mark holds it there, whatever it costs"
     origin = names.path(decision.origin)
-    words = {
+    texts = {
         "search": "the search decided",
         "batch": "along the batch",
         "follow": "it follows its input",
         "whole": "whole on every device",
         "propagated": f"it follows {'' if origin.startswith('input ') else 'the mark on '}{origin}",
     }
-    return words.get(decision.cause, decision.cause)
+    return texts.get(decision.cause, decision.cause)
 
 
-def _memory(held: Alternative, names: OperatorNames) -> str:
+def _memory(unlimited: Alternative, names: OperatorNames) -> str:
     """The strategy that an operator would have without the memory limit."""
-    assert held.over is not None and held.aside is not None
+    assert unlimited.over is not None and unlimited.aside is not None
     return (
-        f"memory: without the limit {strategy_text(held.decision)} would do, in all {time_text(held.aside)}, but "
-        f"then {_row(held.over, names)}"
+        f"memory: without the limit {strategy_text(unlimited.decision)} would do, in all "
+        f"{time_text(unlimited.aside)}, but then {_row(unlimited.over, names)}"
     )
 
 
-def _held(other: Alternative, names: OperatorNames) -> str:
+def _reasons(other: Alternative, names: OperatorNames) -> str:
     """The reasons that keep an operator from another strategy."""
-    words = []
+    reasons = []
     if other.over is not None and other.aside is not None:
-        words.append(f"memory: in all {time_text(other.aside)} without the limit, but {_row(other.over, names)}")
+        reasons.append(f"memory: in all {time_text(other.aside)} without the limit, but {_row(other.over, names)}")
     elif other.row is not None:
-        words.append(f"memory, alone: {_row(other.row, names)}")
-    return "; ".join([*words, *([] if other.holder is None else [_holder(other.holder, names)])])
+        reasons.append(f"memory, alone: {_row(other.row, names)}")
+    return "; ".join([*reasons, *([] if other.holder is None else [_holder(other.holder, names)])])
 
 
 def _row(row: Row, names: OperatorNames) -> str:
     half, of, operator = row.moment.partition(" of ")
-    above = f"{size_text(row.held - row.limit)} above {size_text(row.limit)}"
-    return f"{half}{of}{names.path(operator)} would hold {size_text(row.held)}, {above}"
+    above = f"{size_text(row.allocated - row.limit)} above {size_text(row.limit)}"
+    return f"{half}{of}{names.path(operator)} would hold {size_text(row.allocated)}, {above}"
 
 
 def _holder(holder: Holder, names: OperatorNames) -> str:
@@ -435,7 +437,7 @@ def _holder(holder: Holder, names: OperatorNames) -> str:
     if not holder.operators:
         return f"{'' if value.startswith('the result') else 'the parameter '}{value}: {more}"
     shared = _shared(holder, names)
-    return f"{shared or f'{_who(holder.operators, holder, names)}, by {_theirs(holder, names)}'}: {more}"
+    return f"{shared or f'{_ends(holder.operators, holder, names)}, by {_theirs(holder, names)}'}: {more}"
 
 
 def _alone(other: Alternative) -> str:

@@ -31,7 +31,6 @@ __all__ = [
     "details_of",
     "halo_text",
     "header",
-    "held_lines",
     "index_text",
     "kind_of",
     "layout_text",
@@ -40,6 +39,7 @@ __all__ = [
     "results_lines",
     "size_text",
     "sources",
+    "tensor_lines",
     "time_text",
     "types_text",
     "where",
@@ -60,7 +60,7 @@ def header(plan: Plan | PipelinePlan, rank: int, title: str) -> Iterator[str]:
     yield "# a layout names, for each dim, the digits of the rank that cut it: size@stride, major first; - is whole"
 
 
-def held_lines(plan: Plan, rank: int) -> Iterator[str]:
+def tensor_lines(plan: Plan, rank: int) -> Iterator[str]:
     """A line for each value that is fed to a rank or stored on it, and the plan's notes."""
     program = plan.program
     tables = [
@@ -75,11 +75,11 @@ def held_lines(plan: Plan, rank: int) -> Iterator[str]:
             index = true_slice(instance.layout, value.shape, rank)
             own = tuple(s.stop - s.start for s in index)
             part = ", ".join(f"{s.start}:{s.stop}" for s in index)
-            held = value.stored
+            stored = value.stored
             yield (
-                f"# {kind} %{value.name}  {_type(held, value.shape)}  layout {layout_text(instance.layout)}  "
-                f"{'fed' if kind == 'input' else 'stored'} [{part}] = {_type(held, own)}"
-                + (f", padded to {_type(held, shape)}" if own != shape else "")
+                f"# {kind} %{value.name}  {_type(stored, value.shape)}  layout {layout_text(instance.layout)}  "
+                f"{'fed' if kind == 'input' else 'stored'} [{part}] = {_type(stored, own)}"
+                + (f", padded to {_type(stored, shape)}" if own != shape else "")
                 + _used(value, program.used.get(value.name), instance.layout)
             )
     if program.seed is not None:
@@ -153,8 +153,8 @@ def _type(value: Value, shape: Sequence[int]) -> str:
 
 def types_text(before: Sequence[tuple[Value, Sequence[int]]], after: Sequence[tuple[Value, Sequence[int]]]) -> str:
     """``f32[2, 3] -> f32[2]``: values with shapes of their own."""
-    left, right = (", ".join(_type(*entry) for entry in side) for side in (before, after))
-    return f"{left} -> {right}" if left else right
+    inputs, outputs = (", ".join(_type(*entry) for entry in side) for side in (before, after))
+    return f"{inputs} -> {outputs}" if inputs else outputs
 
 
 def layout_text(layout: Layout) -> str:

@@ -247,9 +247,9 @@ def gathered(branch: Branch) -> Branch:
     if len(small) < 2 or len(small) == len(inside):
         return replace(branch, inside=inside)
     names = {one.names for one in small}
-    others = [one for one in inside if isinstance(one, Branch) or one.names not in names]
+    shown = [one for one in inside if isinstance(one, Branch) or one.names not in names]
     rest = Branch("operators that cost next to nothing", inside=list(small), small=True)
-    return replace(branch, inside=[*others, rest])
+    return replace(branch, inside=[*shown, rest])
 
 
 def unfolded(branch: Branch) -> Branch:
@@ -307,13 +307,13 @@ def html_table(
         beside: an SVG between the title and the table.
     """
     listed = [tuple(row) for row in rows]
-    kept = [i for i in range(len(head)) if any(row[i] for row in listed)]
+    columns = [i for i in range(len(head)) if any(row[i] for row in listed)]
 
     def line(cells: Sequence[str], tag: str) -> str:
-        shown = (cells[i] if isinstance(cells[i], Drawn) else escape(cells[i]) for i in kept)
+        shown = (cells[i] if isinstance(cells[i], Drawn) else escape(cells[i]) for i in columns)
         return "<tr>" + "".join(f"<{tag} {_LEFT}>{cell}</{tag}>" for cell in shown) + "</tr>"
 
-    table = f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in listed)}</table>" if kept else ""
+    table = f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in listed)}</table>" if columns else ""
     lines = "".join(f"<br>{escape(text)}" for text in below)
     picture = f'<div style="margin:6px 0">{beside}</div>' if beside else ""
     return f"<div><b>{escape(title)}</b>{picture}{table}{lines.removeprefix('<br>') if table else lines}</div>"
@@ -393,7 +393,7 @@ class SlicePictures:
         dims = layout.dims or ()
         cuts = (f"{size}:{'.'.join(map(repr, digits))}" for size, digits in zip(shape or (0,) * len(dims), dims))
         place = f"{mesh.strip},{mesh.line},{mesh.side},{mesh.shown}"
-        return SlicePicture(symbol, width, height, _words(layout, mesh), place, ",".join(cuts))
+        return SlicePicture(symbol, width, height, _picture_text(layout, mesh), place, ",".join(cuts))
 
     def symbols(self) -> str:
         """All pictures, as symbols of an SVG."""
@@ -417,17 +417,19 @@ def slice_svg(layout: Layout, cluster: Cluster, scale: float = 1.0) -> str:
     over = []
     for rank in range(mesh.shown):
         x, y = mesh.place(rank)
-        held = ", ".join(
+        parts_of_rank = ", ".join(
             f"part {number_of(digits, rank)} of {digits_size(digits)} of dim {dim}" for dim, digits in parts
         )
         box = f'x="{x + SIDE + 12}" y="{y}" width="{mesh.side}" height="{mesh.side}"'
-        over.append(f'<rect {box} fill="transparent"><title>rank {rank}: {held or "the whole tensor"}</title></rect>')
+        over.append(
+            f'<rect {box} fill="transparent"><title>rank {rank}: {parts_of_rank or "the whole tensor"}</title></rect>'
+        )
         if scale == 1 and mesh.side >= 16 and mesh.devices <= 100:
             at = f'x="{x + SIDE + 12 + mesh.side / 2:g}" y="{y + mesh.side / 2 + 3:g}"'
             over.append(f'<text {at} font-size="9" text-anchor="middle" pointer-events="none">{rank}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width * scale:g}" height="{height * scale:g}" '
-        f'viewBox="0 0 {width} {height}" aria-label="{escape(_words(layout, mesh), quote=True)}">'
+        f'viewBox="0 0 {width} {height}" aria-label="{escape(_picture_text(layout, mesh), quote=True)}">'
         f"{drawn}{''.join(over)}</svg>"
     )
 
@@ -468,13 +470,13 @@ class _Mesh(NamedTuple):
         return self.line * (self.side + 1), lines * (self.strip * self.side + 6) - 6
 
 
-def _words(layout: Layout, mesh: _Mesh) -> str:
+def _picture_text(layout: Layout, mesh: _Mesh) -> str:
     """A picture in words."""
     parts = [digits_size(digits) for digits in layout.dims or ()]
     cut = [f"dim {dim} in {count} parts" for dim, count in enumerate(parts) if count > 1]
     copies = digits_size(layout.replicas)
-    held = f"each part on {copies} devices" if cut and copies > 1 else ""
-    text = "; ".join(filter(None, (", ".join(cut) or f"whole on each of {layout.devices} devices", held)))
+    copies_text = f"each part on {copies} devices" if cut and copies > 1 else ""
+    text = "; ".join(filter(None, (", ".join(cut) or f"whole on each of {layout.devices} devices", copies_text)))
     if layout.partial:
         text += f"; partial {layout.reduction} over {digits_size(layout.partial)}"
     more = f"; the first {mesh.shown} of {mesh.devices} devices are drawn" if mesh.shown < mesh.devices else ""
@@ -539,19 +541,19 @@ def _split(number: int, counts: Sequence[int]) -> list[int]:
     return out[::-1]
 
 
-def _colour(one: int, ones: int, other: int, others: int) -> str:
-    """The colour of slice (one, other) of ones x others: hue and lightness, each of its own up to `EXACT` slices."""
-    if ones * others == 1:
+def _colour(row: int, rows: int, column: int, columns: int) -> str:
+    """The colour of slice (row, column) of rows x columns: hue and lightness, each of its own up to `EXACT` slices."""
+    if rows * columns == 1:
         return WHOLE
-    if others == 1 and ones <= len(FEW):
-        return FEW[one]
-    if ones * others > EXACT:
-        one, ones = one * min(ones, HUES) // ones, min(ones, HUES)
-        other, others = other * min(others, LIGHTS) // others, min(others, LIGHTS)
-    hue = one * 330 / ones
-    if others == 1:
+    if columns == 1 and rows <= len(FEW):
+        return FEW[row]
+    if rows * columns > EXACT:
+        row, rows = row * min(rows, HUES) // rows, min(rows, HUES)
+        column, columns = column * min(columns, LIGHTS) // columns, min(columns, LIGHTS)
+    hue = row * 330 / rows
+    if columns == 1:
         return f"hsl({hue:.1f} 62% 52%)"
-    return f"hsl({hue:.1f} 58% {36 + 40 * other / (others - 1):.1f}%)"
+    return f"hsl({hue:.1f} 58% {36 + 40 * column / (columns - 1):.1f}%)"
 
 
 # -- memory over a step ------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ from ..cost.communication_schedule import (
 )
 from ..errors import PlanError
 from ..graph import Value
+from ..identity import IdentityMap
 from ..json_files.json_values import write_text
 from ..layout import Digits, Layout, group_of
 from ..partition.local_program import GlobalExtreme, Instruction, LocalOp, PlacedValue, Redistribute, made_by, read_by
@@ -57,13 +58,13 @@ from .format import (
     details_of,
     halo_text,
     header,
-    held_lines,
     index_text,
     kind_of,
     layout_text,
     message_line,
     results_lines,
     sources,
+    tensor_lines,
     types_text,
     where,
     written_line,
@@ -113,7 +114,7 @@ def begin_text(plan: Plan, rank: int) -> str:
         "\n".join(
             (
                 *header(plan, rank, "the user's operators, global shapes"),
-                *held_lines(plan, rank),
+                *tensor_lines(plan, rank),
                 BEGIN,
                 *begin_lines(plan),
             )
@@ -172,7 +173,7 @@ def execute_text(plan: Plan, rank: int) -> str:
         "\n".join(
             (
                 *header(plan, rank, "the program of this rank, local shapes"),
-                *held_lines(plan, rank),
+                *tensor_lines(plan, rank),
                 *Execute(plan, rank).run(),
             )
         )
@@ -207,8 +208,8 @@ class Execute:
         self.gradients: dict[str, list[str]] = {}  # instance name -> the gradients of its uses so far
         self.recomputed: dict[str, str] = {}  # instance name -> the number of the recomputed value
         self.schedule, count = self.scheduled(), len(plan.program.instructions)
-        self.moments = {id(i): moment for moment, i in enumerate(plan.program.instructions)}
-        self.back_moments = {id(i): moment for moment, i in enumerate(plan.backward, count)}
+        self.moments = IdentityMap[object, int]((i, moment) for moment, i in enumerate(plan.program.instructions))
+        self.back_moments = IdentityMap[object, int]((i, moment) for moment, i in enumerate(plan.backward, count))
         self.due: dict[bool, list[tuple[int, str, int]]] = {False: [], True: []}  # of the forward, of the backward
         for moment, actions in self.schedule.actions.items():
             for action, number in actions:
@@ -243,7 +244,7 @@ class Execute:
     def forward(self, instructions: Iterable[Instruction]) -> None:
         self.lines.append("# forward")
         for instruction in instructions:
-            self.messages(self.moments[id(instruction)])
+            self.messages(self.moments[instruction])
             if isinstance(instruction, LocalOp):
                 self.compute(instruction)
             else:
@@ -366,13 +367,13 @@ class Execute:
     def back(self, instructions: Iterable[BackwardStep]) -> None:
         """Write the backwards of instructions."""
         for instruction in instructions:
-            self.messages(self.back_moments[id(instruction)], back=True)
+            self.messages(self.back_moments[instruction], back=True)
             if isinstance(instruction, LocalOp):
                 self.compute_backward(instruction)
             elif isinstance(instruction, Redistribute):
                 self.convert_backward(instruction)
             elif isinstance(instruction, Regather):
-                self.gather_again(instruction)
+                self.regather(instruction)
             elif isinstance(instruction, RecomputedInstruction):
                 self.recompute(instruction)
             else:
@@ -459,7 +460,7 @@ class Execute:
         self.recomputed.update((o.name, self.names[o.name]) for o in made_by(recomputed))
         self.names.update(first)
 
-    def gather_again(self, instruction: Regather) -> None:
+    def regather(self, instruction: Regather) -> None:
         source, target = instruction.move.source, instruction.move.target.value
         comment = f"{source.value.name} again, for the backward of {instruction.operator}"
         written = self.cast(source.value, target, source.local_shape, self.names[source.name], comment)
@@ -528,9 +529,9 @@ def staged_texts(plan: PipelinePlan, rank: int) -> dict[str, str]:
     execute = [*header(plan, rank, "the program of this rank, local shapes of one micro-batch"), *_schedule(plan)]
     for stage in plan.of_rank(rank):
         title = f"# stage {stage.number} of {len(plan.stages)}, ranks {stage.ranks[0]} to {stage.ranks[-1]}"
-        held = list(held_lines(stage.plan, rank - stage.first))
-        begin += ["", title, *held, *begin_lines(stage.plan)]
-        execute += ["", title, *held, *_Staged(plan, stage, rank).run()]
+        tensors = list(tensor_lines(stage.plan, rank - stage.first))
+        begin += ["", title, *tensors, *begin_lines(stage.plan)]
+        execute += ["", title, *tensors, *_Staged(plan, stage, rank).run()]
     return {"step_parallel_begin.ir": "\n".join(begin) + "\n", "execute.ir": "\n".join(execute) + "\n"}
 
 
@@ -671,7 +672,7 @@ class _Staged(Execute):
         other = t.target if back else t.source
         types, comment = self.types((), [name]), ", ".join(filter(None, (what, f"from stage {other}")))
         made = made or self.names[name]
-        if self.here(t):
+        if self.on_one_rank(t):
             self.lines.append(written_line([made], "here", [], "", types, f"{comment}, which this rank runs too"))
             return
         for peer in self.whole.peers(t, self.world, back):
@@ -687,13 +688,13 @@ class _Staged(Execute):
         other = t.source if back else t.target
         types, comment = self.types((), [name]), ", ".join(filter(None, (what, f"to stage {other}")))
         written = written or self.names[name]
-        if self.here(t):
+        if self.on_one_rank(t):
             self.lines.append(f"hand_on({written})  {types}   # {comment}, which this rank runs too")
             return
         for peer in self.whole.peers(t, self.world, back):
             attributes = f"{{ranks: {(self.world, peer)}, bytes: {t.nbytes}}}"
             self.lines.append(f"{CollectiveKind.SEND}({written})  {attributes}  {types}   # {comment}")
 
-    def here(self, t: Transfer) -> bool:
+    def on_one_rank(self, t: Transfer) -> bool:
         """True where both stages of a transfer run on this rank."""
         return self.world in self.whole.stages[t.source].ranks and self.world in self.whole.stages[t.target].ranks

@@ -48,8 +48,8 @@ class _Alone(_Neighbourhood):
 
     def _options(self) -> dict[str, tuple[Strategy, ...]]:
         options = super()._options()
-        kept = {name: (own,) for name, own in self.chosen.items() if name != self.name and own in options[name]}
-        return options | kept
+        unchanged = {name: (own,) for name, own in self.chosen.items() if name != self.name and own in options[name]}
+        return options | unchanged
 
     def cheapest(self, count: int) -> tuple[Alternative, ...]:
         """The alternatives that cost least, one for each way to cut."""

@@ -194,14 +194,14 @@ def _of_input(value: Value, batch: int | None, images: bool) -> Dims:
     """The roles of an input's dims, by its rank and dtype."""
     rank, whole = len(value.shape), not value.dtype.is_floating_point and not value.dtype.is_complex
     if images and rank >= 4:
-        words = ["batch", "feature", *["spatial"] * (rank - 2)]
+        names = ["batch", "feature", *["spatial"] * (rank - 2)]
     elif whole or rank < 3:
-        words = ["batch", *["sequence" if whole else "feature"] * (rank - 1)]
+        names = ["batch", *["sequence" if whole else "feature"] * (rank - 1)]
     else:
-        words = ["batch", *["sequence"] * (rank - 2), "feature"]
+        names = ["batch", *["sequence"] * (rank - 2), "feature"]
     if batch:
-        words[0], words[batch] = words[batch], "batch"
-    return tuple(((word, size),) for word, size in zip(words, value.shape))
+        names[0], names[batch] = names[batch], "batch"
+    return tuple(((word, size),) for word, size in zip(names, value.shape))
 
 
 def _joined(parts: list[tuple[str, int]]) -> Dim:

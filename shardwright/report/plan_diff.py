@@ -19,7 +19,7 @@ from ..graph import types_of
 from ..operator_explanation import opened
 from ..partition.local_program import Decision
 from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
-from ..planfile.document_writer import dataset_strategy, digest, pipeline_dataset_strategy, pipeline_words
+from ..planfile.document_writer import dataset_strategy, digest, encode_pipeline, pipeline_dataset_strategy
 from ..planfile.encoding import spell_assignment, spell_digits, spell_layout
 from ..sharded_plan import ParameterPlan, Plan
 from .console_tables import wrapped
@@ -180,7 +180,7 @@ def _memory(plan: Plan | PipelinePlan) -> str:
 
 def _pipeline(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[tuple[str, object, object]]:
     """The settings of two plans that concern pipelines alone: (name, first, second)."""
-    one, other = ({} if isinstance(plan, Plan) else pipeline_words(plan) for plan in (before, after))
+    one, other = ({} if isinstance(plan, Plan) else encode_pipeline(plan) for plan in (before, after))
     encoded = {
         "stages": "groups of devices",
         "scheduler": "schedule",

@@ -153,17 +153,17 @@ class PlanContent:
         else:
             out.append(Stat("bubble", f"{plan.simulation.bubble:.1%}", "the part of the devices' time that they wait"))
         out.append(self._proof())
-        held = f"a device has {size_text(cluster.memory)}" + "; that is too little" * over
+        capacity = f"a device has {size_text(cluster.memory)}" + "; that is too little" * over
         listed = len(self.names.decisions)
         everything = sum(len(each.decisions) for each in self.plans.values())
-        others = f"{listed:,} below, the others only send a value on; " * (everything > listed)
+        forwarding = f"{listed:,} below, the others only send a value on; " * (everything > listed)
         return (
             *out,
-            Stat("peak memory", size_text(plan.peak), held, "bad" * over, min(1.0, plan.peak / cluster.memory)),
+            Stat("peak memory", size_text(plan.peak), capacity, "bad" * over, min(1.0, plan.peak / cluster.memory)),
             Stat("a rank sends", size_text(plan.sent), "in a step, forward and backward, passing on included"),
             Stat("devices", f"{plan.devices:,}", f"of {cluster.name}"),
             Stat("parameters", count_text(elements), f"{elements:,} elements of {len(unique):,} tensors, with buffers"),
-            Stat("operators", f"{everything:,}", f"{others}plan {plan.fingerprint}"),
+            Stat("operators", f"{everything:,}", f"{forwarding}plan {plan.fingerprint}"),
         )
 
     def _proof(self) -> Stat:
@@ -301,10 +301,10 @@ class PlanContent:
                     at.inside.append(known[key])
                 at = known[key]
             at.inside.append(self._leaf(group, group in dear, costs))
-        self.left_out = sum(len(group) for _, group in chains[MOST_OPERATORS:])
+        self.omitted = sum(len(group) for _, group in chains[MOST_OPERATORS:])
         return unfolded(gathered(joined(root)))
 
-    left_out = 0
+    omitted = 0
 
     def _leaf(self, group: tuple[str, ...], explain: bool, costs: Mapping[int, CostModel]) -> Leaf:
         # The first layer may receive its input otherwise than the others: figures below are those of most of them.
@@ -386,14 +386,14 @@ class PlanContent:
         if not found:
             return ("There is no other way to cut it, or this plan is none of the search's.",), True, None
         best, label = found[0], "next best" if found[0].alone >= 0 else "better"
-        held = f", since {because(best.holder, self.names)}" if best.holder is not None else ""
+        reason = f", since {because(best.holder, self.names)}" if best.holder is not None else ""
         unit = " a micro-batch" if self.staged else " a step"
         rows = [
             (strategy_text(a.decision), difference(a.alone), because(a.holder, self.names) if a.holder else "")
             for a in found
         ]
         sentences = (
-            f"{label}: {strategy_text(best.decision)}, {difference(best.alone)}{unit} if nothing else changes{held}.",
+            f"{label}: {strategy_text(best.decision)}, {difference(best.alone)}{unit} if nothing else changes{reason}.",
             f"Memory is not looked at here. With all else chosen anew: {self._asked(name)}.",
         )
         return sentences, True, Grid(("alternative", "alone", "held by"), tuple(rows), (1,))
@@ -441,17 +441,19 @@ class PlanContent:
                     groups.setdefault((stage, layout_text(p.storage)), {})[name] = p
         dtypes = {v.name: v.stored.dtype for each in self.plans.values() for v in each.graph.sources()}
         out = []
-        for (stage, _), held in sorted(groups.items(), key=lambda e: -sum(math.prod(p.shape) for p in e[1].values())):
-            first = next(iter(held.values()))
-            elements = sum(math.prod(p.shape) for p in held.values())
-            stored = sum(math.prod(p.local_shape(0)) * dtypes[p.name].itemsize for p in held.values())
-            folded = folded_parameters({name: (p.shape, p.layout, p.storage, p.note) for name, p in held.items()})
+        for (stage, _), parameters in sorted(
+            groups.items(), key=lambda e: -sum(math.prod(p.shape) for p in e[1].values())
+        ):
+            first = next(iter(parameters.values()))
+            elements = sum(math.prod(p.shape) for p in parameters.values())
+            stored = sum(math.prod(p.local_shape(0)) * dtypes[p.name].itemsize for p in parameters.values())
+            folded = folded_parameters({name: (p.shape, p.layout, p.storage, p.note) for name, p in parameters.items()})
             aliases: dict[str, list[str]] = {}
             for alias, name in plan.graph.aliases.items():
                 aliases.setdefault(name, []).append(alias)
             rows = []
             for text, names in folded:
-                p = held[names[0]]
+                p = parameters[names[0]]
                 notes = [f"also {', '.join(a)}" for n in names if (a := aliases.get(n))]
                 notes += [f"used as {layout_text(p.layout)}"] if p.storage != p.layout else []
                 notes += [p.note] if p.note else []
@@ -464,9 +466,9 @@ class PlanContent:
                 if isinstance(plan, PipelinePlan)
                 else ""
             )
-            slices = self._slices(first.storage, first.shape, cluster, len({p.shape for p in held.values()}) == 1)
+            slices = self._slices(first.storage, first.shape, cluster, len({p.shape for p in parameters.values()}) == 1)
             text = slices.text if slices is not None else f"{layout_text(first.storage)}: a scalar on each device"
-            out.append(Place(text + at, tuple(rows), len(held), f"{elements:,}", size_text(stored), slices))
+            out.append(Place(text + at, tuple(rows), len(parameters), f"{elements:,}", size_text(stored), slices))
         return tuple(out)
 
     # -- memory ------------------------------------------------------------------------------------------------------
@@ -487,7 +489,7 @@ class PlanContent:
             if not totals or not max(totals):
                 lines.append(f"{which}nothing is held")
                 continue
-            kinds = list(dict.fromkeys((*KIND_COLOURS, *(h.what for h in line.held))))
+            kinds = list(dict.fromkeys((*KIND_COLOURS, *(h.what for h in line.allocations))))
             bands = {kind: band for kind in kinds if any(band := line.totals((kind,)))}
             seconds = [m.seconds for m in moments(each)]
             at = totals.index(max(totals))
@@ -499,35 +501,35 @@ class PlanContent:
             if not self.staged:
                 assert isinstance(plan, Plan)
                 grids.append(Grid.of(tables.memory(line.kinds, plan.peak, self.cluster, plan.optimizer), "by kind"))
-            grids.append(self._held(line, at, schedule, f"{which}the largest at the peak"))
+            grids.append(self._allocated(line, at, schedule, f"{which}the largest at the peak"))
         if self.cluster.memory < plan.peak:
             lines.append(f"that is more than a device has, which is {size_text(self.cluster.memory)}")
         return Section(tuple(lines), tuple(grids), tuple(drawn))
 
-    def _held(self, line: MemoryTimeline, at: int, schedule: CommunicationSchedule, title: str) -> Grid:
+    def _allocated(self, line: MemoryTimeline, at: int, schedule: CommunicationSchedule, title: str) -> Grid:
         """The largest allocations at a moment; equal ones of several layers together."""
         found: dict[tuple[str, float], dict[str, float]] = {}
-        for h in line.held:
+        for h in line.allocations:
             if h.start <= at < h.stop and h.bytes:
                 one = found.setdefault((h.what, h.bytes), {})
                 one[h.name] = one.get(h.name, 0.0) + h.bytes
         rows: list[tuple[float, tuple[str, ...]]] = []
-        for (what, _), held in found.items():
-            whose = {name: self._whose(name, what, schedule) for name in held}
+        for (what, _), sizes in found.items():
+            whose = {name: self._whose(name, what, schedule) for name in sizes}
             operators: dict[str, list[str]] = {}
-            others: dict[str, list[str]] = {}
+            unnamed: dict[str, list[str]] = {}
             for name, operator in whose.items():
-                (operators if operator in self.names.decisions else others).setdefault(operator, []).append(name)
+                (operators if operator in self.names.decisions else unnamed).setdefault(operator, []).append(name)
             together = [
                 (f"result of {text}", [n for operator in group for n in operators[operator]])
                 for text, group in self.names.folded(operators, lambda _: "")
             ]
             together += [
-                (text, [n for operator in group for n in others[operator]])
-                for text, group in folded_parameters(dict.fromkeys(others, ""))
+                (text, [n for operator in group for n in unnamed[operator]])
+                for text, group in folded_parameters(dict.fromkeys(unnamed, ""))
             ]
             for text, members in together:
-                nbytes = sum(held[n] for n in members)
+                nbytes = sum(sizes[n] for n in members)
                 rows.append(
                     (nbytes, (what, text, f"{len(members)} x {size_text(nbytes / len(members))}", size_text(nbytes)))
                 )
@@ -566,12 +568,12 @@ class PlanContent:
                 lines += list(beside_lines(each))[1:]
         if isinstance(self.plan, PipelinePlan) and self.plan.transfers:
             grids.append(Grid.of(tables.crossing(self.plan, self.names), "between stages"))
-        if self.left_rest:
-            lines.append(self.left_rest)
+        if self.omitted_text:
+            lines.append(self.omitted_text)
         return Section(tuple(lines), tuple(grids))
 
     @property
-    def left_rest(self) -> str:
+    def omitted_text(self) -> str:
         """The redistributions of results, which belong to no operator, as a sentence; "" for none."""
         rest = sum(seconds for name, seconds in self.spent.items() if name not in self.names.decisions)
         return (

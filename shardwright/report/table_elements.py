@@ -100,7 +100,7 @@ def rows(
     for collective in sent:
         of.setdefault(collective.operator, []).append(collective)
     out: dict[str, _Row] = {}
-    again = {
+    recomputed = {
         name
         for region in plan.regions
         for name in region.operators
@@ -110,7 +110,7 @@ def rows(
         mine = of.pop(operator.name, [])
         if op.target in without or (only is not None and operator.name not in only):
             continue
-        where = " ".join(filter(None, (operator.source, "recomputed" * (operator.name in again))))
+        where = " ".join(filter(None, (operator.source, "recomputed" * (operator.name in recomputed))))
         out[operator.name] = _Row(
             names.text(operator.name), where, _strategy(operator), _layouts(operator), _local(operator), *_traffic(mine)
         )
@@ -316,11 +316,11 @@ def parameters(plan: Plan) -> Table:
     dtypes = {v.name: v.stored.dtype for v in plan.graph.sources()}
     together, rows = 0, {}
     for name, parameter in plan.parameters.items():
-        held = plan.graph.aliases.get(name)
+        owner = plan.graph.aliases.get(name)
         local, nbytes = parameter.local_shape(0), dtypes[parameter.name].itemsize
         for size in local:
             nbytes *= size
-        together += nbytes if held is None else 0
+        together += nbytes if owner is None else 0
         used = (_shape(parameter.layout.local_shape(parameter.layout.padded(parameter.shape))),) if cut else ()
         rows[name] = (
             _shape(parameter.shape),
@@ -328,7 +328,7 @@ def parameters(plan: Plan) -> Table:
             _shape(local),
             str(parameter.storage.cuts),
             layout_text(parameter.storage),
-            size_text(nbytes) if held is None else f"is {held}",
+            size_text(nbytes) if owner is None else f"is {owner}",
             *((_cut(parameter),) if cut else ()),
         )
     for text, names in folded_parameters(rows):
@@ -412,8 +412,8 @@ def cuts_of(chosen: PipelineSearchResult) -> Iterator[str]:
     """A line for each stage: its devices, its modules, and whether they are recomputed."""
     for s, stage in enumerate(chosen.stages):
         modules = [path for paths in chosen.paths[stage.first : stage.last] for path in paths if path]
-        words = ", ".join(modules) if len(modules) <= 3 else f"{modules[0]} to {modules[-1]} ({len(modules)} modules)"
-        yield f"stage {s} on {stage.devices} device{'s' * (stage.devices > 1)}: {words or 'the whole model'}" + (
+        text = ", ".join(modules) if len(modules) <= 3 else f"{modules[0]} to {modules[-1]} ({len(modules)} modules)"
+        yield f"stage {s} on {stage.devices} device{'s' * (stage.devices > 1)}: {text or 'the whole model'}" + (
             ", computed again in the backward" if stage.recompute else ""
         )
 

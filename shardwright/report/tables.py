@@ -268,8 +268,8 @@ def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int
         show(console, crossing(plan, names))
     for stage in _firsts(plan):
         sends = sum(c.sent for c in plan.collectives(stage.first))
-        held = memory_line(plan.memory(stage.first), stage.plan.counted_optimizer)
-        say(f"{_on(plan, stage)}: {held}; sends {size_text(sends)} in a step")
+        memory = memory_line(plan.memory(stage.first), stage.plan.counted_optimizer)
+        say(f"{_on(plan, stage)}: {memory}; sends {size_text(sends)} in a step")
     if (text := grid(plan, min(COLUMNS, console.width) if console.is_terminal or width else COLUMNS)) is not None:
         say(text.rstrip("\n"))
     for note in notes_of(plan.notes, names):
@@ -381,11 +381,11 @@ def stages(plan: PipelinePlan, simulation: Simulation, console: Console) -> Iter
         made = table("stage", "ranks", *numbers, right=tuple(numbers))
         for stage in plan.stages:
             group = plan.schedule.placement[stage.number]
-            kept, held = plan.schedule.most_kept(stage.number), plan.memory_of(stage)
+            most_saved, memory = plan.schedule.most_kept(stage.number), plan.memory_of(stage)
             operators = sum(op.target is not send for op in stage.plan.graph.ops)
             waits = 1 - simulation.busy(group) / simulation.total if simulation.total else 0.0
-            spent = (str(operators), *map(time_text, _seconds(simulation, stage)), f"{kept}x", f"{waits:.1%}")
-            stored = (*(size_text(held[k]) if k in held else "" for k in kinds), size_text(simulation.peak(group)))
+            spent = (str(operators), *map(time_text, _seconds(simulation, stage)), f"{most_saved}x", f"{waits:.1%}")
+            stored = (*(size_text(memory[k]) if k in memory else "" for k in kinds), size_text(simulation.peak(group)))
             cells = (*(spent if "times" in parts else ()), *(stored if "sizes" in parts else ()))
             made.add_row(str(stage.number), ranks_text(stage.ranks), *cells)
         return made

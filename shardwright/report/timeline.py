@@ -136,18 +136,18 @@ def _counts(simulation: Simulation, group: int) -> Iterator[tuple[float, float]]
     A viewer shows the last of several counts at one time. A peak that lasts for no time is therefore drawn for a
     nanosecond.
     """
-    held: dict[float, list[float]] = {}
+    values: dict[float, list[float]] = {}
     for seconds, nbytes in simulation.memory(group):
-        held.setdefault(_stamp(seconds), []).append(nbytes)
-    stamps = sorted(held)
+        values.setdefault(_stamp(seconds), []).append(nbytes)
+    stamps = sorted(values)
     for stamp, following in zip(stamps, [*stamps[1:], math.inf]):
-        most, last = max(held[stamp]), held[stamp][-1]
+        most, last = max(values[stamp]), values[stamp][-1]
         yield stamp, most
         if last < most and (after := round(stamp + 1e-3, 3)) < following:
             yield after, last
     end = _stamp(simulation.total)
     if end > stamps[-1] + 1e-3:
-        yield end, held[stamps[-1]][-1]
+        yield end, values[stamps[-1]][-1]
 
 
 def _event(

@@ -31,7 +31,7 @@ from . import (
 )
 from .notation import Assignment, Bound, Factor, bind, parse
 from .registry import Builder, Rule, bound_rule, expand, find_rule, has_rule, register, rule, whole_rule
-from .user_strategy import assignment_of, held_layouts, in_order, output_layouts_of
+from .user_strategy import assignment_of, in_order, output_layouts_of, ungathered_layouts
 
 __all__ = [
     "Assignment",
@@ -45,11 +45,11 @@ __all__ = [
     "expand",
     "find_rule",
     "has_rule",
-    "held_layouts",
     "in_order",
     "output_layouts_of",
     "parse",
     "register",
     "rule",
+    "ungathered_layouts",
     "whole_rule",
 ]

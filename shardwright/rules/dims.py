@@ -185,14 +185,15 @@ def refine(before: Sequence[int], after: Sequence[int]) -> tuple[list[str], list
 _LIBRARY = torch.library.Library("shardwright", "FRAGMENT")
 
 
-def local_operator(schema: str) -> Callable[[Callable[..., object]], object]:
+def local_operator(schema: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Define an operator ``torch.ops.shardwright.…`` by torch's own operators, which give its gradient."""
     name = schema[: schema.index("(")]
 
-    def define(function: Callable[..., object]) -> object:
+    def define(function: Callable[..., object]) -> Callable[..., object]:
         _LIBRARY.define(schema)
         _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
-        return getattr(torch.ops.shardwright, name).default
+        operator: Callable[..., object] = getattr(torch.ops.shardwright, name).default
+        return operator
 
     return define
 

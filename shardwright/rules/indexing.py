@@ -128,22 +128,22 @@ def _along_dim(op: Op) -> tuple[list[str], list[str], list[str], int]:
     """Names of x's, the index's and the output's dims; a dim whose beginning alone is indexed stays whole."""
     x, index = (op.inputs[i].shape for i in (0, 1))
     at = normal(op.argument("dim"), len(x))
-    held, read, out = named(len(x)), named(len(x)), named(len(x))
+    table_dims, index_dims, output_dims = named(len(x)), named(len(x)), named(len(x))
     for d in range(len(x)):
         if d != at and x[d] != index[d] and 1 not in (x[d], index[d]):
-            held[d], read[d], out[d] = f"x{d}!", f"k{d}!", f"k{d}!"
+            table_dims[d], index_dims[d], output_dims[d] = f"x{d}!", f"k{d}!", f"k{d}!"
         elif d != at and x[d] != index[d] and op.kind == "gather":
-            held[d] = "1" if x[d] == 1 else f"x{d}!"
-            read[d] = out[d] = "1" if index[d] == 1 else f"k{d}!"
-    held[at], read[at], out[at] = "v", "k", "k"
-    return held, read, out, at
+            table_dims[d] = "1" if x[d] == 1 else f"x{d}!"
+            index_dims[d] = output_dims[d] = "1" if index[d] == 1 else f"k{d}!"
+    table_dims[at], index_dims[at], output_dims[at] = "v", "k", "k"
+    return table_dims, index_dims, output_dims, at
 
 
 def _gather(op: Op) -> str:
     if not op.inputs[0].shape or not op.inputs[1].shape or op.argument("dim", 0) is None:
         return all_whole(op)
-    held, read, out, _ = _along_dim(op)
-    return f"{operand(held)}, {operand(read)} -> {operand(out)}"
+    table_dims, index_dims, output_dims, _ = _along_dim(op)
+    return f"{operand(table_dims)}, {operand(index_dims)} -> {operand(output_dims)}"
 
 
 def _expand_gather(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
@@ -153,11 +153,11 @@ def _expand_gather(op: Op, bound: Bound, assignment: Assignment) -> Expansion | 
     dim = normal(op.argument("dim"), len(x.shape))
 
     def work(b: Builder) -> Value:
-        held = x
-        for d, (size, read) in enumerate(zip(x.shape, index.shape)):
-            if op.kind == "gather" and d != dim and read < size:  # the index covers the beginning of this dim only
-                held = b.call(aten.narrow.default, held, d, 0, read)
-        return gathered(b, held, dim, index)
+        source = x
+        for d, (size, length) in enumerate(zip(x.shape, index.shape)):
+            if op.kind == "gather" and d != dim and length < size:  # the index covers the beginning of this dim only
+                source = b.call(aten.narrow.default, source, d, 0, length)
+        return gathered(b, source, dim, index)
 
     return work
 
@@ -169,10 +169,13 @@ def gathered(b: Builder, x: Value, dim: int, index: Value) -> Value:
 
 def _gather_part(op: Op) -> tuple[str, dict[str, int]]:
     x, _, begin = op.inputs
-    held, read, out, at = _along_dim(op)
+    table_dims, index_dims, output_dims, at = _along_dim(op)
     parts = begin.shape[0]
-    held[at] = "(p v!)"
-    return f"{operand(held)}, {operand(read)}, p -> {operand(out)}", {"p": parts, "v": part_length(x.shape[at], parts)}
+    table_dims[at] = "(p v!)"
+    return f"{operand(table_dims)}, {operand(index_dims)}, p -> {operand(output_dims)}", {
+        "p": parts,
+        "v": part_length(x.shape[at], parts),
+    }
 
 
 # -- indexing by tensors -----------------------------------------------------------------------------------------------
@@ -418,19 +421,19 @@ def _write_names(op: Op, part: bool = False) -> tuple[list[str], list[str], list
     """
     x, index, source = op.argument("x" if part else "self"), op.argument("index"), _source(op)
     at = normal(op.argument("dim"), len(x.shape))
-    held, read, written = named(len(x.shape)), named(len(x.shape)), named(len(x.shape))
+    target_dims, read, written = named(len(x.shape)), named(len(x.shape)), named(len(x.shape))
     k = "k" if _adds(op) or part else "k!"
     if _is_scatter(op):
         for d, size in enumerate(index.shape):
             if (source is not None and source.shape[d] != size) or (d != at and x.shape[d] != size):
-                held[d] = held[d] if d == at else f"x{d}!"
+                target_dims[d] = target_dims[d] if d == at else f"x{d}!"
                 read[d], written[d] = f"k{d}!", f"s{d}!"
         if source is None or source.shape[at] == index.shape[at]:
             read[at] = written[at] = k
     else:
         read, written[at] = [k], k
-    held[at] = "v"
-    return held, read, written, at
+    target_dims[at] = "v"
+    return target_dims, read, written, at
 
 
 def _is_scatter(op: Op) -> bool:
@@ -442,17 +445,17 @@ def _write(op: Op) -> str:
     fits = source is None or len(source.shape) == len(x.shape) or (not source.shape and op.kind == "index_fill")
     if not x.shape or not index.shape or not fits:
         return all_whole(op)
-    held, read, written, _ = _write_names(op)
+    target_dims, read, written, _ = _write_names(op)
     written = written if source is not None and source.shape else []
     texts = operands(
         op,
-        self=operand(held),
+        self=operand(target_dims),
         index=operand(read),
         src=operand(written),
         source=operand(written),
         value=operand(written),
     )
-    return f"{texts} -> {operand(held)}"
+    return f"{texts} -> {operand(target_dims)}"
 
 
 def _expand_write(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
@@ -490,11 +493,11 @@ def _expand_write(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
 
 def _write_part(op: Op) -> tuple[str, dict[str, int]]:
     x, source, begin = op.argument("x"), _source(op), op.argument("starts")
-    held, read, written, at = _write_names(op, part=True)
-    held[at] = "(p v!)"
+    target_dims, read, written, at = _write_names(op, part=True)
+    target_dims[at] = "(p v!)"
     written = written if source is not None and source.shape else []
-    texts = operands(op, x=operand(held), index=operand(read), source=operand(written), starts="p")
-    return f"{texts} -> {operand(held)}", {"p": begin.shape[0], "v": part_length(x.shape[at], begin.shape[0])}
+    texts = operands(op, x=operand(target_dims), index=operand(read), source=operand(written), starts="p")
+    return f"{texts} -> {operand(target_dims)}", {"p": begin.shape[0], "v": part_length(x.shape[at], begin.shape[0])}
 
 
 # -- several indices ---------------------------------------------------------------------------------------------------
@@ -623,8 +626,8 @@ def _put_beside(op: Op) -> str:
         at = [normal(op.argument("dim", 0), len(names))]
         part_flag = ["part!"] if op.kind == "slice_scatter" else []
         written = names[: at[0]] + part_flag + names[at[0] + 1 :]
-    held = [f"{n}!" if d in at else n for d, n in enumerate(names)]
-    return f"{operand(held)}, {operand(written)} -> {operand(held)}"
+    target_dims = [f"{n}!" if d in at else n for d, n in enumerate(names)]
+    return f"{operand(target_dims)}, {operand(written)} -> {operand(target_dims)}"
 
 
 register(

@@ -90,18 +90,18 @@ def _expand_rows(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
 def counted(b: Builder, op: Op, dtype: torch.dtype) -> Value:
     """The total weight of the targets that are not ignored."""
     target, weight = op.argument("target"), op.argument("weight")
-    kept = b.call(aten.ne.Scalar, target, op.argument("ignore_index"))
+    counted_targets = b.call(aten.ne.Scalar, target, op.argument("ignore_index"))
     if weight is None:
-        return b.call(aten.sum.default, kept, dtype=dtype)
-    index = b.call(aten.where.ScalarOther, kept, target, 0)  # an ignored target need not be a class
+        return b.call(aten.sum.default, counted_targets, dtype=dtype)
+    index = b.call(aten.where.ScalarOther, counted_targets, target, 0)  # an ignored target need not be a class
     weights = b.call(aten.take.default, b.call(aten.detach.default, weight), index)
-    return b.call(aten.sum.default, b.call(aten.where.ScalarOther, kept, weights, 0), dtype=dtype)
+    return b.call(aten.sum.default, b.call(aten.where.ScalarOther, counted_targets, weights, 0), dtype=dtype)
 
 
 def _take_text(op: Op) -> str:
     """The notation of take: the source stays whole, since any index may reach any element."""
-    held, index = (named(len(v.shape), name) for v, name in zip(op.inputs, ("h", "i")))
-    return f"{operand(whole(held))}, {operand(index)} -> {operand(index)}"
+    table_dims, index = (named(len(v.shape), name) for v, name in zip(op.inputs, ("h", "i")))
+    return f"{operand(whole(table_dims))}, {operand(index)} -> {operand(index)}"
 
 
 def _of_zeros(op: Op) -> float | None:
@@ -254,8 +254,8 @@ def _by_class(b: Builder, op: Op) -> tuple[Value, Value]:
     """Loss and weight of each row, where the target is the index of a class."""
     scores, target, weight = op.argument("self"), op.argument("target"), op.argument("weight")
     dim, classes, smoothing = _class_dim(scores), scores.shape[_class_dim(scores)], op.argument("label_smoothing", 0.0)
-    kept = b.call(aten.ne.Scalar, target, op.argument("ignore_index"))
-    chosen = b.call(aten.where.ScalarOther, kept, target, 0)
+    counted_targets = b.call(aten.ne.Scalar, target, op.argument("ignore_index"))
+    chosen = b.call(aten.where.ScalarOther, counted_targets, target, 0)
     begin = starts(b, target, scores, dim)
     if op.kind == "cross_entropy_loss":
         highest = maximum(b, scores, [dim])
@@ -276,17 +276,17 @@ def _by_class(b: Builder, op: Op) -> tuple[Value, Value]:
     at_target = next(sums)
     loss = b.call(aten.sub.Tensor, raised, at_target) if raised is not None else b.call(aten.neg.default, at_target)
     of_all = next(sums) if smoothing else None
-    counts = next(sums) if weight is not None else b.to(kept, wide(scores.dtype))
+    counts = next(sums) if weight is not None else b.to(counted_targets, wide(scores.dtype))
     if weight is not None:
         loss = b.call(aten.mul.Tensor, loss, counts)
-        counts = b.call(aten.where.ScalarOther, kept, counts, 0)
+        counts = b.call(aten.where.ScalarOther, counted_targets, counts, 0)
     if of_all is not None:
         for_all = b.call(
             aten.mul.Tensor, raised, classes if wide_weight is None else b.call(aten.sum.default, wide_weight)
         )
         smooth = b.call(aten.mul.Tensor, b.call(aten.sub.Tensor, for_all, of_all), smoothing / classes)
         loss = b.call(aten.add.Tensor, b.call(aten.mul.Tensor, loss, 1 - smoothing), smooth)
-    return b.call(aten.where.ScalarOther, kept, loss, 0), counts
+    return b.call(aten.where.ScalarOther, counted_targets, loss, 0), counts
 
 
 def _by_probability(b: Builder, op: Op) -> tuple[Value, None]:
@@ -320,8 +320,10 @@ def picked(x: torch.Tensor, target: torch.Tensor, starts: torch.Tensor, dim: int
 def _picked_text(op: Op) -> tuple[str, dict[str, int]]:
     x, target, begin = op.inputs
     rows = named(len(target.shape), "n")
-    held = ["(p c!)"] if len(x.shape) == 1 else [*rows[: op.argument("dim")], "(p c!)", *rows[op.argument("dim") :]]
-    return f"{operand(held)}, {operand(rows)}, p -> {operand(['one!', *rows])}", _part_sizes(
+    score_dims = (
+        ["(p c!)"] if len(x.shape) == 1 else [*rows[: op.argument("dim")], "(p c!)", *rows[op.argument("dim") :]]
+    )
+    return f"{operand(score_dims)}, {operand(rows)}, p -> {operand(['one!', *rows])}", _part_sizes(
         x, op.argument("dim"), begin
     )
 
@@ -380,8 +382,8 @@ class_sums = torch.ops.shardwright.class_sums.default
 def _class_sums_text(op: Op) -> tuple[str, dict[str, int]]:
     x, _, target, begin = op.inputs
     rows, dim = named(len(target.shape), "n"), op.argument("dim")
-    held, high = ([*rows[:dim], c, *rows[dim:]] for c in ("(p c!)", "1"))
-    return f"{operand(held)}, {operand(high)}, {operand(rows)}, p -> {operand(['two!', *rows])}", _part_sizes(
+    score_dims, high = ([*rows[:dim], c, *rows[dim:]] for c in ("(p c!)", "1"))
+    return f"{operand(score_dims)}, {operand(high)}, {operand(rows)}, p -> {operand(['two!', *rows])}", _part_sizes(
         x, dim, begin
     )
 

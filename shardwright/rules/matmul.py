@@ -122,7 +122,7 @@ def _expand_added(
     return expand
 
 
-def _called(target: object) -> Callable[[Builder, Value, Value], Value]:
+def _called(target: Callable[[Value, Value], object]) -> Callable[[Builder, Value, Value], Value]:
     return lambda b, left, right: b.call(target, left, right)
 
 
@@ -139,7 +139,7 @@ def _tensordot(op: Op) -> str:
     return _product((left, right), rows + columns, first=rows)
 
 
-def _inner(op: Op) -> str:
+def _inner_product(op: Op) -> str:
     a, b = (len(v.shape) for v in op.inputs)
     if not a or not b:
         return "..., ... -> ..."
@@ -227,7 +227,7 @@ register((aten.bmm.default,), Rule("b m k, b k n -> b m n", neutral=0, product=T
 register((aten.mv.default,), Rule("m k, k -> m", neutral=0, product=True))
 register((aten.dot.default, aten.vdot.default), Rule("k, k -> ", neutral=0))
 register((aten.outer.default, aten.ger.default), Rule("m, n -> m n", product=True))
-register((aten.inner.default,), Rule(_inner, neutral=0, product=True))
+register((aten.inner.default,), Rule(_inner_product, neutral=0, product=True))
 register((aten.tensordot.default,), Rule(_tensordot, neutral=0, product=True))
 register((aten.linalg_multi_dot.default, aten.chain_matmul.default), Rule(_chain, neutral=0))
 register((aten.kron.default,), Rule(_kron))

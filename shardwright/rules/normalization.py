@@ -191,25 +191,25 @@ def moments(x: Tensor, dims: Sequence[int], parts: Sequence[int]) -> Tensor:
 class _Moments(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: list[int], parts: list[int]) -> Tensor:
-        cut, inner = _in_parts(x, dims, parts)
+        cut, cut_dims = _in_parts(x, dims, parts)
         if x.device.type == "cpu":  # on a CPU twice the speed of var_mean, and as exact
-            mean = cut.mean(inner, True, dtype=_wide(x.dtype))
-            var = (cut - mean).square_().mean(inner, True)
+            mean = cut.mean(cut_dims, True, dtype=_wide(x.dtype))
+            var = (cut - mean).square_().mean(cut_dims, True)
         else:
-            var, mean = torch.var_mean(cut.to(_wide(x.dtype)), inner, correction=0, keepdim=True)
+            var, mean = torch.var_mean(cut.to(_wide(x.dtype)), cut_dims, correction=0, keepdim=True)
         ctx.save_for_backward(x, mean)
         ctx.dims, ctx.parts = dims, parts
-        kept = [1 if d in dims else size for d, size in enumerate(x.shape)]
-        return torch.stack([(m if cut is x else _parts_first(m)).reshape(-1, *kept) for m in (mean, var)], 1)
+        keepdim_shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
+        return torch.stack([(m if cut is x else _parts_first(m)).reshape(-1, *keepdim_shape) for m in (mean, var)], 1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         x, mean = ctx.saved_tensors
-        cut, inner = _in_parts(x, ctx.dims, ctx.parts)
+        cut, cut_dims = _in_parts(x, ctx.dims, ctx.parts)
         if torch.is_grad_enabled():  # create_graph=True: the mean depends on x
-            mean = cut.mean(inner, True, dtype=_wide(x.dtype))
+            mean = cut.mean(cut_dims, True, dtype=_wide(x.dtype))
         of_mean, of_var = (
-            (g.reshape(mean.shape) if cut is x else _parts_back(g, cut, inner))
+            (g.reshape(mean.shape) if cut is x else _parts_back(g, cut, cut_dims))
             for g in (gradient / (x.numel() // mean.numel())).unbind(1)
         )
         return torch.addcmul(of_mean, cut - mean, 2 * of_var).reshape(x.shape).to(x.dtype), None, None
@@ -235,10 +235,10 @@ def _parts_first(m: Tensor) -> Tensor:
     return m.permute(*range(0, m.dim(), 2), *range(1, m.dim(), 2))
 
 
-def _parts_back(gradient: Tensor, cut: Tensor, inner: list[int]) -> Tensor:
+def _parts_back(gradient: Tensor, cut: Tensor, cut_dims: list[int]) -> Tensor:
     """The gradient [product of parts, …] with the parts moved beside the dims that they cut."""
     rank = cut.dim() // 2
-    shape = [*cut.shape[::2], *(1 if d in inner else cut.shape[d] for d in range(1, cut.dim(), 2))]
+    shape = [*cut.shape[::2], *(1 if d in cut_dims else cut.shape[d] for d in range(1, cut.dim(), 2))]
     return gradient.reshape(shape).permute([d // 2 + rank * (d % 2) for d in range(cut.dim())])
 
 
@@ -563,8 +563,8 @@ def _local_moments(op: Op, bound: Bound, assignment: Assignment) -> Local:
 
 
 def _combined_text(op: Op) -> str:
-    kept = operand(["two!", *named(len(op.inputs[0].shape) - 2)])
-    return f"p! {kept} -> {kept}"
+    stats_dims = operand(["two!", *named(len(op.inputs[0].shape) - 2)])
+    return f"p! {stats_dims} -> {stats_dims}"
 
 
 def _aligned(shape: Sequence[int], rank: int) -> str:

@@ -143,7 +143,7 @@ class _Place:
     def where(self) -> tuple[object, ...]:
         return SEED, self.starts, self.like, self.dims, self.shape, self.shape, self.op.number
 
-    def kept(self, p: float, dtype: torch.dtype = torch.bool) -> Value:
+    def mask(self, p: float, dtype: torch.dtype = torch.bool) -> Value:
         """1 with probability p, else 0."""
         return self.b.call(mask, *self.where, p, dtype, self.device, *self.micro)
 
@@ -199,9 +199,9 @@ def _in_one(b: Builder, op: Op, x: Value, p: float) -> tuple[Value, Value]:
     return made
 
 
-def _scaled(b: Builder, x: Value, kept: Value, p: float) -> Value:
-    """``x · kept / (1-p)``, of a mask that several elements share."""
-    return b.call(aten.mul.Tensor, b.call(aten.mul.Tensor, x, kept), 1 / (1 - p) if p < 1 else 0.0)
+def _scaled(b: Builder, x: Value, keep: Value, p: float) -> Value:
+    """``x · keep / (1-p)``, of a mask that several elements share."""
+    return b.call(aten.mul.Tensor, b.call(aten.mul.Tensor, x, keep), 1 / (1 - p) if p < 1 else 0.0)
 
 
 def _drops(op: Op) -> float:
@@ -216,8 +216,8 @@ def _expand_dropout(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
 
     def work(b: Builder) -> Value | tuple[Value, Value]:
         if op.kind == "native_dropout":
-            made, kept = _in_one(b, op, x, p)
-            return made, b.to(kept, op.output(1).dtype)
+            made, keep = _in_one(b, op, x, p)
+            return made, b.to(keep, op.output(1).dtype)
         if op.kind == "dropout":
             return dropped(b, op, x, p)
         place = _Place.of(b, op, x)
@@ -225,11 +225,11 @@ def _expand_dropout(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
             layout, further = b.layouts[x.name].tensor_dims, len(x.shape) - 2
             place = _Place(b, op, [*x.shape[:2], *[1] * further], [*layout[:2], *[()] * further], x)
         if "alpha" not in op.kind or p == 1:
-            return _scaled(b, x, place.kept(1 - p), p)
+            return _scaled(b, x, place.mask(1 - p), p)
         a = 1 / math.sqrt((ALPHA**2 * p + 1) * (1 - p))
-        kept = place.kept(1 - p, x.dtype)
-        shift = b.call(aten.sub.Tensor, b.call(aten.mul.Tensor, kept, ALPHA * a), ALPHA * a * (1 - p))
-        return b.call(aten.add.Tensor, b.call(aten.mul.Tensor, x, b.call(aten.mul.Tensor, kept, a)), shift)
+        keep = place.mask(1 - p, x.dtype)
+        shift = b.call(aten.sub.Tensor, b.call(aten.mul.Tensor, keep, ALPHA * a), ALPHA * a * (1 - p))
+        return b.call(aten.add.Tensor, b.call(aten.mul.Tensor, x, b.call(aten.mul.Tensor, keep, a)), shift)
 
     return work
 
@@ -325,7 +325,7 @@ def _integers(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value:
 def _bernoulli(b: Builder, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     p = op.argument("p", op.inputs[0])
     if not isinstance(p, Value):
-        return place.kept(p, dtype)
+        return place.mask(p, dtype)
     return b.to(b.call(aten.lt.Tensor, place.numbers("uniform", wide(p.dtype)), p), dtype)
 
 
@@ -451,11 +451,11 @@ def run_on_one(op: Op, values: Mapping[str, Tensor]) -> list[Tensor]:
     assert described is not None
     bound = bound_rule(op, described)
     steps, renamed = expand(op, described, bound, bound.whole(1))
-    held = dict(values)
+    values_by_name = dict(values)
     for step, *_ in steps:
-        args, kwargs = map_values((step.args, step.kwargs), lambda v: held[v.name])
+        args, kwargs = map_values((step.args, step.kwargs), lambda v: values_by_name[v.name])
         made = step.target(*args, **kwargs)
-        held.update(
+        values_by_name.update(
             zip((v.name for v in step.outputs if v is not None), made if isinstance(made, (tuple, list)) else (made,))
         )
-    return [held[renamed.get(v.name, v).name] for v in op.outputs if v is not None]
+    return [values_by_name[renamed.get(v.name, v).name] for v in op.outputs if v is not None]

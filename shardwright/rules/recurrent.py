@@ -81,12 +81,12 @@ def layer_by_layer(
     states, directions = (hx if isinstance(hx, (list, tuple)) else [hx]), 2 if bidirectional else 1
     each, ends = len(params) // layers, []
     for i in range(layers):
-        held = [emit(aten.slice.Tensor, (s, 0, i * directions, (i + 1) * directions), {})[0] for s in states]
+        layer_states = [emit(aten.slice.Tensor, (s, 0, i * directions, (i + 1) * directions), {})[0] for s in states]
         x, *end = emit(
             target,
             (
                 x,
-                held if target is lstm else held[0],
+                layer_states if target is lstm else layer_states[0],
                 list(params[i * each : (i + 1) * each]),
                 biases,
                 1,

@@ -52,8 +52,8 @@ def reduced_dims(op: Op) -> tuple[int, ...]:
 def reduction_text(op: Op, keep_whole: bool = False) -> str:
     """The notation of a reduction: the outputs lack the reduced dims, or have 1 in their place."""
     names, reduced = named(len(op.inputs[0].shape)), reduced_dims(op)
-    kept = "1" if op.argument("keepdim", False) else None
-    out = [kept if i in reduced else name for i, name in enumerate(names)]
+    in_place = "1" if op.argument("keepdim", False) else None
+    out = [in_place if i in reduced else name for i, name in enumerate(names)]
     before = [whole([n])[0] if keep_whole and i in reduced else n for i, n in enumerate(names)]
     text = operand([n for n in out if n is not None])
     return f"{operand(before)} -> {', '.join([text] * len(op.outputs))}"
@@ -213,14 +213,14 @@ def _expand_moments(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
     keepdim = op.argument("keepdim", False)
     correction = op.argument("correction", 1 if op.argument("unbiased", True) else 0)
     count = math.prod(x.shape[d] for d in dims)
-    left = max(0, count - (1 if correction is None else correction))
+    degrees_of_freedom = max(0, count - (1 if correction is None else correction))
 
     def work(b: Builder) -> Value | tuple[Value, Value]:
         values = b.to(x, wide(x.dtype))
         mean = b.call(aten.div.Tensor, b.call(aten.sum.dim_IntList, values, dims, True), count)
         away = b.call(aten.sub.Tensor, values, b.call(aten.detach.default, mean))
         squares = b.call(aten.sum.dim_IntList, b.call(aten.square.default, away), dims, keepdim)
-        spread = b.call(aten.div.Tensor, squares, left)
+        spread = b.call(aten.div.Tensor, squares, degrees_of_freedom)
         if op.kind.startswith("std"):
             spread = _root(b, spread, 2)
         if len(op.outputs) == 1:
@@ -306,8 +306,8 @@ def _power(b: Builder, size: Value, p: float) -> Value:
 
 def _lengths(op: Op) -> list[int]:
     """The dims over which the norm of a weight is taken: all but one, or all."""
-    kept, rank = op.argument("dim", 0), len(op.inputs[0].shape)
-    return [d for d in range(rank) if kept == -1 or d != kept]
+    free_dim, rank = op.argument("dim", 0), len(op.inputs[0].shape)
+    return [d for d in range(rank) if free_dim == -1 or d != free_dim]
 
 
 def _weight_norm_text(op: Op) -> str:

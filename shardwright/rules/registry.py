@@ -47,7 +47,7 @@ class Local:
     The values are the operator's inputs in order; trailing inputs of which only the shape was read may be missing.
     """
 
-    target: Any
+    target: Callable[..., object]
     args: tuple[object, ...]
     kwargs: dict[str, object]
 
@@ -191,7 +191,7 @@ def find_rule(op: Op) -> Rule | None:
     if type(op.target) is OpOverload and op.target in _RULES:
         return _RULES[op.target]
     if isinstance(op.target, UnderAutocast):
-        found = find_rule(replace(op, target=op.target.inner))
+        found = find_rule(replace(op, target=op.target.operator))
         return found if found is None or found.expand is None else whole_rule(op)
     function = getattr(op.target, "described_as", None)
     if function is not None:
@@ -283,7 +283,7 @@ def bound_rule(op: Op, described: Rule | None = None, uneven: bool = False) -> B
 def local_call(op: Op, described: Rule, bound: Bound, assignment: Assignment) -> Local:
     """The call of a rank on its slices of the operator's inputs."""
     if isinstance(op.target, UnderAutocast):
-        local = local_call(replace(op, target=op.target.inner), described, bound, assignment)
+        local = local_call(replace(op, target=op.target.operator), described, bound, assignment)
         return replace(local, target=under(local.target, op.target.state))
     if described.with_halos is not None and bound.has_halos(assignment):
         return described.with_halos(op, bound, assignment)
@@ -316,7 +316,7 @@ _RESULTS: dict[Hashable, tuple[_Like, ...]] = {}
 KEPT = 1 << 14
 
 
-def _results(target: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[_Like, ...]:
+def _results(target: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[_Like, ...]:
     """The outputs of a call."""
     key = target, key_of((args, kwargs), lambda x: _Like(x.shape, x.dtype) if type(x) is Value else x)
     known = _RESULTS.get(key)
@@ -341,7 +341,7 @@ class Builder:
         self.layouts = dict(layouts)
         self.steps: list[tuple[Op, Rule, Bound, Assignment]] = []
 
-    def call(self, target: object, *args: Any, **kwargs: Any) -> Any:
+    def call(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
         """Record ``target(*args, **kwargs)``; returns its output value, or a tuple of output values."""
         inputs = values_in((args, kwargs))
         results = _results(target, args, kwargs)

@@ -196,7 +196,7 @@ def _local(op: Op, bound: Bound, assignment: Assignment) -> Local:
 
 @local_operator(
     "convolution_part(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] behind, int[] dilation,"
-    " bool transposed, int[] output_padding, int groups, int[] skipped, int[] kept) -> Tensor"
+    " bool transposed, int[] output_padding, int groups, int[] skipped, int[] lengths) -> Tensor"
 )
 def convolution_part(
     x: torch.Tensor,
@@ -210,14 +210,14 @@ def convolution_part(
     output_padding: list[int],
     groups: int,
     skipped: list[int],
-    kept: list[int],
+    lengths: list[int],
 ) -> torch.Tensor:
     """A convolution of a slice with halos, where a plain call cannot say it.
 
     Args:
         behind: zeros behind each dim, beside the padding on both sides.
-        skipped, kept: for a transposed convolution, the outputs of each dim to leave out at the front, and the number
-            of those that follow; empty: all.
+        skipped, lengths: for a transposed convolution, the outputs of each dim to leave out at the front, and the
+            number of those that follow; empty: all.
         stride, padding, dilation, transposed, output_padding, groups: as ``torch.convolution``.
     """
     if any(behind):
@@ -226,7 +226,7 @@ def convolution_part(
     made = torch.convolution(
         x if batched else x.unsqueeze(0), weight, bias, stride, padding, dilation, transposed, output_padding, groups
     )
-    for i, (start, length) in enumerate(zip(skipped, kept)):
+    for i, (start, length) in enumerate(zip(skipped, lengths)):
         if start or length != made.shape[2 + i]:
             made = made.narrow(2 + i, start, length)
     return made if batched else made.squeeze(0)
@@ -247,7 +247,7 @@ def _local_part(op: Op, bound: Bound, assignment: Assignment) -> Local:
         return Local(op.target.overloadpacket.default if by_name else op.target, args, kwargs)
     output_padding = list(per_dim(op.argument("output_padding", 0), count))
     skipped: list[int] = []
-    kept: list[int] = []
+    lengths: list[int] = []
     if _is_transposed(op):
         out = local_output_shape(bound, assignment)[-count:]
         halos = {halo.dim: halo for halo in bound.halos(0, assignment)}
@@ -255,7 +255,7 @@ def _local_part(op: Op, bound: Bound, assignment: Assignment) -> Local:
         for i, (stride, pad, extent) in enumerate(windows):
             halo = halos.get(first + i)
             skipped.append(0 if halo is None else pad + halo.padding * stride)
-            kept.append(out[i])
+            lengths.append(out[i])
             if halo is not None:
                 output_padding[i] = max(0, skipped[i] + out[i] - ((halo.length - 1) * stride + extent))
     strides, dilations = (per_dim(op.argument(name), count) for name in ("stride", "dilation"))
@@ -271,7 +271,7 @@ def _local_part(op: Op, bound: Bound, assignment: Assignment) -> Local:
         output_padding,
         groups,
         skipped,
-        kept,
+        lengths,
     )
     return Local(convolution_part, args, {})
 
@@ -498,8 +498,8 @@ def _expand_mean(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
             return b.call(op.target, mean, list(after))
         kernel = per_dim(op.argument("kernel_size"), len(before))
         strides = [stride for stride, _, _ in windows_of(op, kernel)]
-        left = [[1 if i in covered else size for i, size in enumerate(sizes)] for sizes in (kernel, strides)]
-        made = b.call(op.target, mean, *left, *map(op.argument, ("padding", "ceil_mode", "count_include_pad")))
+        window_sizes = [[1 if i in covered else size for i, size in enumerate(sizes)] for sizes in (kernel, strides)]
+        made = b.call(op.target, mean, *window_sizes, *map(op.argument, ("padding", "ceil_mode", "count_include_pad")))
         return divided(b, made)
 
     def divided(b: Builder, made: Value) -> Value:

@@ -15,7 +15,7 @@ from ..errors import LayoutError, StrategyError
 from ..layout import Digit, Digits, Layout, allocate, beside, complement, digits_size, merge, overlap
 from .notation import Assignment, Bound
 
-__all__ = ["assignment_of", "held_layouts", "in_order", "output_layouts_of"]
+__all__ = ["assignment_of", "in_order", "output_layouts_of", "ungathered_layouts"]
 
 
 def _nearest(bound: Bound, strategy: Sequence[object], devices: int) -> str:
@@ -82,8 +82,8 @@ def _gathers(bound: Bound, strategy: Sequence[Any]) -> tuple[int, int] | None:
     first, second = (tuple(entry) for entry in strategy[:2])
     if first != second or len(first) != 2 or first[0] == first[1] or any(type(cut) is not int for cut in first):
         return None
-    (rows, inner), (other, columns) = (dims if len(dims) == 2 else ((), ()) for dims in bound.inputs[:2])
-    if len(rows) != 1 or len(inner) != 1 or inner != other or len(bound.outputs) != 1:
+    (rows, contracted), (other, columns) = (dims if len(dims) == 2 else ((), ()) for dims in bound.inputs[:2])
+    if len(rows) != 1 or len(contracted) != 1 or contracted != other or len(bound.outputs) != 1:
         return None
     return first if bound.outputs[0] == (rows, columns) and rows != columns else None
 
@@ -103,7 +103,7 @@ def in_order(bound: Bound, strategy: object, order: Sequence[int]) -> Any:
     return strategy
 
 
-def held_layouts(bound: Bound, strategy: object, devices: int) -> tuple[Layout, Layout] | None:
+def ungathered_layouts(bound: Bound, strategy: object, devices: int) -> tuple[Layout, Layout] | None:
     """The layouts of the two operands of a product that gathers the contracted dim of both, before they are gathered.
 
     Args:
@@ -345,24 +345,24 @@ def _on_own_matrix(natural: Layout, cuts: tuple[int, ...]) -> Layout | None:
         The layout; None where the axes of the matrix have no such cuts.
     """
     assert natural.dims is not None
-    kept: list[Digits] = []
+    dims: list[Digits] = []
     for digits, cut in zip(natural.dims, cuts):
         has = digits_size(digits)
         if cut % has and has % cut:
             return None
-        kept.append(digits if cut % has == 0 else _taken(digits, cut))
-        if digits_size(kept[-1]) not in (has, cut):
+        dims.append(digits if cut % has == 0 else _taken(digits, cut))
+        if digits_size(dims[-1]) not in (has, cut):
             return None
     for d, cut in enumerate(cuts):
-        further = cut // digits_size(kept[d])
+        further = cut // digits_size(dims[d])
         if further == 1:
             continue
-        used = tuple(digit for digits in kept for digit in digits)
+        used = tuple(digit for digits in dims for digit in digits)
         taken = _taken(_free(natural.devices, used, natural.partial), further)
         if digits_size(taken) != further:
             return None
-        kept[d] = merge((*kept[d], *taken))
-    return Layout.of(natural.devices, kept)
+        dims[d] = merge((*dims[d], *taken))
+    return Layout.of(natural.devices, dims)
 
 
 def output_layouts_of(

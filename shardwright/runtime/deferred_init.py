@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..accelerators import sum_type
 from ..capture.source_lines import calling_line
-from ..cost.memory_timeline import HeldOptimizer, held_optimizer
+from ..cost.memory_timeline import OptimizerState, optimizer_state
 from ..errors import SettingError
 from ..torch_private import TorchDispatchMode, move_gradient_hooks, parameter_table, pytree, storage_id, version_of
 from .slice_initialization import Meta, Numbers, compute, draws, metas, noted, parts_of
@@ -427,7 +427,7 @@ def _optimizers() -> list[torch.optim.Optimizer]:
     return [x for x in gc.get_referrers(*kinds) if type(x) in kinds]
 
 
-def optimizer_finder(modules: Iterable[nn.Module]) -> Callable[[], HeldOptimizer | None]:
+def optimizer_finder(modules: Iterable[nn.Module]) -> Callable[[], OptimizerState | None]:
     """A function that looks for the optimizers of the parameters of modules, at each of its calls.
 
     Args:
@@ -435,9 +435,9 @@ def optimizer_finder(modules: Iterable[nn.Module]) -> Callable[[], HeldOptimizer
     """
     held = [weakref.ref(module) for module in modules]
 
-    def find() -> HeldOptimizer | None:
+    def find() -> OptimizerState | None:
         alive = [module for ref in held if (module := ref()) is not None]
-        return held_optimizer(_optimizers(), [p for m in alive for p in m.parameters() if p.requires_grad])
+        return optimizer_state(_optimizers(), [p for m in alive for p in m.parameters() if p.requires_grad])
 
     return find
 

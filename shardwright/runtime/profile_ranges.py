@@ -306,7 +306,7 @@ def bucket_text(number: int, message: ScheduledMessage) -> str:
     names = list(dict.fromkeys(member.name for member in message.members))
     what = "weights" if message.role == "gather" else "gradients"
     several = f"{names[0]} to {names[-1]} ({len(names)})" if len(names) > 1 else names[0]
-    return f"bucket {number}: {message.kind} of the {what} of {several}{', again' * message.again}"
+    return f"bucket {number}: {message.kind} of the {what} of {several}{', again' * message.repeats_forward}"
 
 
 # -- programs

@@ -11,11 +11,11 @@ until bound and cost meet, or neither moves. A small rest then goes to HiGHS.
 
 Three functions improve given states:
 
-1. `descend`: some nodes are held, and all others are chosen anew at once by elimination. The held nodes are drawn
-   anew in each pass, among those that keep the others' joints small. The others are minimised exactly, so a pass
-   never makes the cost higher. The descent ends when several passes in a row have found nothing. From forbidden
+1. `descend`: the nodes of a cutset keep their states, and elimination chooses those of all other nodes at once. Each
+   pass draws another cutset, among those that keep the joints small. The other nodes are minimised exactly, so a
+   pass never makes the cost higher. The descent ends when several passes in a row have found nothing. From forbidden
    states it moves towards allowed ones: a forbidden state or pair then costs more than all allowed ones together can.
-2. `wide`: a single such pass, with nodes held until the rest can be eliminated within a joint of so many entries.
+2. `wide`: a single such pass, with a cutset that lets the rest be eliminated within a joint of so many entries.
 3. `within`: each node may take one of a few states only; the problem that is left is small enough for HiGHS, with the
    memory rows.
 """
@@ -96,7 +96,7 @@ def descend(
         patience: passes in a row without success before it ends.
         most: entries of a joint.
         until: a time of time.monotonic() after which no pass begins.
-        seed: of the choice of held nodes.
+        seed: of the choice of the cutset.
     """
     whole = problem
     if not np.isfinite(problem.cost(states)):
@@ -117,14 +117,14 @@ def descend(
             weights = _distances(near, int(random.choice(at or len(best)))) ** 2
         else:
             weights = np.exp(spread * random.standard_normal(len(best)))
-        order = elimination_order(sizes, problem.edges, most=most, hold=weights.tolist())
-        held = frozenset(order.held)
+        order = elimination_order(sizes, problem.edges, most=most, cutset_weights=weights.tolist())
+        cutset = frozenset(order.cutset)
         costs, edges = list(problem.costs), {}
         for (i, j), table in problem.edges.items():
-            if i in held:
-                if j not in held:
+            if i in cutset:
+                if j not in cutset:
                     costs[j] = costs[j] + table[best[i]]
-            elif j in held:
+            elif j in cutset:
                 costs[i] = costs[i] + table[:, best[j]]
             else:
                 edges[i, j] = table
@@ -138,7 +138,7 @@ def descend(
             best, cost = found, now
             if problem is not whole and np.isfinite(whole.cost(best)):
                 problem, cost = whole, whole.cost(best)
-        if not held:
+        if not cutset:
             break
     return best
 
@@ -173,7 +173,7 @@ def eliminated(
         allowed=facts.sparse(problem.edges),
         few=facts.few(problem.edges),
     )
-    if order.left:
+    if order.remaining:
         return None
     if work is not None and order.work > work and shared_work(problem.costs, problem.edges, order, facts) > work:
         return None
@@ -220,14 +220,16 @@ class _Search:
     def keep(self, messages: Messages) -> Messages | None:
         """Restrict the core to the states that the messages leave, made consistent; None where that is nothing."""
         step = restrict(self.core, messages.alive)
-        left = arcs(step.problem)
-        if isinstance(left, Wiped):  # every assignment that is not known yet costs more
+        alive = arcs(step.problem)
+        if isinstance(alive, Wiped):  # every assignment that is not known yet costs more
             self.bound = self.cost
             return None
-        last = restrict(step.problem, left)
+        last = restrict(step.problem, alive)
         self.core = last.problem
         self._lifts += [step, last]
-        return messages.cut(last.problem, [kept[more] for kept, more in zip(step.kept, last.kept)])
+        return messages.cut(
+            last.problem, [states[more] for states, more in zip(step.state_numbers, last.state_numbers)]
+        )
 
     def sweep(self) -> None:
         """Sweep and descend until both stall; states that the sweeps exclude are removed from the core."""
@@ -238,7 +240,7 @@ class _Search:
                 "bounds", None if self.cost == np.inf else self.cost, None if self.bound == -np.inf else self.bound
             )
             messages.best = self.cost - self.constant
-            before, left = messages.bound, sum(map(len, self.core.costs))
+            before, states_before = messages.bound, sum(map(len, self.core.costs))
             found, least = messages.states, np.inf
             many = SWEEPS[min(looks, len(SWEEPS) - 1)]
             looks += 1
@@ -253,11 +255,11 @@ class _Search:
             if not self.proved:
                 self.offer(descend(self.core, found.tolist(), until=self.until, seed=self._descents))
                 self._descents += 1
-            if sum(int(mark.sum()) for mark in messages.alive) < SHRUNK * left:
-                kept = self.keep(messages)
-                if kept is None:
+            if sum(int(mark.sum()) for mark in messages.alive) < SHRUNK * states_before:
+                restricted = self.keep(messages)
+                if restricted is None:
                     return
-                messages = kept
+                messages = restricted
             elif many == SWEEPS[-1] and messages.bound - before <= STALLED * (self.cost - self.bound):
                 break
         self.keep(messages)
@@ -297,9 +299,9 @@ def _bounded(search: _Search, made: Tables, until: float) -> Solution | None:
         except PlanError:  # nothing allowed is left that costs less than the best known
             search.bound = search.cost
             return search.solution("proved optimal: the bound meets the cost") if search.states is not None else None
-        gone = eliminated(search.core, made, until)
-        if gone is not None:
-            search.finish(gone)
+        eliminated_core = eliminated(search.core, made, until)
+        if eliminated_core is not None:
+            search.finish(eliminated_core)
             return (
                 search.solution("proved optimal, by bounds and variable elimination")
                 if search.states is not None
@@ -315,14 +317,14 @@ def _bounded(search: _Search, made: Tables, until: float) -> Solution | None:
         compare = True
     note = "not proved optimal: by bounds and local search"
     if not search.late:
-        gone = eliminated(search.core, made, until, None)
-        left = until - time.monotonic()
-        if gone is not None:
-            search.finish(gone)
+        eliminated_core = eliminated(search.core, made, until, None)
+        seconds = until - time.monotonic()
+        if eliminated_core is not None:
+            search.finish(eliminated_core)
             note = "proved optimal, by bounds and variable elimination"
-        elif left > 0 and sum(table.size for table in search.core.edges.values()) <= MILP_ENTRIES:
+        elif seconds > 0 and sum(table.size for table in search.core.edges.values()) <= MILP_ENTRIES:
             try:
-                found = milp(search.core, seconds=left)
+                found = milp(search.core, seconds=seconds)
             except PlanError:  # infeasible, or nothing found in time
                 note = "not proved optimal: by bounds and local search; HiGHS found nothing better"
             else:
@@ -343,20 +345,22 @@ def wide(problem: Problem, states: Sequence[int], *, most: int = 2**12, seed: in
     Args:
         problem, states: the problem, and the first states, which are allowed.
         most: entries of a joint.
-        seed: of the choice of held nodes.
+        seed: of the choice of the cutset.
     """
     random = np.random.default_rng(seed)
     sizes = [len(own) for own in problem.costs]
-    order = elimination_order(sizes, problem.edges, most=most, hold=random.uniform(0.2, 1.0, len(sizes)).tolist())
-    held = [False] * len(sizes)
-    for v in order.held:
-        held[v] = True
+    order = elimination_order(
+        sizes, problem.edges, most=most, cutset_weights=random.uniform(0.2, 1.0, len(sizes)).tolist()
+    )
+    in_cutset = [False] * len(sizes)
+    for v in order.cutset:
+        in_cutset[v] = True
     costs, edges = list(problem.costs), {}
     for (i, j), table in problem.edges.items():
-        if held[i]:
-            if not held[j]:
+        if in_cutset[i]:
+            if not in_cutset[j]:
                 costs[j] = costs[j] + table[states[i]]
-        elif held[j]:
+        elif in_cutset[j]:
             costs[i] = costs[i] + table[:, states[j]]
         else:
             edges[i, j] = table
@@ -391,10 +395,10 @@ def within(
         less = reduced(bound)
         if sum(table.size for table in less.problem.edges.values()) > entries:
             return None
-        left = None if until is None else until - time.monotonic()
-        if left is not None and left <= 0:
+        seconds = None if until is None else until - time.monotonic()
+        if seconds is not None and seconds <= 0:
             return None
-        found = milp(less.problem, seconds=left, work=work).states if less.problem.costs else ()
+        found = milp(less.problem, seconds=seconds, work=work).states if less.problem.costs else ()
     except PlanError:
         return None
     return some.lift(less.lift(found)[:-1])

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -408,7 +408,7 @@ class _PricedSearch:
         cap, most = FIRST_PRICE * least, MOST_PRICE * least
         exact = isinstance(self.pricing, Pricing)
         direct = isinstance(self.pricing, Pricing) and self.pricing.work <= DIRECT
-        part: Any = self.pricing
+        part: Pricing | Part | None = self.pricing if isinstance(self.pricing, Pricing) else None
         lacking, spliced, evaluated = np.inf, False, 0
         for turn in range(ROUNDS):
             if not direct:
@@ -416,6 +416,7 @@ class _PricedSearch:
                     part = Part(self.problem, self.rows, self.marks())
                 except PlanError:  # elimination is too large for it
                     part = Part(self.problem, self.rows, self.marks(known=True))
+            assert part is not None
             self.tell()
             known = Prices(self.rows.count, self.rows.limit)
             known.cuts, known.multipliers = list(self.known.values()), self.prices.multipliers
@@ -423,7 +424,7 @@ class _PricedSearch:
             waits = (
                 TURN_EVALUATIONS
                 if direct or (self.least is not None and self.states is not None)
-                else max(CAPPED, 0 if exact else STATES // part.size)
+                else max(CAPPED, STATES // part.size if isinstance(part, Part) and not exact else 0)
             )
             value = ascend(part, known, cap=cap, gap=near, most=TURN_EVALUATIONS, most_capped=waits)
             evaluated += known.seen
@@ -463,7 +464,7 @@ class _PricedSearch:
                     lacking = lacks
             if not direct and evaluated >= EVALUATED:
                 break
-        if not self.near:
+        if not self.near and part is not None:
             self.keep(part)
             self.splice()
         if self.states is not None and not self.near:
@@ -570,19 +571,19 @@ class _PricedSearch:
         """Splice known states within the limit with known states above it."""
         limit, order = self.rows.limit, self.order()
         keep = [cut for cut in order if (cut.used <= limit).all()][:NEAREST]
-        others = [cut for cut in order if (cut.used > limit).any()][:NEAREST]
+        above = [cut for cut in order if (cut.used > limit).any()][:NEAREST]
         if not keep and self.states is not None:
             keep = [self.known[tuple(self.states)]] if tuple(self.states) in self.known else []
-        again: list[Sequence[int]] = [cut.states for cut in keep]
-        while again:  # splice the result once more
+        below: list[Sequence[int]] = [cut.states for cut in keep]
+        while below:  # splice the result once more
             before = self.cost
-            for inside in again:
-                for outside in others:
+            for inside in below:
+                for outside in above:
                     if self.near:
                         return
                     current().tell()
                     self.take(self.splicer.splice(inside, outside.states, self.cost))
-            again = [self.states] if self.cost < before and self.states is not None else []
+            below = [self.states] if self.cost < before and self.states is not None else []
 
     def take(self, found: tuple[list[int], float] | None) -> bool:
         if found is None or found[1] >= self.cost:
@@ -654,9 +655,9 @@ def swept_leanest(
     swept = SweptPricing(problem, rows)
     search = _PricedSearch(problem, rows, swept, 0.0)
     search.looks = list(alive)
-    held, prices = rows.least(), np.zeros(rows.count)
+    least, prices = rows.least(), np.zeros(rows.count)
     for stretch in np.array_split(np.arange(rows.count), min(MOMENTS, rows.count)):
-        prices[stretch[held[stretch].argmax()]] = 1.0  # the stretch's moment with the largest least memory
+        prices[stretch[least[stretch].argmax()]] = 1.0  # the stretch's moment with the largest least memory
     search.look(prices / prices.sum())
     swept.forget()
     low = max(low, search.prices.bound + rows.limit)
@@ -683,9 +684,9 @@ class Part:
         self.rows = rows
         first = restrict(problem, alive)
         self._steps = [first, consistent(first.problem)]
-        inner = self._steps[-1].problem
-        self.size = sum(map(len, inner.costs))
-        found = Pricing.of(inner, Rows.of(inner, rows.count))
+        restricted = self._steps[-1].problem
+        self.size = sum(map(len, restricted.costs))
+        found = Pricing.of(restricted, Rows.of(restricted, rows.count))
         if found is None:
             raise PlanError("a part of the problem is larger than the whole")
         self._pricing = found

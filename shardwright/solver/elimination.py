@@ -35,7 +35,7 @@ import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 
@@ -145,15 +145,15 @@ class Order:
 
     Attributes:
         steps: (node, its neighbours at that time, ascending).
-        left: the nodes that are not eliminated, ascending.
-        held: those of `left` that are taken out to let others go; their tables are to be taken at a given state.
+        remaining: the nodes that are not eliminated, ascending.
+        cutset: the remaining nodes whose removal lets other nodes be eliminated; each is fixed in one state.
         largest: entries of the largest joint.
         work: entries of all joints, without the savings of sharing.
     """
 
     steps: tuple[tuple[int, Scope], ...]
-    left: tuple[int, ...]
-    held: tuple[int, ...]
+    remaining: tuple[int, ...]
+    cutset: tuple[int, ...]
     largest: int
     work: int
 
@@ -184,7 +184,7 @@ class _Rest:
         for i, j in pairs:
             self.near[i].add(j)
             self.near[j].add(i)
-        self.open = [True] * len(sizes)  # may still be eliminated or held
+        self.open = [True] * len(sizes)  # may still be eliminated or join the cutset
         for v in keep:
             self.open[v] = False
         self._level = [0] * len(sizes)  # eliminations from the neighbourhood so far, one after the other
@@ -261,7 +261,7 @@ def elimination_order(
     most: int = MOST,
     degree: int | None = None,
     keep: Collection[int] = (),
-    hold: Sequence[float] | None = None,
+    cutset_weights: Sequence[float] | None = None,
     allowed: Mapping[tuple[int, int], float] | None = None,
     few: Mapping[tuple[int, int], int] | None = None,
     room: int = 0,
@@ -275,14 +275,14 @@ def elimination_order(
         degree: a node with more neighbours stays; None: no such limit. With 2, the nodes that stay form a pairwise
             problem again.
         keep: nodes that stay.
-        hold: weights by node. Where no node can be eliminated, the node with the largest (neighbours times weight) is
-            held, so that every node is eliminated or held; None: none is held.
+        cutset_weights: by node. Where no node can be eliminated, the node with the largest (neighbours times weight)
+            joins the cutset, so that every node is eliminated or in the cutset; None: the cutset is empty.
         allowed, few: facts about the tables of the pairs (`Facts.sparse`, `Facts.few`), which make joints smaller.
         room: number of entries of the table that a joint leaves which count as one of fill; 0: they do not count.
     """
     rest = _Rest(sizes, pairs, most, degree, keep, allowed or {}, few or {}, room)
     steps: list[tuple[int, Scope]] = []
-    held: list[int] = []
+    cutset: list[int] = []
     largest = work = 0
     for v, size in enumerate(sizes):
         if size == 1 and rest.open[v]:
@@ -296,17 +296,17 @@ def elimination_order(
             steps.append((v, tuple(sorted(rest.near[v]))))
             largest, work = max(largest, joint), work + joint
             rest.look(rest.join(v))
-        elif hold is None:
+        elif cutset_weights is None:
             break
         else:
             if heavy is None:
-                heavy = [(-len(rest.near[v]) * hold[v], v) for v, is_open in enumerate(rest.open) if is_open]
+                heavy = [(-len(rest.near[v]) * cutset_weights[v], v) for v, is_open in enumerate(rest.open) if is_open]
                 heapq.heapify(heavy)
             while heavy:
                 weight, v = heapq.heappop(heavy)
-                now = -len(rest.near[v]) * hold[v]
+                now = -len(rest.near[v]) * cutset_weights[v]
                 if rest.open[v] and weight == now:
-                    held.append(v)
+                    cutset.append(v)
                     rest.look(rest.take(v))
                     break
                 if rest.open[v]:
@@ -314,10 +314,10 @@ def elimination_order(
             else:
                 break
     done = {v for v, _ in steps}
-    if held:  # held nodes also leave the neighbourhoods of earlier steps
-        out = frozenset(held)
+    if cutset:  # nodes of the cutset also leave the neighbourhoods of earlier steps
+        out = frozenset(cutset)
         steps = [(v, tuple(u for u in around if u not in out)) for v, around in steps]
-    return Order(tuple(steps), tuple(v for v in range(len(sizes)) if v not in done), tuple(held), largest, work)
+    return Order(tuple(steps), tuple(v for v in range(len(sizes)) if v not in done), tuple(cutset), largest, work)
 
 
 # -- tables made of tables --
@@ -338,7 +338,7 @@ class Tables:
 
     def __init__(self, facts: Facts | None = None, most: int | None = None) -> None:
         self.facts = Facts(facts)
-        self.left = math.inf if most is None else most
+        self.entries_allowed = math.inf if most is None else most
         self.budget = current()
         self._made = IdentityCache()
         self._vectors: dict[bytes, np.ndarray] = {}
@@ -368,8 +368,8 @@ class Tables:
     def _reduce(self, parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int) -> np.ndarray:
         sizes = {dim: size for where, table in parts for dim, size in zip(where, table.shape) if dim >= 0}
         entries = math.prod(sizes.values())
-        self.left -= entries
-        if self.left < 0:
+        self.entries_allowed -= entries
+        if self.entries_allowed < 0:
             raise OutOfBudgetError("elimination would make more tables than allowed")
         self.budget.ask(8 * entries)
         seen = [dim for where, _ in parts for dim in where]
@@ -513,6 +513,10 @@ class Shapes(Tables):
 LEAST, SLICE, SUM, CONSTANT = range(4)
 WATCHED = 512  # steps between two checks of the host memory
 
+#: For `Tables.least`: by table, the joint's dim of each of its own dims; the numbers of the tables.
+_Joint = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
+_NO_JOINT: _Joint = (), ()
+
 #: The number of a table, and the nodes of its scope before and after v.
 Seen = tuple[int, Scope, Scope]
 
@@ -577,16 +581,16 @@ class Script:
     def __init__(self, sizes: Sequence[int], pairs: Iterable[tuple[int, int]], order: Order) -> None:
         self._pairs = tuple(pairs)
         self._back: list[tuple[int, tuple[Seen, ...]]] = []
-        self._work: list[tuple[Any, ...]] = []
+        self._work: list[tuple[int, int, int, _Joint]] = []
         self._at: list[dict[Scope, int]] = [{(v,): v} for v in range(len(sizes))]
         for number, pair in enumerate(self._pairs, len(sizes)):
             self._at[pair[0]][pair] = self._at[pair[1]][pair] = number
         self._count = len(sizes) + len(self._pairs)
         for v, around in order.steps:
             self._step(v, around, sizes[v])
-        self._left: dict[Scope, int] = {}
-        for v in order.left:
-            self._left.update(self._at[v])
+        self._remaining: dict[Scope, int] = {}
+        for v in order.remaining:
+            self._remaining.update(self._at[v])
         del self._at
 
     def _step(self, v: int, around: Scope, size: int) -> None:
@@ -602,21 +606,21 @@ class Script:
         if size == 1:
             for scope, number in tables:
                 if len(scope) == 1:
-                    self._work.append((CONSTANT, number, 0))
+                    self._work.append((CONSTANT, number, 0, _NO_JOINT))
                 else:
                     axis = scope.index(v)
                     self._put(scope[:axis] + scope[axis + 1 :], self._made(SLICE, number, axis))
             return
         dim = {u: n for n, u in enumerate(around)} | {v: -1}
         where = tuple(tuple([dim[u] for u in scope]) for scope, _ in tables)
-        least = self._made(LEAST, (where, tuple([number for _, number in tables])), len(around))
+        least = self._made(LEAST, v, len(around), (where, tuple([number for _, number in tables])))
         if around:
             self._put(around, least)
         else:
-            self._work.append((CONSTANT, least, 0))
+            self._work.append((CONSTANT, least, 0, _NO_JOINT))
 
-    def _made(self, kind: int, of: object, more: object) -> int:
-        self._work.append((kind, of, more))
+    def _made(self, kind: int, of: int, more: int, joint: _Joint = _NO_JOINT) -> int:
+        self._work.append((kind, of, more, joint))
         self._count += 1
         return self._count - 1
 
@@ -651,13 +655,12 @@ class Script:
         made = Tables() if made is None else made
         tables = [*map(made.vector, costs), *(edges[pair] for pair in self._pairs)]
         constant, put, least = 0.0, tables.append, made.least
-        for step, (kind, of, more) in enumerate(self._work):
+        for step, (kind, of, more, (where, numbers)) in enumerate(self._work):
             if step % WATCHED == 0:
                 made.budget.watch()
             if kind == LEAST:
                 if until is not None and time.monotonic() > until:
                     return None
-                where, numbers = of
                 put(least(where, [tables[n] for n in numbers], more))
             elif kind == SUM:
                 put(made.sum(tables[of], tables[more]))
@@ -665,7 +668,7 @@ class Script:
                 put(made.slice(tables[of], more))
             else:
                 constant += float(tables[of].reshape(()))
-        return Eliminated(constant, {scope: tables[n] for scope, n in self._left.items()}, tables, self._back)
+        return Eliminated(constant, {scope: tables[n] for scope, n in self._remaining.items()}, tables, self._back)
 
 
 @overload

@@ -113,7 +113,7 @@ class Pricing:
                 few=facts.few(edges),
                 room=ROOM,
             )
-            if not order.left and (best is None or order.work < best[0]):
+            if not order.remaining and (best is None or order.work < best[0]):
                 best = order.work, step, order
         if best is None:
             return None
@@ -136,10 +136,13 @@ class Pricing:
         Raises:
             OutOfBudgetError: elimination is too large at these prices, which make equal tables differ.
         """
-        inner, rows = self._merged.problem, self._inside
-        costs, edges = rows.priced(inner.costs, multipliers), rows.priced_edges(inner.edges, multipliers)
+        merged_problem, rows = self._merged.problem, self._inside
+        costs, edges = (
+            rows.priced(merged_problem.costs, multipliers),
+            rows.priced_edges(merged_problem.edges, multipliers),
+        )
         result = self._script.run(costs, edges, made=Tables(self.facts, RESULTS))
-        cut = self.cut(self._merged.lift(result.complete([0] * len(inner.costs))))
+        cut = self.cut(self._merged.lift(result.complete([0] * len(merged_problem.costs))))
         return result.constant - float(multipliers.sum()) * self.rows.limit, cut
 
     def cut(self, states: Sequence[int]) -> Cut:
@@ -183,12 +186,12 @@ class SweptPricing:
         if short is None:
             nodes = tuple(range(len(costs)))
             short = Shorter(nodes, edges, np.array(nodes), {pair: pair for pair in edges})
-        inner = Problem(tuple(costs[v] for v in short.nodes), short.edges)
+        short_problem = Problem(tuple(costs[v] for v in short.nodes), short.edges)
         try:
-            messages = Messages(inner, dtype=np.float32)  # `bound_of` does not round
+            messages = Messages(short_problem, dtype=np.float32)  # `bound_of` does not round
         except OutOfBudgetError:
             return self._unswept(costs, edges, short) - float(multipliers.sum()) * self.rows.limit, self._nearest(
-                inner, short
+                short_problem, short
             )
         budget = current()
         prices = self.rows.prices(multipliers)
@@ -237,11 +240,11 @@ class SweptPricing:
             sent[x, y], sent[y, x] = zeros[table.shape[1]], zeros[table.shape[0]]
         return bound_of(costs, edges, short, sent)
 
-    def _nearest(self, inner: Problem, short: Shorter) -> list[np.ndarray]:
+    def _nearest(self, short_problem: Problem, short: Shorter) -> list[np.ndarray]:
         """By node, the states (bool) that look best by their own costs plus the least of each of their edges."""
         once = IdentityCache().once
-        totals = list(inner.costs)
-        for pair, table in inner.edges.items():
+        totals = list(short_problem.costs)
+        for pair, table in short_problem.edges.items():
             for axis, v in enumerate(pair):
                 totals[v] = totals[v] + once(axis, (table,), lambda: table.min(axis=1 - axis))
         looks = [self._look(total, int(total.argmin())) for total in totals]
@@ -371,12 +374,12 @@ class Batched:
                 if table is not None:
                     stacked[n] = table
         self._tables = {shape: stacked.copy() for shape, stacked in self._stacked.items()}
-        left = set(order.left)
-        number = {v: n for n, v in enumerate(order.left)}
+        remaining = set(order.remaining)
+        number = {v: n for n, v in enumerate(order.remaining)}
         self._pairs = [
             ((number[a], number[b]), (sizes[a], sizes[b]), at)
             for (a, b), at in sorted(slots.items())
-            if a in left and b in left
+            if a in remaining and b in remaining
         ]
 
     def _step(
@@ -449,7 +452,7 @@ class Batched:
                 np.add.at(target, where, least)
         self.constant = constant
         return Problem(
-            tuple(own[self.sizes[v]][self._at[v]] for v in self.order.left),
+            tuple(own[self.sizes[v]][self._at[v]] for v in self.order.remaining),
             {pair: tables[shape][at] for pair, shape, at in self._pairs},
         )
 
@@ -531,7 +534,7 @@ class PricedProblem:
     def lift(self, states: Sequence[int]) -> list[int]:
         """States of the core as states of the problem: the best for them at these prices."""
         out = np.zeros(len(self.problem.costs), np.int64)
-        out[list(self.order.left)] = states
+        out[list(self.order.remaining)] = states
         return self.easy.complete(out).tolist()
 
     def alive(self, cost: float) -> list[np.ndarray]:
@@ -540,7 +543,7 @@ class PricedProblem:
         self.messages.best = cost - self.constant
         self.sweep(FIXING)
         out = [np.ones(len(own), bool) for own in self.problem.costs]
-        for v, mark in zip(self.order.left, self.messages.alive):
+        for v, mark in zip(self.order.remaining, self.messages.alive):
             out[v] = mark
         return out
 

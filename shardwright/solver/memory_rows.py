@@ -193,9 +193,9 @@ class Rows:
 
     def used(self, states: Sequence[int]) -> np.ndarray:
         """By moment, the memory of the states."""
-        return _running(self.first, self.last, self.held(states), self.count)
+        return _running(self.first, self.last, self.usage_bytes(states), self.count)
 
-    def held(self, states: Sequence[int]) -> np.ndarray:
+    def usage_bytes(self, states: Sequence[int]) -> np.ndarray:
         """By usage, the memory of the states."""
         chosen = np.asarray(states, np.int64)
         mine, theirs = chosen[self.node], chosen[self.other]
@@ -344,15 +344,15 @@ def shorter(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], size:
             cuts.append((a + AHEAD * size, a + (AHEAD + layers - KEPT) * size))
     if not cuts:
         return None
-    stands, removed, left = np.empty(count, np.int64), np.zeros(count, bool), 0
+    stands, removed, shorter_count = np.empty(count, np.int64), np.zeros(count, bool), 0
     begin = 0
     for start, stop in cuts:
-        stands[begin:start] = np.arange(left, left + start - begin)
-        left += start - begin
-        stands[start:stop] = left + np.arange(stop - start) % size  # the layer behind the cut stands for these
+        stands[begin:start] = np.arange(shorter_count, shorter_count + start - begin)
+        shorter_count += start - begin
+        stands[start:stop] = shorter_count + np.arange(stop - start) % size  # the layer behind the cut stands for these
         removed[start:stop] = True
         begin = stop
-    stands[begin:] = np.arange(left, left + count - begin)
+    stands[begin:] = np.arange(shorter_count, shorter_count + count - begin)
     nodes = np.flatnonzero(~removed)
     out: dict[Pair, np.ndarray] = {}
     pairs: dict[Pair, Pair] = {}
@@ -415,7 +415,7 @@ class Splicer:
             for row in np.argsort(-over, kind="stable")[:WORST]:
                 if over[row] <= 0 or not fits.any():
                     break
-                fits &= self._held(a, b, int(row)) <= self.rows.limit
+                fits &= self._spliced_bytes(a, b, int(row)) <= self.rows.limit
             places = np.flatnonzero(fits & (costs < below))
             for k in places[np.argsort(costs[places], kind="stable")[:SPLICED]]:
                 states = [*a[:k].tolist(), *b[k:].tolist()]
@@ -426,18 +426,18 @@ class Splicer:
                     break
         return best
 
-    def _held(self, a: np.ndarray, b: np.ndarray, row: int) -> np.ndarray:
+    def _spliced_bytes(self, a: np.ndarray, b: np.ndarray, row: int) -> np.ndarray:
         """By place, the memory at a moment."""
         rows = self.rows
         live = np.flatnonzero((rows.first <= row) & (row < rows.last))
         low, high = np.minimum(rows.node[live], rows.other[live]), np.maximum(rows.node[live], rows.other[live])
 
-        def held(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        def of_states(x: np.ndarray, y: np.ndarray) -> np.ndarray:
             mine, theirs = x[rows.node[live]], y[rows.other[live]]
             step = rows.step[live]
             return rows.amounts[rows.offset[live] + np.where(step > 0, mine * step + theirs, mine)]
 
-        return _along(low, high, held(a, a), held(a, b), held(b, b), len(a))
+        return _along(low, high, of_states(a, a), of_states(a, b), of_states(b, b), len(a))
 
     # -- windows --
 
@@ -496,7 +496,7 @@ class Splicer:
                     add(nodes, self.rows.arrays[self.rows.array[n]], part * float(price[n]))
             if order is None:
                 order = elimination_order([len(own) for own in costs], edges, most=JOINT)
-                if order.left:
+                if order.remaining:
                     return None
             result = eliminate(costs, edges, order, made=Tables())
             if not np.isfinite(result.constant):

@@ -170,19 +170,21 @@ def milp(problem: Problem, *, seconds: float | None = None, work: float | None =
                     rows.add(0.0, 0.0, both + states, [1.0] * len(both) + [-1.0] * len(states))
     limit = math.inf if problem.limit is None else problem.limit
     for living in moments(problem) if problem.limit is not None else ():
-        held: dict[int, np.ndarray] = {}
+        own_amounts: dict[int, np.ndarray] = {}
         shared: dict[tuple[int, int], np.ndarray] = {}
         for n in living:
             use = problem.usages[n]
             if use.other is None:
-                held[use.node] = held.get(use.node, 0) + np.asarray(use.amount, float)
+                own_amounts[use.node] = own_amounts.get(use.node, 0) + np.asarray(use.amount, float)
             else:
                 pair = (use.node, use.other)
                 shared[pair] = shared.get(pair, 0) + np.asarray(use.amount, float)
-        most = sum(float(amount[column[v] >= 0].max(initial=0.0)) for v, amount in held.items())
+        most = sum(float(amount[column[v] >= 0].max(initial=0.0)) for v, amount in own_amounts.items())
         most += sum(float(amount.max(initial=0.0)) for amount in shared.values())
         if most > limit:
-            entries = [(int(c), float(m)) for v, amount in held.items() for c, m in zip(column[v], amount) if c >= 0]
+            entries = [
+                (int(c), float(m)) for v, amount in own_amounts.items() for c, m in zip(column[v], amount) if c >= 0
+            ]
             for pair, amount in shared.items():
                 number, first, second = chosen[pair]
                 entries += [

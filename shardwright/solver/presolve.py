@@ -71,15 +71,15 @@ class RestrictedProblem:
 
     Attributes:
         problem: with the states that are left.
-        kept: by node, the numbers of these states in the larger problem.
+        state_numbers: by node, the numbers of these states in the larger problem.
     """
 
     problem: Problem
-    kept: tuple[np.ndarray, ...]
+    state_numbers: tuple[np.ndarray, ...]
 
     def lift(self, states: Sequence[int]) -> list[int]:
         """States of the smaller problem as states of the larger."""
-        return [int(kept[state]) for kept, state in zip(self.kept, states)]
+        return [int(numbers[state]) for numbers, state in zip(self.state_numbers, states)]
 
 
 def interned(problem: Problem) -> Problem:
@@ -281,8 +281,8 @@ def undominated(problem: Problem, *, rounds: int = 3) -> RestrictedProblem:
                 continue
             amounts = []
             for amount, axis, other in uses[v]:
-                mine = amount.T[total.kept[v]] if axis else amount[total.kept[v]]
-                amounts += [mine] if other is None else list(mine[:, total.kept[other]].T)
+                mine = amount.T[total.state_numbers[v]] if axis else amount[total.state_numbers[v]]
+                amounts += [mine] if other is None else list(mine[:, total.state_numbers[other]].T)
             stay = once(
                 (own.tobytes(), sides, *(amount.tobytes() for amount in amounts)),
                 tables,
@@ -294,7 +294,9 @@ def undominated(problem: Problem, *, rounds: int = 3) -> RestrictedProblem:
         if not less:
             break
         step = restrict(now, alive)
-        total = RestrictedProblem(step.problem, tuple(kept[more] for kept, more in zip(total.kept, step.kept)))
+        total = RestrictedProblem(
+            step.problem, tuple(numbers[more] for numbers, more in zip(total.state_numbers, step.state_numbers))
+        )
         changed = {u for v in less for u in near[v]} | set(less)
     return total
 
@@ -304,7 +306,7 @@ class Core:
     """A problem without its easy nodes.
 
     Attributes:
-        problem: of the nodes that are left.
+        problem: of the remaining nodes.
         nodes: by node of the core, its number in the whole.
         constant: the difference between the whole's cost and the core's.
     """
@@ -334,16 +336,18 @@ def core(problem: Problem, *, made: Tables | None = None) -> Core:
     keep = () if problem.limit is None else {v for use in problem.usages for v in use.nodes}
     order = elimination_order(sizes, problem.edges, degree=2, keep=keep)
     result = eliminate(problem.costs, problem.edges, order, made=made)
-    number = {v: n for n, v in enumerate(order.left)}
+    number = {v: n for n, v in enumerate(order.remaining)}
     edges = {(number[scope[0]], number[scope[1]]): table for scope, table in result.tables.items() if len(scope) == 2}
-    names = tuple(problem.names[v] for v in order.left) if problem.names else tuple(str(v) for v in order.left)
+    names = (
+        tuple(problem.names[v] for v in order.remaining) if problem.names else tuple(str(v) for v in order.remaining)
+    )
     usages = tuple(
         replace(use, node=number[use.node], other=None if use.other is None else number[use.other])
         for use in problem.usages
         if use.node in number
     )
-    inner = Problem(tuple(result.tables[v,] for v in order.left), edges, names, usages, problem.limit)
-    return Core(inner, order.left, result.constant, result, len(sizes))
+    remaining = Problem(tuple(result.tables[v,] for v in order.remaining), edges, names, usages, problem.limit)
+    return Core(remaining, order.remaining, result.constant, result, len(sizes))
 
 
 @dataclass(frozen=True)
@@ -406,7 +410,7 @@ def _allowed(problem: Problem, nodes: Sequence[int]) -> bool:
         return False
     own = restrict(own, alive).problem
     order = elimination_order([len(cost) for cost in own.costs], own.edges)
-    return bool(order.left) or bool(np.isfinite(eliminate(own.costs, own.edges, order).constant))
+    return bool(order.remaining) or bool(np.isfinite(eliminate(own.costs, own.edges, order).constant))
 
 
 def _needed(problem: Problem, required: list[int], changed: bool, nodes: list[int]) -> list[int]:

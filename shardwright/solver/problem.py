@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -46,7 +45,7 @@ class MemoryUsage:
         """The nodes whose states decide the amount."""
         return (self.node,) if self.other is None else (self.node, self.other)
 
-    def held(self, states: Sequence[int]) -> float:
+    def amount_in(self, states: Sequence[int]) -> float:
         """The amount under these states of all nodes."""
         at = states[self.node] if self.other is None else (states[self.node], states[self.other])
         return float(self.amount[at])
@@ -107,13 +106,13 @@ class StoppedSearch(KeyboardInterrupt):
         found: the best result so far, of the kind that the search returns; None: there is none.
     """
 
-    def __init__(self, found: Any) -> None:
+    def __init__(self, found: object) -> None:
         super().__init__()
         self.found = found
 
 
 @contextmanager
-def stopping(best: Callable[[Any], Any]) -> Iterator[None]:
+def stopping(best: Callable[[object], object]) -> Iterator[None]:
     """Let Ctrl-C inside the ``with`` block carry the best result so far.
 
     Args:

@@ -113,8 +113,8 @@ def least_memory(problem: Problem) -> LeastMemory:
     Raises:
         PlanError: nothing is allowed, whatever the memory.
     """
-    inner = consistent(problem)
-    bound, times = binding(replace(costless(inner.problem), limit=-1.0))  # every moment is a row
+    restricted = consistent(problem)
+    bound, times = binding(replace(costless(restricted.problem), limit=-1.0))  # every moment is a row
     rows = Rows.of(bound, len(times))
     low = float(rows.least().max(initial=0.0))
     pricing = Pricing.of(bound, rows)
@@ -128,7 +128,7 @@ def least_memory(problem: Problem) -> LeastMemory:
         found = replace(found, least=max(low, float(np.ceil(least)) if whole else least))
     if found.states is None:
         return found
-    states = tuple(inner.lift(found.states[:-1]))
+    states = tuple(restricted.lift(found.states[:-1]))
     return replace(found, states=states) if np.isfinite(problem.cost(states)) else LeastMemory(found.least, None, None)
 
 
@@ -151,14 +151,15 @@ def infeasible(
         most = float(rows.used((*known, 0)).max(initial=0.0))
         if found.enough is None or most < found.enough:
             found = replace(found, enough=most, states=tuple(known))
-    held, limit = rows.least(), np.inf if problem.limit is None else problem.limit
-    if not (held > limit).any() and found.states is not None:  # each moment can be met, but not all at once
-        held = rows.used((*found.states, 0))
-    over = np.flatnonzero(held > limit)
+    needed, limit = rows.least(), np.inf if problem.limit is None else problem.limit
+    if not (needed > limit).any() and found.states is not None:  # each moment can be met, but not all at once
+        needed = rows.used((*found.states, 0))
+    over = np.flatnonzero(needed > limit)
     moments = tuple(int(times[row]) for row in over)
-    worst = over[np.argsort(-held[over], kind="stable")][:SHOWN]
+    worst = over[np.argsort(-needed[over], kind="stable")][:SHOWN]
     shown = ", ".join(
-        f"moment {times[row]} ({_who(problem, int(times[row]))}): at least {held[row]:,.0f}" for row in worst
+        f"moment {times[row]} ({_largest_usages(problem, int(times[row]))}): at least {needed[row]:,.0f}"
+        for row in worst
     )
     more = f" and {len(over) - len(worst):,} more" if len(over) > len(worst) else ""
     if found.enough is None:
@@ -175,13 +176,13 @@ def infeasible(
     return error
 
 
-def _who(problem: Problem, moment: int) -> str:
+def _largest_usages(problem: Problem, moment: int) -> str:
     """The nodes with the most memory at a moment, in their least states, as text."""
-    held: dict[int, float] = {}
+    least: dict[int, float] = {}
     for use in problem.usages:
         if use.start <= moment < use.stop:
-            held[use.node] = held.get(use.node, 0.0) + float(np.min(use.amount))
-    largest = sorted(held, key=lambda v: -held[v])[:3]
+            least[use.node] = least.get(use.node, 0.0) + float(np.min(use.amount))
+    largest = sorted(least, key=lambda v: -least[v])[:3]
     return "most in " + ", ".join(problem.names[v] if problem.names else f"node {v}" for v in largest)
 
 
@@ -217,11 +218,11 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
 
     # A step that is running at the end may take `GRACE` longer.
     until = math.inf if seconds is None else time.monotonic() + seconds - min(GRACE, SPARE * seconds)
-    inner = consistent(problem)
-    bound, times = binding(inner.problem)
+    restricted = consistent(problem)
+    bound, times = binding(restricted.problem)
     if bound.limit is None:
-        left = None if seconds is None else until - time.monotonic()
-        free = solve(replace(problem, usages=(), limit=None), seconds=left)
+        seconds = None if seconds is None else until - time.monotonic()
+        free = solve(replace(problem, usages=(), limit=None), seconds=seconds)
         return replace(free, notes=(*free.notes, "no plan needs more than the memory limit"))
     rows = Rows.of(bound, len(times))
     over = rows.least() > bound.limit
@@ -234,11 +235,11 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     searched = Searched() if pricing is None else None
 
     def lifted(found: Solution) -> Solution:
-        states = tuple(inner.lift(found.states[:-1]))
+        states = tuple(restricted.lift(found.states[:-1]))
         cost = problem.cost(states)
         return Solution(states, cost, cost if found.bound >= found.cost else min(cost, found.bound), found.notes)
 
-    with stopping(lambda best: None if best is None else lifted(best)):
+    with stopping(lambda best: lifted(best) if isinstance(best, Solution) else None):
         try:
             if pricing is not None:
                 searched = priced_search(bound, rows, pricing, gap)
@@ -247,7 +248,7 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
         if searched is None:
             searched = priced_search(bound, rows, SweptPricing(bound, rows), gap)
     found, leanest, least, priced, prices = searched
-    known = None if leanest is None else inner.lift(leanest.states[:-1])
+    known = None if leanest is None else restricted.lift(leanest.states[:-1])
     if known is not None and found is None and large:
         return _leanest(problem, infeasible(problem, known=known, least=least or 0.0, search=least is None), priced)
     if least is not None and least > bound.limit:
@@ -279,7 +280,7 @@ def swept(problem: Problem, gap: float) -> Solution:
     names = (*problem.names, "what every plan holds") if problem.names else ()  # names as `binding` leaves them
     free = replace(problem, costs=(*problem.costs, np.zeros(1)), names=names, usages=(), limit=0.0)
     rows = Rows.of(free, 0)
-    with stopping(lambda best: None if best is None else without_end(best)):
+    with stopping(lambda best: without_end(best) if isinstance(best, Solution) else None):
         found = priced_search(free, rows, SweptPricing(free, rows), gap).found
     if found is None:
         raise PlanError(
@@ -457,28 +458,28 @@ def _polish(best: _Best, priced: PricedProblem, until: float) -> None:
     Where a search from the current states finds nothing more, the next begins at the states of the sweeps at these
     prices.
     """
-    rows, left = priced.rows, np.array(priced.order.left)
+    rows, remaining = priced.rows, np.array(priced.order.remaining)
     if best.states is None:
         _dear(best, priced, until)
     priced.price(priced.best)
     priced.sweep(LAST)
-    inner = _allowed(priced, until)
+    core_states = _allowed(priced, until)
     turn, pace, side, still = 0, 1.0, 0, 0
     while time.monotonic() < until and (until < math.inf or turn < TURNS):
-        before = priced.core.cost(inner)
-        inner = wide(priced.core, inner, most=WIDE << min(2, still), seed=turn)
+        before = priced.core.cost(core_states)
+        core_states = wide(priced.core, core_states, most=WIDE << min(2, still), seed=turn)
         turn += 1
-        still = 0 if priced.core.cost(inner) < before - 1e-4 * abs(before) else still + 1
+        still = 0 if priced.core.cost(core_states) < before - 1e-4 * abs(before) else still + 1
         if still > STILL:
             priced.sweep(LAST)
             other = _allowed(priced, until)
             for _ in range(3):
                 other = wide(priced.core, other, seed=turn)
                 turn += 1
-            if priced.core.cost(other) < priced.core.cost(inner):
-                inner = other
+            if priced.core.cost(other) < priced.core.cost(core_states):
+                core_states = other
             still = 0
-        states = priced.lift(inner)
+        states = priced.lift(core_states)
         best.see(states)
         over = rows.over(states)
         if side * over.max() < 0:
@@ -489,7 +490,7 @@ def _polish(best: _Best, priced: PricedProblem, until: float) -> None:
         if positive.any():
             multipliers = multipliers + pace * 0.02 * multipliers.sum() * positive / positive.sum()
         priced.price(multipliers)
-        inner = [states[v] for v in left]
+        core_states = [states[v] for v in remaining]
 
 
 def _dear(best: _Best, priced: PricedProblem, until: float) -> None:
@@ -554,29 +555,29 @@ def _solve(problem: Problem, seconds: float | None, merge: bool, gap: float) -> 
     if problem.limit is not None:
         return solve_limited(problem, seconds=seconds, gap=gap)
     until = time.monotonic() + (SECONDS if seconds is None else seconds)
-    inner = consistent(problem)
+    restricted = consistent(problem)
     made = Tables()
     current().watch("elimination")
 
     def lifted(found: Solution) -> Solution:
-        states = tuple(inner.lift(found.states))
+        states = tuple(restricted.lift(found.states))
         cost = problem.cost(states)
         return Solution(states, cost, cost if found.gap == 0 else min(cost, found.bound), (*notes, *found.notes))
 
-    with stopping(lambda best: None if best is None else lifted(best)):
+    with stopping(lambda best: lifted(best) if isinstance(best, Solution) else None):
         try:
-            result = eliminated(inner.problem, made, None if seconds is None else until)
-            found = None if result is not None else bounded(inner.problem, made, until)
+            result = eliminated(restricted.problem, made, None if seconds is None else until)
+            found = None if result is not None else bounded(restricted.problem, made, until)
         except OutOfBudgetError:
             result, made = None, Tables()  # release the tables
-            found = swept(inner.problem, gap)
+            found = swept(restricted.problem, gap)
     if result is None:
         if found is None:
             raise contradiction(problem)
         return lifted(found)
     if not np.isfinite(result.constant):
         raise contradiction(problem)
-    states = tuple(inner.lift(result.complete([0] * len(problem.costs))))
+    states = tuple(restricted.lift(result.complete([0] * len(problem.costs))))
     cost = problem.cost(states)
     return Solution(states, cost, cost, (*notes, "proved optimal, by variable elimination"))
 
@@ -607,19 +608,19 @@ def marginals(problem: Problem, node: int, *, sweeps: int = 30) -> Marginals:
     Raises:
         PlanError: nothing is allowed.
     """
-    inner = consistent(problem)
+    restricted = consistent(problem)
     costs = np.full(len(problem.costs[node]), np.inf)
-    order = elimination_order([len(own) for own in inner.problem.costs], inner.problem.edges, keep=(node,))
-    if order.left == (node,):
-        result = eliminate(inner.problem.costs, inner.problem.edges, order)
-        costs[inner.kept[node]] = result.tables[node,] + result.constant
+    order = elimination_order([len(own) for own in restricted.problem.costs], restricted.problem.edges, keep=(node,))
+    if order.remaining == (node,):
+        result = eliminate(restricted.problem.costs, restricted.problem.edges, order)
+        costs[restricted.state_numbers[node]] = result.tables[node,] + result.constant
         if not np.isfinite(costs).any():
             raise contradiction(problem)
         return Marginals(costs, problem.limit is None)
     # a sweep backwards to the node collects the shares of all other nodes in it
-    others = [v for v in range(len(problem.costs)) if v != node]
-    messages = Messages(inner.problem, [node, *others])
+    rest = [v for v in range(len(problem.costs)) if v != node]
+    messages = Messages(restricted.problem, [node, *rest])
     for _ in range(sweeps):
         messages.sweep()
-    costs[inner.kept[node]] = messages.at_first()
+    costs[restricted.state_numbers[node]] = messages.at_first()
     return Marginals(costs, False)

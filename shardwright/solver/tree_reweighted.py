@@ -35,7 +35,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -96,7 +95,7 @@ class Messages:
         problem: Problem,
         order: Sequence[int] | None = None,
         best: float = np.inf,
-        dtype: type[np.floating[Any]] = np.float64,
+        dtype: type[np.float32] | type[np.float64] = np.float64,
     ) -> None:
         self.problem, self.best, self.bound, self.dtype = problem, best, -np.inf, dtype
         self.order = list(range(len(problem.costs))) if order is None else list(order)
@@ -178,18 +177,18 @@ class Messages:
         worst = self.best + ROUNDING * abs(self.best) + self._slack
         for v in self.order if to else reversed(self.order):
             two = sides[v]
-            here, there = two[1 - to], two[to]
+            behind_side, ahead_side = two[1 - to], two[to]
             own = self.problem.costs[v]
-            coming = there.incoming.sum(axis=0)
-            theta = own + here.incoming.sum(axis=0)
+            coming = ahead_side.incoming.sum(axis=0)
+            theta = own + behind_side.incoming.sum(axis=0)
             theta += coming
             ahead -= retained[v]
             if fixing:
                 self.alive[v] &= ~(theta > worst - behind - ahead)
             if to:
                 choice = own + coming
-                if len(here.nodes):
-                    taken = here.tables[:, here.starts + states[here.nodes]]
+                if len(behind_side.nodes):
+                    taken = behind_side.tables[:, behind_side.starts + states[behind_side.nodes]]
                     before = taken.sum(axis=1)
                     if not np.isfinite(before.min()):  # contradictions among these: choose the fewest
                         forbidden = np.isinf(taken).sum(axis=1)
@@ -197,15 +196,15 @@ class Messages:
                         before = np.where(forbidden == forbidden.min(), allowed, np.inf)
                     choice += before
                 states[v] = choice.argmin()
-            many = len(there.nodes)
-            share = 1.0 / max(len(here.nodes), many, 1)
+            many = len(ahead_side.nodes)
+            share = 1.0 / max(len(behind_side.nodes), many, 1)
             if many:
-                there.outgoing = (share * theta - there.incoming).astype(self.dtype, copy=False)
-                sent = np.repeat(there.outgoing.T, there.counts, axis=1)
-                sent += there.tables
+                ahead_side.outgoing = (share * theta - ahead_side.incoming).astype(self.dtype, copy=False)
+                sent = np.repeat(ahead_side.outgoing.T, ahead_side.counts, axis=1)
+                sent += ahead_side.tables
                 message = sent.min(axis=0)
                 start = 0
-                for u, row, end in zip(there.nodes.tolist(), there.rows, there.ends):
+                for u, row, end in zip(ahead_side.nodes.tolist(), ahead_side.rows, ahead_side.ends):
                     side, part = sides[u][1 - to], message[start:end]
                     side.incoming[row] = part
                     brought = float((part + side.outgoing[row]).min())
@@ -214,7 +213,7 @@ class Messages:
                     start = end
             least = float(theta.min())
             # where all of it is shared out, the rest is 0, without rounding
-            retained[v] = 0.0 if many and many >= len(here.nodes) else (1.0 - many * share) * least
+            retained[v] = 0.0 if many and many >= len(behind_side.nodes) else (1.0 - many * share) * least
             behind += retained[v]
         self._swept += 1
         self.bound = max(self.bound, behind)
@@ -243,16 +242,16 @@ class Messages:
                 out[v, u] = self._sides[u][1].incoming[before.rows[n]]
         return out
 
-    def cut(self, problem: Problem, kept: Sequence[np.ndarray]) -> Messages:
+    def cut(self, problem: Problem, state_numbers: Sequence[np.ndarray]) -> Messages:
         """The messages of the same problem with fewer states (see `presolve.RestrictedProblem`), continued from the
         current ones.
 
         Args:
             problem: the smaller problem, consistent again.
-            kept: by node, the numbers of the states that are left.
+            state_numbers: by node, the numbers of the states that stay.
         """
         out = Messages(problem, self.order, self.best, self.dtype)
-        for new, old, states in zip(out._sides, self._sides, kept):
+        for new, old, states in zip(out._sides, self._sides, state_numbers):
             for a, b in zip(new, old):
                 a.incoming, a.outgoing = b.incoming[:, states], b.outgoing[:, states]
         out.bound, out._retained, out._swept = self.bound, list(self._retained), self._swept
@@ -360,18 +359,18 @@ class Sweeps:
             two, sources = [], []
             for side in (0, 1):  # from below, from above
                 begin, parts = ends[side], [np.empty(0, np.int64)]
-                from_there = [group for group in self._groups if group.colours[1 - side] == c]
-                for group in from_there:
+                groups = [group for group in self._groups if group.colours[1 - side] == c]
+                for group in groups:
                     group.at[1 - side] = ends[side]
                     at = first[group.ends[1 - side]] + np.arange(group.sizes[1 - side])[:, None]
                     parts.append(at.ravel())
                     ends[side] += at.size
                 share = np.repeat(1.0 / most[mine], sizes[mine])
                 two.append(_ColourSide(begin, ends[side], np.concatenate(parts), share))
-                sources.append(from_there)
+                sources.append(groups)
             self._sides.append(two)
             self._sources.append(sources)
-        self._kept = [[1.0 - count[side][mine] / most[mine] for side in (0, 1)] for mine in self._nodes]
+        self._retained_shares = [[1.0 - count[side][mine] / most[mine] for side in (0, 1)] for mine in self._nodes]
         self._messages = [np.zeros(end) for end in ends]  # from below, from above
         self._outgoing = [np.zeros(end) for end in ends]  # to below, to above: less what had come from there
 
@@ -409,7 +408,7 @@ class Sweeps:
                 room = worst - behind - ahead - float(least.sum())
                 self._fix(c, theta - np.repeat(least, self._sizes[c]) <= room)
             ahead += self._send(c, to, theta)
-            retained[mine] = self._kept[c][to] * least
+            retained[mine] = self._retained_shares[c][to] * least
             behind += float(retained[mine].sum())
         self._swept += 1
         self.bound = max(self.bound, behind)

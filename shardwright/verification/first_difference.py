@@ -223,9 +223,9 @@ class _OfStages(_Search):
             for k in range(len(self.references)):
                 if (found := self.made[stage.number, k].gradients(message)) is not None:
                     return found
-        first, *others = self.references
+        first, *rest = self.references
         for name in (v.name for v in self.graph.parameters.values()):
-            terms = [g for r in (first, *others) if (g := r.gradient(name)) is not None]
+            terms = [g for r in (first, *rest) if (g := r.gradient(name)) is not None]
             first.values[name].grad = sum(terms[1:], terms[0]) if terms else None
         return self.made[0, 0].parameters(self.state, message)
 

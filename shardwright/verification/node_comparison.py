@@ -21,6 +21,7 @@ from torch import Tensor
 from ..accelerators import sum_type
 from ..errors import ShardwrightError
 from ..graph import SEED, Graph, Op, Value, map_values
+from ..identity import IdentitySet
 from ..layout import Layout
 from ..partition.local_program import InputPlacement, Instruction, LocalOp, PlacedValue, Redistribute, made_by
 from ..redistribution import Halo
@@ -195,7 +196,7 @@ class Comparison:
         self.found: FirstDifference | None = None
         self.last: Node | None = None
         self.made: dict[str, tuple[Sequence[Tensor], Layout]] = {}  # value name -> shards that retain their gradients
-        self.seen: dict[int, Tensor] = {}  # id of a shard -> the shard, alive, so that no other shard gets its id
+        self.seen: set[Tensor] = set()  # shards that retain their gradients
 
     def failed(self, body: LocalExecutor, error: Exception) -> FirstDifference | None:
         """The operator that raised an error: the one after the last that ran."""
@@ -299,9 +300,9 @@ class Comparison:
             isinstance(instruction, LocalOp) and instance.layout.reduction != "sum"
         ):
             return  # the gradient of a partial maximum is split among ranks: that of the completed one is compared
-        if not shards[0].requires_grad or id(shards[0]) in self.seen:
+        if not shards[0].requires_grad or shards[0] in self.seen:
             return
-        self.seen.update((id(shard), shard) for shard in shards)
+        self.seen.update(shards)
         for shard in shards:
             shard.retain_grad()
         self.made[name] = shards, instance.layout.without_partial()
@@ -407,7 +408,7 @@ class Comparison:
         if guilty is None:
             converted = {
                 i.operator
-                for plan in {id(p): p for p in self.plans.values()}.values()
+                for plan in IdentitySet(self.plans.values())
                 for i in plan.backward
                 if isinstance(i, Redistribute)
                 and i.backward is not None

@@ -329,7 +329,7 @@ class _Verification:
         def cast(x: Tensor) -> Tensor:
             return x.detach().to(dtype if x.is_floating_point() else x.dtype, copy=True)
 
-        memo: dict[int, object] = {}
+        memo: dict[int, object] = {}  # by id, as `copy.deepcopy` has it; `self.state` owns the tensors
         for tensor, value in self.state:
             new = cast(value)
             if isinstance(tensor, nn.Parameter):
@@ -452,20 +452,20 @@ class _Verification:
 
 def _values(net: nn.Module, loss_fn: object, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """(tensor, its value) of each parameter, buffer and tensor attribute. Parameters without values are initialised."""
-    values: dict[int, tuple[Tensor, Tensor]] = {}
+    values: dict[Tensor, Tensor] = {}
     for part in (net, loss_fn):
         if not isinstance(part, nn.Module):
             continue
 
         def take(name: str, tensor: Tensor, whole: Tensor) -> None:
-            values[id(tensor)] = tensor, whole.detach().clone()  # a clone: training must not change the model
+            values[tensor] = whole.detach().clone()  # a clone: training must not change the model
 
         materialize(part, take, device)
         for module in part.modules():
             for tensor in vars(module).values():
                 if isinstance(tensor, Tensor):
-                    values.setdefault(id(tensor), (tensor, tensor.detach().clone()))
-    return list(values.values())
+                    values.setdefault(tensor, tensor.detach().clone())
+    return list(values.items())
 
 
 def _loss_of(result: object) -> Tensor | None:

@@ -106,7 +106,7 @@ def test_each_collective_of_the_step_is_issued_once_and_waited_for_once(kind: st
 def test_the_weights_of_a_block_are_one_message_one_block_ahead(kind: str) -> None:
     plan = planned(kind)
     for again in (False, True):
-        gathers = [message for _, message in plan.schedule.of("gather", again)]
+        gathers = [message for _, message in plan.schedule.of("gather", repeats_forward=again)]
         keys = [(block_of(message.members[0].name), message.digits) for message in gathers]
         assert len(keys) == len(set(keys))  # one a block and set of ranks
         assert all(len({block_of(m.name) for m in message.members}) == 1 for message in gathers)
@@ -190,7 +190,7 @@ def test_no_gather_of_the_backward_waits_in_front_of_independent_work(kind: str)
     plan = planned(kind)
     instructions, forward = plan.program.instructions, plan.schedule.forward
     needs = forward_needs(plan)
-    gathers = [message for _, message in plan.schedule.of("gather", again=True)]
+    gathers = [message for _, message in plan.schedule.of("gather", repeats_forward=True)]
     assert gathers
     for message in gathers:
         entries = plan.backward[message.wait - forward :]
@@ -295,7 +295,9 @@ def test_the_peak_stays_within_the_allowance(kind: str) -> None:
 def test_with_more_room_weights_come_earlier_and_together() -> None:
     tight, loose = replace(planned("level3"), comm_memory=0), planned("level3")
     assert tight.peak == tight.unscheduled.peak < loose.peak
-    blocks = lambda plan: Counter(block_of(m.members[0].name) for _, m in plan.schedule.of("gather", again=True))
+    blocks = lambda plan: Counter(
+        block_of(m.members[0].name) for _, m in plan.schedule.of("gather", repeats_forward=True)
+    )
     assert max(blocks(loose).values()) == 1 < max(blocks(tight).values())
 
 
@@ -439,7 +441,7 @@ def test_a_block_of_a_stage_has_one_gather_and_one_scatter(level: str) -> None:
     for plan in staged(level):
         schedule = replace(plan, comm_memory=1e9).stage_schedule
         for role, again in (("gather", False), ("gather", True), ("scatter", False)):
-            messages = [message for _, message in schedule.of(role, again)]
+            messages = [message for _, message in schedule.of(role, repeats_forward=again)]
             keys = [(block_of(message.members[0].name), message.digits) for message in messages]
             assert len(keys) == len(set(keys)) and (len(keys) >= LAYERS // 2 or again)
         gathers = [message for _, message in schedule.of("gather")]

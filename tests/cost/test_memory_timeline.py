@@ -21,7 +21,7 @@ from shardwright.cost.cost_model import CostModel
 from shardwright.cost.memory_timeline import optimizer_bytes, timeline
 from shardwright.partition.local_program import place_inputs
 from shardwright.partition.rematerialization import segments_of, with_recompute
-from shardwright.planners.memory_problem import holding
+from shardwright.planners.memory_problem import add_memory
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import CUT, PlanningProblem
 from shardwright.sharded_plan import Plan
@@ -78,7 +78,9 @@ def searched(net, args, devices: int, loss_fn=None, limit: float = 1e18):
     graph = capture(net, args, None, loss_fn=loss_fn)
     input_placement, costs = place_inputs(graph, devices, "full_batch"), CostModel(None, devices)
     search = Search.of(PlanningProblem(graph, devices, input_placement, cost_model=costs))
-    return search, holding(search.cost_graph(search.options(), cut=CUT), input_placement, search.batch_dims, limit, 8.0)
+    return search, add_memory(
+        search.cost_graph(search.options(), cut=CUT), input_placement, search.batch_dims, limit, 8.0
+    )
 
 
 def planned(search: Search, held, states) -> Plan:
@@ -287,13 +289,15 @@ def test_what_is_sent_on_the_way_to_what_is_dropped_is_kept(block_of_four, seed)
     scale = max(float(c[np.isfinite(c)].max()) for c in costs)
     for node in held.cost_graph.operators.values():
         costs[node] = costs[node] + rng.uniform(0, 30 * scale, len(costs[node]))
-    for name, node in held.kept.items():  # whatever may be is dropped
-        costs[node] = costs[node] - 1e3 * scale * np.array([s.how == "dropped" for s in held.states[name]])
+    for name, node in held.remat_nodes.items():  # whatever may be is dropped
+        costs[node] = costs[node] - 1e3 * scale * np.array([s.how == "recomputed" for s in held.states[name]])
     states = solve(replace(problem, costs=tuple(costs), usages=(), limit=None)).states
     plan = planned(search, held, states)
     assert held.recomputed(states) and plan.regions
     estimated = sum(
-        use.held(states) for use in problem.usages if use.what == "activations" and use.start <= count + 1 < use.stop
+        use.amount_in(states)
+        for use in problem.usages
+        if use.what == "activations" and use.start <= count + 1 < use.stop
     )
     assert estimated >= plan.timeline.totals({"activations"})[plan.timeline.forward]
 
@@ -308,8 +312,8 @@ def test_weights_that_are_gathered_for_what_runs_again_are_there_from_its_beginn
     scale = max(float(c[np.isfinite(c)].max()) for c in costs)
     for node in held.cost_graph.operators.values():
         costs[node] = costs[node] + rng.uniform(0, 30 * scale, len(costs[node]))
-    for name, node in held.kept.items():
-        costs[node] = costs[node] - 1e3 * scale * np.array([s.how == "dropped" for s in held.states[name]])
+    for name, node in held.remat_nodes.items():
+        costs[node] = costs[node] - 1e3 * scale * np.array([s.how == "recomputed" for s in held.states[name]])
     for name, node in held.cost_graph.parameters.items():  # whatever may be is stored cut, and gathered twice
         again = np.array([s.stored != s.layout and s.reshard_after_forward for s in held.cost_graph.storages[name]])
         costs[node] = costs[node] - 1e3 * scale * again
@@ -319,7 +323,7 @@ def test_weights_that_are_gathered_for_what_runs_again_are_there_from_its_beginn
     changes = np.zeros(max(use.stop for use in problem.usages) + 1)
     for use in problem.usages:
         if use.what == "gathered":
-            changes[[use.start, use.stop]] += (amount := use.held(states)), -amount
+            changes[[use.start, use.stop]] += (amount := use.amount_in(states)), -amount
     assert np.cumsum(changes).max() >= max(plan.timeline.totals({"gathered"}))
 
 
@@ -333,10 +337,10 @@ def test_the_estimate_is_the_program_where_nothing_is_converted(which, problems)
     for name, node in held.cost_graph.operators.items():  # everything whole; and of what is kept as little as may be
         options = held.cost_graph.options[name]
         costs[node] = np.array([0.0 if o.assignment == fixed[name] and not o.open else np.inf for o in options])
-    for node in held.kept.values():
+    for node in held.remat_nodes.values():
         costs[node] = np.array(
             [
-                1e9 * (s.how == "dropped") + (s.how == "kept") - 0.5 * (s.layout is not None)
+                1e9 * (s.how == "recomputed") + (s.how == "saved") - 0.5 * (s.layout is not None)
                 for s in held.states[_name(held, node)]
             ]
         )
@@ -366,8 +370,8 @@ def test_the_estimate_of_each_strategy_is_the_program(act, loss, targets) -> Non
         for state, footprint in enumerate(held.cost_graph.op_costs[op.name]):
             costs = list(problem.costs)
             costs[node] = np.where(np.arange(len(costs[node])) == state, costs[node], np.inf)
-            for name, kept in held.kept.items():
-                costs[kept] = costs[kept] + 1e9 * np.array([s.how == "dropped" for s in held.states[name]])
+            for name, kept in held.remat_nodes.items():
+                costs[kept] = costs[kept] + 1e9 * np.array([s.how == "recomputed" for s in held.states[name]])
             if not np.isfinite(costs[node][state]):
                 continue
             states = solve(replace(problem, costs=tuple(costs), usages=(), limit=None)).states
@@ -379,7 +383,7 @@ def test_the_estimate_of_each_strategy_is_the_program(act, loss, targets) -> Non
 
 
 def _name(held, node: int) -> str:
-    return next(name for name, number in held.kept.items() if number == node)
+    return next(name for name, number in held.remat_nodes.items() if number == node)
 
 
 # -- plans within a limit --

@@ -12,7 +12,7 @@ from small_networks import draw, labels
 from torch import nn
 
 import shardwright as sw
-from shardwright.cost.memory_timeline import HeldOptimizer, held_optimizer, optimizer_bytes
+from shardwright.cost.memory_timeline import OptimizerState, optimizer_bytes, optimizer_state
 
 X, T = draw(16, 8), labels(16)
 LOSS = nn.CrossEntropyLoss()
@@ -49,22 +49,22 @@ def test_the_state_before_the_first_step_is_that_after_it(name: str) -> None:
     kind, settings = OPTIMIZERS[name]
     made = net()
     optimizer = getattr(torch.optim, kind)(made.parameters(), **settings)
-    before = held_optimizer([optimizer], made.parameters())
+    before = optimizer_state([optimizer], made.parameters())
     LOSS(made(X), T).backward()
     optimizer.step()
-    assert before == held_optimizer([optimizer], made.parameters())
+    assert before == optimizer_state([optimizer], made.parameters())
     kept = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor) and x.dim()]
     elements = sum(p.numel() for p in made.parameters())
-    assert before == HeldOptimizer(kind, sum(x.numel() * x.element_size() for x in kept) / elements)
+    assert before == OptimizerState(kind, sum(x.numel() * x.element_size() for x in kept) / elements)
 
 
 def test_parameters_of_several_optimizers_and_of_none() -> None:
     one, other = nn.Linear(4, 4, bias=False).double(), nn.Linear(4, 12, bias=False).double()
     sgd, adam = torch.optim.SGD(one.parameters()), torch.optim.AdamW(other.parameters())
     both = [*one.parameters(), *other.parameters()]
-    assert held_optimizer([sgd, adam], both) == HeldOptimizer("SGD and AdamW", 16 * 48 / 64)
-    assert held_optimizer([adam], both) == HeldOptimizer("AdamW", 16 * 48 / 64)
-    assert held_optimizer([sgd], other.parameters()) is None
+    assert optimizer_state([sgd, adam], both) == OptimizerState("SGD and AdamW", 16 * 48 / 64)
+    assert optimizer_state([adam], both) == OptimizerState("AdamW", 16 * 48 / 64)
+    assert optimizer_state([sgd], other.parameters()) is None
     assert optimizer_bytes(None) == optimizer_bytes("adam") == 8.0
 
 
@@ -79,9 +79,9 @@ class Own(torch.optim.Optimizer):
 def test_an_optimizer_of_the_user_is_known_from_its_first_step_on() -> None:
     made = net()
     optimizer = Own(made.parameters(), {})
-    assert held_optimizer([optimizer], made.parameters()) == HeldOptimizer("Own", 8.0)
+    assert optimizer_state([optimizer], made.parameters()) == OptimizerState("Own", 8.0)
     optimizer.step()
-    assert held_optimizer([optimizer], made.parameters()) == HeldOptimizer("Own", 6.0)
+    assert optimizer_state([optimizer], made.parameters()) == OptimizerState("Own", 6.0)
 
 
 def test_the_optimizer_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +148,7 @@ def on_ranks(rank: int, world: int) -> None:
     optimizer = torch.optim.AdamW(made.parameters())
     for _ in range(2):
         model(X, T).backward()
-        assert model.plan.counted_optimizer == HeldOptimizer("AdamW", 16.0)
+        assert model.plan.counted_optimizer == OptimizerState("AdamW", 16.0)
         optimizer.step()
         kept = [x.to_local() for s in optimizer.state.values() for x in s.values() if x.dim()]
         assert model.plan.memory(rank)["optimizer"] == sum(x.numel() * x.element_size() for x in kept)

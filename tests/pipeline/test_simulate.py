@@ -301,7 +301,7 @@ def test_a_pipeline_is_simulated_by_the_prices_of_its_stages() -> None:
         line = stage.plan.timeline
         kept = sum(
             h.bytes
-            for h in line.held
+            for h in line.allocations
             if h.start < line.forward < h.stop and h.what not in ("parameters", "gradients", "optimizer")
         )
         assert made.kept[group] == kept > 0

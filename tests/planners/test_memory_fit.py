@@ -20,7 +20,7 @@ from shardwright.partition.local_program import Decisions, place_inputs
 from shardwright.planners import dynamic_programming as searching
 from shardwright.planners.dynamic_programming import dynamic_programming
 from shardwright.planners.memory_fit import MOST_TRIES, TooLittleMemoryError, _Fitting, fit, fits
-from shardwright.planners.memory_problem import holding
+from shardwright.planners.memory_problem import add_memory
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import CUT, PlanningProblem
 from shardwright.planners.recursive_programming import recursive_programming
@@ -240,7 +240,7 @@ def test_what_runs_again_reads_what_was_sent(monkeypatch: pytest.MonkeyPatch) ->
 
     def spied(self: _Fitting, solution: Solution) -> tuple[Decisions, MemoryTimeline]:
         made = decided(self, solution)
-        seen.append((made[1].peak, self.held.peak(solution.states)))
+        seen.append((made[1].peak, self.memory_problem.peak(solution.states)))
         return made
 
     monkeypatch.setattr(_Fitting, "decided", spied)
@@ -269,7 +269,7 @@ def test_what_gives_its_input_back_runs_again_with_what_reads_it() -> None:
     graph = capture(net, (torch.randn(64, 16), torch.randn(64, 16)), None, loss_fn=nn.MSELoss())
     input_placement = place_inputs(graph, 2, "full_batch")
     search = Search.of(PlanningProblem(graph, 2, input_placement, cost_model=CostModel(cluster(2), 2)))
-    held = holding(search.cost_graph(search.options(), cut=CUT), input_placement, search.batch_dims, 1e12, 8.0)
+    held = add_memory(search.cost_graph(search.options(), cut=CUT), input_placement, search.batch_dims, 1e12, 8.0)
     dropouts = {op.name for op in graph.ops if "dropout" in op.name}
     again = [names for names in held.recompute_sets.values() if any(name.startswith("add") for name in names)]
     assert again and all(dropouts & set(names) for names in again)

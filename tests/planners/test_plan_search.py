@@ -17,7 +17,7 @@ from shardwright.capture.export import capture
 from shardwright.cost.cost_model import CostModel
 from shardwright.partition.local_program import Decision, place_inputs
 from shardwright.planners import graph_problem
-from shardwright.planners.memory_problem import holding
+from shardwright.planners.memory_problem import add_memory
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import PlanningProblem, PriceBook
 from shardwright.planners.recursive_programming import recursion
@@ -71,7 +71,7 @@ def test_equal_layers_share_their_tables_and_a_known_plan_keeps_its_cost(search:
     made = search.cost_graph(search.options(plans), plans)
     problem = made.problem
     if share is not None:
-        held = holding(made, search.input_placement, search.batch_dims, 1.0, 2.0)
+        held = add_memory(made, search.input_placement, search.batch_dims, 1.0, 2.0)
         problem = held.cost_graph.problem
         problem = replace(problem, limit=share * held.peak([0] * len(problem.costs)))
         problem = binding(consistent(problem).problem)[0]

@@ -34,7 +34,7 @@ def layers(count: int) -> tuple[nn.Module, tuple, nn.Module]:
 def most_held(problem: Problem, solution: Solution) -> float:
     """Bytes at the fullest moment, row by row."""
     return max(
-        sum(use.held(solution.states) for use in problem.usages if use.start <= moment < use.stop)
+        sum(use.amount_in(solution.states) for use in problem.usages if use.start <= moment < use.stop)
         for moment in {use.start for use in problem.usages}
     )
 
@@ -55,11 +55,15 @@ class Asked:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
     """The levels with a limit, in the order in which the recursion comes to them."""
     out: list[Asked] = []
-    holding, nearest, fit = recursive_programming.holding, recursive_programming._nearest, recursive_programming.fit
+    add_memory, nearest, fit = (
+        recursive_programming.add_memory,
+        recursive_programming._nearest,
+        recursive_programming.fit,
+    )
 
     def hold(made: Any, input_placement: Any, batch_dims: Any, limit: float, state: float) -> Any:
         out.append(Asked(limit))
-        return holding(made, input_placement, batch_dims, limit, state)
+        return add_memory(made, input_placement, batch_dims, limit, state)
 
     def choose(problem: Problem) -> tuple[Solution, bool]:
         solution, kept = nearest(problem)
@@ -76,7 +80,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
             raise
         return out[-1].answer
 
-    for name, spy in (("holding", hold), ("_nearest", choose), ("fit", end)):
+    for name, spy in (("add_memory", hold), ("_nearest", choose), ("fit", end)):
         monkeypatch.setattr(recursive_programming, name, spy)
     return out
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.errors import LayoutError, ShardwrightError, StrategyError
 from shardwright.layout import Digit, Digits, Layout, digits_size
-from shardwright.rules import Bound, assignment_of, bind, held_layouts, output_layouts_of, parse
+from shardwright.rules import Bound, assignment_of, bind, output_layouts_of, parse, ungathered_layouts
 
 MATMUL = "m k, k n -> m n"
 
@@ -298,8 +298,8 @@ def test_a_strategy_is_honoured_exactly_or_refused_with_a_legal_one(strategy, de
         (rows, inner), (other, columns) = strategy
         gathers = strategy[0] == strategy[1] and inner != other  # the contracted dim of both operands
         assert b.in_strategy(a) == (((rows, 1), (1, columns)) if gathers else strategy) and b.is_consistent(a)
-        held = held_layouts(b, strategy, devices)
-        assert held == ((Layout.from_cuts(devices, strategy[0]),) * 2 if gathers else None)
+        ungathered = ungathered_layouts(b, strategy, devices)
+        assert ungathered == ((Layout.from_cuts(devices, strategy[0]),) * 2 if gathers else None)
         assert devices % math.prod(d.size for d in a.used) == 0
         assert assignment_of(b, tuple(b.input_layout(i, a) for i in range(2)), devices) == a
 

@@ -49,7 +49,7 @@ def chain(seed: int, nodes: int = 8, states: int = 3, tight: float = 0.5, forbid
 
 def held(problem: Problem, states) -> float:
     return max(
-        sum(use.held(states) for use in problem.usages if use.start <= t < use.stop)
+        sum(use.amount_in(states) for use in problem.usages if use.start <= t < use.stop)
         for t in {use.start for use in problem.usages}
     )
 
@@ -173,7 +173,7 @@ def test_a_window_never_makes_it_worse_and_keeps_the_limit(problem):
     bound, rows = priced(problem)
     states = (*milp(problem).states, 0)
     inner = consistent(problem)
-    assume(all(len(k) == len(own) for k, own in zip(inner.kept, problem.costs)))
+    assume(all(len(k) == len(own) for k, own in zip(inner.state_numbers, problem.costs)))
     dear = [
         list(s)
         for s in product(*(range(len(own)) for own in bound.costs))

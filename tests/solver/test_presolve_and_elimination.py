@@ -38,13 +38,13 @@ def test_an_order_takes_everyone_once_and_keeps_its_word(problem, most, degree, 
     sizes = [len(own) for own in problem.costs]
     keep = data.draw(st.sets(st.sampled_from(range(len(sizes)))))
     weights = data.draw(st.none() | st.just([1.0] * len(sizes)))
-    order = elimination_order(sizes, problem.edges, most=most, degree=degree, keep=keep, hold=weights)
+    order = elimination_order(sizes, problem.edges, most=most, degree=degree, keep=keep, cutset_weights=weights)
     gone = [v for v, _ in order.steps]
-    assert sorted(gone + list(order.left)) == list(range(len(sizes)))
-    assert keep <= set(order.left) - set(order.held) and set(order.held) <= set(order.left)
+    assert sorted(gone + list(order.remaining)) == list(range(len(sizes)))
+    assert keep <= set(order.remaining) - set(order.cutset) and set(order.cutset) <= set(order.remaining)
     assert order.largest <= most
     if weights is not None:
-        assert set(order.left) == set(order.held) | keep
+        assert set(order.remaining) == set(order.cutset) | keep
     if degree is not None:
         assert all(len(around) <= degree for v, around in order.steps if sizes[v] > 1)
 
@@ -146,10 +146,15 @@ def test_a_dominated_state_goes_and_of_equal_ones_the_first_stays():
     costs = np.array([1.0, 1.0, 5.0, 0.0])
     edge = np.array([[2.0, 1.0], [2.0, 1.0], [1.0, 0.0], [0.0, 9.0]])
     found = undominated(Problem((costs, np.zeros(2)), {(0, 1): edge}))
-    assert found.kept[0].tolist() == [0, 3]  # 2 gains 1 and pays 4; 3 gains 3 of one state and pays 8 of the other
-    assert found.kept[1].tolist() == [0, 1]
+    assert found.state_numbers[0].tolist() == [
+        0,
+        3,
+    ]  # 2 gains 1 and pays 4; 3 gains 3 of one state and pays 8 of the other
+    assert found.state_numbers[1].tolist() == [0, 1]
     edge[:3] = edge[:3, ::-1]  # now the neighbour has no reason for its second state, and without it 0 has none
-    assert [kept.tolist() for kept in undominated(Problem((costs, np.zeros(2)), {(0, 1): edge})).kept] == [[3], [0]]
+    assert [
+        numbers.tolist() for numbers in undominated(Problem((costs, np.zeros(2)), {(0, 1): edge})).state_numbers
+    ] == [[3], [0]]
 
 
 @settings(max_examples=80, deadline=None)
@@ -178,7 +183,7 @@ def test_sweeps_go_on_with_fewer_states():
         messages.sweep()
     # of each node the state that is dearest by itself
     step = restrict(problem, [np.arange(len(own)) != (own.argmax() if len(own) > 1 else -1) for own in problem.costs])
-    cut = messages.cut(step.problem, step.kept)
+    cut = messages.cut(step.problem, step.state_numbers)
     assert cut.sweep() >= messages.bound
     fresh = Messages(step.problem)
     fresh.sweep()

@@ -100,7 +100,8 @@ def most_held(problem: Problem) -> float:
     """The most that the best states hold where nothing limits them."""
     free = solve(replace(problem, usages=())).states
     return max(
-        sum(u.held(free) for u in problem.usages if u.start <= t < u.stop) for t in {u.start for u in problem.usages}
+        sum(u.amount_in(free) for u in problem.usages if u.start <= t < u.stop)
+        for t in {u.start for u in problem.usages}
     )
 
 
@@ -111,7 +112,8 @@ def least(problem: Problem) -> float:
         if problem.limit is not None:
             moments = {use.start for use in problem.usages}
             if any(
-                sum(u.held(states) for u in problem.usages if u.start <= t < u.stop) > problem.limit for t in moments
+                sum(u.amount_in(states) for u in problem.usages if u.start <= t < u.stop) > problem.limit
+                for t in moments
             ):
                 continue
         found = min(found, problem.cost(states))

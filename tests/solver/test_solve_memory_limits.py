@@ -152,12 +152,12 @@ def test_batched_elimination_equals_one_by_one(seed):
         costs = [rng.random(len(own)) for own in problem.costs]
         core, one = batched.eliminate(costs), eliminate(costs, problem.edges, order)
         assert batched.constant == pytest.approx(one.constant)
-        for v, own in zip(order.left, core.costs):
+        for v, own in zip(order.remaining, core.costs):
             np.testing.assert_allclose(own, one.tables[v,])
         for (i, j), table in core.edges.items():
-            np.testing.assert_allclose(table, one.tables[order.left[i], order.left[j]])
+            np.testing.assert_allclose(table, one.tables[order.remaining[i], order.remaining[j]])
         states = np.zeros(len(problem.costs), np.int64)
-        states[list(order.left)] = [int(rng.integers(len(own))) for own in core.costs]
+        states[list(order.remaining)] = [int(rng.integers(len(own))) for own in core.costs]
         assert batched.complete(states.copy()).tolist() == one.complete(states.tolist())
 
 

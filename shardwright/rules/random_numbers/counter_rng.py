@@ -416,8 +416,10 @@ def _mask(
     if simple and number_type is not None and 0 < math.prod(size) <= 2 * _CHUNK:
         begin = at.first % 2  # a single pass with little overhead: the cost of a small dropout
         made = _words(*stream, at.offsets() // 2 if at.rows else at.first // 2, (begin + at.run + 1) // 2)
-        kept = made.view(np.int32)[..., begin : begin + at.run] < below
-        return torch.from_numpy(kept if number_type is np.bool_ else kept.astype(number_type)).view(size)
+        below_threshold = made.view(np.int32)[..., begin : begin + at.run] < below
+        return torch.from_numpy(
+            below_threshold if number_type is np.bool_ else below_threshold.astype(number_type)
+        ).view(size)
     out = torch.empty(size, dtype=dtype, device=on)
     if not out.numel():
         return out
@@ -598,7 +600,7 @@ def _define(name: str, arguments: str, run: Callable[..., Tensor], fake: Callabl
     torch.library.register_fake(f"shardwright::{name}", fake, lib=_library)
     op = getattr(torch.ops.shardwright, name).default
 
-    def plain(*args: Any) -> Tensor:
+    def plain(*args: object) -> Tensor:
         return op(*args) if torch.compiler.is_compiling() else run(*args)
 
     plain.__name__ = plain.__qualname__ = name

@@ -98,10 +98,10 @@ def _drop_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations: p
     """Store x · mask · scale in `y`, and the mask in `out`; further arguments as of `_mask_kernel`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
-    kept = _half_at(at, inside, rows, run, first, start, step, MANY) < below
-    value = tl.load(x + at, mask=inside, other=0).to(tl.float32) * kept.to(tl.float32) * scale
+    keep = _half_at(at, inside, rows, run, first, start, step, MANY) < below
+    value = tl.load(x + at, mask=inside, other=0).to(tl.float32) * keep.to(tl.float32) * scale
     tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
-    tl.store(out + at, kept.to(tl.uint8), mask=inside)
+    tl.store(out + at, keep.to(tl.uint8), mask=inside)
 
 
 if triton is not None:

@@ -201,7 +201,7 @@ def _drop(
 
 
 _operators = torch.ops.shardwright
-_TRACED: dict[Hashable, Callable[..., Any]] = {
+_TRACED: dict[Hashable, Callable[..., object]] = {
     _operators.mask.default: _mask,
     drop: _drop,
     _operators.draw.default: _draw,
@@ -229,7 +229,7 @@ def traced(target: Hashable, device: torch.device) -> Callable[..., Any]:
 def _bound(target: Hashable, ability: Ability) -> Callable[..., Any]:
     function = _TRACED[target]
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> object:
         return function(ability, *args)
 
     call.__name__ = call.__qualname__ = f"traced{function.__name__}"

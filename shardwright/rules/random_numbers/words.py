@@ -224,10 +224,10 @@ class Halves:
         else:
             above, below = factor.upper, factor.lower
             first, second = right(factor.lower, 16), factor.lower & 0xFFFF
-        left, lowest = right(self.lower, 16), self.lower & 0xFFFF
-        one, other = left * second, lowest * first
+        highest, lowest = right(self.lower, 16), self.lower & 0xFFFF
+        one, other = highest * second, lowest * first
         carried = right(right(lowest * second, 16) + (one & 0xFFFF) + (other & 0xFFFF), 16)
-        upper = left * first + right(one, 16) + right(other, 16) + carried
+        upper = highest * first + right(one, 16) + right(other, 16) + carried
         return Halves(upper + self.upper * below + self.lower * above, self.lower * below)
 
     def shifted(self, bits: int) -> Halves:

@@ -508,7 +508,7 @@ class RankExecutor:
     def _gathers_again(self) -> None:
         """The gathers of the backward."""
         made: dict[int, GatherAgain] = {}
-        for number, message in self.schedule.of("gather", again=True):
+        for number, message in self.schedule.of("gather", repeats_forward=True):
             before = partial(_finish, self.scattered, self.schedule.early.get(number, ()))
             block = self._block([m.place for m in message.members], "backward", bucket_text(number, message))
             made[number] = GatherAgain(block, before, not self._stage)
