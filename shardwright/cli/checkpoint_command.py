@@ -35,6 +35,14 @@ __all__ = ["add_checkpoint_parser", "encoded", "info", "merge", "show", "transfo
 DONE, FAILED, WRONG = 0, 1, 2
 
 
+#: The help of the folders that a command takes.
+FOLDERS = {
+    "PATH": "the folder of a checkpoint, or of a run",
+    "SRC": "the folder to read: of a checkpoint, or of a run",
+    "DST": "the folder to write, which is not there yet",
+}
+
+
 def add_checkpoint_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``checkpoint`` to the commands."""
     parser = subparsers.add_parser(
@@ -55,7 +63,7 @@ def add_checkpoint_parser(subparsers: argparse._SubParsersAction[argparse.Argume
     ) -> argparse.ArgumentParser:
         made = commands.add_parser(name, allow_abbrev=False, **texts)
         for path in paths:
-            made.add_argument(path.lower(), completes="directory", type=Path, metavar=path)
+            made.add_argument(path.lower(), completes="directory", type=Path, metavar=path, help=FOLDERS[path])
         made.add_argument("--step", type=int, metavar="N", help="which checkpoint of a run (default: the latest)")
         if name != "info":
             add_quiet_option(made)

@@ -41,7 +41,7 @@ def add_completion_parser(subparsers: argparse._SubParsersAction[argparse.Argume
         description="Print the script with which a shell completes commands, options, choices and paths. It is made "
         "by shtab: pip install 'shardwright[completion]'. Exit code 0: printed, 1: there is no shtab.",
         examples=(
-            ("shardwright completion bash > ~/.local/share/bash-completion/completions/shardwright", "for bash"),
+            ("shardwright completion bash > ~/.shardwright.bash", "for bash: source the file in ~/.bashrc"),
             ("shardwright completion fish > ~/.config/fish/completions/shardwright.fish", "for fish"),
         ),
     )

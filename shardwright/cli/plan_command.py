@@ -542,8 +542,8 @@ def add_verify_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         description="Compare a model under its plan with the same model on one device. Exit code 0: they agree, 1: "
         "they do not or the model cannot be planned, 2: there is nothing to verify. Where the plan cuts nothing "
         "or sends nothing, the report says that nothing was proved.",
-        usage="%(prog)s [--devices N] [--steps K] [--cut] script.py [script arguments]\n"
-        "       %(prog)s [--devices N] [--steps K] [--cut] module:function | file.py:function",
+        usage="%(prog)s [options] script.py [script arguments]\n"
+        "       %(prog)s [options] module:function | file.py:function",
         examples=(
             ("shardwright verify --devices 8 train.py", "the script's model under its plan, beside one device"),
             ("shardwright verify --devices 4 --cut model.py:build", "a function's model, cut wherever it can be"),

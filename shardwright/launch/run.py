@@ -36,7 +36,9 @@ def add_run_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParse
         "run",
         allow_abbrev=False,
         help="run a script on several workers, or on several devices in one process",
-        description="Run a script on several workers, one process each, or with --devices alone in this one process.",
+        description="Run a script on several workers, one process each, or with --devices alone in this one process. "
+        "Exit code 0: every worker finished, 1: the nodes did not meet, 2: a mistake in the arguments; otherwise that "
+        "of the worker that failed first, 128 + n where signal n ended it.",
         usage="%(prog)s [options] script.py [script arguments]",
         examples=(
             (

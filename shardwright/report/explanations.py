@@ -25,7 +25,7 @@ from ..planners.limited_alternatives import Row, row_above
 from ..sharded_plan import Plan
 from .console_tables import console_of, saying, show, table
 from .description import describe, numbers_text
-from .format import size_text, time_text
+from .format import ROUNDING, size_text, time_text
 from .operator_names import Found, OperatorNames
 from .plan_diff import strategy_text
 from .table_elements import legend, operators_table, rows
@@ -312,13 +312,9 @@ def next_best(answer: Explanation, names: OperatorNames) -> str | None:
     return text + (f", since {because(best.holder, names)}" if best.holder is not None else "")
 
 
-#: A difference of seconds below which two plans take the same time: the rounding of sums.
-EQUAL = 1e-12
-
-
 def difference(seconds: float) -> str:
     """A difference of seconds with its sign: ``+1.33 ms``."""
-    if abs(seconds) < EQUAL:
+    if abs(seconds) < ROUNDING:
         return "+0 us"
     return f"{'-' if seconds < 0 else '+'}{time_text(abs(seconds))}"
 

@@ -25,6 +25,7 @@ from ..redistribution import Halo, RedistributionStep, digits_value
 from ..sharded_plan import Plan
 
 __all__ = [
+    "ROUNDING",
     "ValueNumbers",
     "arguments",
     "count_text",
@@ -225,12 +226,17 @@ def count_text(count: int) -> str:
     return f"{count:,}"
 
 
+#: Seconds below which a sum, or a difference of two, is rounding alone.
+ROUNDING = 1e-12
+
+
 def time_text(seconds: float) -> str:
-    """Seconds: ``1.23 ms``."""
-    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
-    return f"{seconds / 1e-6:.3g} us"
+    """Seconds: ``1.23 ms``, in s, ms, us or ns; rounding alone is ``0 us``."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)):
+        # 999.6 us have three digits as 1 ms, not as 1e+03 us
+        if abs(seconds) >= factor * 0.9995:
+            return f"{seconds / factor:.3g} {unit}" if abs(seconds) < 999.5 else f"{seconds:.0f} s"
+    return "0 us" if abs(seconds) < ROUNDING else f"{seconds / 1e-9:.3g} ns"
 
 
 def link_text(level: Level) -> str:

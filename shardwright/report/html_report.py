@@ -61,7 +61,8 @@ def page(plans: Sequence[Plan | PipelinePlan], titles: Sequence[str] = (), expla
         for plan, title in zip(plans, named)
     ]
     template = (files(__package__) / "report_page.html.j2").read_text(encoding="utf-8")
-    lines: tuple[str, ...] = difference(*plans).lines if len(plans) == 2 else ()
+    differing = difference(*plans) if len(plans) == 2 else None
+    lines = differing.lines[:-1] if differing is not None else ()  # the last one is the total
     more = [f"and {len(lines) - MOST_LINES} more lines"] if len(lines) > MOST_LINES else []
     sections = [
         {
@@ -82,6 +83,7 @@ def page(plans: Sequence[Plan | PipelinePlan], titles: Sequence[str] = (), expla
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(template).render(
         plans=sections,
+        total=None if differing is None else differing.total,
         difference=[*lines[:MOST_LINES], *more],
         symbols=pictures.symbols(),
         colours=KIND_COLOURS,

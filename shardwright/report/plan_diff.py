@@ -18,6 +18,7 @@ from ..cluster import Cluster
 from ..graph import types_of
 from ..operator_explanation import opened
 from ..partition.local_program import Decision
+from ..partition.parameter_sharding import OptimizerParallel
 from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
 from ..planfile.document_writer import dataset_strategy, digest, encode_pipeline, pipeline_dataset_strategy
 from ..planfile.encoding import spell_assignment, spell_digits, spell_layout
@@ -165,10 +166,20 @@ def _strategy_of_inputs(plan: Plan | PipelinePlan) -> object:
     return pipeline_dataset_strategy(plan) if isinstance(plan, PipelinePlan) else dataset_strategy(plan)
 
 
-def _hsdp(plan: Plan | PipelinePlan) -> object:
-    """The optimizer-parallel setting; where the stages have several, a list of them."""
-    found = list(dict.fromkeys(part.hsdp for part in _parts(plan).values()))
-    return found[0] if len(found) == 1 else found
+def _hsdp(plan: Plan | PipelinePlan) -> str:
+    """The optimizer-parallel setting; where the stages have several, all of them."""
+    texts = [_setting(part.hsdp) for part in _parts(plan).values()]
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _setting(hsdp: OptimizerParallel | None) -> str:
+    """``level3 over 4 replicas, from 64 KB on``."""
+    if hsdp is None:
+        return "none"
+    over = "all replicas" if hsdp.shard_size == -1 else f"{hsdp.shard_size} replicas"
+    left = [f"{_count(len(hsdp.whole), 'parameter')} whole"] if hsdp.whole else []
+    left += [f"weights of {_count(len(hsdp.kept), 'parameter')} kept for the backward"] if hsdp.kept else []
+    return ", ".join((f"{hsdp.optimizer_level} over {over}", f"from {hsdp.threshold:.15g} KB on", *left))
 
 
 def _memory(plan: Plan | PipelinePlan) -> str:

@@ -117,7 +117,9 @@ def test_help_ends_with_two_examples(parser: Parser, monkeypatch: pytest.MonkeyP
     text = parser.format_help()
     last = text.split("\nexamples:\n")[-1].splitlines()
     assert len(parser.examples) >= 2 and len(last) == 2 * len(parser.examples)
-    assert max(map(len, last)) <= 90
+    assert max(map(len, text.splitlines())) <= 80
+    assert parser.commands or "Exit code 0: " in " ".join(text.split())
+    assert [one.dest for one in parser.arguments if not one.help] == []
     assert [line.strip() for line in last[::2]] == [line for line, _ in parser.examples]
 
 

@@ -217,7 +217,7 @@ def test_two_plans_and_pipelines(plan: sw.Plan, tmp_path: Path) -> None:
     heads = ["".join(text) for tag, _, text in found.elements if tag == "h2"]
     assert [head.partition(":")[0] for head in heads[1:]] == ["a.json", "b.json"]
     (difference,) = ["".join(text) for _, given, text in found.elements if given.get("id") == "difference"]
-    assert "mode: semi_auto -> data_parallel" in difference
+    assert "mode: semi_auto -> data_parallel" in difference and difference.count("a step: ") == 1
     places = [given.get("id") or tag for tag, given, _ in found.elements if tag == "main" or given.get("id")]
     assert places.index("difference") < places.index("main"), "the difference comes first"
     how = {"pipeline": setting("zbv", 4), "hsdp": {"threshold": 0}}

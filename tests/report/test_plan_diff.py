@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_description import column_row, gpt, tower, transformer
 from test_pipeline_document import Chain, planned
 
 import shardwright as sw
 from shardwright.cli import main as cli
+from shardwright.report import html_report
 from shardwright.report.html_report import page
 from shardwright.report.plan_diff import difference
 
@@ -61,6 +64,29 @@ def test_as_json(both: tuple[sw.Plan, sw.Plan], tmp_path: Path, capsys: pytest.C
     assert cli.main(["plan", "diff", *paths]) == 1
     out = capsys.readouterr().out
     assert "~ blocks.{0-2}.up (linear): " in out and not NAMES.search(out)
+
+
+def test_settings_are_in_the_users_words() -> None:
+    """No repr of a class of the package; the total stands once on the page, whose lines may be too many."""
+    given = {"devices": 8, "parallel_mode": "data_parallel"}
+    net, inputs = torch.nn.Linear(256, 256), (torch.ones(64, 256),)
+    one = sw.plan(net, inputs, **given)
+    other = sw.plan(net, inputs, **given, hsdp={"optimizer_level": "level3", "shard_size": 4, "threshold": 1})
+    found = difference(one, other)
+    assert "hsdp: none -> level3 over 4 replicas, from 1 KB on" in found.settings
+    assert "OptimizerParallel" not in "\n".join(found.lines)
+    text = page([one, other], explain=0)
+    assert text.count(html.escape(found.total)) == 1
+    equal = page([one, one], explain=0)
+    assert equal.count(html.escape(difference(one, one).total)) == 1 and "Operator by operator" not in equal
+
+
+def test_the_total_stands_before_differences_that_are_left_out(
+    both: tuple[sw.Plan, sw.Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(html_report, "MOST_LINES", 2)
+    text, found = page(both, explain=0), difference(*both)
+    assert f"<b>{html.escape(found.total)}</b>" in text and f"and {len(found.lines) - 3} more lines" in text
 
 
 def test_the_page_of_two_plans_has_paths(both: tuple[sw.Plan, sw.Plan]) -> None:

@@ -327,3 +327,23 @@ def test_stages_that_there_are_not(tmp_path: Path, capsys: pytest.CaptureFixture
     script.write_text(SCRIPT.format(name="1f1b", more=""))
     assert run("plan", "--devices", 8, "--pipeline", "4", "--output", tmp_path / "p.json", script) == 1
     assert "no operator is in stage 2 of 4" in capsys.readouterr().err
+
+
+def test_seconds_have_the_unit_in_which_they_are_read() -> None:
+    """Three digits in s, ms, us or ns, and never a power of ten."""
+    shown = {
+        0.0: "0 us",
+        1e-21: "0 us",
+        0.17e-9: "0.17 ns",
+        0.685e-9: "0.685 ns",
+        6.85e-9: "6.85 ns",
+        999.9e-9: "1 us",
+        1.5e-6: "1.5 us",
+        999.6e-6: "1 ms",
+        0.00123: "1.23 ms",
+        0.9999: "1 s",
+        -2e-6: "-2 us",
+        999.4: "999 s",
+        1234.5: "1234 s",
+    }
+    assert {seconds: time_text(seconds) for seconds in shown} == shown

@@ -7,7 +7,7 @@ blocks of a page share one namespace and one folder.
 
 A block ```` ```text ```` that begins with ``$ shardwright`` shows commands that take too long for a test: its lines are
 compared with the output that docs/recorded/<page>.txt has of them (`recorded_differences`), but for one that
-is stopped (^C).
+is stopped (^C). One that begins with ``$ shardwright run`` runs, in test_docs_launched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RUN = re.compile(r"^( *)```(python|console)\n(.*?)^ *```", re.DOTALL | re.MULTIL
 FENCED = re.compile(r"^ *(`{3,}).*?^ *\1", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 WRITTEN = re.compile(r"# file: (\S+)\n")
-SHOWN = re.compile(r"^( *)```text\n( *\$ shardwright .*?)^ *```", re.DOTALL | re.MULTILINE)
+SHOWN = re.compile(r"^( *)```text\n( *\$ shardwright (?!run ).*?)^ *```", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
 
 

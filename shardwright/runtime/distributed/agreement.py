@@ -215,7 +215,7 @@ class Agreement:
             if other:
                 raise RuntimeMismatchError(
                     f"the parameter {name!r} starts from other values on ranks {other} than on rank 0",
-                    legal="the same seed on every rank before the model is built"
+                    legal="torch.manual_seed with the same number on every rank before the model is built"
                     + (
                         f"; or sw.layerwise_parallel on {name!r}, where it is each rank's own slice"
                         if self.mode == "hybrid_parallel"
