@@ -12,6 +12,7 @@ from one_device import CLOSE, close, parallel
 from pipeline_networks import Chain, batches, staged
 from ranks import all_passed, run_ranks, run_scenarios
 from small_networks import D, draw
+from test_scheduled_collectives import BRANCHES, Towers, as_a_library, branches, towers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -195,6 +196,58 @@ def refused_if_compiled(rank: int, world: int) -> None:
     assert net.first.weight.grad is not None and not net.first.weight.grad.requires_grad
 
 
+def refused_on_a_library(level: str) -> Callable[[int, int], None]:
+    """Weights that one message gathers: the gradient of each is differentiated once; those of inputs as ever."""
+
+    def run(rank: int, world: int) -> None:
+        as_a_library()
+        for penalty in (of_inputs, of_inputs_alone, third):
+            net = Net(FUNCTIONS["two layers"])
+            model = sw.AutoParallel(net).dataset_strategy("full_batch").hsdp(threshold=0, optimizer_level=level)
+            compared(net, model, penalty)
+        schedule = model.plan.schedule
+        assert any(len(message.members) > 1 for _, message in schedule.of("gather"))
+        with pytest.raises(sw.SettingError) as raised:
+            in_the_backward(model, net)
+        said = raised.value
+        assert said.message.startswith("create_graph=True of a backward in several processes: the gradient of the ")
+        assert any(f"parameter {name!r} is a sum over ranks" in said.message for name, _ in net.named_parameters())
+        assert "gradients of inputs" in said.legal
+        net.zero_grad()
+        model(X).square().mean().backward()
+        assert all(p.grad is None or not p.grad.requires_grad for p in net.parameters())
+
+    return run
+
+
+def beside_operators(kind: str) -> Callable[[int, int], None]:
+    """A redistribution in two parts: with create_graph=True its gradient is sent in one piece."""
+
+    def run(rank: int, world: int) -> None:
+        as_a_library()
+        one, net = Towers(), Towers()
+        model, found = towers(kind, world, net), []
+        for call in (lambda x, y, target: F.mse_loss(one(x, y), target), model):
+            for again in (False, True):  # an ordinary backward, and one that is differentiated twice more
+                x, y, target = branches()
+                loss = call(x, y, target)
+                slopes = torch.autograd.grad(loss, (x, y), create_graph=True)
+                penalty = sum((g**3).sum() for g in slopes)
+                if again:
+                    (curve,) = torch.autograd.grad(penalty, x, create_graph=True)
+                    penalty = penalty + curve.square().sum()
+                (loss + penalty).backward()
+                found += [x.grad, y.grad]
+            call(*branches()).backward()
+        assert model.plan.schedule.splits
+        for a, b in zip(found[:4], found[4:], strict=True):
+            close(b, a)
+        for p, q in zip(one.parameters(), net.parameters()):
+            close(q.grad.full_tensor() if hasattr(q.grad, "full_tensor") else q.grad, p.grad)
+
+    return run
+
+
 @pytest.mark.long
 def test_in_processes() -> None:
     marks = {
@@ -212,6 +265,13 @@ def test_in_processes() -> None:
     }
     scenarios |= {f"refused, {level}": refused(level) for level in (None, "level1", "level3")}
     scenarios["refused, compiled"] = refused_if_compiled
+    all_passed(run_ranks(run_scenarios, 2, scenarios))
+
+
+@pytest.mark.long
+def test_on_a_library() -> None:
+    scenarios = {level: refused_on_a_library(level) for level in ("level1", "level2", "level3")}
+    scenarios |= {kind: beside_operators(kind) for kind in BRANCHES}
     all_passed(run_ranks(run_scenarios, 2, scenarios))
 
 

@@ -500,7 +500,8 @@ class RankExecutor:
             pieces, arranged = arrangements(step.geometry(shape))
             single = self._steps(instruction.forward, shape, instruction, way)
             alone = partial(run_steps, steps=(*_cast(instruction.dtype), *single) if instruction.casts else single)
-            members.append(WeightOfBlock(instruction.dtype, pieces, arranged, alone, math.prod(shape)))
+            name = instruction.source.value.name
+            members.append(WeightOfBlock(instruction.dtype, pieces, arranged, alone, math.prod(shape), name))
         first = self._redistribute(places[0])
         wait = self._place(first.forward, first, way, len(places) - 1) if self._eager or outside else None
         return BlockGather(self.groups.seen(first.forward.steps[0].digits), members, wait, text)

@@ -16,6 +16,8 @@
     forward     issue: start          wait: receive
     backward    wait:  start back     issue: receive back
 
+   A backward that is differentiated again (create_graph=True) sends its gradient in one piece, at the second half.
+
 4. A compiled program has parts of its own.
 
    Gathers that run again (`gathered_again`): the gather of a weight that is not kept for the backward. It is a
@@ -64,7 +66,8 @@ from ...torch_private import (
     functional_wait,
 )
 from ..profile_ranges import BACKWARD, ISSUE, WAIT, named_when_profiled
-from ..second_derivatives import differentiated_once, refuse_graph
+from ..redistribution_functions import RedistributionFunction
+from ..second_derivatives import refuse_graph
 from .collectives import (
     Bound,
     arrangements,
@@ -119,6 +122,7 @@ class WeightOfBlock(NamedTuple):
         arranged: what is received -> the weight.
         alone: part -> the weight, by a gather of its own.
         numel: elements of a part.
+        name: of the parameter.
     """
 
     dtype: torch.dtype
@@ -126,6 +130,7 @@ class WeightOfBlock(NamedTuple):
     arranged: Bound
     alone: Bound
     numel: int
+    name: str
 
     def of(self, part: Tensor) -> Tensor:
         """The weight, from its share of what a `BlockGather` has received."""
@@ -204,13 +209,13 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, part: Tensor, weight: WeightOfBlock, backward: Sequence[Bound]) -> Tensor:
-        ctx.steps = backward
+        ctx.steps, ctx.name = backward, weight.name
         return weight.of(part)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True
-            refuse_graph("of a block")
+            refuse_graph(ctx.name)
         for step in ctx.steps:
             gradient = step(gradient)
         return gradient, None, None, None
@@ -421,13 +426,20 @@ def _beginning_permute(
 
 
 class _Halves:
-    """The two halves of one redistribution in one call: what is under way, in the forward and in the backward."""
+    """The two halves of one redistribution in one call: what is under way, in the forward and in the backward; and the
+    gradient that a backward has sent in one piece, since it is differentiated again."""
 
-    __slots__ = ("back", "under_way")
+    __slots__ = ("back", "again", "under_way")
 
     def __init__(self) -> None:
         self.under_way: Any = None
         self.back: Any = None
+        self.again: Tensor | None = None
+
+
+def _differentiated_again() -> bool:
+    """True in a backward with create_graph=True."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 class _Issue(torch.autograd.Function):
@@ -438,8 +450,10 @@ class _Issue(torch.autograd.Function):
         return x.new_empty(0)  # carries autograd's edge to the other half
 
     @staticmethod
-    @differentiated_once("a redistribution that travels beside operators", "comm_memory=0, or one process")
     def backward(ctx: Any, edge: Tensor) -> tuple[Tensor | None, ...]:
+        if _differentiated_again():
+            sent, ctx.halves.again = ctx.halves.again, None
+            return sent, None, None
         under_way, ctx.halves.back = ctx.halves.back, None
         return ctx.move.end_back(under_way), None, None
 
@@ -453,9 +467,12 @@ class _Wait(torch.autograd.Function):
         return y if move.sends else y.view_as(y)
 
     @staticmethod
-    @differentiated_once("a redistribution that travels beside operators", "comm_memory=0, or one process")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.halves.back = ctx.move.begin_back(gradient)
+        if _differentiated_again():
+            move: SplitRedistribute = ctx.move
+            ctx.halves.again = RedistributionFunction.apply(gradient, (move.send_back,), (move.send,))
+        else:
+            ctx.halves.back = ctx.move.begin_back(gradient)
         return gradient.new_empty(0), None, None
 
 
@@ -475,6 +492,16 @@ class SplitRedistribute:
         self.end = at(forward.place, forward.end, text + WAIT)
         self.begin_back = at(back.place, back.begin, text + BACKWARD + ISSUE)
         self.end_back = at(back.place, back.end, text + BACKWARD + WAIT)
+
+    def send(self, x: Tensor) -> Tensor:
+        """The forward in one piece."""
+        made: Tensor = self.end(self.begin(x))
+        return made
+
+    def send_back(self, gradient: Tensor) -> Tensor:
+        """The backward in one piece."""
+        made: Tensor = self.end_back(self.begin_back(gradient))
+        return made
 
 
 class IssuedHalf(nn.Module):

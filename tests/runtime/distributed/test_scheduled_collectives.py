@@ -196,13 +196,13 @@ BRANCHES = {
 }
 
 
-def towers(kind: str, world: int, net: Towers | None = None) -> sw.AutoParallel:
+def towers(kind: str, world: int, net: Towers | None = None, **given: Any) -> sw.AutoParallel:
     net = Towers() if net is None else net
     branch, join = BRANCHES[kind]
     sw.shard(net.first, branch(world))
     sw.shard(net.second, branch(world))
     net.join.shard((join(world),) * 2)
-    return sw.AutoParallel(net, nn.MSELoss()).dataset_strategy("full_batch")
+    return sw.AutoParallel(net, nn.MSELoss(), **given).dataset_strategy("full_batch")
 
 
 def branches() -> tuple[Tensor, Tensor, Tensor]:
