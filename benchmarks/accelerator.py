@@ -52,7 +52,7 @@ from gpt import GPT, mark
 
 import shardwright as sw
 from shardwright.layout import Digit, Layout
-from shardwright.process import Runtime, playing
+from shardwright.process_runtime import Runtime, playing
 from shardwright.redistribution import redistribution
 from shardwright.runtime.deferred_init import materialize
 from shardwright.runtime.distributed.collectives import bind_all

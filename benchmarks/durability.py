@@ -50,7 +50,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.checkpoint.checkpoint_folders import LOCK, steps_in
 from shardwright.checkpoint.manifest import verify
-from shardwright.process import _current
+from shardwright.process_runtime import _current
 
 STEPS = 40
 KEPT = 3

@@ -28,7 +28,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.process import Runtime
+from shardwright.process_runtime import Runtime
 from shardwright.runtime.lowering import lower
 
 SECTIONS = ("tutorial", "mlp", "local", "launch", "planning")

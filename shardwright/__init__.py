@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # `as` hands a name on to type checkers
     from .parallel.data_shards import data_shard as data_shard, sampler as sampler
     from .parallel.value_and_grad import optimizer as optimizer, value_and_grad as value_and_grad
     from .planning import PipelinePlan as PipelinePlan, Plan as Plan, plan as plan
-    from .process import init as init, rank as rank, world_size as world_size
+    from .process_runtime import init as init, rank as rank, world_size as world_size
     from .rehearsal.rehearsal_report import Rehearsal as Rehearsal
     from .rehearsal.rehearse import rehearse as rehearse
     from .rules import rule as rule
@@ -89,7 +89,7 @@ _MODULES = {
     "InfeasibleMemoryError": "solver.solve",
     "rule": "rules",
     "no_init_parameters": "runtime.deferred_init",
-    **dict.fromkeys(("init", "rank", "world_size"), "process"),
+    **dict.fromkeys(("init", "rank", "world_size"), "process_runtime"),
     "quiet": "launch.progress",
     "layerwise_parallel": "capture.hybrid_models",
     **dict.fromkeys(("CheckpointCallback", "CheckpointConfig"), "checkpoint.callback"),

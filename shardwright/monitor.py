@@ -49,7 +49,7 @@ from .cluster import Cluster
 from .cost.primitive_costs import work_of
 from .errors import SettingError
 from .pipeline.pipeline_plan import PipelinePlan
-from .process import current, rank
+from .process_runtime import current, rank
 from .report.format import size_text, time_text
 from .runtime.distributed.rank_positions import MeasuredStep, WaitTimes, times_on
 from .sharded_plan import Plan

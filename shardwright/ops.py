@@ -39,7 +39,7 @@ from torch import Tensor
 
 from .errors import SettingError
 from .layout import Digit, Digits, Layout, beside, digits_of, digits_size, groups
-from .process import world_size
+from .process_runtime import world_size
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
 

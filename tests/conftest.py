@@ -59,7 +59,7 @@ def no_runtime_of_another_test():
     os.environ.pop("SHARDWRIGHT_DEVICES", None)
     if told is not None:
         os.environ["SHARDWRIGHT_DEVICES"] = told
-    runtime = sys.modules.get("shardwright.process")
+    runtime = sys.modules.get("shardwright.process_runtime")
     if runtime is not None:
         runtime._current.clear()
 

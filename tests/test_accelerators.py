@@ -45,7 +45,7 @@ NAMED = {
     "runtime/compilation.py": "torch's own names of inductor's modes",
     "rules/random_numbers/dropout.py": "the kinds of devices whose kernels multiply in float32",
     "rules/random_numbers/dropout_kernel.py": "the kinds of devices for which Triton compiles",
-    "process.py": "the name of each vendor's library of collectives, and examples",
+    "process_runtime.py": "the name of each vendor's library of collectives, and examples",
     "capture/watched_calls.py": "the functions of each kind of device that seed",
     "torch_private/capture_internals.py": "cuDNN is NVIDIA's own",
     "accelerators.py": "hardware that adds float64; examples in messages",

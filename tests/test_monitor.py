@@ -12,7 +12,7 @@ from small_networks import D, draw, labels
 from torch import nn
 
 import shardwright as sw
-from shardwright import monitor as room, process
+from shardwright import monitor as room, process_runtime as process
 
 MEMORY_FIGURES = room.memory_figures
 

@@ -19,7 +19,7 @@ import shardwright as sw
 import shardwright.monitor as monitor_module
 from shardwright import accelerators
 from shardwright.monitor import PlanWork, memory_figures
-from shardwright.process import Runtime, playing
+from shardwright.process_runtime import Runtime, playing
 from shardwright.runtime.distributed.rank_positions import WaitPoint, position, waiting
 
 CLUSTER = replace(sw.Cluster.of("h100x8"), name="mine", peak={"float64": 1e9, "float32": 1e12})

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError, SettingError
-from ..process import current
+from ..process_runtime import current
 from ..torch_private import parameter_table
 from .annotations import check_not_planned
 from .source_lines import user_frame

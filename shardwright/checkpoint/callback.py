@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import SettingError
-from ..process import current
+from ..process_runtime import current
 from ..runtime.distributed.rank_messages import SingleRank, ranks_of_now
 from ..runtime.distributed.rank_positions import WaitPoint, waiting
 from ..runtime.distributed.watchdog import Peers, peers

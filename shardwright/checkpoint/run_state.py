@@ -60,7 +60,7 @@ from ..parallel.auto_parallel import AutoParallel
 from ..partition.padded_dims import true_slice
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..planfile.encoding import spell_layout
-from ..process import stream
+from ..process_runtime import stream
 from ..runtime.distributed.rank_messages import SingleRank
 from ..sharded_plan import Plan
 from .manifest import Manifest

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, PlanError, SettingError, known_keywords
 from ..launch.progress import Work, showing
 from ..planfile.parameter_file import ParameterStrategies, TensorStorage
-from ..process import rank as this_rank
+from ..process_runtime import rank as this_rank
 from ..report.format import size_text
 from ..runtime.deferred_init import substitute
 from ..runtime.distributed.rank_messages import SingleRank

@@ -36,7 +36,7 @@ from .command_line import (
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
-    from ..process import Runtime
+    from ..process_runtime import Runtime
 
 __all__ = [
     "add_calibrate_parser",
@@ -98,7 +98,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code: 0, or 1 where the ranks cannot be measured."""
     import torch.distributed as dist  # noqa: PLC0415  torch takes seconds to import
 
-    from ..process import init  # noqa: PLC0415  imports torch
+    from ..process_runtime import init  # noqa: PLC0415  imports torch
 
     joined = dist.is_initialized()
     try:

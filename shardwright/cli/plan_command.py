@@ -326,7 +326,7 @@ def plan_call(
         ShardwrightError: a model that cannot be planned; the number of devices is not known.
     """
     from ..planning import plan as make  # noqa: PLC0415  imports torch
-    from ..process import current  # noqa: PLC0415  imports torch
+    from ..process_runtime import current  # noqa: PLC0415  imports torch
 
     loss = {} if model.loss_fn is None else {"loss_fn": model.loss_fn, "targets": args[-1]}
     keywords = model.settings.keywords() | loss | settings

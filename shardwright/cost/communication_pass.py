@@ -41,7 +41,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from ..identity import IdentityMap
+from ..identity_tables import IdentityMap
 from ..layout import Digits, digits_size
 from ..partition.local_program import GlobalExtreme, Instruction, LocalOp, LocalProgram, Redistribute, made_by, reads
 from ..partition.rematerialization import BackwardStep, RecomputedInstruction, Regather, hands_on

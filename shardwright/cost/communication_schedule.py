@@ -57,7 +57,7 @@ import torch
 
 from ..errors import SettingError
 from ..graph import Value
-from ..identity import IdentitySet
+from ..identity_tables import IdentitySet
 from ..layout import Digits, digits_size
 from ..partition.local_program import (
     GlobalExtreme,

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from ..cluster import format_bytes
 from ..errors import SettingError
-from ..identity import IdentityMap
+from ..identity_tables import IdentityMap
 from ..partition.local_program import Instruction, LocalProgram, PlacedValue, Redistribute
 from ..partition.rematerialization import (
     BackwardStep,

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ..capture.annotations import CUT, whole_shape
 from ..errors import SettingError
 from ..parallel.auto_parallel import AutoParallel
-from ..process import init
+from ..process_runtime import init
 from ..torch_private import pytree
 from .monitored_loop import MonitoredLoop, check_feeding
 

@@ -36,7 +36,7 @@ from ..pipeline.pipeline_plan import PipelinePlan, PipelineSearchResult, StagePa
 from ..pipeline.stage_search import AutomaticStages
 from ..planners.planning_problem import global_inputs, implied_devices, warn_of_ignored_marks
 from ..planning import make_pipeline, make_plan
-from ..process import Runtime, compare_devices, current, stream
+from ..process_runtime import Runtime, compare_devices, current, stream
 from ..pytree_objects import opened, with_tensors
 from ..rules.attention import with_fast_attention
 from ..runtime.deferred_init import beginnings

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ..errors import SettingError
-from ..process import current
+from ..process_runtime import current
 from ..torch_private import MODULE_TABLES
 from .foreign_wrappers import refuse_class
 from .setting_methods import MODEL_KEYWORDS, SettingMethods

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ..layout import Layout
-    from ..process import Runtime
+    from ..process_runtime import Runtime
     from ..runtime.pipeline_step import PipelineProgram
     from ..runtime.step_program import StepProgram
     from .graph_cache import GraphCache

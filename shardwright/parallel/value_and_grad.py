@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from ..capture.annotations import CUT, whole_shape
 from ..capture.export import ModelAndLoss
 from ..errors import SettingError
-from ..process import current
+from ..process_runtime import current
 from ..runtime.optimizer_guard import successor_of
 from ..torch_private import (
     allow_hooks,

@@ -30,7 +30,7 @@ from ..capture.hybrid_models import own_parameters
 from ..capture.module_calls import refuses_others
 from ..capture.source_lines import user_frame
 from ..errors import SettingError
-from ..process import current
+from ..process_runtime import current
 from ..runtime.optimizer_guard import close_to_steps, open_to_steps
 from ..torch_private import buffer_table, parameter_table, version_of
 from .setting_methods import SettingMethods

@@ -30,7 +30,7 @@ import torch
 
 from ..errors import MissingRuleError, SettingError, ShardwrightError
 from ..graph import Graph, Op, Recompute, Value, changed, form_of, leaves_of_type, types_of
-from ..identity import IdentityCache
+from ..identity_tables import IdentityCache
 from ..layout import Digit, Digits, Layout, digits_size
 from ..mixed_precision import narrowed_to
 from ..redistribution import Redistribution

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from ..cluster import Cluster
 from ..errors import PlanError
 from ..graph import SEED, Graph, Op, Value, map_values
-from ..identity import IdentityCache, IdentityMap
+from ..identity_tables import IdentityCache, IdentityMap
 from ..layout import Digit, Digits, Layout, beside
 from ..redistribution import (
     CollectiveKind,

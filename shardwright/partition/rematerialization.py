@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..graph import Graph, Recompute
-from ..identity import IdentitySet
+from ..identity_tables import IdentitySet
 from ..torch_private import FakeTensorMode, pytree, schema_of, storage_id
 from .local_program import (
     GlobalExtreme,

@@ -31,7 +31,7 @@ import numpy as np
 from ..cost.cost_model import CostModel
 from ..errors import PlanError, ShardwrightError
 from ..graph import SEED, Graph, Master, Op, Value
-from ..identity import IdentityCache
+from ..identity_tables import IdentityCache
 from ..launch.progress import each
 from ..layout import Layout
 from ..partition.local_program import Decision, InputPlacement, output_layouts

@@ -38,7 +38,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..graph import Graph, Op, Value
-from ..identity import IdentityMap
+from ..identity_tables import IdentityMap
 from ..layout import Digit, Digits, Layout, beside, complement, digits_size, merge
 from ..partition.local_program import Decision
 from ..rules import Assignment, Bound

@@ -46,7 +46,7 @@ from ..cluster import Cluster, format_bytes
 from ..cost.cost_model import CostModel
 from ..errors import PlanError, SettingError, ShardwrightError
 from ..graph import Form, Graph, Op, form_of
-from ..identity import IdentityCache
+from ..identity_tables import IdentityCache
 from ..layout import Digits, Layout
 from ..partition.local_program import (
     TAKEN,

@@ -39,7 +39,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ..graph import Op, Value
-from ..identity import IdentityCache
+from ..identity_tables import IdentityCache
 from ..layout import Layout
 from .graph_problem import CostGraph, SharedState, Uses
 from .operator_workspace import inside

@@ -36,7 +36,7 @@ import torch
 from ..cost.cost_model import CostModel
 from ..errors import LayoutError, ShardwrightError
 from ..graph import SEED, Graph, Master, Op, Value, map_values
-from ..identity import IdentityCache
+from ..identity_tables import IdentityCache
 from ..layout import Digit, Digits, Layout, beside
 from ..partition.local_program import (
     Decision,

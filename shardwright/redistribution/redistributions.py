@@ -40,7 +40,7 @@ from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 from ..errors import LayoutError
-from ..identity import IdentityMap
+from ..identity_tables import IdentityMap
 from ..layout import Digit, Digits, Layout, digits_size, merge
 from .collective_kinds import CollectiveKind
 from .halos import Halo

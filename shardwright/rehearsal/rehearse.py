@@ -54,7 +54,7 @@ from ..partition.local_program import LocalOp
 from ..partition.padded_dims import true_slice
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..planfile import load_plan
-from ..process import Runtime, playing, stream
+from ..process_runtime import Runtime, playing, stream
 from ..pytree_objects import opened
 from ..report.format import size_text
 from ..report.operator_names import OperatorNames

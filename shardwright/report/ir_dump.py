@@ -43,7 +43,7 @@ from ..cost.communication_schedule import (
 )
 from ..errors import PlanError
 from ..graph import Value
-from ..identity import IdentityMap
+from ..identity_tables import IdentityMap
 from ..json_files.json_values import write_text
 from ..layout import Digits, Layout, group_of
 from ..partition.local_program import GlobalExtreme, Instruction, LocalOp, PlacedValue, Redistribute, made_by, read_by

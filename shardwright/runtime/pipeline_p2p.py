@@ -62,7 +62,7 @@ from ..layout import Layout
 from ..partition.local_program import Redistribute
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
 from ..pipeline.schedules import Action, Schedule
-from ..process import Runtime
+from ..process_runtime import Runtime
 from ..torch_private import number_of_groups
 from .compilation import Compilation
 from .device_seed import NO_SEED, trace_random_numbers

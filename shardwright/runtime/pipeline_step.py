@@ -31,7 +31,7 @@ from ..errors import SettingError
 from ..graph import Value
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
 from ..pipeline.schedules import Action, Schedule, forward_only
-from ..process import of_micro_batch, stream
+from ..process_runtime import of_micro_batch, stream
 from ..pytree_objects import closed, holds_objects
 from ..sharded_plan import Plan
 from ..torch_private import demand, is_view

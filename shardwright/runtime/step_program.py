@@ -26,7 +26,7 @@ from ..garbage_collection import gc_paused
 from ..graph import Value
 from ..layout import Layout
 from ..pipeline.pipeline_plan import PipelinePlan
-from ..process import Runtime, stream
+from ..process_runtime import Runtime, stream
 from ..pytree_objects import closed, holds_objects
 from ..sharded_plan import Plan
 from .compilation import Compilation, keep_in_place

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import PlanError
-from ..identity import IdentityCache
+from ..identity_tables import IdentityCache
 from .elimination import Eliminated, Tables, eliminate, elimination_order, shared_work
 from .memory_rows import binding
 from .milp import milp

@@ -44,7 +44,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ..errors import PlanError
-from ..identity import IdentityCache, numbered
+from ..identity_tables import IdentityCache, numbered
 from .anytime import within
 from .elimination import Facts
 from .lagrangian import Cut, Pricing, SweptPricing

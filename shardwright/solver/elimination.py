@@ -39,7 +39,7 @@ from typing import overload
 
 import numpy as np
 
-from ..identity import IdentityCache
+from ..identity_tables import IdentityCache
 from .search_memory import OutOfBudgetError, current
 
 # fmt: off

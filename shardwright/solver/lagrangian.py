@@ -40,7 +40,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..identity import IdentityCache
+from ..identity_tables import IdentityCache
 from .elimination import Facts, Order, Script, Tables, elimination_order, shared_work
 from .memory_rows import Pair, Rows, Shorter, period, shorter
 from .presolve import Merged, candidates, merged

@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..identity import IdentityCache, IdentitySet, numbered
+from ..identity_tables import IdentityCache, IdentitySet, numbered
 from .elimination import Tables, eliminate, elimination_order
 from .problem import MemoryUsage, Problem
 from .search_memory import current

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import PlanError
-from ..identity import IdentityCache
+from ..identity_tables import IdentityCache
 from .problem import Problem, Solution
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..errors import PlanError
-from ..identity import IdentityCache
+from ..identity_tables import IdentityCache
 from .elimination import Eliminated, Tables, eliminate, elimination_order
 from .problem import MemoryUsage, Problem
 

@@ -46,7 +46,7 @@ import numpy as np
 
 from ..errors import PlanError
 from ..garbage_collection import gc_paused, roomy_stack
-from ..identity import IdentitySet
+from ..identity_tables import IdentitySet
 from .anytime import GRACE, bounded, descend, eliminated, wide, within
 from .cutting_planes import LeastMemory, Searched, costless, leanest_by_prices, priced_search, swept_leanest
 from .elimination import Tables, eliminate, elimination_order

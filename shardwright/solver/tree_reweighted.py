@@ -38,7 +38,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..identity import IdentitySet
+from ..identity_tables import IdentitySet
 from .problem import Problem
 from .search_memory import current
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..graph import Graph, Value
 from ..pipeline.pipeline_plan import Stage
 from ..pipeline.schedules import Schedule
-from ..process import of_micro_batch, stream
+from ..process_runtime import of_micro_batch, stream
 from ..pytree_objects import opened
 from ..runtime.local.local_executor import LocalExecutor
 from ..runtime.lowering import lower

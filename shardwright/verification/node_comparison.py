@@ -21,7 +21,7 @@ from torch import Tensor
 from ..accelerators import sum_type
 from ..errors import ShardwrightError
 from ..graph import SEED, Graph, Op, Value, map_values
-from ..identity import IdentitySet
+from ..identity_tables import IdentitySet
 from ..layout import Layout
 from ..partition.local_program import InputPlacement, Instruction, LocalOp, PlacedValue, Redistribute, made_by
 from ..redistribution import Halo

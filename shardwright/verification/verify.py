@@ -31,7 +31,7 @@ from ..mixed_precision import MixedPrecision, one_device
 from ..parallel.auto_parallel import AutoParallel, observed
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..planners.planning_problem import devices_of_call
-from ..process import Runtime, current, stream
+from ..process_runtime import Runtime, current, stream
 from ..pytree_objects import closed, opened, with_tensors
 from ..runtime.deferred_init import materialize
 from ..runtime.pipeline_step import PipelineProgram

@@ -17,7 +17,7 @@ from test_pipeline_document import planned
 from torch import nn
 
 import shardwright as sw
-from shardwright import process as runtime_init
+from shardwright import process_runtime as runtime_init
 from shardwright.cli import main as cli
 from shardwright.runtime.profile_ranges import RangeNames
 

@@ -19,7 +19,7 @@ from pipeline_networks import Chain, setting
 from torch import nn
 
 import shardwright as sw
-from shardwright import process as runtime_init
+from shardwright import process_runtime as runtime_init
 from shardwright.cli import main
 from shardwright.cli.command_line import Parser
 from shardwright.operator_explanation import explained

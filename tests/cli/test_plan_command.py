@@ -15,7 +15,7 @@ from paths import EXAMPLES
 from torch import nn
 
 import shardwright as sw
-from shardwright import process
+from shardwright import process_runtime as process
 from shardwright.cli import main
 from shardwright.cli.command_line import without_weights
 from shardwright.layout import digits_size

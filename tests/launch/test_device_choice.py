@@ -21,7 +21,7 @@ from ranks import run_ranks
 from torch import nn
 
 import shardwright as sw
-from shardwright import process
+from shardwright import process_runtime as process
 from shardwright.launch import device_choice
 from shardwright.launch.environment import RankInRun
 

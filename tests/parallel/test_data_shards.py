@@ -16,7 +16,7 @@ from step_forms import D, close, net
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardwright as sw
-from shardwright.process import Runtime, playing, stream
+from shardwright.process_runtime import Runtime, playing, stream
 
 WORLD = 4
 GENERATOR = torch.Generator().manual_seed(3)

@@ -21,7 +21,7 @@ from shardwright.pipeline.build import is_split, micro_calls
 from shardwright.pipeline.microbatch import split
 from shardwright.pipeline.pipeline_plan import Join, MicrobatchPlan
 from shardwright.planfile.encoding import fingerprint, read_graph, write_graph
-from shardwright.process import of_micro_batch
+from shardwright.process_runtime import of_micro_batch
 from shardwright.verification.node_comparison import call
 
 D = torch.float64

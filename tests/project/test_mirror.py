@@ -54,12 +54,12 @@ def test_every_file_names_the_module_that_it_tests() -> None:
 
 
 def test_misplaced_files_are_found(tmp_path: Path) -> None:
-    for name in ("layout.py", "rules/__init__.py", "rules/shape.py", "rules/random_numbers/words.py"):
+    for name in ("layout.py", "rules/__init__.py", "rules/shape.py", "rules/random_numbers/word_arithmetic.py"):
         (tmp_path / "pkg" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "pkg" / name).touch()
     legal = "conftest.py test_layout.py test_layout_digits.py rules/test_shape.py rules/test_rules_every.py"
-    legal += " rules/random_numbers/test_words.py docs/test_pages.py support/ranks.py zoo/models.py"
-    wrong = "test_shape.py test_layouts.py helper.py rules/test_layout.py rules/test_words.py rules/helper.py"
+    legal += " rules/random_numbers/test_word_arithmetic.py docs/test_pages.py support/ranks.py zoo/models.py"
+    wrong = "test_shape.py test_layouts.py helper.py rules/test_layout.py rules/test_word_arithmetic.py rules/helper.py"
     wrong += " rule/test_shape.py docs/helper.py"
     for name in [*legal.split(), *wrong.split()]:
         (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)

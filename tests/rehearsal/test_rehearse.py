@@ -21,7 +21,7 @@ from resnet_like import ResNetLike
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright import process
+from shardwright import process_runtime as process
 from shardwright.cli.main import main
 from shardwright.partition.local_program import LocalOp
 from shardwright.pipeline.pipeline_plan import timeline_of

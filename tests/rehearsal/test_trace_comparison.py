@@ -11,7 +11,7 @@ import pytest
 from profile_runs import events, profiled, wrapped, written
 
 import shardwright as sw
-from shardwright import process
+from shardwright import process_runtime as process
 from shardwright.cli.main import main
 from shardwright.rehearsal.trace_comparison import TraceComparison, compare_trace
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import shardwright as sw
-from shardwright.process import RandomStream, of_micro_batch, stream
+from shardwright.process_runtime import RandomStream, of_micro_batch, stream
 from shardwright.rules import random_operators
 from shardwright.rules.random_numbers import counter_rng
 from shardwright.rules.random_numbers.counter_rng import KINDS, PLAIN, device_words, host_words, key

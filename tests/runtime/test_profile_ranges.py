@@ -12,7 +12,7 @@ from profile_runs import OPERATORS, Blocks, batch, check_backward, profiled, ran
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright import process
+from shardwright import process_runtime as process
 from shardwright.runtime import profile_ranges
 from shardwright.runtime.profile_ranges import RangeNames
 

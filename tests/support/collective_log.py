@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright import process
+from shardwright import process_runtime as process
 from shardwright.parallel import call_planning
 from shardwright.runtime.distributed import agreement
 

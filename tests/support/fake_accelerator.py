@@ -49,7 +49,7 @@ DEVICE = torch.device("npu", 0)  # autograd has a queue for the first one alone
 from gpt import GPT, mark
 
 import shardwright as sw
-from shardwright import process
+from shardwright import process_runtime as process
 from shardwright.parallel import call_planning
 from shardwright.rules.random_numbers import counter_rng
 from shardwright.runtime import deferred_init, step_program

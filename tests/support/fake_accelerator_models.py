@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
-from shardwright import process
+from shardwright import process_runtime as process
 from shardwright.pipeline.schedules import SCHEDULES, schedule
 from shardwright.rules.random_numbers import counter_rng
 from shardwright.runtime import pipeline_p2p

@@ -14,7 +14,7 @@ import torch.nn as nn
 from paths import EXAMPLES
 
 import shardwright as sw
-from shardwright import process
+from shardwright import process_runtime as process
 from shardwright.capture.export import capture
 from shardwright.cli import main
 from shardwright.layout import Layout

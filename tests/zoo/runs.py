@@ -22,7 +22,7 @@ from shardwright.layout import digits_size
 from shardwright.planners.planning_problem import PriceBook
 from shardwright.planners.search_space import assignments, atoms_of
 from shardwright.planning import make_plan
-from shardwright.process import Runtime
+from shardwright.process_runtime import Runtime
 from shardwright.pytree_objects import opened
 from shardwright.rules import bound_rule, find_rule
 from shardwright.runtime.optimizer_guard import Accumulation

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from ...accelerators import sum_type
-from .words import GOLDEN, MIX13, MIX_GAMMA, UNIFORM_BITS, Halves, Rounds, signed
+from .word_arithmetic import GOLDEN, MIX13, MIX_GAMMA, UNIFORM_BITS, Halves, Rounds, signed
 
 __all__ = [
     "KINDS",

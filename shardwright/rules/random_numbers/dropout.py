@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...torch_private import FakeTensor
 from .counter_rng import PLAIN, placed_stream
-from .words import signed
+from .word_arithmetic import signed
 
 __all__ = ["drop", "mask_of", "masked", "scale_of"]
 

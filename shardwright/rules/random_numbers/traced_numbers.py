@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .counter_rng import chosen, has_doubles, has_words
 from .dropout import drop, scale_of
-from .words import GOLDEN, MIX_GAMMA, Halves, Whole
+from .word_arithmetic import GOLDEN, MIX_GAMMA, Halves, Whole
 
 __all__ = ["Ability", "is_traced", "key_of", "traced"]
 

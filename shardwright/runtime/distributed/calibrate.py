@@ -31,7 +31,7 @@ from ...cost.cost_model import CostModel
 from ...errors import SettingError
 from ...launch.progress import Work, each, phase
 from ...layout import Digit, Layout
-from ...process import Runtime
+from ...process_runtime import Runtime
 from ...redistribution import CollectiveKind, Placement, Redistribution, redistribution
 from .collectives import bind_all
 from .process_groups import ProcessGroups

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...layout import Digits, digits_size, group_of, groups, merge
-from ...process import current, torch_timeout
+from ...process_runtime import current, torch_timeout
 from ...redistribution import digits_value
 from .shared_memory import SameHost, sharing
 

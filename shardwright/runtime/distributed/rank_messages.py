@@ -29,7 +29,7 @@ from torch import Tensor
 from ... import errors
 from ...errors import CheckpointError, ShardwrightError
 from ...json_files.json_values import dumps, loads
-from ...process import current
+from ...process_runtime import current
 from ...redistribution.collective_kinds import CollectiveKind
 from .shared_memory import HostMemory, sharing
 

@@ -41,7 +41,7 @@ import torch.distributed as dist
 from ...errors import ShardwrightError, StuckError
 from ...json_files.json_values import dumps, loads
 from ...launch.lifelines import Lifelines
-from ...process import current, lifelines
+from ...process_runtime import current, lifelines
 from ...torch_private import default_store, group_timeout
 from .rank_messages import error_of, error_words
 from .rank_positions import PassedPlaces, Seen, WaitPoint, not_moving, position, users_line

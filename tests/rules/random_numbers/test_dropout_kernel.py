@@ -17,7 +17,7 @@ import random
 import torch
 from shardwright.rules.random_numbers import dropout_kernel
 from shardwright.rules.random_numbers.counter_rng import Slice, host_words, key
-from shardwright.rules.random_numbers.words import signed
+from shardwright.rules.random_numbers.word_arithmetic import signed
 
 random.seed(0)
 for turn in range(40):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.cost.communication_schedule import block_of
-from shardwright.process import Runtime, playing
+from shardwright.process_runtime import Runtime, playing
 from shardwright.runtime.compilation import Compilation
 from shardwright.runtime.distributed.scheduled_collectives import gathers_ahead
 

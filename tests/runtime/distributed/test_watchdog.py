@@ -26,7 +26,7 @@ from small_networks import D, draw, labels
 from torch import nn
 
 import shardwright as sw
-from shardwright.process import Runtime, torch_timeout
+from shardwright.process_runtime import Runtime, torch_timeout
 from shardwright.runtime.distributed import watchdog
 from shardwright.runtime.distributed.agreement import Steps
 from shardwright.runtime.distributed.rank_positions import PassedPlaces, Seen, WaitPoint, position, waiting

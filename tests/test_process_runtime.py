@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shardwright import process
+from shardwright import process_runtime as process
 
 
 def test_a_thread_that_needs_the_interpreter_has_it_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

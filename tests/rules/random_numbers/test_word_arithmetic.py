@@ -21,7 +21,7 @@ from shardwright.rules.random_numbers.counter_rng import (
     host_words,
     placed_stream,
 )
-from shardwright.rules.random_numbers.words import Halves
+from shardwright.rules.random_numbers.word_arithmetic import Halves
 from shardwright.torch_private import pytree
 
 mask = torch.ops.shardwright.mask.default

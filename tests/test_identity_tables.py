@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 
-from shardwright.identity import IdentityCache, IdentityMap, IdentitySet, numbered
+from shardwright.identity_tables import IdentityCache, IdentityMap, IdentitySet, numbered
 
 
 def test_equal_arrays_are_different_keys() -> None:
