@@ -249,6 +249,32 @@ def test_a_retired_name_is_found() -> None:
     assert retired("given = 1\nclass Fed:\n    _told = 'said'  # said\n") == ["1: given", "2: Fed", "3: _told"]
 
 
+#: Where tables may be keyed by ``id()``. Elsewhere in the folders of `BY_OBJECT` the key is the object itself, an index
+#: or a name: an id belongs to the next object once its owner is gone.
+BY_ID = {
+    "identity_tables.py": "its tables own what they key",
+    "verification/verify.py": "the memo of `copy.deepcopy`",
+    "autocast.py": "tells the tensors of one call apart, which all live",
+}
+BY_OBJECT = ("cost", "json_files", "partition", "planfile", "planners", "redistribution", "report", "rules", "solver")
+BY_OBJECT += ("verification",)
+
+
+def of_id(tree: ast.Module) -> list[int]:
+    """The lines that name the function `id`."""
+    return sorted(node.lineno for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "id")
+
+
+def test_tables_are_keyed_by_objects() -> None:
+    files = [path for path in FILES if path.parent == PACKAGE or path.relative_to(PACKAGE).parts[0] in BY_OBJECT]
+    found = {str(path.relative_to(PACKAGE)) for path in files if of_id(tree_of(path))}
+    assert found == set(BY_ID)
+
+
+def test_a_table_by_ids_is_found() -> None:
+    assert of_id(ast.parse("x.id = 1\nknown[id(x)] = 2\nkeys = map(id, xs)")) == [2, 3]
+
+
 BROAD = re.compile(r"^ *except (?:Base)?Exception\b[^#\n]*$", re.MULTILINE)
 
 
