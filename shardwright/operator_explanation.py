@@ -41,7 +41,7 @@ from .planners.search_space import Strategy, strategy_of
 from .sharded_plan import Plan
 from .solver.solve import marginals
 
-__all__ = ["Alternative", "Explanation", "Holder", "Share", "explained", "opened", "seconds_of", "shares_of"]
+__all__ = ["Alternative", "Explanation", "Holder", "Share", "explained", "partial_sums", "seconds_of", "shares_of"]
 
 
 # -- shares
@@ -282,7 +282,7 @@ def explained(plan: Plan | PipelinePlan, name: str, count: int = 3, memory: floa
     return neighbourhood.explanation(shares, count)
 
 
-def opened(plan: Plan) -> dict[str, Digits]:
+def partial_sums(plan: Plan) -> dict[str, Digits]:
     """Operator of a plan -> the digits of the partial sum that passes through it."""
     layouts: dict[str, Layout] = {}
     came: dict[str, Digits] = {}
@@ -291,7 +291,7 @@ def opened(plan: Plan) -> dict[str, Digits]:
         if isinstance(i, LocalOp) and i.op.origin is None:
             sources = [layouts[name] for name in read_by(i) if name in layouts]
             came[i.operator] = next((layout.partial for layout in sources if layout.reduction == "sum"), ())
-    return {name: came.get(name, ()) if d.open is None else d.open for name, d in plan.decisions.items()}
+    return {name: came.get(name, ()) if d.partial is None else d.partial for name, d in plan.decisions.items()}
 
 
 class _Neighbourhood:
@@ -307,8 +307,8 @@ class _Neighbourhood:
         self.search = Search.of(
             PlanningProblem(graph, plan.devices, placed, "replicate", plan.stored, uneven, costs, plan.hsdp)
         )
-        self.passing = opened(plan)
-        self.decisions = {n: replace(d, open=self.passing[n]) for n, d in plan.decisions.items()}
+        self.passing = partial_sums(plan)
+        self.decisions = {n: replace(d, partial=self.passing[n]) for n, d in plan.decisions.items()}
         self.chosen: dict[str, Strategy] = {n: strategy_of(d) for n, d in self.decisions.items()}
         self.made: CostGraph = self.search.cost_graph(self._options(), [self.decisions])
         self.problem, self.node = self.made.problem, self.made.operators[name]
@@ -478,7 +478,7 @@ class _Neighbourhood:
     def _form(self, strategy: Strategy) -> tuple[object, ...]:
         """The part of a strategy that a reader distinguishes: not the assignment of slices among equivalent ranks."""
         bound = self.plan.decisions[self.name].bound
-        return bound.in_strategy(strategy.assignment), bound.out_cuts(strategy.assignment), strategy.open
+        return bound.in_strategy(strategy.assignment), bound.out_cuts(strategy.assignment), strategy.partial
 
     def _alternative(
         self, strategy: Strategy, total: float, cost: float, priced: PricedStrategies | None = None

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.cli import main
 from shardwright.cost.cost_model import CostModel
-from shardwright.operator_explanation import Holder, _Neighbourhood, explained, opened, shares_of
+from shardwright.operator_explanation import Holder, _Neighbourhood, explained, partial_sums, shares_of
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import PlanningProblem
 from shardwright.planners.search_space import strategy_of
@@ -138,17 +138,17 @@ def test_alternatives_are_the_best_there_are(name: str, operator: str) -> None:
     bound, node, options = plan.decisions[operator].bound, made.operators[operator], made.options[operator]
     best: dict[tuple, float] = {}
     for state, strategy in enumerate(options):
-        form = bound.in_strategy(strategy.assignment), strategy.open
+        form = bound.in_strategy(strategy.assignment), strategy.partial
         try:
             best[form] = min(best.get(form, math.inf), solve(held(made.problem, node, state)).cost)
         except sw.PlanError:
             continue  # nothing allows it
     own = plan.decisions[operator].assignment
     assert said.exact and said.strategies == len(options)
-    assert said.least == pytest.approx(best.pop((bound.in_strategy(own), chosen[operator].open)), rel=1e-9)
+    assert said.least == pytest.approx(best.pop((bound.in_strategy(own), chosen[operator].partial)), rel=1e-9)
     assert [a.total for a in said.alternatives] == pytest.approx(sorted(best.values())[:3], rel=1e-9)
     for other in said.alternatives:
-        form = bound.in_strategy(other.decision.assignment), other.decision.open
+        form = bound.in_strategy(other.decision.assignment), other.decision.partial
         assert other.total == pytest.approx(best[form], rel=1e-9)
         assert other.more == pytest.approx(other.total - plan.found.cost, abs=1e-15) and other.more >= -1e-15
         alone = made.cost(chosen | {operator: strategy_of(other.decision)}) - made.cost(chosen)
@@ -405,7 +405,7 @@ def test_sums_that_pass_through() -> None:
             return self.product(x, self.w).reshape(16, 4, 4).transpose(0, 1)
 
     plan = sw.plan(Net(), (draw(16, 16),), devices=4, cluster=slow_devices(4))
-    passing = opened(plan)
+    passing = partial_sums(plan)
     assert passing["reshape"] and passing["transpose"] and not passing["product"]
     said = explained(plan, "transpose")
     assert said.missing is None and said.cost == pytest.approx(plan.cost, rel=1e-9)

@@ -248,8 +248,8 @@ class Decision:
         cause: the origin of the strategy: "mark" (the user's), "batch" (cut along the batch), "follow" (a view takes
             its input's layout), "whole", or "propagated" (from a user's strategy).
         note: a limitation that a user would not expect.
-        open: the digits along which the output's sum stays partial, as decided by a planner that prices partial sums;
-            None: every partial sum that can pass through the operator does.
+        partial: the digits along which the output's sum stays partial, as decided by a planner that prices partial
+            sums; None: every partial sum that can pass through the operator does.
         origin: for a propagated strategy, the name of the operator that carries the user's strategy.
         via: the operator that handed the strategy on; "" where that operator no longer lies on the way.
     """
@@ -261,7 +261,7 @@ class Decision:
     out: tuple[Layout, ...] | None = None
     cause: str = "mark"
     note: str | None = None
-    open: Digits | None = None
+    partial: Digits | None = None
     origin: str = ""
     via: str = ""
 
@@ -562,7 +562,7 @@ class _Operator:
     out: tuple[Layout, ...] | None
     cause: str
     note: str | None
-    open: Digits | None
+    partial: Digits | None
     origin: str
     via: str
     recompute: Recompute | None
@@ -583,7 +583,7 @@ class PortableDecisions:
         """The portable form of `decided`."""
         return cls(
             {
-                name: _Operator(d.assignment.digits, d.out, d.cause, d.note, d.open, d.origin, d.via, d.op.recompute)
+                name: _Operator(d.assignment.digits, d.out, d.cause, d.note, d.partial, d.origin, d.via, d.op.recompute)
                 for name, d in decided.decisions.items()
             },
             decided.batch_dims,
@@ -598,8 +598,8 @@ class PortableDecisions:
             out = None if operator.out is None else [_encode_layout(layout) for layout in operator.out]
             recompute = None if operator.recompute is None else vars(operator.recompute)
             digits = [_encode_digits(digits) for digits in operator.digits]
-            partial = None if operator.open is None else _encode_digits(operator.open)
-            return {**vars(operator), "digits": digits, "out": out, "open": partial, "recompute": recompute}
+            partial = None if operator.partial is None else _encode_digits(operator.partial)
+            return {**vars(operator), "digits": digits, "out": out, "partial": partial, "recompute": recompute}
 
         return {
             "operators": {name: encode(operator) for name, operator in self.operators.items()},
@@ -616,8 +616,8 @@ class PortableDecisions:
             out = None if entry["out"] is None else tuple(_layout(layout) for layout in entry["out"])
             recompute = None if entry["recompute"] is None else Recompute(**entry["recompute"])
             digits = tuple(_digits(digits) for digits in entry["digits"])
-            partial = None if entry["open"] is None else _digits(entry["open"])
-            return _Operator(**{**entry, "digits": digits, "out": out, "open": partial, "recompute": recompute})
+            partial = None if entry["partial"] is None else _digits(entry["partial"])
+            return _Operator(**{**entry, "digits": digits, "out": out, "partial": partial, "recompute": recompute})
 
         hsdp = None if encoded["hsdp"] is None else dict(encoded["hsdp"])
         if hsdp is not None:
@@ -651,7 +651,7 @@ class PortableDecisions:
                 portable.out,
                 portable.cause,
                 portable.note,
-                portable.open,
+                portable.partial,
                 portable.origin,
                 portable.via,
             )

@@ -522,9 +522,11 @@ class Partitioner:
         All inputs have the same partial sum, and the operator's own cuts do not touch its digits. A decided partial
         sum does not pass into the inner operators of an expanded operator.
         """
-        if decision.open is not None and op.origin is None:
-            return decision.open or None
-        if decision.open is not None and any(self.now(v).name == w.name for v in decision.op.inputs for w in op.inputs):
+        if decision.partial is not None and op.origin is None:
+            return decision.partial or None
+        if decision.partial is not None and any(
+            self.now(v).name == w.name for v in decision.op.inputs for w in op.inputs
+        ):
             return None
         if not rule.is_linear(op) or not op.inputs:
             return None

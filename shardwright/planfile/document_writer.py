@@ -117,7 +117,7 @@ def parts_of(plan: Plan, word: bool = True) -> Parts:
     }
     if any(d.bound.uneven for d in plan.decisions.values()):
         head["uneven"] = True
-    if any(d.open is not None for d in plan.decisions.values()):
+    if any(d.partial is not None for d in plan.decisions.values()):
         head["open"] = []  # the default of lines without "open"
     if plan.own is not None:
         head["own"] = {"parameters": sorted(plan.own.parameters), "loss": plan.own.loss}
@@ -188,8 +188,8 @@ def _operator(op: Op, decision: Decision, seconds: float, closed: bool) -> dict[
     line = {"name": op.name, "op": op.kind, **spell_assignment(decision.bound, decision.assignment)}
     if decision.out is not None:
         line["out_strategy"] = [spell_layout(layout) for layout in decision.out]
-    if decision.open or (closed and decision.open is None):
-        line["open"] = decision.open and spell_digits(decision.assignment.devices, decision.open)
+    if decision.partial or (closed and decision.partial is None):
+        line["open"] = decision.partial and spell_digits(decision.assignment.devices, decision.partial)
     line |= {"cause": decision.cause, "shapes": types_of(op)}
     if op.recompute is not None:
         line["recompute"] = write_recompute(op.recompute)
@@ -235,7 +235,7 @@ def head_digest(head: Mapping[str, object]) -> str:
 
 def digest(op: Op, decision: Decision) -> str:
     """A digest of a line's content that planning depends on, in normal form: independent of its notation."""
-    identity = (decision.assignment.digits, tuple(map(str, decision.out or ())), decision.open, op.recompute)
+    identity = (decision.assignment.digits, tuple(map(str, decision.out or ())), decision.partial, op.recompute)
     return hashlib.sha256(repr(identity).encode()).hexdigest()[:8]
 
 

@@ -227,7 +227,7 @@ class DocumentLine:
         else:
             rule, bound, note = description(op, on_missing_rule, devices, uneven)
         try:
-            opened = None if self.encoded.get("open") is None else read_digits(self.encoded["open"], devices)
+            partial = None if self.encoded.get("open") is None else read_digits(self.encoded["open"], devices)
             return Decision(
                 op,
                 rule,
@@ -236,7 +236,7 @@ class DocumentLine:
                 self.out(bound, devices),
                 str(self.encoded.get("cause", "mark")),
                 note,
-                opened,
+                partial,
             )
         except ShardwrightError as error:
             keys = ("in_strategy", "out_strategy", "leaves", "open")
@@ -589,16 +589,16 @@ class PlanDocument(DocumentHead):
         """The error of lines that are each legal and together impossible, with the line at fault."""
         partial_digits: dict[str, set[Digit]] = {}
         for name, decision in decisions.items():
-            opened = set(decision.open or ())
-            if any(not opened <= partial_digits.get(v.name, set()) for v in decision.op.inputs):
+            partial = set(decision.partial or ())
+            if any(not partial <= partial_digits.get(v.name, set()) for v in decision.op.inputs):
                 return PlanError(
-                    f"it lets a sum through, open over {decision.open}, that does not come to it so",
+                    f"it lets a sum through, open over {decision.partial}, that does not come to it so",
                     operator=called(decision.op),
                     source=self.operators[name].where,
                     legal='the line without "open"',
                 )
             for i, value in enumerate(v for v in decision.op.outputs if v is not None):
-                partial_digits[value.name] = set() if decision.out else set(decision.output_layout(i).partial) | opened
+                partial_digits[value.name] = set() if decision.out else set(decision.output_layout(i).partial) | partial
         return type(error)(
             error.message,
             operator=error.operator,

@@ -113,7 +113,7 @@ class CostGraph:
         for op in self.described.graph.ops:
             before = causes.get(op.name)
             made = self.described.decided(op, self.options[op.name][states[self.operators[op.name]]], cause)
-            out[op.name] = made if before is None else replace(before, open=made.open)
+            out[op.name] = made if before is None else replace(before, partial=made.partial)
         return out
 
     def states(self, chosen: Mapping[str, Strategy]) -> tuple[int, ...]:

@@ -173,7 +173,7 @@ class Search:
             if op.mark is not None and op.mark.in_strategy is not None:
                 rule, bound, note = self.described.rules[op.name]
                 decision = marked_decision(op, rule, bound, self.described.devices, note)
-                out[op.name] = replace(decision, open=(), out=self.outs.get(op.name))
+                out[op.name] = replace(decision, partial=(), out=self.outs.get(op.name))
         return out
 
     @cached_property

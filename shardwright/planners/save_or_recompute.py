@@ -242,7 +242,7 @@ class _Ends(NamedTuple):
         same: True where producer and consumer have the same layout.
         closed: the same with the producer's sum completed.
         several: True where its consumer needs several layouts.
-        open: True where it is produced as a partial sum.
+        partial: True where it is produced as a partial sum.
     """
 
     produced: np.ndarray
@@ -250,7 +250,7 @@ class _Ends(NamedTuple):
     same: np.ndarray
     closed: np.ndarray
     several: np.ndarray
-    open: np.ndarray
+    partial: np.ndarray
 
 
 class RematStates:
@@ -447,7 +447,7 @@ class RematStates:
         return self._of_both(
             value,
             "kept collective output",
-            lambda e: np.where((e.consumed == e.produced) & ~(e.several | e.open | e.same), e.consumed, 0.0),
+            lambda e: np.where((e.consumed == e.produced) & ~(e.several | e.partial | e.same), e.consumed, 0.0),
         )
 
     def sent_back(self, value: Value) -> np.ndarray:

@@ -302,7 +302,7 @@ def kind_of_call(op: Op) -> Hashable:
 
 def op_cost(decision: Decision, costs: CostModel) -> OpCost:
     """The cost of a decision, priced by a `CostModel`. The decision names the partial sums that pass through
-    (`open`).
+    (`partial`).
 
     Raises:
         ShardwrightError: the operator cannot be worked out under this assignment.
@@ -315,7 +315,7 @@ def op_cost(decision: Decision, costs: CostModel) -> OpCost:
     router.collect(work, [])
     input_uses = {
         name: frozenset(
-            Use(u.input_layout.with_partial(decision.open) if decision.open else u.input_layout, u.partial, "")
+            Use(u.input_layout.with_partial(decision.partial) if decision.partial else u.input_layout, u.partial, "")
             for u in router.uses.get(name, ())
         )
         for name in inputs
@@ -436,12 +436,12 @@ class Strategy(NamedTuple):
 
     Attributes:
         assignment: the digits of each factor.
-        open: the digits of the partial sum that passes through.
+        partial: the digits of the partial sum that passes through.
         out: the output layouts that a mark settles; None: no mark does.
     """
 
     assignment: Assignment
-    open: Digits = ()
+    partial: Digits = ()
     out: tuple[Layout, ...] | None = None
 
 
@@ -478,12 +478,12 @@ class OperatorTable:
     def decided(self, op: Op, strategy: Strategy, cause: str) -> Decision:
         """The strategy of an operator as a decision."""
         rule, bound, note = self.rules[op.name]
-        return Decision(op, rule, bound, strategy.assignment, strategy.out, cause, note, strategy.open)
+        return Decision(op, rule, bound, strategy.assignment, strategy.out, cause, note, strategy.partial)
 
 
 def strategy_of(decision: Decision) -> Strategy:
     """A decision as a strategy that others may have; an undecided partial sum that passes through is none."""
-    return Strategy(decision.assignment, decision.open or (), decision.out)
+    return Strategy(decision.assignment, decision.partial or (), decision.out)
 
 
 def options_of(
@@ -528,12 +528,12 @@ def options_among(
         described, fixed, outs, known: as `options_of`.
     """
     known = tuple(known)
-    opened: dict[str, frozenset[Digits]] = {}  # value -> the digits of partial sums of its possible layouts
+    partial_of: dict[str, frozenset[Digits]] = {}  # value -> the digits of partial sums of its possible layouts
     once = IdentityCache().once
     out: dict[str, tuple[Strategy, ...]] = {}
     for op in described.graph.ops:
         rule, bound, _ = described.rules[op.name]
-        passing = frozenset() if op.name in fixed else _passing(op, rule, opened)
+        passing = frozenset() if op.name in fixed else _passing(op, rule, partial_of)
         additional = (
             (strategy_of(fixed[op.name]),)
             if op.name in fixed
@@ -552,15 +552,15 @@ def options_among(
 
         key = (described.kinds[op.name], passing, additional, op.name in fixed, brought)
         out[op.name], results = once(key, (mine_of,), strategies)
-        opened.update((v.name, digits) for v, digits in zip((v for v in op.outputs if v is not None), results))
+        partial_of.update((v.name, digits) for v, digits in zip((v for v in op.outputs if v is not None), results))
     return out
 
 
-def _passing(op: Op, rule: Rule, opened: dict[str, frozenset[Digits]]) -> frozenset[Digits]:
+def _passing(op: Op, rule: Rule, partial_of: dict[str, frozenset[Digits]]) -> frozenset[Digits]:
     """The digits of the partial sums that may pass through: those that all inputs may have."""
     if not rule.is_linear(op) or not op.inputs:
         return frozenset()
-    return frozenset.intersection(*(opened.get(v.name, frozenset()) for v in op.inputs))
+    return frozenset.intersection(*(partial_of.get(v.name, frozenset()) for v in op.inputs))
 
 
 def _with_passing(
@@ -571,9 +571,9 @@ def _with_passing(
     if not passing:
         return strategies
     rule, bound, _ = described.rules[op.name]
-    plain = [s for s in strategies if not s.open and s.out is None and _is_plain(op, rule, bound, s.assignment)]
+    plain = [s for s in strategies if not s.partial and s.out is None and _is_plain(op, rule, bound, s.assignment)]
     more = [
-        s._replace(open=digits)
+        s._replace(partial=digits)
         for digits in sorted(passing, key=str)
         for s in plain
         if beside(described.devices, digits + s.assignment.used)
@@ -598,7 +598,7 @@ def _partial_digits(bound: Bound, strategy: Strategy, index: int) -> Digits:
     assert layout is not None
     if layout.reduction != "sum":
         return ()
-    return layout.with_partial(strategy.open + layout.partial).partial
+    return layout.with_partial(strategy.partial + layout.partial).partial
 
 
 # -- saved tensors --

@@ -220,7 +220,7 @@ class OperatorNames:
 
     def _split(self, name: str) -> Hashable:
         d = self.decisions[name]
-        return d.assignment.digits, d.cause, d.open
+        return d.assignment.digits, d.cause, d.partial
 
     def _group(self, group: Sequence[Found]) -> Found:
         first = group[0]

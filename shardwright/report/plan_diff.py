@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..cluster import Cluster
 from ..graph import types_of
-from ..operator_explanation import opened
+from ..operator_explanation import partial_sums
 from ..partition.local_program import Decision
 from ..partition.parameter_sharding import OptimizerParallel
 from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
@@ -238,9 +238,9 @@ def _placed(plan: Plan | PipelinePlan, names: OperatorNames) -> dict[str, tuple[
     """Path of an operator -> its name, and its place in the plan."""
     out = {}
     for number, part in _parts(plan).items():
-        prices, through = part.price.by_operator, opened(part)
+        prices, through = part.price.by_operator, partial_sums(part)
         for name, decision in part.decisions.items():
-            placed = _Placed(number, replace(decision, open=through.get(name, ())), prices.get(name, 0.0))
+            placed = _Placed(number, replace(decision, partial=through.get(name, ())), prices.get(name, 0.0))
             out[names.paths.get(name, name)] = name, placed
     return out
 
@@ -329,6 +329,6 @@ def strategy_text(decision: Decision) -> str:
         text = str(tuple(map(tuple, encoded["in_strategy"])))
     if decision.out is not None:
         text += " out_strategy " + ", ".join(_layout(spell_layout(layout)) for layout in decision.out)
-    if decision.open:
-        text += f" open {spell_digits(decision.assignment.devices, decision.open)['axes']}"
+    if decision.partial:
+        text += f" open {spell_digits(decision.assignment.devices, decision.partial)['axes']}"
     return text + " recomputed" * (decision.op.recompute is not None)

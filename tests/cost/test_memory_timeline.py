@@ -336,7 +336,7 @@ def test_the_estimate_is_the_program_where_nothing_is_converted(which, problems)
     costs = list(held.cost_graph.problem.costs)
     for name, node in held.cost_graph.operators.items():  # everything whole; and of what is kept as little as may be
         options = held.cost_graph.options[name]
-        costs[node] = np.array([0.0 if o.assignment == fixed[name] and not o.open else np.inf for o in options])
+        costs[node] = np.array([0.0 if o.assignment == fixed[name] and not o.partial else np.inf for o in options])
     for node in held.remat_nodes.values():
         costs[node] = np.array(
             [

@@ -247,7 +247,7 @@ class Passing(nn.Module):
 
 def closed(plan: sw.Plan) -> sw.Plan:
     """The same, with every sum completed where it is made."""
-    return replace(plan, decisions={name: replace(d, open=()) for name, d in plan.decisions.items()})
+    return replace(plan, decisions={name: replace(d, partial=()) for name, d in plan.decisions.items()})
 
 
 def test_sums_that_stay_open_are_a_difference_where_there_are_some(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_so_is_that_of_any_other_plan_of_a_chain(seed: int) -> None:
     made, draw = search.cost_graph(search.options()), random.Random(seed)
     compared = 0
     for _ in range(20):
-        chosen = {name: draw.choice([s for s in options if not s.open]) for name, options in made.options.items()}
+        chosen = {name: draw.choice([s for s in options if not s.partial]) for name, options in made.options.items()}
         states = made.states(chosen)
         if math.isinf(made.problem.cost(states)):
             continue
