@@ -83,7 +83,7 @@ def current_stream(device: torch.device) -> Any:
     return _made(device, "current_stream", device)
 
 
-def within(device: torch.device, stream: Any) -> contextlib.AbstractContextManager[Any]:
+def within(device: torch.device, stream: object) -> contextlib.AbstractContextManager[Any]:
     """Let this thread's operators go to another queue inside the ``with`` block."""
     return module_of(device).stream(stream)
 

@@ -22,9 +22,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import SettingError, shown
 from .json_files.json_reader import MIB, read_object
@@ -305,7 +305,7 @@ class Cluster:
         peak = dict(encoded["peak"]) if isinstance(encoded["peak"], Mapping) else encoded["peak"]
         return _within(where, lambda: cls(**encoded | {"levels": tuple(levels), "peak": peak}))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The cluster as a dict for `from_dict`."""
         return {"schema": SCHEMA, **asdict(self), "levels": [asdict(level) for level in self.levels]}
 
@@ -343,7 +343,10 @@ def _known(encoded: object, where: str, names: Iterable[str], optional: Iterable
     return encoded
 
 
-def _within(where: str, make: Any) -> Any:
+Made = TypeVar("Made")
+
+
+def _within(where: str, make: Callable[[], Made]) -> Made:
     """The result of `make`; its errors name `where`."""
     try:
         return make()

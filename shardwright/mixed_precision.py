@@ -98,7 +98,7 @@ class MixedPrecision:
             )
 
     @classmethod
-    def of(cls, policy: Any) -> MixedPrecision | None:
+    def of(cls, policy: object) -> MixedPrecision | None:
         """The policy of a user's argument: a policy, one of FSDP2's, a dict of the arguments, a dtype
         (`param_dtype`), or None.
 
@@ -278,7 +278,7 @@ def casts(policy: MixedPrecision | None, net: nn.Module) -> Iterator[None]:
         yield
         return
 
-    def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def entering(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         return _cast((args, kwargs), policy.param_dtype)
 
     hooks = []
@@ -293,7 +293,9 @@ def casts(policy: MixedPrecision | None, net: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def one_device(policy: MixedPrecision | None, net: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def one_device(
+    policy: MixedPrecision | None, net: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Any:
     """The result of a model on one device under a policy, in plain PyTorch. Its parameters get gradients in their own
     dtype."""
     if policy is None:
@@ -308,10 +310,10 @@ def one_device(policy: MixedPrecision | None, net: nn.Module, args: tuple[Any, .
         return torch.func.functional_call(net, state, args, dict(kwargs), tie_weights=False)
 
 
-def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+def _cast(tree: object, dtype: torch.dtype | None) -> Any:
     """A tree with every floating tensor in one dtype, including tensors in objects of the tree."""
 
-    def leaf(x: Any) -> Any:
+    def leaf(x: object) -> object:
         return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype.is_floating_point and x.dtype != dtype else x
 
     return closed(pytree.tree_map(leaf, opened(tree)))

@@ -295,8 +295,8 @@ def make_plan(
 
 def capture_micro(
     net: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     count: int,
     setting: PipelineSettings | None = None,
     **options: Any,
@@ -485,9 +485,9 @@ def make_pipeline(
 @overload
 def plan(
     net: nn.Module,
-    inputs: tuple[Any, ...],
-    loss_fn: Any = None,
-    targets: Any = None,
+    inputs: tuple[object, ...],
+    loss_fn: Callable[..., object] | None = None,
+    targets: object = None,
     *,
     pipeline: None = None,
     **settings: Unpack[PlanKeywords],
@@ -495,9 +495,9 @@ def plan(
 @overload
 def plan(
     net: nn.Module,
-    inputs: tuple[Any, ...],
-    loss_fn: Any = None,
-    targets: Any = None,
+    inputs: tuple[object, ...],
+    loss_fn: Callable[..., object] | None = None,
+    targets: object = None,
     *,
     pipeline: PipelineSetting,
     **settings: Unpack[PlanKeywords],
@@ -505,9 +505,9 @@ def plan(
 @overload
 def plan(
     net: nn.Module,
-    inputs: tuple[Any, ...],
-    loss_fn: Any = None,
-    targets: Any = None,
+    inputs: tuple[object, ...],
+    loss_fn: Callable[..., object] | None = None,
+    targets: object = None,
     *,
     pipeline: PipelineSetting | None,
     **settings: Unpack[PlanKeywords],
@@ -517,16 +517,16 @@ def plan(
 @gc_paused()
 def plan(
     net: nn.Module,
-    inputs: tuple[Any, ...],
-    loss_fn: Any = None,
-    targets: Any = None,
+    inputs: tuple[object, ...],
+    loss_fn: Callable[..., object] | None = None,
+    targets: object = None,
     *,
     parallel_mode: ParallelMode = "semi_auto",
     devices: int = 8,
     dataset_strategy: DatasetStrategy = "full_batch",
     on_missing_rule: MissingRule = "error",
-    marks: Mapping[str, tuple[Any, ...]] | None = None,
-    kwargs: dict[str, Any] | None = None,
+    marks: Mapping[str, tuple[object, ...]] | None = None,
+    kwargs: dict[str, object] | None = None,
     sync_batch_norm: bool = False,
     hsdp: HsdpSetting | OptimizerParallel | None = None,
     recompute: RecomputePolicy | None = None,
@@ -540,7 +540,7 @@ def plan(
     mixed_precision: PrecisionSetting | None = None,
     comm_memory: Limit | None = None,
     search_memory: Limit | None = None,
-    search_progress: Callable[[SearchProgress], Any] | bool | None = None,
+    search_progress: Callable[[SearchProgress], object] | bool | None = None,
 ) -> Plan | PipelinePlan:
     """Plan a model without running it: no process group, no devices, nothing allocated.
 
@@ -673,7 +673,7 @@ def plan(
     return made
 
 
-def _with_marks(graph: Graph, marks: Mapping[str, Any]) -> Graph:
+def _with_marks(graph: Graph, marks: Mapping[str, tuple[object, ...]]) -> Graph:
     """The graph with further marks, by operator name."""
     names = [op.name for op in graph.ops]
     for name, strategy in marks.items():

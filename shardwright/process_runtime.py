@@ -99,9 +99,9 @@ def torch_timeout(seconds: float) -> timedelta:
 _current: list[Runtime] = []
 
 #: The default process group, where `init` has joined it. A reference that keeps the group alive would keep its threads.
-_joined: list[Callable[[], Any]] = []
+_joined: list[Callable[[], object]] = []
 #: The default process group, and the lifelines of its ranks: at most one.
-_watched: list[tuple[Callable[[], Any], Lifelines]] = []
+_watched: list[tuple[Callable[[], object], Lifelines]] = []
 
 
 @known_keywords({"device_num": "devices=", "world_size": "devices=, without a launcher", "backend_name": "backend="})
@@ -296,7 +296,7 @@ def _join(
 
 
 #: The process group whose ranks have compared their devices: at most one.
-_compared: list[Callable[[], Any]] = []
+_compared: list[Callable[[], object]] = []
 
 
 def compare_devices() -> None:
@@ -485,7 +485,7 @@ class RandomStream:
         _use_default_generator()
         return torch.tensor([seed if seed < 1 << 63 else seed - (1 << 64), call, int(exact), 0], device="cpu")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The state for `load_state_dict`."""
         seed, calls = self.upcoming()
         return {"seed": seed, "calls": calls}

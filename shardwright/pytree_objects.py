@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeAlias
@@ -33,32 +34,32 @@ class OpenedObject:
         rest: its other attributes.
     """
 
-    cls: type[Any]
-    opened_attributes: dict[str, Any]
-    rest: dict[str, Any]
+    cls: type
+    opened_attributes: dict[str, object]
+    rest: dict[str, object]
 
 
 @dataclass(eq=False)
 class PlainLeaf:
     """A value without tensors: a node without children."""
 
-    value: Any
+    value: object
 
 
 #: The class, the names of the children and the other attributes of an opened object.
-_Context: TypeAlias = "tuple[type[Any], tuple[str, ...], dict[str, Any]]"
+_Context: TypeAlias = "tuple[type, tuple[str, ...], dict[str, object]]"
 
 
-def _flatten(node: OpenedObject) -> tuple[list[Any], _Context]:
+def _flatten(node: OpenedObject) -> tuple[list[object], _Context]:
     return list(node.opened_attributes.values()), (node.cls, tuple(node.opened_attributes), node.rest)
 
 
-def _unflatten(children: Any, context: _Context) -> OpenedObject:
+def _unflatten(children: Iterable[object], context: _Context) -> OpenedObject:
     cls, names, rest = context
     return OpenedObject(cls, dict(zip(names, children)), rest)
 
 
-def _flatten_with_keys(node: OpenedObject) -> tuple[list[tuple[Any, Any]], _Context]:
+def _flatten_with_keys(node: OpenedObject) -> tuple[list[tuple[object, object]], _Context]:
     children, context = _flatten(node)
     return [(pytree.GetAttrKey(name), child) for name, child in zip(node.opened_attributes, children)], context
 
@@ -81,7 +82,7 @@ register_node(
 _SIMPLE = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex, bytes, range, Enum)
 
 
-def _attributes(leaf: Any) -> dict[str, Any] | None:
+def _attributes(leaf: object) -> dict[str, object] | None:
     """The attributes of an object; None for a tensor, a module, a class, a callable, and objects without attributes."""
     if isinstance(leaf, (torch.Tensor, torch.nn.Module, type)) or callable(leaf):
         return None
@@ -95,7 +96,7 @@ def _among(leaf: object, around: tuple[object, ...]) -> bool:
     return any(leaf is one for one in around)
 
 
-def _holds(tree: Any, around: tuple[object, ...] = ()) -> bool:
+def _holds(tree: object, around: tuple[object, ...] = ()) -> bool:
     """True where a tree holds a tensor, also in the attributes of its leaves."""
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
@@ -106,7 +107,7 @@ def _holds(tree: Any, around: tuple[object, ...] = ()) -> bool:
     return False
 
 
-def opened(tree: Any, around: tuple[object, ...] = ()) -> Any:
+def opened(tree: object, around: tuple[object, ...] = ()) -> Any:
     """The tree with every object that holds tensors opened.
 
     Args:
@@ -114,7 +115,7 @@ def opened(tree: Any, around: tuple[object, ...] = ()) -> Any:
         around: the objects around it, which a cycle may reach again.
     """
 
-    def open_leaf(leaf: Any) -> Any:
+    def open_leaf(leaf: object) -> Any:
         attributes = _attributes(leaf)
         if _among(leaf, around) or attributes is None:
             return PlainLeaf(leaf) if isinstance(leaf, _SIMPLE) else leaf
@@ -129,7 +130,7 @@ def opened(tree: Any, around: tuple[object, ...] = ()) -> Any:
     return pytree.tree_map(open_leaf, tree)
 
 
-def with_tensors(tree: Any) -> Any:
+def with_tensors(tree: object) -> Any:
     """The tree with a tensor in place of each numpy array, on the memory of the array where it is contiguous and may be
     written.
 
@@ -152,15 +153,15 @@ def with_tensors(tree: Any) -> Any:
     return pytree.tree_map_only(numpy.ndarray, tensor, tree)
 
 
-def closed(tree: Any) -> Any:
+def closed(tree: object) -> Any:
     """The tree with the objects restored."""
 
-    def close(node: Any) -> Any:
+    def close(node: object) -> object:
         if isinstance(node, PlainLeaf):
             return node.value
         if not isinstance(node, OpenedObject):
             return node
-        made = object.__new__(node.cls)
+        made: object = object.__new__(node.cls)
         for name, attribute in {**{n: closed(h) for n, h in node.opened_attributes.items()}, **node.rest}.items():
             object.__setattr__(made, name, attribute)
         return made
@@ -174,5 +175,5 @@ def holds_objects(spec: Any) -> bool:
     return any(map(_is_ours, pytree.tree_leaves(tree, is_leaf=_is_ours)))
 
 
-def _is_ours(node: Any) -> bool:
+def _is_ours(node: object) -> bool:
     return isinstance(node, (OpenedObject, PlainLeaf))

@@ -179,8 +179,8 @@ class PlanKeywords(TypedDict, total=False):
     devices: int
     dataset_strategy: DatasetStrategy
     on_missing_rule: MissingRule
-    marks: Mapping[str, tuple[Any, ...]] | None
-    kwargs: dict[str, Any] | None
+    marks: Mapping[str, tuple[object, ...]] | None
+    kwargs: dict[str, object] | None
     sync_batch_norm: bool
     hsdp: HsdpSetting | OptimizerParallel | None
     recompute: RecomputePolicy | None
@@ -193,7 +193,7 @@ class PlanKeywords(TypedDict, total=False):
     mixed_precision: PrecisionSetting | None
     comm_memory: Limit | None
     search_memory: Limit | None
-    search_progress: Callable[[SearchProgress], Any] | bool | None
+    search_progress: Callable[[SearchProgress], object] | bool | None
 
 
 # -- the value
@@ -296,7 +296,7 @@ class Settings:
     mixed_precision: MixedPrecision | None = None
     comm_memory: str | float | None = None
     search_memory: str | float | None = None
-    search_progress: Callable[[SearchProgress], Any] | bool | None = None
+    search_progress: Callable[[SearchProgress], object] | bool | None = None
 
     @classmethod
     def of(
@@ -359,7 +359,7 @@ class Settings:
         return parse_bytes(setting, "comm_memory", '"2GB", "512MiB", a number of bytes, or 0')
 
     @property
-    def budget(self) -> tuple[float | None, Callable[[SearchProgress], Any] | bool | None]:
+    def budget(self) -> tuple[float | None, Callable[[SearchProgress], object] | bool | None]:
         """The arguments of a `SearchBudget`: bytes or None, and the progress setting.
 
         Raises:

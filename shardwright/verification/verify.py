@@ -86,7 +86,7 @@ def verify(
     dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32),
     tolerances: Mapping[torch.dtype, float] | None = None,
     on_missing_rule: MissingRule = "error",
-    kwargs: dict[str, Any] | None = None,
+    kwargs: dict[str, object] | None = None,
     uneven: bool = False,
     cluster: ClusterSetting | None = None,
     memory: Limit | None = None,
@@ -174,7 +174,7 @@ def verify(
 def verify_call(
     model: AutoParallel,
     args: tuple[object, ...],
-    kwargs: dict[str, Any] | None = None,
+    kwargs: dict[str, object] | None = None,
     *,
     devices: int | None = None,
     steps: int = 3,
@@ -239,7 +239,7 @@ class _ModelCopy:
     net: nn.Module
     loss_fn: Callable[..., object] | None
     args: tuple[object, ...]
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
     policy: MixedPrecision | None
 
     def plain(self) -> object:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -240,7 +239,7 @@ class VerifyReport:
         """The number of collectives, sends and receives of rank 0 in one step."""
         return len(self.plan.collectives(0)) if self.plan is not None else 0
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The report as JSON: differences relative to the largest value of a tensor, with the tolerance of each; a
         difference that is infinite is None."""
 
