@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import sys
 import threading
 import time
@@ -33,7 +34,20 @@ from ..errors import SettingError
 from .console import PREFIX
 from .environment import TOKEN, find
 
-__all__ = ["EVERY", "FIRST", "Display", "Work", "commanded", "each", "keep", "keeper", "phase", "quiet", "showing"]
+__all__ = [
+    "EVERY",
+    "FIRST",
+    "Display",
+    "Work",
+    "commanded",
+    "each",
+    "keep",
+    "keeper",
+    "load_rich",
+    "phase",
+    "quiet",
+    "showing",
+]
 
 FIRST = 2.0  # seconds of work before a terminal shows it
 RENEWED = 0.25  # seconds between two states of a terminal's line
@@ -151,6 +165,19 @@ def each(items: Collection[T] | Iterator[T], name: str, unit: str, total: int | 
         total: their number, where they are an iterator.
     """
     return Each(items, Work(name, len(items) if isinstance(items, Collection) else total, unit))
+
+
+def load_rich() -> None:
+    """Import rich, and leave Python's random numbers as they are.
+
+    The import of ``rich.style`` draws a number. A forward that is captured meanwhile would seem to draw it, and ranks
+    that import rich, such as rank 0 alone, would draw other numbers than the rest from then on.
+    """
+    state = random.getstate()
+    try:
+        pass
+    finally:
+        random.setstate(state)
 
 
 class Display:
@@ -287,6 +314,8 @@ class Display:
             return left
 
     def _start(self) -> None:
+        if self._live:
+            load_rich()  # here, not in the thread: between two states of a generator the caller may draw
         ended = self._ended = threading.Event()
         first = FIRST if self._live else max(0.0, self._last_line + EVERY - self._clock())
 
@@ -308,7 +337,7 @@ class Display:
 
     def _draw(self, work: Work, seconds: float) -> None:
         """Renew the terminal's line."""
-        # rich: needed only by work of seconds on a terminal
+        # rich: needed only by work on a terminal
         from rich.console import Console  # noqa: PLC0415
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn  # noqa: PLC0415
         from rich.table import Column  # noqa: PLC0415

@@ -20,7 +20,11 @@ timeline             a simulated step: Perfetto's trace, a picture
 
 from __future__ import annotations
 
-from .ir_dump import write_dumps
-from .tables import explain
+from ..launch.progress import load_rich
+
+load_rich()  # before the modules below import it: it would draw one of Python's random numbers
+
+from .ir_dump import write_dumps  # noqa: E402  see above
+from .tables import explain  # noqa: E402  see above
 
 __all__ = ["explain", "write_dumps"]

@@ -26,7 +26,7 @@ def launched(words: list[str], folder: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_script_prints_what_its_page_shows(page: str, tmp_path: Path) -> None:
-    """In two processes, and the second page's goes on in four."""
+    """The run of two processes; that of the second page goes on in four."""
     text = (DOCS / page).read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n# file: train.py\n(.*?)```", text, re.DOTALL)
     (tmp_path / "train.py").write_text(script, encoding="utf-8")

@@ -6,6 +6,8 @@ import io
 import logging
 import os
 import pty
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -138,6 +140,29 @@ def test_a_terminal_gets_one_line_that_goes_away(monkeypatch, colours):
     assert "capture of the model" in shown and "0:02" in shown and "…" in shown  # cut to the line
     assert shown.rstrip().endswith(("\x1b[2K", "\x1b[?25h"))  # the line is gone, the cursor is back
     assert ("\x1b[3" in shown) == colours
+
+
+RICH = """
+import io, random, sys
+from shardwright.launch.progress import Display, Work
+if sys.argv[1] == "display":
+    assert "rich" not in sys.modules
+random.seed(3)
+state = random.getstate()
+if sys.argv[1] == "display":
+    display = Display(io.StringIO(), live=True)
+    display.begin(Work("capture of the model"))
+else:
+    import shardwright.report.tables
+assert "rich.style" in sys.modules and random.getstate() == state
+"""
+
+
+@pytest.mark.parametrize("what", ["display", "tables"])
+def test_what_is_shown_draws_no_random_numbers(what):
+    """rich draws one at its import: a forward that is captured meanwhile seemed to draw it, and was refused."""
+    done = subprocess.run([sys.executable, "-c", RICH, what], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_short_work_says_nothing_and_leaves_no_thread(capfd, caplog):
