@@ -42,7 +42,7 @@ from ..capture.annotations import CUT, whole_shape
 from ..capture.export import ModelAndLoss
 from ..errors import SettingError
 from ..process_runtime import current
-from ..runtime.optimizer_guard import successor_of
+from ..runtime.replaced_parameters import successor_of
 from ..torch_private import (
     allow_hooks,
     buffer_table,

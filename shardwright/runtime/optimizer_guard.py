@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import SettingError
+from .replaced_parameters import replaced_name
 
 __all__ = [
     "Accumulation",
@@ -29,11 +30,9 @@ __all__ = [
     "close_to_steps",
     "not_summed",
     "open_to_steps",
-    "replace_noted",
     "says_when_it_steps",
     "set_empty_aside",
     "step_through",
-    "successor_of",
     "watch_steps",
 ]
 
@@ -52,18 +51,7 @@ class Accumulation:
     kept: dict[int, Any] = field(default_factory=dict)
 
 
-_REPLACED, _SUCCESSOR, _CLOSED = "_shardwright_replaced", "_shardwright_successor", "_shardwright_closed"
-
-
-def replace_noted(old: torch.Tensor, name: str, successor: torch.Tensor) -> None:
-    """Mark the parameter object `old` as replaced in the model by `successor`; `name` is the parameter's name."""
-    setattr(old, _REPLACED, name)
-    setattr(old, _SUCCESSOR, successor)
-
-
-def successor_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter object that has replaced `parameter` in its model; `parameter` itself where none has."""
-    return getattr(parameter, _SUCCESSOR, parameter)
+_CLOSED = "_shardwright_closed"
 
 
 def close_to_steps(parameter: torch.Tensor) -> None:
@@ -208,9 +196,9 @@ _STEPS = _Steps()
 def _look(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in held:
-        if hasattr(parameter, _REPLACED):
+        if replaced_name(parameter) is not None:
             raise SettingError(
-                f"{type(optimizer).__name__} holds the parameter {getattr(parameter, _REPLACED)!r} as it was "
+                f"{type(optimizer).__name__} holds the parameter {replaced_name(parameter)!r} as it was "
                 "before the first call of the model, which has slices in its place since",
                 legal="an optimizer of net.parameters(), built before the first call or after it, but not of "
                 "a list made before and an optimizer after",

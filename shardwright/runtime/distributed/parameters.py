@@ -22,7 +22,8 @@ from ...errors import SettingError
 from ...layout import Layout
 from ...partition.padded_dims import true_slice
 from ..deferred_init import materialize, substitute
-from ..optimizer_guard import replace_noted, step_through
+from ..optimizer_guard import step_through
+from ..replaced_parameters import replace_noted, stand_for_successor
 from .buckets import GradientSums
 from .dtensors import layout_of, slice_in_buffer, to_dtensor
 from .optimizer_steps import stand_in
@@ -141,6 +142,8 @@ class ShardedState:
         materialize(holder, keep, "cpu", part=part)
         carry_over(olds, successors)
         substitute(holder, successors, cut)
+        for old in olds:
+            stand_for_successor(old)
         self.buffers = dict(holder.named_buffers())
 
     def _nothing(self, whole: Tensor, device: torch.device) -> DTensor:

@@ -26,6 +26,7 @@ from ...capture.annotations import CUT
 from ...capture.hybrid_models import is_own
 from ...errors import SettingError
 from ...torch_private import gradient_hooks
+from ..replaced_parameters import successor_of
 from ..second_derivatives import refuse_graph
 
 __all__ = ["note_leaf", "requested"]
@@ -84,6 +85,7 @@ def _grad(
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad`, of parameters that are slices too."""
     several = [inputs] if isinstance(inputs, Tensor) or not isinstance(inputs, Sequence) else list(inputs)
+    several = [successor_of(x) if isinstance(x, Tensor) else x for x in several]
     places = [i for i, x in enumerate(several) if isinstance(x, Tensor) and (hasattr(x, CUT) or is_own(x))]
     further: dict[str, Any] = dict(
         create_graph=create_graph,

@@ -1,0 +1,86 @@
+"""Parameter objects that a model had before its first call, when slices have taken their places.
+
+A script may hold such an object: ``params = list(net.parameters())``, then ``clip_grad_norm_(params, 1.0)`` after each
+backward. The object becomes a `Replaced`: each function of torch that is called on it is called on its successor. An
+optimizer of such objects is still refused (`optimizer_guard`), since its state would belong to none of the model's
+parameters.
+
+Tensors that are not exactly an `nn.Parameter`, as those of quantization libraries, stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import SettingError
+
+__all__ = ["replace_noted", "replaced_name", "stand_for_successor", "successor_of"]
+
+_NAME, _SUCCESSOR = "_shardwright_replaced", "_shardwright_successor"
+
+
+def replace_noted(old: torch.Tensor, name: str, successor: torch.Tensor) -> None:
+    """Mark the parameter object `old` as replaced in the model by `successor`; `name` is the parameter's name."""
+    setattr(old, _NAME, name)
+    setattr(old, _SUCCESSOR, successor)
+
+
+def replaced_name(parameter: torch.Tensor) -> str | None:
+    """The name of a parameter that another object has replaced in its model; None for any other."""
+    name: str | None = getattr(parameter, _NAME, None)
+    return name
+
+
+def successor_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter object that has replaced `parameter` in its model; `parameter` itself where none has."""
+    found: torch.Tensor = getattr(parameter, _SUCCESSOR, parameter)
+    return found
+
+
+def stand_for_successor(old: torch.Tensor) -> None:
+    """Let each function that is called on `old`, which `replace_noted` has marked, be called on its successor."""
+    if type(old) is nn.Parameter:
+        old.__class__ = Replaced
+
+
+class Replaced(nn.Parameter):
+    """A parameter as it was before the first call; functions that are called on it are called on its successor."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        met: list[Replaced] = []
+
+        def present(x: Replaced) -> torch.Tensor:
+            met.append(x)
+            return successor_of(x)
+
+        args, kwargs = pytree.tree_map_only(Replaced, present, (args, kwargs or {}))
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if not met or "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise SettingError(
+                f"of the parameter {replaced_name(met[0])!r} this rank has a slice since the first call, and "
+                f"{function.__name__} is called on it together with a plain tensor",
+                legal="a tensor that is copied from the parameter after the first call; whole tensors of the model "
+                "inside of `with model.whole():`",
+            ) from error
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(successor_of(self), name)
+
+    def __repr__(self) -> str:
+        return repr(successor_of(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), copy.deepcopy(successor_of(self), memo))
