@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from one_device import assert_as_one_device, close, parallel
+from optional_library import OptionalLibrary
 from small_networks import labels
 from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.pytree_objects import opened
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-transformers = pytest.importorskip("transformers")
+transformers = OptionalLibrary("transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}

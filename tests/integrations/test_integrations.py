@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import warnings
 from pathlib import Path
@@ -15,37 +14,35 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
-from small_networks import D
-from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-transformers = pytest.importorskip("transformers")
-accelerate = pytest.importorskip("accelerate")
-peft = pytest.importorskip("peft")
-lightning = pytest.importorskip("lightning")
-
 from integration_runs import (
     PAGE,
     STEPS,
     WORLD,
     Rows,
+    accelerate,
     detached,
     gpt2,
+    hugging_face,
+    lightning,
     lightnings,
+    load,
     logged,
     next_token,
     on_ranks,
     pairs,
+    peft,
     perceptron,
     plain_layers,
     settings,
     token_batches,
+    transformers,
 )
+from ranks import run_ranks
+from small_networks import D
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import shardwright as sw
-from shardwright.integrations import hugging_face
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.long]
 
@@ -57,6 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def ours(folder: str) -> list[dict[str, Any]]:
+    load()
     return run_ranks(on_ranks, WORLD, folder)
 
 
@@ -66,6 +64,7 @@ def ours(folder: str) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def one_device():
     """Libraries' own state of a single process, for a while."""
+    load()
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -207,31 +206,34 @@ def one_accelerated() -> dict[str, Any]:
     return {"losses": losses, "weights": detached(net)}
 
 
-class Plain(lightning.LightningModule):
-    """The page's, with the plain model."""
+def plain_task(net: nn.Module) -> Any:
+    """The page's task, with the plain model."""
 
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.model, self.losses = net, []
+    class Plain(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.losses = net, []
 
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        loss = F.mse_loss(self.model(batch[0]), batch[1])
-        self.losses.append(loss.item())
-        return loss
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            loss = F.mse_loss(self.model(batch[0]), batch[1])
+            self.losses.append(loss.item())
+            return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.model.parameters(), 1e-2)
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.model.parameters(), 1e-2)
+
+    return Plain()
 
 
 def test_lightning_trains_as_on_one_device(ours: list[dict[str, Any]], folder: str) -> None:
     with one_device():
-        task = Plain(perceptron())
+        task = plain_task(perceptron())
         trainer = lightning.Trainer(devices=1, **lightnings(folder))
         trainer.fit(task, in_turns(8, STEPS))
         first, first_weights = task.losses, detached(task.model)
         task.losses = []
         trainer.save_checkpoint(f"{folder}/one.ckpt")
-        again = Plain(perceptron())
+        again = plain_task(perceptron())
         lightning.Trainer(devices=1, **lightnings(folder) | {"max_steps": 2 * STEPS}).fit(
             again, in_turns(8, STEPS), ckpt_path=f"{folder}/one.ckpt"
         )
@@ -245,7 +247,7 @@ def test_lightning_trains_as_on_one_device(ours: list[dict[str, Any]], folder: s
         assert "use_distributed_sampler=False" in result["whole"]
         assert "DistributedDataParallel around a parallel model" in result["ddp"]
     saved = torch.load(f"{folder}/lightning/last.ckpt", weights_only=False)
-    alone = Plain(perceptron())
+    alone = plain_task(perceptron())
     alone.load_state_dict(saved["state_dict"])  # whole tensors, which plain torch reads
     assert_close(detached(alone.model), first_weights, rounding=1e-8)
     torch.optim.AdamW(alone.model.parameters()).load_state_dict(saved["optimizer_states"][0])

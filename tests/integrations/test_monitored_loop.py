@@ -4,23 +4,25 @@ processes `test_integrations` runs them, by the code of the page."""
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-transformers = pytest.importorskip("transformers")
-accelerate = pytest.importorskip("accelerate")
-lightning = pytest.importorskip("lightning")
-pytest.importorskip("peft")
-
-from integration_runs import Rows, gpt2, lightnings, logged, settings
+from integration_runs import (
+    Rows,
+    gpt2,
+    hugging_face,
+    lightning,
+    lightnings,
+    load,
+    logged,
+    our_lightning,
+    settings,
+    transformers,
+)
 
 import shardwright as sw
-from shardwright.integrations import hugging_face, lightning as our_lightning
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.long]
 
@@ -53,6 +55,7 @@ class OfTensorBoard:
 
 @pytest.fixture(autouse=True)
 def one_process() -> Iterator[None]:
+    load()
     from accelerate.state import AcceleratorState, GradientState
 
     def fresh() -> None:
@@ -77,15 +80,15 @@ def assert_figures(run: Run, rows: int) -> None:
 # -- Trainer of transformers -------------------------------------------------------------------------------------------
 
 
-class Failing(transformers.TrainerCallback):
-    """Raises at the end of a step."""
+def failing(step: int) -> Any:
+    """A callback that raises at the end of a step."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    class Failing(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == step:
+                raise KeyError("the disk is full")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            raise KeyError("the disk is full")
+    return Failing()
 
 
 def trained(folder: str, kind: type, *callbacks: Any, **more: Any) -> Any:
@@ -123,7 +126,7 @@ def test_the_trainers_monitor_is_closed_where_training_raises(tmp_path) -> None:
     writer, out = OfTensorBoard(), io.StringIO()
     monitor = hugging_face.HuggingFaceMonitor(every=1, tensorboard=writer, out=out)
     with pytest.raises(KeyError, match="disk"):
-        trained(f"{tmp_path}", hugging_face.Trainer, monitor, Failing(2))
+        trained(f"{tmp_path}", hugging_face.Trainer, monitor, failing(2))
     assert writer.flushed == 1 and len(out.getvalue().splitlines()) == 2
 
 
@@ -136,29 +139,31 @@ def test_the_trainer_of_transformers_itself_has_lines_of_rates(tmp_path) -> None
 # -- Lightning ---------------------------------------------------------------------------------------------------------
 
 
-class Task(lightning.LightningModule):
-    """Trains on rows of tokens."""
+def rows_task(fails_at: int = -1) -> Any:
+    """A task that trains on rows of tokens."""
 
-    def __init__(self, fails_at: int = -1) -> None:
-        super().__init__()
-        self.model = sw.AutoParallel(gpt2()).dataset_strategy("full_batch")
-        self.losses: list[float] = []
-        self.fails_at = fails_at
+    class Task(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = sw.AutoParallel(gpt2()).dataset_strategy("full_batch")
+            self.losses: list[float] = []
 
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        if index == self.fails_at:
-            raise KeyError("the disk is full")
-        loss = self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
-        self.losses.append(loss.item())
-        return loss
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            if index == fails_at:
+                raise KeyError("the disk is full")
+            loss = self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+            self.losses.append(loss.item())
+            return loss
 
-    def validation_step(self, batch: Any, index: int) -> None: ...
+        def validation_step(self, batch: Any, index: int) -> None: ...
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.model.parameters(), 1e-2)
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.model.parameters(), 1e-2)
+
+    return Task()
 
 
-def fitted(folder: str, task: Task, *callbacks: Any) -> None:
+def fitted(folder: str, task: Any, *callbacks: Any) -> None:
     loader = torch.utils.data.DataLoader(Rows(32), 4)
     given = lightnings(folder) | {"max_steps": 4, "val_check_interval": 3, "check_val_every_n_epoch": None}
     lightning.Trainer(devices=1, callbacks=list(callbacks), **given).fit(task, loader, loader)
@@ -168,7 +173,7 @@ def test_lightnings_callback_writes_lines_of_steps(tmp_path, monkeypatch) -> Non
     out, run, left_out = io.StringIO(), Run(), []
     leave_out = sw.Monitor.leave_out
     monkeypatch.setattr(sw.Monitor, "leave_out", lambda *given: left_out.append(leave_out(*given)))
-    writer, task = OfTensorBoard(), Task()
+    writer, task = OfTensorBoard(), rows_task()
     monitor = our_lightning.LightningMonitor(every=2, tensorboard=writer, wandb=run, out=out)
     fitted(f"{tmp_path}", task, monitor)
     assert len(task.losses) == 8 and run.of("step") == [1, 3]
@@ -183,5 +188,5 @@ def test_lightnings_monitor_is_closed_where_training_raises(tmp_path) -> None:
     writer, out = OfTensorBoard(), io.StringIO()
     monitor = our_lightning.LightningMonitor(every=1, tensorboard=writer, out=out)
     with pytest.raises(KeyError, match="disk"):
-        fitted(f"{tmp_path}", Task(fails_at=5), monitor)
+        fitted(f"{tmp_path}", rows_task(fails_at=5), monitor)
     assert writer.flushed == 1 and len(out.getvalue().splitlines()) == 2

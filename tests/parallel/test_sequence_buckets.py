@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from optional_library import OptionalLibrary
 from ranks import run_ranks
 from small_networks import draw, labels
 from torch import nn
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 import shardwright as sw
 
-transformers = pytest.importorskip("transformers")
+transformers = OptionalLibrary("transformers")
 
 LENGTHS = (5, 8, 3, 12, 16, 7)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from one_device import parallel
+from optional_library import OptionalLibrary
 from rule_reference import Case, check
 from small_networks import labels
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ import shardwright as sw
 from shardwright.cost.primitive_costs import work_of
 from shardwright.graph import Op, Value
 
-transformers = pytest.importorskip("transformers")
+transformers = OptionalLibrary("transformers")
 
 SMALL = dict(
     vocab_size=32,

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import io
 import logging
-import os
 import re
 import sys
 import warnings
@@ -14,29 +13,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
+from optional_library import OptionalLibrary
 from paths import DOCS
 from small_networks import D, draw, labels
 from torch import Tensor, nn
 
 import shardwright as sw
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-transformers = pytest.importorskip("transformers")
-accelerate = pytest.importorskip("accelerate")
-peft = pytest.importorskip("peft")
-lightning = pytest.importorskip("lightning")
-
-from shardwright.integrations import accelerate as our_accelerate, hugging_face, lightning as our_lightning
+transformers, accelerate, peft, lightning = map(OptionalLibrary, ("transformers", "accelerate", "peft", "lightning"))
+our_accelerate = OptionalLibrary("shardwright.integrations.accelerate")
+our_lightning = OptionalLibrary("shardwright.integrations.lightning")
+hugging_face = OptionalLibrary("shardwright.integrations.hugging_face")
 
 WORLD, STEPS = 2, 20
 PAGE = (DOCS / "integrations.md").read_text()
 
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
+
+def load() -> None:
+    """Import the libraries, before ranks are forked; they print errors alone."""
+    for library in (transformers, accelerate, peft, lightning, our_accelerate, our_lightning, hugging_face):
+        library.load()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def code(title: str) -> str:

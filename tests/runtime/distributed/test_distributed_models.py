@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +10,14 @@ import llama
 import pytest
 import torch
 from language import Loss, passages
+from optional_library import OptionalLibrary
 from ranks import run_ranks, run_scenarios
 from small_networks import D, labels
 from torch import Tensor, nn
 
 import shardwright as sw
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-transformers = pytest.importorskip("transformers")
+transformers = OptionalLibrary("transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORLD, LENGTH = 4, 8
