@@ -172,7 +172,7 @@ class LoadPlan:
         names = state_names(subject, optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                own_name = names[id(parameter)]
+                own_name = names[parameter]
                 stored_name = self.sources.get(own_name)
                 place, local = subject.placed(own_name, parameter)
                 if local is None or stored_name is None:
@@ -478,7 +478,7 @@ class _Loaded:
                 f"{saved['kind']}, or optimizer=None",
             )
         names = state_names(self.subject, self.optimizer)
-        mine = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        mine = [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
         theirs = [[self.filling.name_here(n) for n in group["parameters"]] for group in saved["groups"]]
         if [sorted(g) for g in mine] != [sorted(g) for g in theirs]:
             differs = next(

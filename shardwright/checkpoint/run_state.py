@@ -174,16 +174,16 @@ class CheckpointedModel:
         self.extra: dict[str, nn.Module] = {}
         self._places: dict[tuple[Hashable, ...], TensorPlacement] = {}
         loss = self.wrapper.loss_fn if self.wrapper is not None else None
-        names: dict[int, str] = {}
+        names: dict[Tensor, str] = {}
         for prefix, module in (("model.", self.net), *((("loss_fn.", loss),) if isinstance(loss, nn.Module) else ())):
             for name, value in module.state_dict(keep_vars=True).items():
                 if not isinstance(value, Tensor):
                     self.extra[prefix + name] = module.get_submodule(name.rpartition(".")[0])
-                elif id(value) in names:
-                    self.aliases[prefix + name] = names[id(value)]
+                elif value in names:
+                    self.aliases[prefix + name] = names[value]
                 else:
                     self.tensors[prefix + name] = value
-                    names[id(value)] = prefix + name
+                    names[value] = prefix + name
 
     @property
     def planned(self) -> bool:
@@ -296,24 +296,24 @@ class CheckpointedModel:
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
-def state_names(subject: CheckpointedModel, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """The names of an optimizer's parameters: ``id(parameter)`` -> name.
+def state_names(subject: CheckpointedModel, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
+    """Parameter of an optimizer -> its name in the model.
 
     Raises:
         CheckpointError: a parameter that is not the model's.
     """
-    names = {id(tensor): name for name, tensor in subject.tensors.items()}
+    names = {tensor: name for name, tensor in subject.tensors.items()}
     out = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if id(parameter) not in names:
+            if parameter not in names:
                 raise CheckpointError(
                     f"{type(optimizer).__name__} has in group {number} a parameter of shape "
                     f"{tuple(parameter.shape)} that is none of the model's",
                     source="the optimizer",
                     legal="an optimizer of model.parameters()",
                 )
-            out[id(parameter)] = names[id(parameter)]
+            out[parameter] = names[parameter]
     return out
 
 
@@ -330,7 +330,7 @@ def optimizer_state(
     others: dict[str, dict[str, object]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            name = names[id(parameter)]
+            name = names[parameter]
             place, local = subject.placed(name, parameter)
             if local is None:
                 continue

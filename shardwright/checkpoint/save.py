@@ -507,7 +507,7 @@ def _collected(
             "kind": type(optimizer).__name__,
             "groups": [
                 {
-                    "parameters": [names[id(p)] for p in group["params"]],
+                    "parameters": [names[p] for p in group["params"]],
                     "settings": encoded({k: v for k, v in group.items() if k != "params"}, "the optimizer's settings"),
                 }
                 for group in optimizer.param_groups

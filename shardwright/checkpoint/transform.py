@@ -592,7 +592,7 @@ def load_distributed_checkpoint(
     with opened(checkpoint) as stored:
         wanted = _wanted_here(subject, stored, _slices(predict_strategy, rank_id), strict_load)
         check_sound(stored)
-        successors: dict[int, nn.Parameter] = {}
+        successors: dict[Tensor, nn.Parameter] = {}
         for name, (stored_name, box) in wanted.items():
             tensor = subject.tensors[name]
             sizes = [s.stop - s.start for s in box]
@@ -601,7 +601,7 @@ def load_distributed_checkpoint(
                 continue
             made = torch.empty(sizes, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
             stored.read_into(made, stored_name, box)
-            successors[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            successors[tensor] = nn.Parameter(made, requires_grad=tensor.requires_grad)
     substitute(subject.net, successors)
 
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from ..capture.annotations import CUT, whole_shape
 from ..errors import SettingError
+from ..identity_tables import IdentitySet
 from ..parallel.auto_parallel import AutoParallel
 from ..process_runtime import init
 from ..torch_private import pytree
@@ -40,8 +41,8 @@ __all__ = ["LightningMonitor", "ShardwrightStrategy"]
 def _parallel_models(module: nn.Module) -> list[AutoParallel]:
     """The parallel models of a module, without those inside of others."""
     found = [m for m in module.modules() if isinstance(m, AutoParallel)]
-    inside = {id(sub) for m in found for sub in m.net.modules()}
-    return [m for m in found if id(m) not in inside]
+    inside = IdentitySet(sub for m in found for sub in m.net.modules())
+    return [m for m in found if m not in inside]
 
 
 class LightningMonitor(MonitoredLoop, Callback):
@@ -116,9 +117,9 @@ class ShardwrightStrategy(DDPStrategy):
                 f"{type(self.lightning_module).__name__} has no parallel model",
                 legal="self.model = sw.AutoParallel(net, …) in its __init__",
             )
-        inside = {id(p) for m in models for p in m.parameters()}
-        inside |= {id(p) for m in models if isinstance(m.loss_fn, nn.Module) for p in m.loss_fn.parameters()}
-        outside = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and id(p) not in inside]
+        inside = {p for m in models for p in m.parameters()}
+        inside |= {p for m in models if isinstance(m.loss_fn, nn.Module) for p in m.loss_fn.parameters()}
+        outside = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p not in inside]
         if outside and trainer.world_size > 1:
             raise SettingError(
                 f"the parameter {outside[0]!r} is trained and lies outside of the parallel model: its gradient "

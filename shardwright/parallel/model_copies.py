@@ -158,7 +158,7 @@ class Followers:
     ) -> None:
         from ..runtime.distributed.dtensors import as_dtensor, with_values  # noqa: PLC0415  imports DTensor
 
-        successors: dict[int, nn.Parameter] = {}
+        successors: dict[Tensor, nn.Parameter] = {}
         for name, old in theirs.items():
             if not hasattr(mine.get(name), CUT) or not isinstance(old, nn.Parameter):
                 continue
@@ -166,10 +166,10 @@ class Followers:
             new.requires_grad_(old.requires_grad)
             if name not in same_cut:
                 with_values(as_dtensor(new), old.detach())
-            successors[id(old)] = new
-        names = {id(old): name for name, old in theirs.items()}
+            successors[old] = new
+        names = {old: name for name, old in theirs.items()}
 
-        def cut(old: int, whole: Tensor) -> Tensor:
+        def cut(old: Tensor, whole: Tensor) -> Tensor:
             return with_values(as_dtensor(with_slice(mine[names[old]])), whole).detach()
 
         substitute(ModelAndLoss(made.net, made.loss_fn), successors, cut)

@@ -35,7 +35,6 @@ import functools
 import inspect
 import types
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import CodeType
@@ -48,6 +47,7 @@ from ..capture.module_calls import FunctionOfModels, as_written, redirected, tog
 from ..capture.observed.code_names import names_read
 from ..capture.source_lines import is_users, stack_level
 from ..errors import SettingError, place_text
+from ..identity_tables import IdentityMap, IdentitySet
 from ..torch_private import COMPILED
 from .value_and_grad import ValueAndGrad, running
 from .whole_model import refuse_calls_of_parts
@@ -84,8 +84,8 @@ class StepModels:
         self._wrapper = wrapper
         self._called: dict[nn.Module, str] = {}  # a module that is read by itself -> its name
         self._touched: dict[nn.Module, str] = {}  # a module of which an attribute is read -> its name
-        self._seen: dict[int, Any] = {}  # id of an object -> itself, so that no other object gets its id
-        self._methods: dict[tuple[int, int], Any] = {}  # ids of a function and its object -> both
+        self._seen = IdentitySet[object]()
+        self._methods = IdentityMap[object, set[types.FunctionType]]()  # object -> methods of its class
         if not isinstance(function, (types.FunctionType, types.MethodType, functools.partial)):
             function = getattr(function, "__call__", function)  # noqa: B004  of an object whose class has it
         self._function(function, 0)
@@ -93,11 +93,11 @@ class StepModels:
     @property
     def models(self) -> dict[str, nn.Module]:
         """Name -> model, in the order in which the code refers to them. A name has no dot."""
-        inside = {id(part) for model in self._called for part in model.modules() if part is not model}
-        found = {model: name for model, name in self._called.items() if id(model) not in inside}
+        inside = IdentitySet(part for model in self._called for part in model.modules() if part is not model)
+        found = {model: name for model, name in self._called.items() if model not in inside}
         if not found:
-            inside = {id(part) for model in self._touched for part in model.modules() if part is not model}
-            found = {model: name for model, name in self._touched.items() if id(model) not in inside}
+            inside = IdentitySet(part for model in self._touched for part in model.modules() if part is not model)
+            found = {model: name for model, name in self._touched.items() if model not in inside}
         return _named(found)
 
     # -- functions
@@ -121,9 +121,9 @@ class StepModels:
             return
         if not isinstance(function, types.FunctionType) or not _is_written(function) or depth > _DEPTH:
             return
-        if bound is _MISSING and id(function) in self._seen:
+        if bound is _MISSING and function in self._seen:
             return
-        self._seen[id(function)] = function
+        self._seen.add(function)
         parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
         positional = function.__defaults__ or ()
         defaults = dict(zip(parameters[len(parameters) - len(positional) :], positional)) | (
@@ -173,9 +173,11 @@ class StepModels:
             held = held.fget
         if isinstance(held, (staticmethod, classmethod)):
             self._function(held.__func__, depth + 1)
-        elif isinstance(held, types.FunctionType) and _is_written(held) and (id(held), id(owner)) not in self._methods:
-            self._methods[id(held), id(owner)] = held, owner
-            self._function(types.MethodType(held, owner), depth + 1)
+        elif isinstance(held, types.FunctionType) and _is_written(held):
+            seen = self._methods.setdefault(owner, set())
+            if held not in seen:
+                seen.add(held)
+                self._function(types.MethodType(held, owner), depth + 1)
 
     # -- values
 
@@ -193,8 +195,8 @@ class StepModels:
             self._function(value, depth + 1)
         elif isinstance(value, (list, tuple, set, frozenset, Mapping)):
             self._entries(value, name, depth)
-        elif _is_users_object(value) and id(value) not in self._seen and depth < _DEPTH:
-            self._seen[id(value)] = value
+        elif _is_users_object(value) and value not in self._seen and depth < _DEPTH:
+            self._seen.add(value)
             call = inspect.getattr_static(type(value), "__call__", None)
             if isinstance(call, types.FunctionType):
                 self._function(types.MethodType(call, value), depth + 1)
@@ -214,9 +216,9 @@ class StepModels:
             self._touched.setdefault(module, name)
 
     def _entries(self, held: Any, name: str, depth: int) -> None:
-        if id(held) in self._seen or depth > _DEPTH:
+        if held in self._seen or depth > _DEPTH:
             return
-        self._seen[id(held)] = held
+        self._seen.add(held)
         entries = held.items() if isinstance(held, Mapping) else enumerate(held)
         for _, (key, value) in zip(range(_ENTRIES), list(entries)):
             self._value(value, f"{name}.{key}", depth + 1)
@@ -400,7 +402,7 @@ class StepFunction:
         self.apart = len(every) > 1 and not (calls and all(names == every for names in calls))
         self.parts: dict[Names, Wrapper] = {}
         self._first = dict.fromkeys([*((n,) for n in every), *filter(None, calls)]) if self.apart else {}
-        self._functions: OrderedDict[int, tuple[Any, Names, FunctionOfModels | None]] = OrderedDict()
+        self._functions = IdentityMap[object, tuple[Names, FunctionOfModels | None]]()  # the last one called is last
         self._codes: dict[CodeType, int] = {}  # code of a function -> the number of functions of this code so far
         self._came = False  # True once a model has been called
         self._infers = False  # True while the first call of a model is only planned
@@ -474,7 +476,7 @@ class StepFunction:
         return None if entry is None else self._of(main, names)
 
     def _known(self, main: Wrapper, function: Callable[..., Any]) -> tuple[Names, FunctionOfModels | None]:
-        held = self._functions.get(id(function))
+        held = self._functions.pop(function, None)
         if held is None:
             self._note(function)
             names = self._called_by(StepModels(function, self._wrapper).models)
@@ -484,11 +486,11 @@ class StepFunction:
                     legal="AutoParallel(step) without loss_fn",
                 )
             entry = FunctionOfModels(function, self._net(names)) if names else None
-            held = self._functions[id(function)] = function, names, entry
-            while len(self._functions) > _FUNCTIONS:
-                self._functions.popitem(last=False)
-        self._functions.move_to_end(id(function))
-        return held[1:]
+            held = names, entry
+            while len(self._functions) >= _FUNCTIONS:
+                del self._functions[next(iter(self._functions))]
+        self._functions[function] = held
+        return held
 
     def _note(self, function: Any) -> None:
         """Warn of a function that is defined anew in each call of the step."""
@@ -507,8 +509,8 @@ class StepFunction:
 
     def _called_by(self, models: Mapping[str, nn.Module]) -> Names:
         """The names of those models of the step that are among `models`, or hold one of them."""
-        wanted = set(map(id, models.values()))
-        return tuple(n for n, m in self.models.items() if any(id(part) in wanted for part in m.modules()))
+        wanted = IdentitySet(models.values())
+        return tuple(n for n, m in self.models.items() if any(part in wanted for part in m.modules()))
 
     def _net(self, names: Names) -> nn.Module:
         return self.net if len(names) == len(self.models) else together({name: self.models[name] for name in names})

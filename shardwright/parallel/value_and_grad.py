@@ -185,13 +185,13 @@ def _inputs_of(step: RunningStep | None, weights: Sequence[Tensor], inputs: Sequ
 @contextlib.contextmanager
 def without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Let parameters have no gradients at the begin of the ``with`` block, and their own again after it."""
-    held = {id(p): (p, p.grad) for p in parameters}
-    for p, _ in held.values():
+    gradients = {p: p.grad for p in parameters}
+    for p in gradients:
         p.grad = None
     try:
         yield
     finally:
-        for p, gradient in held.values():
+        for p, gradient in gradients.items():
             p.grad = gradient
 
 
@@ -451,9 +451,9 @@ class _Call:
             for key, tensor in table.items()
             if tensor is not None
         ]
-        held = {id(tensor): tensor for _, _, tensor in self._places}
-        named = {id(tensor): name for name, tensor in reversed(list(holder.named_parameters()))}
-        self._own = {i: successor_of(own[named[i]]) for i in held if i in named and named[i] in own}
+        self._tensors = list(dict.fromkeys(tensor for _, _, tensor in self._places))
+        named: dict[Tensor, str] = {x: name for name, x in reversed(list(holder.named_parameters()))}
+        self._own = {x: successor_of(own[named[x]]) for x in self._tensors if x in named and named[x] in own}
         if current().processes and any(not hasattr(p, CUT) for p in self._own.values()):
             raise SettingError(
                 "the first call of the model is under torch.func: it cuts the parameters, which functional_call "
@@ -462,8 +462,7 @@ class _Call:
             )
         self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
         inputs = [x for x in self._leaves if isinstance(x, Tensor)]
-        self._ids = list(held)
-        self.tensors = [*held.values(), *inputs]
+        self.tensors = [*self._tensors, *inputs]
         self._wanted = [x.requires_grad for x in self.tensors]
         self._values: list[tuple[Tensor, Tensor]] = []  # parameters, and the values that they have in this call
         self._inputs: list[Tensor] = []
@@ -473,14 +472,14 @@ class _Call:
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the program on the tensors behind the wrapped ones; the outputs without their graph."""
-        count = len(self._ids)
-        present: dict[int, Tensor] = {}
-        for i, tensor in zip(self._ids, tensors):
-            own = self._own.get(i)
+        count = len(self._tensors)
+        present: dict[Tensor, Tensor] = {}
+        for x, tensor in zip(self._tensors, tensors):
+            own = self._own.get(x)
             if own is None or tensor is own:
-                present[i] = tensor
+                present[x] = tensor
             else:
-                present[i] = own
+                present[x] = own
                 self._values.append((own, tensor))
         self._inputs = [
             x.detach().requires_grad_() if wanted else x.detach()
@@ -491,7 +490,7 @@ class _Call:
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         try:
             for table, key, tensor in self._places:
-                table[key] = present[id(tensor)]
+                table[key] = present[tensor]
             with torch.enable_grad(), _hooks_allowed(), _holding(self._values):
                 result = self._call(*args, **kwargs)
         finally:
@@ -509,7 +508,7 @@ class _Call:
             raise SettingError("a second backward of a call under torch.func", legal=_LEGAL)
         outputs, self._outputs = self._outputs, None
         pairs = [(x, g) for x, g in zip(outputs, gradients) if x.requires_grad]
-        parameters = [self._own.get(i) for i in self._ids]
+        parameters = [self._own.get(x) for x in self._tensors]
         trained = [p for p in parameters if p is not None]
         with without_gradients(trained), _hooks_allowed(), _holding(self._values):
             torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])

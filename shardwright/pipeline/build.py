@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch.utils.weak import WeakIdRef
 
 from ..capture.annotations import PipelineSettings
 from ..cluster import Cluster
@@ -311,7 +312,7 @@ def _form(graph: Graph, input_placement: InputPlacement, devices: int) -> Iterat
     for value in (*graph.inputs, *graph.parameters.values(), *graph.buffers.values()):
         yield value.shape, value.dtype, value.requires_grad, value.master, (graph.batch or {}).get(value.name)
     for _name, tensor in graph.constants.items():
-        yield tuple(tensor.shape), tensor.dtype, tensor.tolist() if tensor.numel() < 64 else id(tensor)
+        yield tuple(tensor.shape), tensor.dtype, tensor.tolist() if tensor.numel() < 64 else WeakIdRef(tensor)
     for op in graph.ops:
         leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
         mark = None if op.mark is None else (op.mark.in_strategy, op.mark.out_strategy)

@@ -593,16 +593,14 @@ def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], 
     """
     line = plan.stage_timeline if together else plan.timeline
     crosses = lambda h: h.start < line.forward < h.stop and h.what != "under way"
-    standing = {
-        id(h)
-        for h in line.allocations
-        if h.what in ("parameters", "gradients", "optimizer") or (together and h.what == "gathered" and crosses(h))
-    }
-    own = replace(line, allocations=tuple(h for h in line.allocations if id(h) not in standing))
+    stands = lambda h: (
+        h.what in ("parameters", "gradients", "optimizer") or (together and h.what == "gathered" and crosses(h))
+    )
+    own = replace(line, allocations=tuple(h for h in line.allocations if not stands(h)))
     totals = own.totals()
     accumulated = sum(plan.accumulated.values()) if together else 0
     return (
-        sum(h.bytes for h in line.allocations if id(h) in standing) + accumulated,
+        sum(h.bytes for h in line.allocations if stands(h)) + accumulated,
         sum(h.bytes for h in own.allocations if crosses(h)),
         (totals[: line.forward], totals[line.forward :]),
     )

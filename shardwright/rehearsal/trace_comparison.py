@@ -35,6 +35,7 @@ from typing import Any
 from ..cluster import Cluster
 from ..cost.communication_schedule import Fusion
 from ..errors import PlanError, SettingError
+from ..identity_tables import IdentityMap
 from ..partition.local_program import GlobalExtreme, LocalOp, Redistribute
 from ..partition.rematerialization import RecomputedInstruction, Regather
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, moments
@@ -251,7 +252,7 @@ def _count_device(
         elif "External id" in arguments:  # an operator, or a range
             operators[arguments["External id"]] = e
     starts = [step.start for step in steps]
-    work: dict[int, tuple[list[tuple[float, float]], list[tuple[float, float]]]] = {}
+    work = IdentityMap[TracedStep, tuple[list[tuple[float, float]], list[tuple[float, float]]]]()
     for kernel in kernels:
         arguments = kernel.get("args") or {}
         launch = launches.get(arguments.get("correlation")) or operators.get(arguments.get("External id"))
@@ -267,9 +268,9 @@ def _count_device(
             step.add(text, seconds, begin + seconds)
         sends = str(kernel.get("name")).lower().startswith(COMMUNICATION)
         if sends or text:
-            work.setdefault(id(step), ([], []))[sends].append((begin, begin + seconds))
+            work.setdefault(step, ([], []))[sends].append((begin, begin + seconds))
     for step in steps:
-        computing, sending = work.get(id(step), ([], []))
+        computing, sending = work.get(step, ([], []))
         step.exposed = _length([*computing, *sending]) - _length(computing)
 
 

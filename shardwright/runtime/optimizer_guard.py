@@ -44,11 +44,11 @@ class Accumulation:
 
     Attributes:
         open: True while gradients stay unsummed.
-        kept: id of a parameter -> the parameter, for those that hold an unsummed gradient, or did.
+        unsummed: the parameters that have an unsummed gradient, or had one, in order.
     """
 
     open: bool = False
-    kept: dict[int, Any] = field(default_factory=dict)
+    unsummed: dict[torch.nn.Parameter, None] = field(default_factory=dict)
 
 
 _CLOSED = "_shardwright_closed"
@@ -212,8 +212,8 @@ def _look(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
             raise not_summed(f"{type(optimizer).__name__}.step()")
     if any(p.grad is not None for p in held):
         return
-    theirs, ours = list(net.parameters()), {id(p) for p in held}
-    if any(id(p) in ours for p in theirs) or not any(p.grad is not None for p in theirs):
+    theirs, ours = list(net.parameters()), set(held)
+    if any(p in ours for p in theirs) or not any(p.grad is not None for p in theirs):
         return
     if [p.shape for p in held] == [p.shape for p in theirs]:
         raise SettingError(

@@ -275,8 +275,8 @@ class PipelineStep:
 
     def _read(self, s: int, k: int) -> list[Tensor]:
         """The inputs of a forward that need gradients of this micro-batch alone."""
-        shared = {id(x) for x in self.shared.values()}
-        return [x for x in self.inputs[s, k] if x.requires_grad and id(x) not in shared]
+        shared = set(self.shared.values())
+        return [x for x in self.inputs[s, k] if x.requires_grad and x not in shared]
 
     def _backward(self, s: int, k: int) -> None:
         outputs, gradients = self._owed(s, k)

@@ -40,6 +40,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import SettingError
+from ..identity_tables import IdentityMap
 from ..partition.rematerialization import Region
 from ..torch_private import storage_id, top_saved_tensors_hooks, version_of
 from .lowering import Lowered, Node, number_of_result
@@ -289,13 +290,13 @@ def _tensors(value: Any) -> list[Tensor]:
     return [x for v in value for x in _tensors(v)] if isinstance(value, (list, tuple)) else []
 
 
-def _leaves(value: Any, memo: dict[int, Tensor]) -> Any:
+def _leaves(value: Any, memo: dict[Tensor, Tensor]) -> Any:
     """The same tensors detached from their graph; an object that occurs twice stays one object."""
 
     def leaf(x: Tensor) -> Tensor:
-        if id(x) not in memo:
-            memo[id(x)] = x.detach().requires_grad_(x.requires_grad)
-        return memo[id(x)]
+        if x not in memo:
+            memo[x] = x.detach().requires_grad_(x.requires_grad)
+        return memo[x]
 
     return _mapped(value, leaf)
 
@@ -319,7 +320,7 @@ class LoweredRegions(Generic[Key]):
         self.reads: dict[Node, list[tuple[int, Key, Node, bool]]] = {}
         if not self.regions:
             return
-        number = {id(i): k for k, i in enumerate(instructions)}
+        number = IdentityMap((i, k) for k, i in enumerate(instructions))
         self.values: dict[str, Node] = {}  # name of an instance -> its node
         self.nodes: dict[int, list[Node]] = {}  # instruction -> its nodes
         for node in lowered.nodes:
@@ -329,7 +330,7 @@ class LoweredRegions(Generic[Key]):
                 self.values[node.meta["instance"].name] = node
             base = node if "instruction" in node.meta or node.op == "placeholder" else node.args[0]
             if base.op != "placeholder":
-                self.nodes.setdefault(number[id(base.meta["instruction"])], []).append(node)
+                self.nodes.setdefault(number[base.meta["instruction"]], []).append(node)
         self.owner = {name: k for k, region in enumerate(self.regions) for name in region.dropped}
         for k, region in enumerate(self.regions):
             for i in region.savers:

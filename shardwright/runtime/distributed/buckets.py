@@ -576,11 +576,11 @@ class GradientSums:
     @property
     def waits(self) -> bool:
         """True where gradients of an earlier backward are still to be summed."""
-        return bool(self._accumulation.kept)
+        return bool(self._accumulation.unsummed)
 
     def keep(self, parameter: nn.Parameter) -> None:
         """Note a parameter whose gradient is still to be summed."""
-        self._accumulation.kept[id(parameter)] = parameter
+        self._accumulation.unsummed[parameter] = None
 
     def note_backward(self) -> None:
         """Note that a gradient has come, possibly the first of a backward."""
@@ -636,9 +636,9 @@ class GradientSums:
             if bucket.missing < len(bucket.parameters):
                 self._start(bucket)
         self._finish_travelling()
-        for parameter in self._accumulation.kept.values():  # of another program, or without a gradient in this backward
+        for parameter in self._accumulation.unsummed:  # of another program, or without a gradient in this backward
             self.sum_kept(parameter)
-        self._accumulation.kept.clear()
+        self._accumulation.unsummed.clear()
 
     def _finish_travelling(self) -> None:
         for started in self._travelling:
@@ -654,7 +654,7 @@ class GradientSums:
                 started.turn()
         parameters = [p for p, g in zip(bucket.parameters, bucket.gradients) if g is not None]
         gradients = [g for g in bucket.gradients if g is not None]
-        if self._accumulation.kept:
+        if self._accumulation.unsummed:
             gradients = [
                 g + take_unsummed(p) if unsummed_over(p) == bucket.digits else g for p, g in zip(parameters, gradients)
             ]

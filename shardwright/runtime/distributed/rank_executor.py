@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...cost.communication_schedule import CommunicationSchedule, ScheduledMessage
 from ...graph import map_leaves
+from ...identity_tables import IdentityMap
 from ...layout import Digits, group_of, merge
 from ...partition.local_program import GlobalExtreme, Redistribute
 from ...redistribution import CollectiveKind, Redistribution, redistribution
@@ -282,11 +283,11 @@ class RankExecutor:
         self.gathered_again: list[GatherAgain] = []
         self.types: dict[str, torch.dtype] = {}
         self._eager = not compiled
-        self._late: dict[int, Bound] = {}  # by id of an instruction: its backward, which does not wait
+        self._late = IdentityMap[Redistribute, Bound]()  # by instruction: its backward, which does not wait
         self._regathered: RegatheredWeights | None = None
         self._lines = {op.name: op.source for op in lowered.plan.graph.ops}
         self._instructions = lowered.plan.program.instructions
-        self._places = {id(i): k for k, i in enumerate(self._instructions)}
+        self._places = IdentityMap((i, k) for k, i in enumerate(self._instructions))
         self.scattered: list[Scatter] = []
         self._splits = self.schedule.splits if self._eager else {}
         self._scatter_messages = {m.place: n for n, message in self.schedule.of("scatter") for m in message.members}
@@ -309,7 +310,7 @@ class RankExecutor:
         self._blocks: dict[int, int] = {}  # by place, in a compiled program: a weight's number in a `CompiledBlock`
         events = self._events(env, by_blocks=self._eager or not regions.regions)
         for node in lowered.nodes:
-            place = self._places.get(id(node.meta.get("instruction")))
+            place = self._places[node.meta["instruction"]] if "instruction" in node.meta else None
             if node.op == "placeholder" and node.meta["instance"].value.name in lowered.parameters:
                 if inside is not None and self._summed_late(node):
                     inside.append(node)
@@ -420,7 +421,7 @@ class RankExecutor:
             by_blocks: False where weights that are gathered again are gathered one by one.
         """
         events: list[_Event] = []
-        nodes = {self._places[id(n.meta["instruction"])]: n for n in self.lowered.nodes if "instruction" in n.meta}
+        nodes = {self._places[n.meta["instruction"]]: n for n in self.lowered.nodes if "instruction" in n.meta}
         for number, message in self.schedule.of("gather"):
             members = [m.place for m in message.members]
             if message.once:
@@ -547,7 +548,7 @@ class RankExecutor:
         if instruction.casts:
             forward = (*_cast(instruction.dtype), *forward)
         backward = self._backward(instruction, outside)
-        label, place = str(instruction.forward), self._places[id(instruction)]
+        label, place = str(instruction.forward), self._places[instruction]
         if instruction.reshard_after_forward and not self._eager:
             return CompiledGather(forward, backward, label)
         if not instruction.reshard_after_forward and place not in self._taken and place not in self._later:
@@ -564,8 +565,8 @@ class RankExecutor:
     def _backward(self, instruction: Redistribute, outside: bool = False) -> Steps:
         if instruction.backward is None:
             return ()
-        if id(instruction) in self._late:
-            return (*_cast(instruction.sums), self._late[id(instruction)])
+        if instruction in self._late:
+            return (*_cast(instruction.sums), self._late[instruction])
         shape, hsdp, held = instruction.target.local_shape, self.lowered.plan.hsdp, instruction.source.value.dtype
         if (
             instruction.cause == "parameter"
@@ -585,7 +586,7 @@ class RankExecutor:
                     held,
                     instruction.sums,
                     hsdp.accumulates_whole and not self._stage,
-                    self._scatter_messages.get(self._places[id(instruction)]),
+                    self._scatter_messages.get(self._places[instruction]),
                 )
             )
             return noted((self.scattered[-1],), self._place(instruction.backward, instruction, "backward"))
@@ -611,7 +612,7 @@ class RankExecutor:
             return False
         late = late_scatter(instruction.backward, instruction.target.local_shape, self.groups)
         if late is not None:
-            self._late[id(instruction)] = late
+            self._late[instruction] = late
         return late is not None
 
     def _steps(

@@ -135,7 +135,7 @@ def _of_parameters(
                 legal=_LEGAL,
             )
     leaves: list[Tensor] = []
-    ids = {id(parameter) for parameter in wanted}
+    parameters = set(wanted)
     for leaf in _leaves(outputs):
         parameter, sums = getattr(leaf, _OF)
         if sums is not None and (sums.accumulates or sums.waits):
@@ -144,7 +144,7 @@ def _of_parameters(
                 "their sum",
                 legal=_LEGAL,
             )
-        if id(parameter) in ids:
+        if parameter in parameters:
             leaves.append(leaf)
     if not leaves:
         return [None] * len(wanted)
