@@ -301,22 +301,22 @@ def warn_of_parts(
     whole = pytree.tree_leaves(global_inputs(*inputs, positions, strategy))
     shapes = [tuple(x.shape) for x in whole if isinstance(x, Tensor)]
     layouts = _layouts(model, positions, shapes)
-    held: dict[tuple[Any, ...], dict[str, list[int]]] = {}
+    by_rows: dict[tuple[Any, ...], dict[str, list[int]]] = {}
     for rank, digest in enumerate(digests):
         part = tuple(
             tuple(layout.position(dim, rank % positions) for dim in range(len(shape)))
             for layout, shape in zip(layouts, shapes)
         )
-        held.setdefault(part, {}).setdefault(digest, []).append(rank)
-    if len(held) > 1 and len(set(digests)) == 1:
+        by_rows.setdefault(part, {}).setdefault(digest, []).append(rank)
+    if len(by_rows) > 1 and len(set(digests)) == 1:
         warnings.warn(
             f"all {len(digests)} ranks feed the same values as their parts of the batch, under "
-            f"dataset_strategy({strategy!r}): the batch has the same rows {len(held)} times. If each rank reads the "
-            'whole batch, it is dataset_strategy("full_batch"); otherwise sw.sampler or sw.data_shard gives each '
+            f"dataset_strategy({strategy!r}): the batch has the same rows {len(by_rows)} times. If each rank reads "
+            'the whole batch, it is dataset_strategy("full_batch"); otherwise sw.sampler or sw.data_shard gives each '
             "its part",
             stacklevel=stack_level(),
         )
-    apart = next((ranks for ranks in held.values() if len(ranks) > 1), None)
+    apart = next((ranks for ranks in by_rows.values() if len(ranks) > 1), None)
     if apart is not None:
         one, other, *_ = (ranks[0] for ranks in apart.values())
         warnings.warn(

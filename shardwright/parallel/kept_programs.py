@@ -90,8 +90,8 @@ class KeptPrograms(CallPlanning):
         state. The change of state is returned; "": none."""
         if not self._programs:
             return ""
-        others = [key for key in self._programs if key[1][1] is self._entry]
-        known = [key for key in others if _shapes(key) != _shapes(feed) and key[3].hold()]
+        same_entry = [key for key in self._programs if key[1][1] is self._entry]
+        known = [key for key in same_entry if _shapes(key) != _shapes(feed) and key[3].hold()]
         if known:
             before, now = _shapes(known[0]), _shapes(feed)
             if not self._warned and not _differing(before, now) <= self._varying():

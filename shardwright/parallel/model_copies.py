@@ -66,11 +66,11 @@ def copied(model: SettingMethods, memo: dict[int, object]) -> SettingMethods:
             cut = cut or hasattr(parameter, CUT)
     made = type(model).__new__(type(model))
     memo[id(model)] = made
-    held = made.__dict__
-    held["net"] = copy.deepcopy(model.net, memo)
-    held["loss_fn"] = copy.deepcopy(model.loss_fn, memo)
-    held |= {table: held["net"].__dict__[table] for table in MODULE_TABLES}
-    held |= {
+    attributes = made.__dict__
+    attributes["net"] = copy.deepcopy(model.net, memo)
+    attributes["loss_fn"] = copy.deepcopy(model.loss_fn, memo)
+    attributes |= {table: attributes["net"].__dict__[table] for table in MODULE_TABLES}
+    attributes |= {
         "_programs": OrderedDict(),
         "_states": {},
         "_accumulation": Accumulation(),
@@ -86,8 +86,8 @@ def copied(model: SettingMethods, memo: dict[int, object]) -> SettingMethods:
         "_used": model._used if cut else None,
     }
     for key, value in vars(model).items():
-        if key not in held:
-            held[key] = value if key in _SHARED else copy.deepcopy(value, memo)
+        if key not in attributes:
+            attributes[key] = value if key in _SHARED else copy.deepcopy(value, memo)
     made._note_parameters()
     if not cut:
         model._copies.append(weakref.ref(made))
@@ -105,7 +105,7 @@ def with_slice(parameter: Tensor) -> nn.Parameter:
     with torch.no_grad():
         local = cut.to_local()
         copied_local = beginning(leaf_of(cut).clone(), local.shape) if local.numel() else local.clone()
-        held = DTensor.from_local(
+        copied_cut = DTensor.from_local(
             copied_local,
             cut.device_mesh,
             cut.placements,
@@ -113,7 +113,7 @@ def with_slice(parameter: Tensor) -> nn.Parameter:
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-    made = nn.Parameter(held, requires_grad=parameter.requires_grad)
+    made = nn.Parameter(copied_cut, requires_grad=parameter.requires_grad)
     vars(made).update(
         (k, v) for k, v in vars(parameter).items() if k not in ("_shardwright_nothing", "_shardwright_closed")
     )

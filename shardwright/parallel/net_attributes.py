@@ -151,8 +151,8 @@ def deleted(model: SettingMethods, name: str) -> bool:
 
 def _net(model: SettingMethods) -> nn.Module | None:
     """The one model that a wrapper wraps; None for a step function, and while the wrapper is made."""
-    held = vars(model)
-    return None if held.get("_step") is not None else held.get("net")
+    attributes = vars(model)
+    return None if attributes.get("_step") is not None else attributes.get("net")
 
 
 def _is_own(model: SettingMethods, name: str) -> bool:
@@ -160,14 +160,14 @@ def _is_own(model: SettingMethods, name: str) -> bool:
 
 
 def _has(net: nn.Module, name: str) -> bool:
-    held = vars(net)
-    return name in held or hasattr(type(net), name) or any(name in held[table] for table in MODULE_TABLES)
+    attributes = vars(net)
+    return name in attributes or hasattr(type(net), name) or any(name in attributes[table] for table in MODULE_TABLES)
 
 
 def _is_method_of(model: SettingMethods, value: Any) -> bool:
     """True for a method that is bound to the wrapper."""
-    held = value.args if isinstance(value, functools.partial) else (getattr(value, "__self__", None),)
-    return any(x is model for x in held)
+    bound = value.args if isinstance(value, functools.partial) else (getattr(value, "__self__", None),)
+    return any(x is model for x in bound)
 
 
 def _assign_loss(model: SettingMethods, loss_fn: Any) -> None:

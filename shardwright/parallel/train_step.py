@@ -114,8 +114,8 @@ class StepModels:
         bound = _MISSING
         if isinstance(function, types.MethodType):
             bound, function = function.__self__, function.__func__
-        while isinstance(function, types.FunctionType) and not _is_written(function) and _inner(function) is not None:
-            function = _inner(function)  # behind torch.no_grad(), torch.func.grad_and_value and other decorators
+        while isinstance(function, types.FunctionType) and not _is_written(function) and _wrapped(function) is not None:
+            function = _wrapped(function)  # behind torch.no_grad(), torch.func.grad_and_value and other decorators
         if isinstance(function, (types.MethodType, ValueAndGrad)):
             self._value(function, name_of(function), depth)
             return
@@ -146,38 +146,38 @@ class StepModels:
         """Look at the end of ``name.attribute.attribute``."""
         for i, attribute in enumerate(chain):
             if isinstance(value, nn.Module):
-                held = value._modules.get(attribute, _MISSING)
-                if held is _MISSING or held is None:
-                    held = inspect.getattr_static(value, attribute, _MISSING)
-                    if _is_method(held):
-                        self._method(held, value, depth)
+                found = value._modules.get(attribute, _MISSING)
+                if found is _MISSING or found is None:
+                    found = inspect.getattr_static(value, attribute, _MISSING)
+                    if _is_method(found):
+                        self._method(found, value, depth)
                     self._touch(value, name)
                     return
             elif isinstance(value, types.ModuleType):
-                held = vars(value).get(attribute, _MISSING)
+                found = vars(value).get(attribute, _MISSING)
             else:
-                held = inspect.getattr_static(value, attribute, _MISSING)
-                if _is_method(held):
-                    self._method(held, value, depth)
+                found = inspect.getattr_static(value, attribute, _MISSING)
+                if _is_method(found):
+                    self._method(found, value, depth)
                     return
-            if held is _MISSING:
+            if found is _MISSING:
                 return
-            value, name = held, f"{name}.{attribute}".removeprefix(".")
+            value, name = found, f"{name}.{attribute}".removeprefix(".")
             if i < len(chain) - 1 and isinstance(value, ValueAndGrad):
                 return
         self._value(value, name, depth)
 
-    def _method(self, held: Any, owner: Any, depth: int) -> None:
+    def _method(self, method: Any, owner: Any, depth: int) -> None:
         """Look at a method, or a property's function, of an object that is read: the user's own ones alone."""
-        if isinstance(held, property):
-            held = held.fget
-        if isinstance(held, (staticmethod, classmethod)):
-            self._function(held.__func__, depth + 1)
-        elif isinstance(held, types.FunctionType) and _is_written(held):
+        if isinstance(method, property):
+            method = method.fget
+        if isinstance(method, (staticmethod, classmethod)):
+            self._function(method.__func__, depth + 1)
+        elif isinstance(method, types.FunctionType) and _is_written(method):
             seen = self._methods.setdefault(owner, set())
-            if held not in seen:
-                seen.add(held)
-                self._function(types.MethodType(held, owner), depth + 1)
+            if method not in seen:
+                seen.add(method)
+                self._function(types.MethodType(method, owner), depth + 1)
 
     # -- values
 
@@ -200,8 +200,8 @@ class StepModels:
             call = inspect.getattr_static(type(value), "__call__", None)
             if isinstance(call, types.FunctionType):
                 self._function(types.MethodType(call, value), depth + 1)
-            for attribute, held in list(getattr(value, "__dict__", {}).items()):
-                self._value(held, attribute, depth + 1)
+            for attribute, content in list(getattr(value, "__dict__", {}).items()):
+                self._value(content, attribute, depth + 1)
 
     def _module(self, module: nn.Module, name: str, depth: int) -> None:
         if isinstance(module, self._wrapper):
@@ -215,11 +215,11 @@ class StepModels:
         if not isinstance(module, (self._wrapper, *_CONTAINERS)) and any(True for _ in module.parameters()):
             self._touched.setdefault(module, name)
 
-    def _entries(self, held: Any, name: str, depth: int) -> None:
-        if held in self._seen or depth > _DEPTH:
+    def _entries(self, container: Any, name: str, depth: int) -> None:
+        if container in self._seen or depth > _DEPTH:
             return
-        self._seen.add(held)
-        entries = held.items() if isinstance(held, Mapping) else enumerate(held)
+        self._seen.add(container)
+        entries = container.items() if isinstance(container, Mapping) else enumerate(container)
         for _, (key, value) in zip(range(_ENTRIES), list(entries)):
             self._value(value, f"{name}.{key}", depth + 1)
 
@@ -244,8 +244,8 @@ def name_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     written = getattr(function, "__func__", function)
-    while isinstance(written, types.FunctionType) and not _is_written(written) and _inner(written) is not None:
-        written = _inner(written)
+    while isinstance(written, types.FunctionType) and not _is_written(written) and _wrapped(written) is not None:
+        written = _wrapped(written)
     if not isinstance(written, types.FunctionType):
         return getattr(written, "__name__", None) or type(written).__name__
     name, code = written.__qualname__.rpartition("<locals>.")[2], written.__code__
@@ -258,12 +258,12 @@ def _is_written(function: types.FunctionType) -> bool:
     return is_users(file) or (file.startswith("<") and not file.startswith("<frozen"))
 
 
-def _inner(function: types.FunctionType) -> Any:
+def _wrapped(function: types.FunctionType) -> Any:
     return getattr(function, "__wrapped__", None)
 
 
-def _is_method(held: Any) -> bool:
-    return isinstance(held, (types.FunctionType, property, staticmethod, classmethod))
+def _is_method(attribute: Any) -> bool:
+    return isinstance(attribute, (types.FunctionType, property, staticmethod, classmethod))
 
 
 def _content(cell: Any) -> Any:
@@ -278,7 +278,7 @@ def _is_users_object(value: Any) -> bool:
     if isinstance(value, (type, types.ModuleType, torch.Tensor, torch.optim.Optimizer, str, bytes, int, float)):
         return False
     call = getattr(type(value), "__init__", None)
-    functions = [call, *(held for held in vars(type(value)).values())]
+    functions = [call, *(attribute for attribute in vars(type(value)).values())]
     return any(isinstance(f, types.FunctionType) and _is_written(f) for f in functions)
 
 
@@ -476,8 +476,8 @@ class StepFunction:
         return None if entry is None else self._of(main, names)
 
     def _known(self, main: Wrapper, function: Callable[..., Any]) -> tuple[Names, FunctionOfModels | None]:
-        held = self._functions.pop(function, None)
-        if held is None:
+        known = self._functions.pop(function, None)
+        if known is None:
             self._note(function)
             names = self._called_by(StepModels(function, self._wrapper).models)
             if names and main.loss_fn is not None:
@@ -486,11 +486,11 @@ class StepFunction:
                     legal="AutoParallel(step) without loss_fn",
                 )
             entry = FunctionOfModels(function, self._net(names)) if names else None
-            held = names, entry
+            known = names, entry
             while len(self._functions) >= _FUNCTIONS:
                 del self._functions[next(iter(self._functions))]
-        self._functions[function] = held
-        return held
+        self._functions[function] = known
+        return known
 
     def _note(self, function: Any) -> None:
         """Warn of a function that is defined anew in each call of the step."""

@@ -136,8 +136,8 @@ class ValueAndGrad:
                 value = step.call_function(self.function, args, kwargs)
             loss = self._loss(value)
             weights = [] if self._weights is None else self._weights.now()
-            others = () if step is None else step.parameters_of(self.function)
-            with without_gradients([*weights, *others]):
+            further = () if step is None else step.parameters_of(self.function)
+            with without_gradients([*weights, *further]):
                 if loss.requires_grad:
                     scaler = None if self._weights is None else self._weights.scaler
                     (loss if scaler is None else scaler.scale(loss)).backward(inputs=_inputs_of(step, weights, inputs))
@@ -219,20 +219,22 @@ class _Weights:
     def __init__(self, weights: Any) -> None:
         self.alone = isinstance(weights, Tensor)
         self._optimizer = weights.optimizer if isinstance(weights, OptimizerParameters) else weights
-        self._held: list[Tensor] = []
+        self._parameters: list[Tensor] = []
         if isinstance(self._optimizer, torch.optim.Optimizer):
             return
         if isinstance(weights, nn.Module):
             weights = [p for p in weights.parameters() if p.requires_grad]
-        held = [weights] if self.alone else list(weights) if isinstance(weights, Iterable) else [weights]
-        wrong = next((x for x in held if not isinstance(x, Tensor) or not x.is_leaf), None)
-        if wrong is not None or not held:
+        parameters = [weights] if self.alone else list(weights) if isinstance(weights, Iterable) else [weights]
+        wrong = next((x for x in parameters if not isinstance(x, Tensor) or not x.is_leaf), None)
+        if wrong is not None or not parameters:
             raise SettingError(
                 "value_and_grad: weights "
-                + ("without a parameter" if not held else f"with a {type(wrong).__name__}, which is no parameter"),
+                + (
+                    "without a parameter" if not parameters else f"with a {type(wrong).__name__}, which is no parameter"
+                ),
                 legal="net.parameters(), optimizer.parameters of sw.optimizer(…), a torch optimizer, or None",
             )
-        self._held, self._optimizer = held, None
+        self._parameters, self._optimizer = parameters, None
 
     @property
     def scaler(self) -> Any:
@@ -243,8 +245,8 @@ class _Weights:
         """The parameters, as the models hold them now."""
         if self._optimizer is not None:
             return list(OptimizerParameters(self._optimizer))
-        self._held = list(map(successor_of, self._held))
-        return self._held
+        self._parameters = list(map(successor_of, self._parameters))
+        return self._parameters
 
 
 def value_and_grad(
@@ -294,7 +296,7 @@ class OptimizerParameters(Sequence[nn.Parameter]):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
-    def _held(self) -> list[nn.Parameter]:
+    def _now(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @overload
@@ -304,13 +306,13 @@ class OptimizerParameters(Sequence[nn.Parameter]):
     def __getitem__(self, index: slice) -> list[nn.Parameter]: ...
 
     def __getitem__(self, index: int | slice) -> Any:
-        return self._held()[index]
+        return self._now()[index]
 
     def __len__(self) -> int:
-        return len(self._held())
+        return len(self._now())
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self._held())
+        return iter(self._now())
 
 
 class _TakesGradients:
@@ -330,15 +332,15 @@ class _TakesGradients:
         Raises:
             SettingError: another number of gradients than of parameters.
         """
-        held = list(self.parameters)
+        parameters = list(self.parameters)
         listed = [gradients] if isinstance(gradients, Tensor) else list(gradients)
-        if len(listed) != len(held):
+        if len(listed) != len(parameters):
             raise SettingError(
-                f"{type(self).__name__}: {len(listed)} gradients for {len(held)} parameters",
+                f"{type(self).__name__}: {len(listed)} gradients for {len(parameters)} parameters",
                 legal="the gradients of optimizer.parameters, in their order",
             )
-        with without_gradients(held):
-            for parameter, gradient in zip(held, listed):
+        with without_gradients(parameters):
+            for parameter, gradient in zip(parameters, listed):
                 parameter.grad = gradient
             if self.scaler is None:
                 self.step()  # type: ignore[attr-defined]  # it is an optimizer
@@ -467,7 +469,7 @@ class _Call:
         self._values: list[tuple[Tensor, Tensor]] = []  # parameters, and the values that they have in this call
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] | None = None
-        self._others: list[Any] = []
+        self._result_leaves: list[Any] = []
         self._out_spec: Any = None
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -496,9 +498,9 @@ class _Call:
         finally:
             for table, key, tensor in self._places:
                 table[key] = tensor
-        self._others, self._out_spec = pytree.tree_flatten(result)
-        self._outputs = [x for x in self._others if isinstance(x, Tensor)]
-        self._others = [None if isinstance(x, Tensor) else x for x in self._others]
+        self._result_leaves, self._out_spec = pytree.tree_flatten(result)
+        self._outputs = [x for x in self._result_leaves if isinstance(x, Tensor)]
+        self._result_leaves = [None if isinstance(x, Tensor) else x for x in self._result_leaves]
         self._tensor_places = [i for i, x in enumerate(pytree.tree_leaves(result)) if isinstance(x, Tensor)]
         return tuple(x.detach() for x in self._outputs)
 
@@ -518,7 +520,7 @@ class _Call:
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """The structure that the model returns."""
-        leaves = list(self._others)
+        leaves = list(self._result_leaves)
         for place, x in zip(self._tensor_places, outputs):
             leaves[place] = x
         return pytree.tree_unflatten(leaves, self._out_spec)
@@ -545,16 +547,16 @@ def _hooks_allowed() -> Iterator[None]:
 @contextlib.contextmanager
 def _holding(values: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Let parameters hold other values inside the ``with`` block. Versions of the parameters do not count it."""
-    kept: list[tuple[Tensor, Tensor]] = []
+    saved: list[tuple[Tensor, Tensor]] = []
     try:
         for parameter, value in values:
             memory, part = _memory(parameter, value)
             if part.data_ptr() != memory.data_ptr() or part.stride() != memory.stride():
-                kept.append((memory, memory.clone()))
+                saved.append((memory, memory.clone()))
                 memory.copy_(part)
         yield
     finally:
-        for memory, before in kept:
+        for memory, before in saved:
             memory.copy_(before)
 
 

@@ -223,30 +223,30 @@ class _Swapped:
         elsewhere = "changes of the model's structure before its first call, or in a copy.deepcopy(net)"
         for table, before in self.tables:
             for key, tensor in before.items():
-                name, held = names.get(tensor), table.get(key)
+                name, present = names.get(tensor), table.get(key)
                 if name is None:
-                    if held is not tensor:
+                    if present is not tensor:
                         wrong.append((f"{key!r} was replaced", elsewhere))
                     continue
                 expected = self.whole.get(name, tensor)
-                if held is None:
+                if present is None:
                     wrong.append((f"{name!r} was removed", elsewhere))
-                elif whole_shape(held) != whole_shape(expected) or held.dtype != expected.dtype:
+                elif whole_shape(present) != whole_shape(expected) or present.dtype != expected.dtype:
                     wrong.append(
                         (
                             f"{name!r} of shape {tuple(whole_shape(expected))} and {expected.dtype} became "
-                            f"{tuple(whole_shape(held))} and {held.dtype}",
+                            f"{tuple(whole_shape(present))} and {present.dtype}",
                             elsewhere,
                         )
                     )
-                elif held is expected and held.requires_grad != tensor.requires_grad:
+                elif present is expected and present.requires_grad != tensor.requires_grad:
                     wrong.append((f"requires_grad of {name!r} was changed", "requires_grad_() outside of whole()"))
-                elif now.get(name, held) is not held:
+                elif now.get(name, present) is not present:
                     wrong.append(
                         (f"{name!r} is tied, and was replaced in one of its places", "the same tensor in all of them")
                     )
                 if self.mine or name in self.buffers:
-                    now[name] = held if held is not None else expected
+                    now[name] = present if present is not None else expected
             wrong += [
                 (f"{key!r} of shape {tuple(table[key].shape)} is new", elsewhere)
                 for key in table

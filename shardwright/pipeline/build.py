@@ -146,8 +146,8 @@ def planned_stages(
             for name in part.sent
         }
         own = _feeding(part, input_placement[size], len(inputs), stages, size)
-        kept = {f"{name}.sent": max(neighbours(size, n) for n in targets[name]) for name in part.sent}
-        plan = planner(part.graph, size, replace(own, sends_to_next_stage=kept), number)
+        sent_shares = {f"{name}.sent": max(neighbours(size, n) for n in targets[name]) for name in part.sent}
+        plan = planner(part.graph, size, replace(own, sends_to_next_stage=sent_shares), number)
         counts = None
         if counting is not None and any(s.kind == "input" and s.index >= len(inputs) for s in part.sources):
             names = [v.name for v in inputs]
@@ -180,12 +180,12 @@ def _feeding(
             )
             continue
         producer = stages[source.index]
-        left = (
+        produced = (
             producer.outgoing(source.name).layout
             if source.kind == "stage"
             else producer.plan.program.parameters[source.name].layout
         )
-        layouts.append(arriving(left, producer.devices, devices))
+        layouts.append(arriving(produced, producer.devices, devices))
     first = next((layout.dims[0] for layout in input_placement.inputs if layout.dims and layout.dims[0]), ())
     return InputPlacement(
         tuple(layouts), input_placement.per_rank_batch, first if input_placement.per_rank_batch else ()
@@ -316,9 +316,9 @@ def _form(graph: Graph, input_placement: InputPlacement, devices: int) -> Iterat
     for op in graph.ops:
         leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
         mark = None if op.mark is None else (op.mark.in_strategy, op.mark.out_strategy)
-        again = op.recompute and replace(op.recompute, call=calls.setdefault(op.recompute.call, len(calls)), path="")
+        region = op.recompute and replace(op.recompute, call=calls.setdefault(op.recompute.call, len(calls)), path="")
         outputs = tuple(None if v is None else (v.shape, v.dtype, v.requires_grad) for v in op.outputs)
-        yield op.target, tuple(map(leaf, leaves)), str(spec), outputs, repr(mark), again
+        yield op.target, tuple(map(leaf, leaves)), str(spec), outputs, repr(mark), region
     for x in graph.outputs:
         yield leaf(x), input_placement.sends_to_next_stage.get(x.name) if isinstance(x, Value) else None
     yield tuple((number[graph.buffers[n].name], leaf(v)) for n, v in graph.updates.items())

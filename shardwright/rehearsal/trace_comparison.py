@@ -349,12 +349,14 @@ class TraceComparison:
 
     def summary(self, width: int | None = None) -> str:
         """The comparison as text; arguments as of `Rehearsal.summary`."""
-        who = f"rank {self.rank} of {self.devices}" if self.rank is not None else f"{self.devices} ranks in one process"
+        ranks_text = (
+            f"rank {self.rank} of {self.devices}" if self.rank is not None else f"{self.devices} ranks in one process"
+        )
         where = f", stage {', '.join(map(str, self.stages))}" if self.stages else ""
         how = "on the host" if self.device is None else f"on {self.device}"
         totals = self.totals()
         lines = [
-            f"{who}{where}, measured {how}; the plan is priced for {self.cluster}; medians of {self.steps} step"
+            f"{ranks_text}{where}, measured {how}; the plan is priced for {self.cluster}; medians of {self.steps} step"
             f"{'s' * (self.steps > 1)}",
             *(f"note: {note}" for note in self.notes),
             "",
@@ -397,18 +399,20 @@ def compare_trace(
         plan = load_plan(plan)
     read = read_trace(trace)
     steps = [step for step in read.steps if step.plan == plan.fingerprint]
-    others = sorted({step.plan for step in read.steps} - {plan.fingerprint})
+    other_plans = sorted({step.plan for step in read.steps} - {plan.fingerprint})
     notes = []
     if not steps:
         steps = list(read.steps)
-        notes.append(f"the trace is of plan {others[0]}, not of {plan.fingerprint}; its operators have the same names")
-    elif others:
-        left = len(read.steps) - len(steps)
-        notes.append(f"{left} step{'s' * (left > 1)} of other plans ({', '.join(others)}) left out")
+        notes.append(
+            f"the trace is of plan {other_plans[0]}, not of {plan.fingerprint}; its operators have the same names"
+        )
+    elif other_plans:
+        omitted = len(read.steps) - len(steps)
+        notes.append(f"{omitted} step{'s' * (omitted > 1)} of other plans ({', '.join(other_plans)}) left out")
     trained = [step for step in steps if any(text.endswith(BACKWARD) for text in step.seconds)]
     if trained and len(trained) < len(steps):
-        left = len(steps) - len(trained)
-        notes.append(f"{left} step{'s' * (left > 1)} without a backward left out")
+        omitted = len(steps) - len(trained)
+        notes.append(f"{omitted} step{'s' * (omitted > 1)} without a backward left out")
         steps = trained
     first = steps[0]
     if first.devices != plan.devices:
@@ -433,7 +437,7 @@ def compare_trace(
         names = sorted(promises.unknown, key=lambda text: ": " in text)  # operators before redistributions
         more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
         raise PlanError(
-            f"{trace} is of plan {', '.join(others) or first.plan}; plan {plan.fingerprint} has no "
+            f"{trace} is of plan {', '.join(other_plans) or first.plan}; plan {plan.fingerprint} has no "
             f"{', '.join(map(repr, names[:LISTED]))}{more}",
             legal="the plan of that run, such as model.plan.save(...) writes it",
         )

@@ -98,15 +98,15 @@ def stack_lines(keep: Callable[[Any, Any], Any], captured: Any) -> Iterator[None
 @contextlib.contextmanager
 def _replaced(module: str, name: str, value: Any) -> Iterator[None]:
     """Give a private name of a module another value inside the ``with`` block; nothing happens where torch lacks it."""
-    held = version_lookup.lookup(module)
-    before = getattr(held, name, None)
+    owner = version_lookup.lookup(module)
+    before = getattr(owner, name, None)
     if before is not None:
-        setattr(held, name, value)
+        setattr(owner, name, value)
     try:
         yield
     finally:
         if before is not None:
-            setattr(held, name, before)
+            setattr(owner, name, before)
 
 
 @contextlib.contextmanager
@@ -285,17 +285,17 @@ def recurrent_weights(module: nn.Module) -> Iterator[None]:
     The layers hold a second list of them, which is restored at the end. Export exchanges the tensors of that list;
     torch 2.9 takes this for an assignment by the model where the list is a plain one.
     """
-    held = [
+    layers = [
         (layer, layer._flat_weights)
         for layer in module.modules()
         if isinstance(layer, nn.RNNBase) and hasattr(layer, "_flat_weights_names")
     ]
-    for layer, _ in held:
+    for layer, _ in layers:
         layer._flat_weights = _Weights([getattr(layer, name, None) for name in layer._flat_weights_names])
     try:
         yield
     finally:
-        for layer, weights in held:
+        for layer, weights in layers:
             layer._flat_weights = weights
 
 

@@ -63,11 +63,11 @@ def gradient_hooks(tensor: Tensor) -> GradientHooks:
 
 def move_gradient_hooks(old: Tensor, new: Tensor) -> None:
     """Put a leaf's hooks onto another leaf. The handles of the old hooks still remove them."""
-    held = gradient_hooks(old)
-    if held.before:
-        new._backward_hooks = held.before
-    if held.after:
-        new._post_accumulate_grad_hooks = held.after
+    hooks = gradient_hooks(old)
+    if hooks.before:
+        new._backward_hooks = hooks.before
+    if hooks.after:
+        new._post_accumulate_grad_hooks = hooks.after
 
 
 class GradientHooks(NamedTuple):
