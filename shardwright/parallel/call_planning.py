@@ -292,7 +292,7 @@ class CallPlanning(SettingMethods):
         which stores parameters whole.
         """
         before = next(reversed(self._programs.values()), None)
-        if before is None or before.held is not None or not before.guards.parts_changed():
+        if before is None or before.sharded is not None or not before.guards.parts_changed():
             return before
         self._stored = self._used = None
         return None

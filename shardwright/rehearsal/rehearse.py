@@ -389,7 +389,7 @@ class _Rehearsed:
             holder,
             Runtime(True, plan.devices, rank, device, watch=False),
             gradients_mean=False,
-            before=SimpleNamespace(held=_DrawnState(holder, self.groups)),  # type: ignore[arg-type]
+            before=SimpleNamespace(sharded=_DrawnState(holder, self.groups)),  # type: ignore[arg-type]
             fusion=Fusion(),
             accumulation=Accumulation(),
         )

@@ -44,12 +44,12 @@ from ..report.format import time_text
 from ..report.operator_names import OperatorNames
 from ..report.table_elements import folded_parameters
 from ..runtime.profile_ranges import (
-    AGAIN,
     BACKWARD,
     ISSUE,
-    KEPT,
     PREFIX,
     RECOMPUTED,
+    REGATHERED,
+    UNSUMMED,
     WAIT,
     RangeNames,
     bucket_text,
@@ -534,7 +534,7 @@ class _Promises:
                 if self.stages and key not in self.computing:
                     continue  # of another stage, or a count of targets
                 computing[key] = computing.get(key, 0.0) + seconds
-            elif found in self.buckets or found == KEPT:
+            elif found in self.buckets or found == UNSUMMED:
                 half = self.buckets[found][0] if found in self.buckets else "backward"
                 sending[found, half] = sending.get((found, half), 0.0) + seconds
             elif found in self.labels:
@@ -559,7 +559,7 @@ class _Promises:
             text = text.removesuffix(part)
         if text in self.buckets or text in self.labels:
             return text, half
-        for part in (BACKWARD, RECOMPUTED, AGAIN):
+        for part in (BACKWARD, RECOMPUTED, REGATHERED):
             if text.endswith(part):
                 return text.removesuffix(part), "backward"
         return text, half

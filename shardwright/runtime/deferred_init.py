@@ -434,10 +434,10 @@ def optimizer_finder(modules: Iterable[nn.Module]) -> Callable[[], OptimizerStat
     Args:
         modules: a model and its loss, which the function does not keep alive.
     """
-    held = [weakref.ref(module) for module in modules]
+    references = [weakref.ref(module) for module in modules]
 
     def find() -> OptimizerState | None:
-        alive = [module for ref in held if (module := ref()) is not None]
+        alive = [module for ref in references if (module := ref()) is not None]
         return optimizer_state(_optimizers(), [p for m in alive for p in m.parameters() if p.requires_grad])
 
     return find

@@ -151,20 +151,20 @@ def jumped(state: Tensor, words: int) -> Tensor:
     """
     out = state.clone()
     raw = out.numpy()
-    left, following = raw[_LEFT].view(np.int32), raw[_NEXT].view(np.int64)
-    if words < left[0]:
-        left -= words
+    remaining, following = raw[_LEFT].view(np.int32), raw[_NEXT].view(np.int64)
+    if words < remaining[0]:
+        remaining -= words
         following += words
         return out
-    held = raw[_HEAD : _HEAD + 8 * _N].view(np.int64)
+    numbers = raw[_HEAD : _HEAD + 8 * _N].view(np.int64)
     # The new state is that in front of the next twist: all its words are used. Of its first word the highest bit
     # alone is right, and the twist reads no other.
-    ahead = _continued(held.astype(np.uint32), _DEGREE)
+    ahead = _continued(numbers.astype(np.uint32), _DEGREE)
     made = np.zeros(_N, np.uint32)
-    for at in _terms(words - int(left[0]) + 1):
+    for at in _terms(words - int(remaining[0]) + 1):
         made ^= ahead[at : at + _N]
-    held[:] = made
-    left[0], following[0] = 1, 0
+    numbers[:] = made
+    remaining[0], following[0] = 1, 0
     return out
 
 
@@ -448,8 +448,8 @@ class DrawnPart(NamedTuple):
         rows = begins[0] * many, ends[0] * many
         if cut is None:
             return cls(matrix, rows)
-        inner = math.prod(shape[cut + 1 :])
-        return cls(matrix, rows, (begins[cut] * inner, ends[cut] * inner))
+        row_size = math.prod(shape[cut + 1 :])
+        return cls(matrix, rows, (begins[cut] * row_size, ends[cut] * row_size))
 
     @property
     def empty(self) -> bool:
@@ -543,9 +543,9 @@ def _by_elements(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
         return not (kwargs and function in _FILLS) and draws_by_place(fill, result.dtype)
     if _truncates(function):
         return kwargs["generator"] is None and _accepted(kwargs) > 0.3 and truncates_by_place(result.dtype)
-    others = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     each = function in _EACH or torch.Tag.pointwise in getattr(function, "tags", ())
-    return each and not draws(function) and not any(x.dim() for x in others)
+    return each and not draws(function) and not any(x.dim() for x in operands)
 
 
 def _truncates(function: Any) -> bool:

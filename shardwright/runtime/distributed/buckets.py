@@ -43,7 +43,7 @@ from ...redistribution import Redistribution, digits_value, redistribution
 from ...redistribution.redistribution_search import refine
 from ...torch_private import at_backward_end, backward_number, local_tensor, spec_of
 from ..optimizer_guard import Accumulation
-from ..profile_ranges import ISSUE, KEPT, WAIT, bucket_text, range_of
+from ..profile_ranges import ISSUE, UNSUMMED, WAIT, bucket_text, range_of
 from ..second_derivatives import refuse_graph
 from . import collectives as transport
 from .collectives import Bound, arrangements, begin_scatter, bind_all, reduce_in_place, reduced, rings
@@ -685,7 +685,7 @@ class GradientSums:
             place = self._place(["kept under no_sync"], digits)
             dtype = self._type_of.get(parameter, parameter.dtype)
             sums, term = SumInTurns(digits, self._groups), take_unsummed(parameter)
-            _Sum([parameter], [term], sums, place, dtype, KEPT).finish(self.hand)
+            _Sum([parameter], [term], sums, place, dtype, UNSUMMED).finish(self.hand)
 
     def _place(self, names: Sequence[str], digits: Digits) -> WaitPoint:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
