@@ -123,8 +123,8 @@ def carry_over(olds: Sequence[Tensor], successors: Mapping[Tensor, nn.Parameter]
     """
     hooks = []
     for old in olds:
-        held = gradient_hooks(old)
-        hooks += [*held.before.values(), *held.after.values()]
+        of_old = gradient_hooks(old)
+        hooks += [*of_old.before.values(), *of_old.after.values()]
         move_gradient_hooks(old, successors[old])
     if hooks:
         exchange = _Exchange(successors)
@@ -164,10 +164,10 @@ class _Exchange:
             entries = list(map(self._new, value))
             value.clear()
             value.update(entries)
-        for each in self._held(value):
+        for each in self._references(value):
             self.within(each, depth + 1)
 
-    def _held(self, value: Any) -> Iterator[Any]:
+    def _references(self, value: Any) -> Iterator[Any]:
         """The objects that an object refers to; old ones among the references are exchanged on the way."""
         if isinstance(value, functools.partial):
             func, args, kwargs = value.func, value.args, value.keywords
@@ -180,12 +180,12 @@ class _Exchange:
         elif isinstance(value, types.FunctionType):
             for cell in value.__closure__ or ():
                 try:
-                    held = cell.cell_contents
+                    content = cell.cell_contents
                 except ValueError:
                     continue
-                if self._new(held) is not held:
-                    cell.cell_contents = self._new(held)
-                yield held
+                if self._new(content) is not content:
+                    cell.cell_contents = self._new(content)
+                yield content
             if value.__defaults__:
                 value.__defaults__ = tuple(map(self._new, value.__defaults__))
             space = value.__globals__

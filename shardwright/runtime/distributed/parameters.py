@@ -30,10 +30,10 @@ from .optimizer_steps import stand_in
 from .parameter_hooks import carry_over, leaf_of_slice
 from .process_groups import ProcessGroups
 
-__all__ = ["ParameterPlacement", "ShardedState", "held_layouts"]
+__all__ = ["ParameterPlacement", "ShardedState", "stored_layouts"]
 
 
-def held_layouts(holder: nn.Module) -> dict[str, Layout]:
+def stored_layouts(holder: nn.Module) -> dict[str, Layout]:
     """The layouts of parameters that an earlier wrapper of the model has cut already, by name.
 
     Raises:

@@ -273,7 +273,7 @@ class DeviceTimes(WaitTimes):
 
         def read() -> StepTimes:
             last.synchronize()
-            exposed = sum(came.elapsed_time(left) for came, left in pairs) / 1e3
+            exposed = sum(came.elapsed_time(ended) for came, ended in pairs) / 1e3
             return StepTimes(first.elapsed_time(last) / 1e3 - exposed, exposed, len(pairs))
 
         return MeasuredStep(read, last)

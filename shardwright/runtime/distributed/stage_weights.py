@@ -285,7 +285,7 @@ class StageWeights:
             self.came(tuple(self._late))
             self._sums.start_rest()
         self._sums.end_backward()
-        for gather in self._body.gathered_again:
+        for gather in self._body.regathers:
             gather.forget()
 
     def finish_step(self) -> frozenset[str]:
