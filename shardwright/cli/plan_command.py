@@ -21,7 +21,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import SettingError, ShardwrightError
 from ..launch.progress import keeper, showing
@@ -312,7 +312,7 @@ def plan_call(
     args: tuple[object, ...],
     kwargs: dict[str, object] | None = None,
     devices: int | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> Plan | PipelinePlan:
     """Plan one call of a wrapped model, with its settings.
 

@@ -66,7 +66,7 @@ class DataShard:
         """
         return self._rows()[0]
 
-    def __call__(self, *batch: Any) -> Any:
+    def __call__(self, *batch: object) -> Any:
         """This process's part of a whole batch, in the order of the model's inputs.
 
             loss = model(*shard(image, label))
@@ -115,7 +115,7 @@ def _rows_of(layout: Layout) -> Digits | None:
     return None if any(dims[1:]) else dims[0]
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     numpy = sys.modules.get("numpy")
     return isinstance(x, Tensor) or (numpy is not None and isinstance(x, numpy.ndarray))
 
@@ -143,7 +143,7 @@ def _layouts(model: SettingMethods, positions: int, shapes: Sequence[tuple[int, 
     return place_inputs(graph, positions, model.settings.dataset_strategy).inputs
 
 
-def data_shard(model: Any) -> DataShard:
+def data_shard(model: object) -> DataShard:
     """The part of each batch that this process is to read.
 
         shard = sw.data_shard(model)
@@ -223,7 +223,7 @@ class ShardSampler(Sampler[Any]):
 
 def sampler(
     dataset: Sized | int,
-    model: Any,
+    model: object,
     batch_size: int | None = None,
     *,
     shuffle: bool = False,
@@ -273,7 +273,7 @@ def sampler(
 # -- the first batch
 
 
-def digest_of_parts(inputs: Any) -> str:
+def digest_of_parts(inputs: object) -> str:
     """A digest of the values that a process feeds; "" where all of them are constant, as in benchmarks."""
     digest, constant = hashlib.blake2b(digest_size=16), True
     for x in pytree.tree_leaves(opened(inputs)):
@@ -285,7 +285,7 @@ def digest_of_parts(inputs: Any) -> str:
 
 
 def warn_of_parts(
-    model: SettingMethods, inputs: tuple[tuple[Any, ...], dict[str, Any]], digests: Sequence[str]
+    model: SettingMethods, inputs: tuple[tuple[object, ...], dict[str, Any]], digests: Sequence[str]
 ) -> None:
     """Warn where ranks feed the same values as different parts of the batch, or different values as one part.
 

@@ -195,7 +195,7 @@ class _Numbers:
         made = now if mine == theirs == now else [self._leaf(*three) for three in zip(mine, theirs, now)]
         rest = iter(made)
 
-        def leaf(_: Any) -> Any:
+        def leaf(_: object) -> Any:
             x = next(rest)
             return grown.get(x.name, x) if type(x) is Value else x
 

@@ -78,7 +78,7 @@ class StepModels:
         wrapped: the names of parallel models that it calls.
     """
 
-    def __init__(self, function: Callable[..., Any], wrapper: type[nn.Module]) -> None:
+    def __init__(self, function: Callable[..., object], wrapper: type[nn.Module]) -> None:
         self.gradients: list[ValueAndGrad] = []
         self.wrapped: list[str] = []
         self._wrapper = wrapper
@@ -102,7 +102,7 @@ class StepModels:
 
     # -- functions
 
-    def _function(self, function: Any, depth: int) -> None:
+    def _function(self, function: object, depth: int) -> None:
         """Look at what a function refers to."""
         if isinstance(function, functools.partial):
             for value in function.args:
@@ -142,7 +142,7 @@ class StepModels:
             if value is not _MISSING:
                 self._chain(value, name if value is not bound else "", chain, depth)
 
-    def _chain(self, value: Any, name: str, chain: tuple[str, ...], depth: int) -> None:
+    def _chain(self, value: object, name: str, chain: tuple[str, ...], depth: int) -> None:
         """Look at the end of ``name.attribute.attribute``."""
         for i, attribute in enumerate(chain):
             if isinstance(value, nn.Module):
@@ -167,7 +167,7 @@ class StepModels:
                 return
         self._value(value, name, depth)
 
-    def _method(self, method: Any, owner: Any, depth: int) -> None:
+    def _method(self, method: object, owner: object, depth: int) -> None:
         """Look at a method, or a property's function, of an object that is read: the user's own ones alone."""
         if isinstance(method, property):
             method = method.fget
@@ -181,7 +181,7 @@ class StepModels:
 
     # -- values
 
-    def _value(self, value: Any, name: str, depth: int) -> None:
+    def _value(self, value: object, name: str, depth: int) -> None:
         """Look at an object that a function reads by itself."""
         if isinstance(value, nn.Module):
             self._module(value, name, depth)
@@ -239,7 +239,7 @@ def _named(found: Mapping[nn.Module, str]) -> dict[str, nn.Module]:
     return names
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """The name of a function in messages."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -262,7 +262,7 @@ def _wrapped(function: types.FunctionType) -> Any:
     return getattr(function, "__wrapped__", None)
 
 
-def _is_method(attribute: Any) -> bool:
+def _is_method(attribute: object) -> bool:
     return isinstance(attribute, (types.FunctionType, property, staticmethod, classmethod))
 
 
@@ -273,7 +273,7 @@ def _content(cell: Any) -> Any:
         return _MISSING
 
 
-def _is_users_object(value: Any) -> bool:
+def _is_users_object(value: object) -> bool:
     """True for an object whose class is written in the user's code."""
     if isinstance(value, (type, types.ModuleType, torch.Tensor, torch.optim.Optimizer, str, bytes, int, float)):
         return False
@@ -282,7 +282,7 @@ def _is_users_object(value: Any) -> bool:
     return any(isinstance(f, types.FunctionType) and _is_written(f) for f in functions)
 
 
-def check_step(function: Any) -> None:
+def check_step(function: object) -> None:
     """Check that a function can be the step of an `AutoParallel`.
 
     Raises:
@@ -370,7 +370,7 @@ class StepFunction:
             function with a loss.
     """
 
-    def __init__(self, function: Any, named: Any, has_loss: bool, wrapper: type[nn.Module]) -> None:
+    def __init__(self, function: Any, named: object, has_loss: bool, wrapper: type[nn.Module]) -> None:
         check_step(function)
         self.function, self._wrapper = function, wrapper
         found = StepModels(function, wrapper)
@@ -457,7 +457,7 @@ class StepFunction:
             return wrapper.call_model(*args, **kwargs)
 
     def call_function(
-        self, main: Wrapper, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, main: Wrapper, function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a function of the step's models as one program; a function that calls none, as it is written."""
         names, entry = self._known(main, function)
@@ -470,12 +470,12 @@ class StepFunction:
             self._came = True
             return wrapper.call_function(entry, *args, **kwargs)
 
-    def wrapper_of(self, main: Wrapper, function: Callable[..., Any]) -> Wrapper | None:
+    def wrapper_of(self, main: Wrapper, function: Callable[..., object]) -> Wrapper | None:
         """The wrapper that plans a function; None where the function calls no model."""
         names, entry = self._known(main, function)
         return None if entry is None else self._of(main, names)
 
-    def _known(self, main: Wrapper, function: Callable[..., Any]) -> tuple[Names, FunctionOfModels | None]:
+    def _known(self, main: Wrapper, function: Callable[..., object]) -> tuple[Names, FunctionOfModels | None]:
         known = self._functions.pop(function, None)
         if known is None:
             self._note(function)
@@ -492,7 +492,7 @@ class StepFunction:
         self._functions[function] = known
         return known
 
-    def _note(self, function: Any) -> None:
+    def _note(self, function: object) -> None:
         """Warn of a function that is defined anew in each call of the step."""
         code = getattr(function, "__code__", None)
         if code is None:
@@ -526,7 +526,7 @@ class StepFunction:
 class _Inferred(BaseException):
     """Ends the step. It is no Exception, so that the step does not catch it."""
 
-    def __init__(self, layouts: Any) -> None:
+    def __init__(self, layouts: object) -> None:
         self.layouts = layouts
 
 
@@ -536,14 +536,14 @@ class _Run:
     def __init__(self, step: StepFunction, main: Wrapper) -> None:
         self._step, self._main = step, main
 
-    def call_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_function(self, function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._step.call_function(self._main, function, args, kwargs)
 
-    def parameters_of(self, function: Callable[..., Any]) -> Iterable[nn.Parameter]:
+    def parameters_of(self, function: Callable[..., object]) -> Iterable[nn.Parameter]:
         wrapper = self._step.wrapper_of(self._main, function)
         return (self._step.net if wrapper is None else wrapper.net).parameters()
 
-    def check_summed(self, function: Callable[..., Any]) -> None:
+    def check_summed(self, function: Callable[..., object]) -> None:
         if self._main.leaves_unsummed:
             raise SettingError(
                 f"value_and_grad of {name_of(function)} under no_sync(): its gradients are handed out now, and no "
@@ -552,7 +552,7 @@ class _Run:
             )
 
 
-def _models_of(named: Any, wrapper: type[nn.Module]) -> dict[str, nn.Module]:
+def _models_of(named: object, wrapper: type[nn.Module]) -> dict[str, nn.Module]:
     """The models that the user names.
 
     Raises:

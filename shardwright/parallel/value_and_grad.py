@@ -70,13 +70,13 @@ __all__ = [
 class RunningStep(Protocol):
     """A step function while it runs, as `ValueAndGrad` sees it."""
 
-    def call_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_function(self, function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of the step's models in parallel."""
 
-    def parameters_of(self, function: Callable[..., Any]) -> Iterable[nn.Parameter]:
+    def parameters_of(self, function: Callable[..., object]) -> Iterable[nn.Parameter]:
         """The parameters of the models that a function calls."""
 
-    def check_summed(self, function: Callable[..., Any]) -> None:
+    def check_summed(self, function: Callable[..., object]) -> None:
         """Refuse gradients that no later backward would sum."""
 
 
@@ -102,7 +102,7 @@ class ValueAndGrad:
     """
 
     def __init__(
-        self, function: Callable[..., Any], grad_position: int | Sequence[int] | None, weights: Any, has_aux: bool
+        self, function: Callable[..., object], grad_position: int | Sequence[int] | None, weights: Any, has_aux: bool
     ) -> None:
         self.function, self._has_aux = function, has_aux
         self._position, self._positions = grad_position, _positions(grad_position)
@@ -165,7 +165,7 @@ class ValueAndGrad:
             leaves.append(made[position])
         return tuple(made), leaves
 
-    def _loss(self, value: Any) -> Tensor:
+    def _loss(self, value: object) -> Tensor:
         loss = value[0] if self._has_aux and isinstance(value, (tuple, list)) and value else value
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss
@@ -205,7 +205,7 @@ def _positions(grad_position: int | Sequence[int] | None) -> tuple[int, ...]:
     return tuple(positions)
 
 
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -250,7 +250,7 @@ class _Weights:
 
 
 def value_and_grad(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     grad_position: int | Sequence[int] | None = 0,
     weights: Any = None,
     has_aux: bool = False,
@@ -354,7 +354,7 @@ class _TakesGradients:
         return (_again, (function, kind.__bases__[1], *rest), *more)
 
 
-def _again(function: Callable[..., Any], kind: type, *args: Any) -> Any:
+def _again(function: Callable[..., object], kind: type, *args: Any) -> Any:
     return function(_taking(kind), *args)
 
 
@@ -365,7 +365,7 @@ def _mixed(kind: type) -> type:
 _taking: Callable[[type], type] = functools.cache(_mixed)
 
 
-def optimizer(optimizer: torch.optim.Optimizer, scaler: Any = None) -> Any:
+def optimizer(optimizer: torch.optim.Optimizer, scaler: object = None) -> Any:
     """Make a torch optimizer callable with gradients, as steps with `value_and_grad` have it.
 
         optimizer = sw.optimizer(torch.optim.SGD(net.parameters(), lr=1e-2))
@@ -410,7 +410,7 @@ _LEGAL = "torch.func.grad, grad_and_value or vjp of the model, once; or sw.value
 
 
 def called_in_transform(
-    holder: ModelAndLoss, own: dict[str, nn.Parameter], call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    holder: ModelAndLoss, own: dict[str, nn.Parameter], call: Callable[..., object], args: tuple[Any, ...], kwargs: Any
 ) -> Any:
     """The result of a call under a transform of torch.func.
 
@@ -441,7 +441,7 @@ class _Call:
         self,
         holder: ModelAndLoss,
         own: dict[str, nn.Parameter],
-        call: Callable[..., Any],
+        call: Callable[..., object],
         args: tuple[Any, ...],
         kwargs: Any,
     ) -> None:
@@ -602,11 +602,11 @@ class _Forward(torch.autograd.Function):
         return None, *_Backward.apply(ctx.call, *gradients)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+    def vmap(info: object, in_dims: object, *args: Any) -> NoReturn:
         _refuse("torch.func.vmap")
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+    def jvp(ctx: object, *tangents: object) -> NoReturn:
         _refuse("a forward-mode derivative")
 
 
@@ -616,9 +616,9 @@ class _Backward(torch.autograd.Function):
         return call.backward(gradients)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+    def setup_context(ctx: object, inputs: tuple[object, ...], output: tuple[Tensor | None, ...]) -> None:
         """Nothing is saved."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+    def backward(ctx: object, *gradients: Tensor) -> NoReturn:
         _refuse("the second derivative")

@@ -70,7 +70,7 @@ def pipeline_plan(
     wide: Graph | None,
     devices: int,
     mode: str,
-    dataset: Any,
+    dataset: object,
     planned: Schedule,
     modules: Mapping[str, int],
     planner: Planner,
@@ -298,7 +298,7 @@ def _form(graph: Graph, input_placement: InputPlacement, devices: int) -> Iterat
     number = {name: k for k, name in enumerate(_values(graph))}
     calls: dict[int, int] = {}
 
-    def leaf(x: Any) -> Any:
+    def leaf(x: object) -> Any:
         return ("value", number[x.name]) if isinstance(x, Value) else repr(x)
 
     yield (
@@ -406,7 +406,7 @@ def _legal(rows: int, setting: PipelineSettings | None) -> str:
     return ", ".join(map(str, fits)) or f"a batch of more rows: at least {stages} micro-batches for {stages} stages"
 
 
-def _called(path: Sequence[Any]) -> str:
+def _called(path: Sequence[object]) -> str:
     """``0`` or ``mask['left']``: the name of a leaf by its path in (args, kwargs)."""
     first = path[1]
     return f"{getattr(first, 'idx', getattr(first, 'key', first))}{pytree.keystr(tuple(path[2:]))}"

@@ -106,7 +106,7 @@ class _Resizing:
             ),
         )
 
-    def leaf(self, one: Any, two: Any, op: Op) -> Any:
+    def leaf(self, one: object, two: object, op: Op) -> Any:
         if isinstance(one, Value):
             return self.values.get(one.name, one)
         if isinstance(one, int) and not isinstance(one, bool) and isinstance(two, int):
@@ -208,7 +208,7 @@ class StageSearch:
         rows: int,
         count: int,
         devices: int,
-        dataset: Any,
+        dataset: object,
         cluster: Cluster,
         planner: Planner,
         *,

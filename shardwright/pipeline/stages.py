@@ -492,7 +492,7 @@ class _Forms:
             region,
         )
 
-    def leaf(self, leaf: Any, unit: int, seen: dict[str, int]) -> Any:
+    def leaf(self, leaf: object, unit: int, seen: dict[str, int]) -> Any:
         if not isinstance(leaf, Value):
             return repr(leaf)
         kind = (leaf.shape, leaf.dtype, leaf.requires_grad)

@@ -73,7 +73,7 @@ class _Tape:
         if not torch.equal(state, self.state if self.latest is None else self.latest):
             self.reseeded[len(self.calls)] = self.latest = state
 
-    def note(self, function: Any, args: tuple[object, ...], kwargs: dict[str, object], result: Any) -> None:
+    def note(self, function: object, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
         self.calls.append((function, *pytree.tree_map(noted, (args, kwargs, result))))
 
 
@@ -327,7 +327,7 @@ def _replay(
     real: dict[int, torch.Tensor] = {}
     numbers = Numbers()
 
-    def of(x: Any) -> Any:
+    def of(x: object) -> Any:
         if isinstance(x, torch.device):
             return torch.device("cpu") if x.type == "meta" else x
         return torch.as_strided(real[x.key], x.shape, x.stride, x.offset) if isinstance(x, Meta) else x

@@ -164,7 +164,7 @@ def action_range(action: Action) -> AbstractContextManager[Any]:
     return range_of(f"stage {action.stage}, micro-batch {action.micro}, {_ACTIONS[action.kind]}")
 
 
-def named(call: Callable[..., Any], text: str) -> Callable[..., Any]:
+def named(call: Callable[..., object], text: str) -> Callable[..., Any]:
     """A call as a range, and its backward as ranges too."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -176,10 +176,10 @@ def named(call: Callable[..., Any], text: str) -> Callable[..., Any]:
     return run
 
 
-def named_when_profiled(call: Callable[[Any], Any], text: str) -> Callable[[Any], Any]:
+def named_when_profiled(call: Callable[[Any], object], text: str) -> Callable[[Any], Any]:
     """A function that is a range while a profiler is active."""
 
-    def run(x: Any) -> Any:
+    def run(x: object) -> Any:
         if not profiling():
             return call(x)
         with record_function(PREFIX + text):
@@ -196,7 +196,7 @@ def _exited(entered: record_function) -> None:
     entered.__exit__(None, None, None)
 
 
-def around_backward(made: Any, inputs: Any, begin: Callable[[], Any], end: Callable[[Any], None]) -> None:
+def around_backward(made: object, inputs: object, begin: Callable[[], object], end: Callable[[Any], None]) -> None:
     """Call `begin` before, and `end` with its result after, each autograd function that a call has made.
 
     Args:
@@ -222,7 +222,7 @@ def _watch(function: Any, begin: Callable[[], Any], end: Callable[[Any], None]) 
     function.register_hook(after)
 
 
-def _functions_between(made: Any, inputs: Any) -> list[Any]:
+def _functions_between(made: object, inputs: object) -> list[Any]:
     """The functions of autograd that lie between results and what they were computed from."""
     starts = [x.grad_fn for x in _tensors(made) if x.grad_fn is not None]
     if not starts:
@@ -239,7 +239,7 @@ def _functions_between(made: Any, inputs: Any) -> list[Any]:
     return out
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors(tree: object) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
@@ -349,7 +349,7 @@ N = TypeVar("N", bound=_Node)
 
 
 def named_steps(
-    steps: Sequence[tuple[N, int, Callable[[Any], Any]]],
+    steps: Sequence[tuple[N, int, Callable[[Any], object]]],
     slots: Mapping[N, int],
     names: RangeNames,
     skipped: Collection[N],
@@ -364,7 +364,7 @@ def named_steps(
     return out
 
 
-def _named_step(step: Callable[[Any], Any], text: str, read: Sequence[int]) -> Callable[[Any], Any]:
+def _named_step(step: Callable[[Any], object], text: str, read: Sequence[int]) -> Callable[[Any], Any]:
     def run(env: Any) -> Any:
         with record_function(PREFIX + text):
             made = step(env)

@@ -102,7 +102,7 @@ def name_of_torch(name: str) -> Any:
     return LOOKED_UP[name]
 
 
-def read_private(owner: Any, name: str, feature: str) -> Any:
+def read_private(owner: object, name: str, feature: str) -> Any:
     """An attribute of one of torch's objects, which must be there."""
     try:
         return getattr(owner, name)

@@ -108,7 +108,11 @@ class Agreement:
         self._known = False  # True where all ranks are about to raise the same error
 
     def search(
-        self, graph: Graph, settings: Any, find: Callable[[], Decisions], take: Callable[[PortableDecisions], Decisions]
+        self,
+        graph: Graph,
+        settings: object,
+        find: Callable[[], Decisions],
+        take: Callable[[PortableDecisions], Decisions],
     ) -> Decisions:
         """The decisions that rank 0 finds, on every rank. There may be several searches, the same ones on every rank.
 
@@ -131,7 +135,7 @@ class Agreement:
         from_first = self.first(PortableDecisions, graph, settings, portable)
         return found[0] if found else take(from_first)
 
-    def first(self, kind: type[Portable], graph: Graph, settings: Any, find: Callable[[], Portable]) -> Any:
+    def first(self, kind: type[Portable], graph: Graph, settings: object, find: Callable[[], Portable]) -> Any:
         """The result of `find` on rank 0, on every rank.
 
         Args:
@@ -275,7 +279,7 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _spelt(value: Any) -> str:
+def _spelt(value: object) -> str:
     """A value in words that are the same on every rank that has an equal value: sets and dicts in order."""
     if is_dataclass(value) and not isinstance(value, type):
         inside = ", ".join(f"{f.name}={_spelt(getattr(value, f.name))}" for f in fields(value))
@@ -289,7 +293,7 @@ def _spelt(value: Any) -> str:
     return repr(value)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     return a == b or (a is not None and a != a and b != b)
 
 

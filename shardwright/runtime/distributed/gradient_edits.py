@@ -108,7 +108,7 @@ _OPERATORS = frozenset(
 )
 
 
-def changes(function: Any) -> bool:
+def changes(function: object) -> bool:
     """True for a function that writes to its first argument."""
     name = getattr(function, "__name__", "")
     return name in _OPERATORS or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
@@ -124,7 +124,7 @@ def lost(function: Any) -> SettingError:
     )
 
 
-def is_copy(gradient: DTensor, part: DTensor, function: Any, args: tuple[object, ...]) -> bool:
+def is_copy(gradient: DTensor, part: DTensor, function: object, args: tuple[object, ...]) -> bool:
     """True where `part`, the result of a function of `VIEWS` on a gradient, lies in other memory than the gradient.
 
     Args:
@@ -191,7 +191,7 @@ def put(gradient: DTensor, index: Any, value: Any) -> None:
     local.copy_(torch.where(changed[own_slices], made[own_slices], local))
 
 
-def drawn_like(function: Callable[..., Tensor], gradient: DTensor, options: Mapping[str, Any]) -> Tensor:
+def drawn_like(function: Callable[..., Tensor], gradient: DTensor, options: Mapping[str, object]) -> Tensor:
     """This rank's part of the random numbers that one device would draw."""
     local = local_tensor(gradient)
     if not any(isinstance(p, Shard) for p in gradient.placements):

@@ -187,7 +187,7 @@ def _any_requires_grad(args: Sequence[Any]) -> bool:
     return any(isinstance(a, Tensor) and a.requires_grad for a in args)
 
 
-def _view(gradient: Gradient, part: DTensor, function: Any, args: tuple[object, ...]) -> Gradient:
+def _view(gradient: Gradient, part: DTensor, function: object, args: tuple[object, ...]) -> Gradient:
     kind = GatheredPart if isinstance(gradient, GatheredPart) or is_copy(gradient, part, function, args) else Gradient
     return kind(local_tensor(part), spec_of(part), requires_grad=False)
 
@@ -237,7 +237,7 @@ class GatheredPart(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, function: object, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if changes(function) and isinstance(args[0], cls):
             raise lost(function)

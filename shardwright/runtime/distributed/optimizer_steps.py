@@ -107,7 +107,7 @@ def _is_cut(parameter: DTensor) -> bool:
     return any(isinstance(placement, Shard) for placement in parameter.placements)
 
 
-def _fits(parameter: Tensor, value: Any) -> bool:
+def _fits(parameter: Tensor, value: object) -> bool:
     """True for an entry of the state that is a number, or lies as its parameter does."""
     if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
         return True
@@ -133,7 +133,7 @@ def _slice(x: Any, like: Any) -> Any:
     return x
 
 
-def _as(kind: type[Gradient], x: Any, like: Any = None) -> Any:
+def _as(kind: type[Gradient], x: object, like: object = None) -> Any:
     """A DTensor of another kind on the same memory; anything else as it is."""
     return kind(local_tensor(x), spec_of(x), requires_grad=False) if isinstance(x, DTensor) else x
 
@@ -151,7 +151,7 @@ class _State(dict[str, object]):
         if not known:
             self._own[self._parameter][name] = self._as_stored(name, value)
 
-    def setdefault(self, name: str, default: Any = None) -> Any:
+    def setdefault(self, name: str, default: object = None) -> Any:
         if name not in self:
             self[name] = default
         return self[name]

@@ -105,7 +105,7 @@ def put_within(parameter: nn.Parameter) -> SettingError:
     )
 
 
-def _called(hook: Any, parameter: Tensor) -> str:
+def _called(hook: object, parameter: Tensor) -> str:
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
     where = "" if code is None else f" ({place_text(code.co_filename, code.co_firstlineno)})"
     return f"the hook{where} of the parameter {getattr(parameter, CUT, '')!r}"
@@ -147,7 +147,7 @@ class _Exchange:
             return tuple(map(self._new, value))
         return self._successors[value] if self._is_old(value) else value
 
-    def within(self, value: Any, depth: int) -> None:
+    def within(self, value: object, depth: int) -> None:
         """Exchange old objects in `value` and in all that it refers to."""
         if value in self._seen or depth > _DEPTH or isinstance(value, (Tensor, nn.Module, type, types.ModuleType)):
             return

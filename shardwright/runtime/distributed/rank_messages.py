@@ -233,7 +233,7 @@ class ProcessRanks(SingleRank):
         return self._talked(memory.meet, CollectiveKind.ALL_TO_ALL, 0)
 
     @staticmethod
-    def _talked(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _talked(collective: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
         try:
             with torch.device("cpu"):  # Gloo allocates on the default device
                 return collective(*args, **kwargs)

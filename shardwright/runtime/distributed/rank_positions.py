@@ -413,11 +413,11 @@ def explaining() -> Iterator[None]:
         raise
 
 
-def noted(steps: Sequence[Callable[[Any], Any]], place: WaitPoint) -> tuple[Callable[[Any], Any], ...]:
+def noted(steps: Sequence[Callable[[Any], object]], place: WaitPoint) -> tuple[Callable[[Any], Any], ...]:
     """The steps of a redistribution as one function, which is at `place` while it runs."""
     steps, back = tuple(steps), place.back
 
-    def run(x: Any) -> Any:  # not `waiting`, which takes longer
+    def run(x: object) -> Any:  # not `waiting`, which takes longer
         position.place = place
         position.moves += 1
         if back:

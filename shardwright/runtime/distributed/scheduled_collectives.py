@@ -105,7 +105,7 @@ __all__ = [
 # -- issued and waited for
 
 
-def at(place: WaitPoint | None, run: Callable[[Any], Any], text: str) -> Callable[[Any], Any]:
+def at(place: WaitPoint | None, run: Callable[[Any], object], text: str) -> Callable[[Any], Any]:
     """A function that is at a wait point while it runs, and has a name in a profile; None: at none, and without one."""
     return run if place is None else noted((named_when_profiled(run, text),), place)[0]
 

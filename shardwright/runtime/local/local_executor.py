@@ -375,7 +375,7 @@ class LocalExecutor:
         )
 
 
-def _on_slots(step: Callable[[Sequence[Any]], Any], slots: Sequence[int]) -> Callable[[list[Any]], Any]:
+def _on_slots(step: Callable[[Sequence[Any]], object], slots: Sequence[int]) -> Callable[[list[Any]], Any]:
     """The function ``env -> value`` of a step on the values in these slots."""
     if len(slots) == 1:
         (slot,) = slots

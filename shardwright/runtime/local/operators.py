@@ -413,7 +413,7 @@ class Call:
         assert isinstance(x, Node) and isinstance(p, float)
         masks, get, scale = self._one_by_one(mask_of), self._get(x), scale_of(p)
 
-        def dropped(tensors: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        def dropped(tensors: Sequence[object]) -> tuple[Tensor, Tensor]:
             mask = masks(tensors)
             return get(tensors) * mask * scale, mask
 
@@ -435,7 +435,7 @@ class Call:
         each = _call(function or plain_function(node), node.args, node.kwargs, shard.__getitem__)
         several = "instance" not in node.meta and function is None
 
-        def run(tensors: Sequence[Any]) -> Any:
+        def run(tensors: Sequence[object]) -> Any:
             shards = []
             for get, shape, places in parts:
                 stored = axes.unbind(get(tensors), shape)
@@ -569,7 +569,7 @@ def _call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operand
     return lambda tensors: function(x(tensors), y(tensors), z(tensors), *rest)
 
 
-def _filled(a: Any, operand: Callable[[Node], Get]) -> Get | None:
+def _filled(a: object, operand: Callable[[Node], Get]) -> Get | None:
     """The function ``operands -> a`` with `operand` for each node; None where there is no node in `a`."""
     if isinstance(a, Node):
         return operand(a)
@@ -579,7 +579,7 @@ def _filled(a: Any, operand: Callable[[Node], Get]) -> Get | None:
     if not places:
         return None
 
-    def fill(tensors: Sequence[Any]) -> list[object]:
+    def fill(tensors: Sequence[object]) -> list[object]:
         made = [*a]
         for i, get in places:
             made[i] = get(tensors)
