@@ -349,23 +349,23 @@ class _Clock:
     def __init__(self, seconds: float, ranks: SingleRank, began: float) -> None:
         self.seconds, self.ranks = seconds, ranks
         self._began = self._asked = began
-        self._left = self._steps = 1  # steps until the next question; steps between the last question and it
+        self._steps_to_go = self._steps = 1  # steps until the next question; steps between the last question and it
 
     def due(self) -> bool:
         """True where the time has passed; called after each step."""
-        self._left -= 1
-        if self._left:
+        self._steps_to_go -= 1
+        if self._steps_to_go:
             return False
         now = time.monotonic()
         rest = self.seconds - (now - self._began)
         a_step = max((now - self._asked) / self._steps, 1e-9)
         self._asked = now
         due, self._steps = self.ranks.from_first((rest <= 0, max(1, min(int(rest / a_step / 2), 1 << 20))))
-        self._left = self._steps
+        self._steps_to_go = self._steps
         return due
 
     def restart(self) -> None:
         """Restart the clock; called on all ranks after the same step."""
         self._began = time.monotonic()
-        self._left = self._steps = 1
+        self._steps_to_go = self._steps = 1
         self._asked = self._began

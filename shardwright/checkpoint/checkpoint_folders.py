@@ -82,7 +82,7 @@ _WHOLE = re.compile(r"step-(\d{8,})")
 _OLD = re.compile(r"\.(step-(\d{8,}))\.[0-9a-f]+\.old")
 
 
-_LEFT = re.compile(r"\.(step-\d{8,})\.[0-9a-f]+\.(part|old)")
+_UNFINISHED = re.compile(r"\.(step-\d{8,})\.[0-9a-f]+\.(part|old)")
 
 
 def name_of(step: int) -> str:
@@ -198,7 +198,7 @@ def clean(path: Path, save_id: str = "") -> None:
         save_id: the id of a save that is alive.
     """
     for name in os.listdir(path):
-        match = None if save_id and save_id in name else _LEFT.fullmatch(name)
+        match = None if save_id and save_id in name else _UNFINISHED.fullmatch(name)
         if match and match[2] == "old" and not (path / match[1]).exists():
             os.rename(path / name, path / match[1])
         elif match:
@@ -610,8 +610,8 @@ def _beat() -> None:
     while True:
         time.sleep(BEAT)
         with _guard:
-            held = list(_locks.values())
-        for lock in held:
+            locks = list(_locks.values())
+        for lock in locks:
             lock.touch()
 
 

@@ -129,7 +129,7 @@ class LoadPlan:
                 parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
                 self._states.setdefault(parameter, []).append(key)
 
-    def name_here(self, stored_name: str) -> str:
+    def name_in_model(self, stored_name: str) -> str:
         """The name in the model of a stored tensor."""
         stored_name = self.tied.get(stored_name, stored_name)
         return next((name for name, source in self.sources.items() if source == stored_name), stored_name)
@@ -145,9 +145,11 @@ class LoadPlan:
             subject = CheckpointedModel(self.subject.wrapper or self.subject.net, self.subject.ranks)
             try:
                 with self.stored, torch.no_grad():
-                    for held in each(subject.held(), "load of a checkpoint", "tensors", len(subject.tensors)):
-                        if held.name in self.sources and held.local is not None:
-                            self._fill(held.local, self.sources[held.name], held.place)
+                    for tensor in each(
+                        subject.local_tensors(), "load of a checkpoint", "tensors", len(subject.tensors)
+                    ):
+                        if tensor.name in self.sources and tensor.local is not None:
+                            self._fill(tensor.local, self.sources[tensor.name], tensor.place)
                     if optimizer is not None:
                         self._fill_state(subject, optimizer)
             except Exception as raised:  # agreed on below, so that all ranks raise it
@@ -172,15 +174,15 @@ class LoadPlan:
         names = state_names(subject, optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                own_name = names[id(parameter)]
+                own_name = names[parameter]
                 stored_name = self.sources.get(own_name)
                 place, local = subject.placed(own_name, parameter)
                 if local is None or stored_name is None:
                     continue
                 called = stored_name.removeprefix("model.")
-                kept = optimizer.state.get(parameter, {})
+                present = optimizer.state.get(parameter, {})
                 made = {
-                    key: self._state(f"optimizer.{called}.{key}", key, parameter, place, local, group, kept.get(key))
+                    key: self._state(f"optimizer.{called}.{key}", key, parameter, place, local, group, present.get(key))
                     for key in self._states.get(called, ())
                 }
                 made |= {
@@ -200,11 +202,11 @@ class LoadPlan:
         place: TensorPlacement,
         local: Tensor,
         group: Mapping[str, object],
-        kept: Any,
+        present: Any,
     ) -> Tensor:
         """A tensor of an optimizer's state, placed as its parameter where it has the parameter's shape.
 
-        The memory of the present state, `kept`, is reused where it fits.
+        The memory of the present state, `present`, is reused where it fits.
         """
         from torch.distributed.tensor import DTensor  # noqa: PLC0415  a second to import, useful to processes alone
 
@@ -217,9 +219,11 @@ class LoadPlan:
             self.stored.read_into(made, name)
             return made
         if shape == place.shape:
-            if _as_it_lies(kept, parameter, dtype):
-                self._fill(kept.to_local() if isinstance(kept, DTensor) else kept.view(local.shape), name, place)
-                return kept
+            if _as_it_lies(present, parameter, dtype):
+                self._fill(
+                    present.to_local() if isinstance(present, DTensor) else present.view(local.shape), name, place
+                )
+                return present
             made = torch.empty_like(local, dtype=dtype, memory_format=torch.contiguous_format)
             self.stored.read_into(made, name, place.box)
             if isinstance(parameter, DTensor):
@@ -243,28 +247,28 @@ class LoadPlan:
         return made
 
 
-def _as_it_lies(kept: object, parameter: Tensor, dtype: torch.dtype) -> bool:
-    """True where `kept` is a tensor of this dtype, placed as its parameter, in contiguous memory of its own.
+def _as_it_lies(present: object, parameter: Tensor, dtype: torch.dtype) -> bool:
+    """True where `present` is a tensor of this dtype, placed as its parameter, in contiguous memory of its own.
 
     Its memory is then reused: allocating fresh memory takes longer than the reading.
     """
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  a second to import
 
-    if not isinstance(kept, Tensor) or isinstance(kept, DTensor) != isinstance(parameter, DTensor):
+    if not isinstance(present, Tensor) or isinstance(present, DTensor) != isinstance(parameter, DTensor):
         return False
-    if isinstance(kept, DTensor):
+    if isinstance(present, DTensor):
         assert isinstance(parameter, DTensor)
-        if (kept.device_mesh, kept.placements) != (parameter.device_mesh, parameter.placements):
+        if (present.device_mesh, present.placements) != (parameter.device_mesh, parameter.placements):
             return False
-        local = kept.to_local(), parameter.to_local()
+        local = present.to_local(), parameter.to_local()
     else:
-        local = kept, parameter
+        local = present, parameter
     return (
         local[0].shape == local[1].shape
-        and kept.shape == parameter.shape
+        and present.shape == parameter.shape
         and local[0].is_contiguous()
-        and (kept.dtype, kept.device, kept.layout) == (dtype, parameter.device, torch.strided)
-        and not kept.requires_grad
+        and (present.dtype, present.device, present.layout) == (dtype, parameter.device, torch.strided)
+        and not present.requires_grad
         and local[0].data_ptr() != local[1].data_ptr()
     )
 
@@ -420,9 +424,9 @@ class _Loaded:
         subject = self.subject
         for group, settings in self.groups:
             for key, value in settings.items():
-                held = group.get(key)
-                if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor):
-                    held.copy_(value)
+                setting = group.get(key)
+                if isinstance(setting, torch.Tensor) and isinstance(value, torch.Tensor):
+                    setting.copy_(value)
                 else:
                     group[key] = value
         for scheduler, state in zip(self.schedulers, self.scheduled):
@@ -478,8 +482,8 @@ class _Loaded:
                 f"{saved['kind']}, or optimizer=None",
             )
         names = state_names(self.subject, self.optimizer)
-        mine = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        theirs = [[self.filling.name_here(n) for n in group["parameters"]] for group in saved["groups"]]
+        mine = [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
+        theirs = [[self.filling.name_in_model(n) for n in group["parameters"]] for group in saved["groups"]]
         if [sorted(g) for g in mine] != [sorted(g) for g in theirs]:
             differs = next(
                 (i for i, (a, b) in enumerate(zip(mine, theirs)) if sorted(a) != sorted(b)), min(len(mine), len(theirs))
@@ -526,10 +530,10 @@ class _Loaded:
                 f"the position in the data is each rank's own, of {len(by_rank)} ranks, and there are {ranks.world}",
                 f"{len(by_rank)} ranks, or data=None",
             )
-        held = value_of(states[by_rank[ranks.rank] if len(states) > 1 else 0], key, self.folder)
-        if not isinstance(held, dict) or "state" not in held:
-            self._wrong(f"its {key} is {shown(held)}", "a checkpoint that is whole")
-        return held
+        saved_value = value_of(states[by_rank[ranks.rank] if len(states) > 1 else 0], key, self.folder)
+        if not isinstance(saved_value, dict) or "state" not in saved_value:
+            self._wrong(f"its {key} is {shown(saved_value)}", "a checkpoint that is whole")
+        return saved_value
 
     def _generators(self, ranks: SingleRank) -> dict[str, object]:
         """The random states that this rank continues with."""

@@ -174,16 +174,16 @@ class CheckpointedModel:
         self.extra: dict[str, nn.Module] = {}
         self._places: dict[tuple[Hashable, ...], TensorPlacement] = {}
         loss = self.wrapper.loss_fn if self.wrapper is not None else None
-        names: dict[int, str] = {}
+        names: dict[Tensor, str] = {}
         for prefix, module in (("model.", self.net), *((("loss_fn.", loss),) if isinstance(loss, nn.Module) else ())):
             for name, value in module.state_dict(keep_vars=True).items():
                 if not isinstance(value, Tensor):
                     self.extra[prefix + name] = module.get_submodule(name.rpartition(".")[0])
-                elif id(value) in names:
-                    self.aliases[prefix + name] = names[id(value)]
+                elif value in names:
+                    self.aliases[prefix + name] = names[value]
                 else:
                     self.tensors[prefix + name] = value
-                    names[id(value)] = prefix + name
+                    names[value] = prefix + name
 
     @property
     def planned(self) -> bool:
@@ -213,7 +213,7 @@ class CheckpointedModel:
         """The name of a parameter in the graph, as used in an optimizer's entries."""
         return name.removeprefix("model.")
 
-    def held(self) -> Iterator[LocalTensor]:
+    def local_tensors(self) -> Iterator[LocalTensor]:
         """All tensors of the model, as this rank has them."""
         for name, tensor in self.tensors.items():
             yield LocalTensor(name, dtype_name(tensor.dtype), *self.placed(name, tensor))
@@ -296,24 +296,24 @@ class CheckpointedModel:
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
-def state_names(subject: CheckpointedModel, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """The names of an optimizer's parameters: ``id(parameter)`` -> name.
+def state_names(subject: CheckpointedModel, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
+    """Parameter of an optimizer -> its name in the model.
 
     Raises:
         CheckpointError: a parameter that is not the model's.
     """
-    names = {id(tensor): name for name, tensor in subject.tensors.items()}
+    names = {tensor: name for name, tensor in subject.tensors.items()}
     out = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if id(parameter) not in names:
+            if parameter not in names:
                 raise CheckpointError(
                     f"{type(optimizer).__name__} has in group {number} a parameter of shape "
                     f"{tuple(parameter.shape)} that is none of the model's",
                     source="the optimizer",
                     legal="an optimizer of model.parameters()",
                 )
-            out[id(parameter)] = names[id(parameter)]
+            out[parameter] = names[parameter]
     return out
 
 
@@ -327,10 +327,10 @@ def optimizer_state(
     """
     names = state_names(subject, optimizer)
     tensors: list[LocalTensor] = []
-    others: dict[str, dict[str, object]] = {}
+    scalars: dict[str, dict[str, object]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            name = names[id(parameter)]
+            name = names[parameter]
             place, local = subject.placed(name, parameter)
             if local is None:
                 continue
@@ -343,8 +343,8 @@ def optimizer_state(
                 if isinstance(value, Tensor):
                     tensors.append(_state(subject, called, value, parameter, place))
                 else:
-                    others.setdefault(name, {})[key] = value
-    return tensors, others
+                    scalars.setdefault(name, {})[key] = value
+    return tensors, scalars
 
 
 def _state(
@@ -401,10 +401,10 @@ def restore_generators(state: dict[str, Any]) -> None:
     if "stream" in state:
         # The stream belongs to the seed of torch's generator, and loading it draws a number there: so torch's generator
         # is set both before and after.
-        kept = torch.get_rng_state()
+        before = torch.get_rng_state()
         stream.load_state_dict(state["stream"])
         if "torch" in state:
-            torch.set_rng_state(kept)
+            torch.set_rng_state(before)
 
 
 def _tensor(data: bytes) -> torch.Tensor:
@@ -499,7 +499,7 @@ def read_state(folder: Path, manifest: Manifest, text: str | None = None) -> dic
             good = isinstance(group, dict) and texts(group.get("parameters")) and "settings" in group
             check(good, f"optimizer.groups[{number}]", group, '{"parameters": […], "settings": {…}}')
         scalars = optimizer.setdefault("scalars", {})
-        good = isinstance(scalars, dict) and all(isinstance(held, dict) for held in scalars.values())
+        good = isinstance(scalars, dict) and all(isinstance(settings, dict) for settings in scalars.values())
         check(good, "optimizer.scalars", scalars, "an object of objects")
     for key in ("random", "data"):
         entry = state[key]
@@ -510,7 +510,7 @@ def read_state(folder: Path, manifest: Manifest, text: str | None = None) -> dic
         numbers, states = entry["ranks"], entry["states"]
         good = bool(numbers) and all(type(i) is int and 0 <= i < len(states) for i in numbers)
         check(good, f"{key}.ranks", numbers, f"for each rank the number of a state, below {len(states)}")
-        good = all(isinstance(held, dict) if key == "random" else True for held in states)
+        good = all(isinstance(entry_state, dict) if key == "random" else True for entry_state in states)
         check(good, f"{key}.states", states, "a list of objects")
     return state
 
@@ -590,7 +590,7 @@ def _kind(value: object) -> object:
 def _numbers(value: object) -> Sequence[Any]:
     """The numbers of a setting: itself, or those of a list."""
     if isinstance(value, (list, tuple)):
-        return [x for inner in value for x in _numbers(inner)]
+        return [x for entry in value for x in _numbers(entry)]
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return [value.item()]
     return [value] if isinstance(value, (int, float)) else []
@@ -606,17 +606,17 @@ def check_generators(state: Mapping[str, object], folder: Path) -> None:
         CheckpointError: a state that its generator does not take.
     """
     tries = {
-        "python": lambda held: random.Random().setstate(held),
-        "numpy": lambda held: np.random.RandomState().set_state(held),
-        "torch": lambda held: torch.Generator().set_state(torch.frombuffer(bytearray(held), dtype=torch.uint8)),
+        "python": lambda value: random.Random().setstate(value),
+        "numpy": lambda value: np.random.RandomState().set_state(value),
+        "torch": lambda value: torch.Generator().set_state(torch.frombuffer(bytearray(value), dtype=torch.uint8)),
         "stream": _check_stream,
     }
-    for key, held in state.items():
+    for key, value in state.items():
         try:
             if key in tries:
-                tries[key](held)
-            elif not isinstance(held, bytes):
-                raise TypeError(f"it is {kind_of(held)}")
+                tries[key](value)
+            elif not isinstance(value, bytes):
+                raise TypeError(f"it is {kind_of(value)}")
         except Exception as error:  # of any kind: each generator has its own
             raise CheckpointError(
                 f"the state of the run: random[{key!r}] cannot be set: {type(error).__name__}: {error}",
@@ -625,7 +625,7 @@ def check_generators(state: Mapping[str, object], folder: Path) -> None:
             ) from None
 
 
-def _check_stream(held: Any) -> None:
-    seed, calls = held["seed"], held["calls"]
+def _check_stream(stream: Any) -> None:
+    seed, calls = stream["seed"], stream["calls"]
     if type(seed) is not int or type(calls) is not int or not -(1 << 63) <= seed < 1 << 64 or not 0 <= calls < 1 << 63:
-        raise ValueError(f"{shown(held)} is no seed with a number of calls")
+        raise ValueError(f"{shown(stream)} is no seed with a number of calls")

@@ -45,7 +45,7 @@ from ..torch_private import version_of
 from . import checkpoint_folders as folders
 from .manifest import new_id
 from .run_state import CheckpointedModel, LocalTensor, generators, optimizer_state, state_names
-from .tensor_files import WrittenBox, described_here, written_here
+from .tensor_files import WrittenBox, descriptions_of, written_boxes
 from .writer import CONFIG, SaveJob, located
 
 __all__ = ["BackgroundSave", "HostCopies", "begun", "last_error", "save_checkpoint", "several", "wait_for_last"]
@@ -93,8 +93,8 @@ class BackgroundSave:
     def _join(self) -> None:
         """Wait for the thread."""
         if self._thread is not None:
-            kept = "it goes on being written, and the interpreter waits for it at its end"
-            with Work(f"wait for the checkpoint of step {self.step}", kept=kept):
+            if_stopped = "it goes on being written, and the interpreter waits for it at its end"
+            with Work(f"wait for the checkpoint of step {self.step}", if_stopped=if_stopped):
                 self._thread.join()
 
     def _run(self, work: Callable[[], None]) -> None:
@@ -204,7 +204,7 @@ class HostCopies:
                 self._later.append(one)
             else:
                 copy.copy_(tensor)
-        self._left, self._lock, self._all = len(self._later), threading.Lock(), threading.Event()
+        self._unfinished, self._lock, self._all = len(self._later), threading.Lock(), threading.Event()
         self._error: Exception | None = None
         self._queued = [made for device, (now, then) in queued.items() if (made := _queue(device, now, then))]
 
@@ -244,8 +244,8 @@ class HostCopies:
             except Exception as error:  # fails the save, not the optimizer step that helps
                 self._error = self._error or error
             with self._lock:
-                self._left -= 1
-        if self._left:
+                self._unfinished -= 1
+        if self._unfinished:
             self._all.wait()
         self._all.set()
 
@@ -286,13 +286,13 @@ class _Queue(NamedTuple):
     Attributes:
         ended: the event behind the last one.
         due: those whose tensors are to be checked for changes.
-        held: the tensors, which stay until the copies have ended.
+        tensors: the tensors, which stay until the copies have ended.
     """
 
     device: torch.device
     ended: Any
     due: list[_Later]
-    held: list[Tensor]
+    tensors: list[Tensor]
 
 
 def _queue(device: torch.device, now: list[_Later], then: list[_Later]) -> _Queue | None:
@@ -496,18 +496,18 @@ def _collected(
                 legal="numbers, text, lists, tuples, dicts, sets, bytes, tensors, arrays",
             ) from None
 
-    held: list[LocalTensor] = list(subject.held())
-    others: dict[str, dict[str, object]] = {}
+    tensors: list[LocalTensor] = list(subject.local_tensors())
+    scalars: dict[str, dict[str, object]] = {}
     state: dict[str, object] = {"step": step, "extra": encoded(extra, "extra"), "optimizer": None}
     if optimizer is not None:
-        more, others = optimizer_state(subject, optimizer)
-        held += more
+        more, scalars = optimizer_state(subject, optimizer)
+        tensors += more
         names = state_names(subject, optimizer)
         state["optimizer"] = {
             "kind": type(optimizer).__name__,
             "groups": [
                 {
-                    "parameters": [names[id(p)] for p in group["params"]],
+                    "parameters": [names[p] for p in group["params"]],
                     "settings": encoded({k: v for k, v in group.items() if k != "params"}, "the optimizer's settings"),
                 }
                 for group in optimizer.param_groups
@@ -522,12 +522,12 @@ def _collected(
     texts, config = {}, getattr(subject.net, "config", None)
     if whole and hasattr(subject.net, "save_pretrained") and config is not None and hasattr(config, "to_json_string"):
         texts[CONFIG] = config.to_json_string().encode()  # Hugging Face needs it to read the folder
-    written = written_here(held, ranks.rank)
+    written = written_boxes(tensors, ranks.rank)
     description: dict[str, Any] = {
         "step": step,
         "integrated_save": whole,
-        "tensors": described_here(held, written),
-        "scalars": encoded(others, "the optimizer's state"),
+        "tensors": descriptions_of(tensors, written),
+        "scalars": encoded(scalars, "the optimizer's state"),
     }
     if ranks.rank == 0:
         description["id"] = new_id()
@@ -548,4 +548,4 @@ def _collected(
         state,
         texts,
     )
-    return job, {h.name: h.state for h in held if h.state is not None}
+    return job, {h.name: h.state for h in tensors if h.state is not None}

@@ -502,7 +502,7 @@ def _together(folder: Path, visible: list[Path], manifest: Manifest, ranks: Sing
             raise CheckpointError(
                 f"the checkpoint is damaged: {problems[0]}{more}",
                 source=str(paths.get(name, folder / name)),
-                legal=_others(folder),
+                legal=_other_steps(folder),
             )
         if STATE in served and ranks.rank == served[STATE]:
             state = paths[STATE].read_text(encoding="utf-8")
@@ -530,14 +530,14 @@ def _paths(visible: Iterable[Path], manifest: Manifest) -> dict[str, Path]:
 
 def _view(visible: Iterable[Path]) -> list[list[int]]:
     """The folders that this rank sees, told from others of the same content on other hosts."""
-    held = []
+    files = []
     for folder in visible:
         try:
             stat = os.stat(folder / MANIFEST)
         except OSError:
             continue
-        held.append([stat.st_ino, stat.st_ctime_ns, stat.st_size])
-    return sorted(held)
+        files.append([stat.st_ino, stat.st_ctime_ns, stat.st_size])
+    return sorted(files)
 
 
 def _missing(manifest: Manifest, names: Iterable[str]) -> list[str]:
@@ -552,7 +552,7 @@ def _misnamed(folder: Path, manifest: Manifest) -> list[str]:
     return []
 
 
-def _others(folder: Path) -> str:
+def _other_steps(folder: Path) -> str:
     steps = [str(step) for step, path in steps_in(folder.parent).items() if path != folder]
     return f"another checkpoint of the run: step {', '.join(steps)}" if steps else "a checkpoint that is whole"
 

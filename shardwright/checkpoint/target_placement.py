@@ -4,7 +4,7 @@
     optimizer state of a parameter's shape          placed as the parameter
     a buffer, other optimizer state                 whole; written by the first of the ranks that have it
 
-Among ranks that hold the same slice, `tensor_files.written_here` picks the writer, as in a save of that run.
+Among ranks that hold the same slice, `tensor_files.written_boxes` picks the writer, as in a save of that run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..layout import Layout
 from ..planfile.parameter_file import ParameterStrategies, TensorStorage
 from .manifest import TensorEntry
 from .run_state import Box, LocalTensor, TensorPlacement
-from .tensor_files import written_here
+from .tensor_files import written_boxes
 
 __all__ = ["TargetPlacement", "boxes_of", "one_device", "placed", "strategy_name"]
 
@@ -43,8 +43,12 @@ class TargetPlacement(NamedTuple):
     @property
     def described(self) -> tuple[tuple[int, ...], str, dict[str, object] | None]:
         """Shape, dtype and layout, in the form in which a save describes a tensor."""
-        held = self.storage
-        return held.shape, held.dtype, TensorPlacement(held.shape, held.layout, held.first, self.own, None, ()).encoded
+        storage = self.storage
+        return (
+            storage.shape,
+            storage.dtype,
+            TensorPlacement(storage.shape, storage.layout, storage.first, self.own, None, ()).encoded,
+        )
 
 
 def strategy_name(name: str) -> str | None:
@@ -79,13 +83,13 @@ def placed(
     Raises:
         CheckpointError: strategies of another model: names or shapes differ.
     """
-    held = strategies.all
+    storages = strategies.all
     mine = {known: entry for name, entry in entries.items() if (known := strategy_name(name)) is not None}
-    absent, unknown = [n for n in strategies.parameters if n not in mine], [n for n in mine if n not in held]
-    other = [n for n in mine if n in held and held[n].shape != mine[n].shape]
+    absent, unknown = [n for n in strategies.parameters if n not in mine], [n for n in mine if n not in storages]
+    other = [n for n in mine if n in storages and storages[n].shape != mine[n].shape]
     if absent or unknown or other:
         wrong = [f"it has no {_some(absent)}"] * bool(absent) + [f"they have no {_some(unknown)}"] * bool(unknown)
-        wrong += [f"{n!r} is {list(mine[n].shape)} in it and {list(held[n].shape)} in them" for n in other[:3]]
+        wrong += [f"{n!r} is {list(mine[n].shape)} in it and {list(storages[n].shape)} in them" for n in other[:3]]
         near = [n for name in unknown[:1] for n in difflib.get_close_matches(name, absent, 1, 0.6)]
         raise CheckpointError(
             f"the strategies {strategies.source} are of another model than the checkpoint: "
@@ -97,7 +101,7 @@ def placed(
     out = {}
     for name, entry in entries.items():
         called = strategy_name(name)
-        storage = held[called] if called is not None else _of_state(name, entry, strategies, source)
+        storage = storages[called] if called is not None else _of_state(name, entry, strategies, source)
         parameter = strategies.parameters.get(called or name.removeprefix("optimizer.").rpartition(".")[0])
         alone = parameter is None or parameter.shape != storage.shape
         out[name] = TargetPlacement(replace(storage, dtype=entry.dtype), alone, bool((entry.layout or {}).get("own")))
@@ -126,7 +130,7 @@ def _of_state(name: str, entry: TensorEntry, strategies: ParameterStrategies, so
 
 def boxes_of(places: Mapping[str, TargetPlacement], rank: int) -> list[tuple[str, Box]]:
     """The boxes that a rank writes, as a save of that run would: name and box, in the order of the tensors."""
-    held = []
+    tensors = []
     for name, (storage, alone, own) in places.items():
         box, holders = storage.of_rank(rank)
         if holders and (not alone or rank == storage.first):
@@ -134,7 +138,7 @@ def boxes_of(places: Mapping[str, TargetPlacement], rank: int) -> list[tuple[str
             place = TensorPlacement(
                 storage.shape, storage.layout, storage.first, own, box, (rank,) if alone else holders
             )
-            held.append(LocalTensor(name, storage.dtype, place, local))
+            tensors.append(LocalTensor(name, storage.dtype, place, local))
     return [
-        (w.name, tuple(slice(a, a + n) for a, n in zip(w.starts, w.tensor.shape))) for w in written_here(held, rank)
+        (w.name, tuple(slice(a, a + n) for a, n in zip(w.starts, w.tensor.shape))) for w in written_boxes(tensors, rank)
     ]

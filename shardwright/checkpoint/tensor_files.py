@@ -1,6 +1,6 @@
 """The tensor files of a checkpoint, and the assignment of every box of every tensor to the rank that writes it.
 
-1. Assignment (`written_here`). Each box is written once. Ranks that hold the same box share a large one by rows;
+1. Assignment (`written_boxes`). Each box is written once. Ranks that hold the same box share a large one by rows;
    smaller ones go to the holders in turn, the largest first. A rank derives its boxes from the tensors it holds:
    nothing is communicated.
 
@@ -71,7 +71,7 @@ __all__ = [
     "StoredSpan",
     "WholeFiles",
     "WrittenBox",
-    "described_here",
+    "descriptions_of",
     "entries_of",
     "file_of",
     "header_of",
@@ -79,7 +79,7 @@ __all__ = [
     "memory_of",
     "part_name",
     "write_metadata",
-    "written_here",
+    "written_boxes",
 ]
 
 #: The longest header that the format allows, in bytes.
@@ -97,11 +97,11 @@ class WrittenBox(NamedTuple):
     tensor: Tensor
 
 
-def written_here(held: Iterable[LocalTensor], rank: int) -> list[WrittenBox]:
-    """The boxes that a rank writes, in the order of `held`."""
+def written_boxes(tensors: Iterable[LocalTensor], rank: int) -> list[WrittenBox]:
+    """The boxes that a rank writes, in the order of `tensors`."""
     own_pieces = [
         (h, h.local, h.place.box)
-        for h in held
+        for h in tensors
         if h.local is not None and h.place.box is not None and rank in h.place.holders
     ]
     order = {h.name: i for i, (h, _, _) in enumerate(own_pieces)}
@@ -120,15 +120,15 @@ def written_here(held: Iterable[LocalTensor], rank: int) -> list[WrittenBox]:
     return sorted(out, key=lambda w: order[w.name])
 
 
-def described_here(
-    held: Iterable[LocalTensor], written: Iterable[WrittenBox]
+def descriptions_of(
+    tensors: Iterable[LocalTensor], written: Iterable[WrittenBox]
 ) -> dict[str, tuple[tuple[int, ...], str, dict[str, object] | None]]:
     """Name -> (shape, dtype, layout) of the tensors whose first box this rank writes.
 
     Each tensor is thus described by one rank.
     """
     mine = {w.name for w in written if not any(w.starts)}
-    return {h.name: (h.shape, h.dtype, h.place.encoded) for h in held if h.name in mine}
+    return {h.name: (h.shape, h.dtype, h.place.encoded) for h in tensors if h.name in mine}
 
 
 # -- 2. joining boxes --
@@ -137,7 +137,7 @@ def described_here(
 # -- 3. the safetensors format --
 
 
-_WORDS = {
+_DTYPE_NAMES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -156,7 +156,7 @@ _WORDS = {
     "bool": "BOOL",
     "complex64": "C64",
 }
-_DTYPES = {word: dtype for dtype, word in _WORDS.items()}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 class StoredSpan(NamedTuple):
@@ -192,14 +192,14 @@ def laid_out(
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     place, places = 0, {}
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -element_size(item[1][0])):
-        if dtype not in _WORDS:
+        if dtype not in _DTYPE_NAMES:
             raise CheckpointError(
                 f"{name!r} is of {dtype}, which the safetensors format does not know",
-                legal="integrated_save=False, or one of " + ", ".join(_WORDS),
+                legal="integrated_save=False, or one of " + ", ".join(_DTYPE_NAMES),
             )
         places[name] = place
         end = place + math.prod(shape) * element_size(dtype)
-        header[name] = {"dtype": _WORDS[dtype], "shape": list(shape), "data_offsets": [place, end]}
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [place, end]}
         place = end
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -317,14 +317,14 @@ class WholeFiles:
         for name, (shape, dtype, _) in tensors.items():
             file, inside = file_of(name)
             grouped.setdefault(file, {})[inside] = (dtype, shape)
-        for file, held in grouped.items():
+        for file, entries in grouped.items():
             tied = {
                 file_of(a)[1]: file_of(n)[1]
                 for a, n in (aliases or {}).items()
                 if file_of(n)[0] == file == file_of(a)[0]
             }
             metadata = {"format": "pt", ID_KEY: save_id, "step": str(step)}
-            self._heads[file], places, self.sizes[file] = laid_out(held, metadata | tied)
+            self._heads[file], places, self.sizes[file] = laid_out(entries, metadata | tied)
             tree = file.removesuffix(".safetensors")
             self._places |= {f"{tree}.{inside}": (file, place) for inside, place in places.items()}
 
@@ -508,11 +508,11 @@ class _Recorded(io.FileIO):
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        left = memoryview(data).cast("B")
-        written = len(left)
+        remaining = memoryview(data).cast("B")
+        written = len(remaining)
         try:
-            while left:
-                left = left[super().write(left) or 0 :]
+            while remaining:
+                remaining = remaining[super().write(remaining) or 0 :]
         except OSError as error:
             self.error = self.error or error
             raise

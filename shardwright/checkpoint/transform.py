@@ -229,7 +229,7 @@ def merge(
 def _announced(name: str, progress: Progress | None) -> Iterator[Progress]:
     """The work of making a checkpoint from another, told what it does; a user's function is told in place of a
     display."""
-    with showing(progress), Work(name, kept="nothing is left of the new checkpoint") as work:
+    with showing(progress), Work(name, if_stopped="nothing is left of the new checkpoint") as work:
 
         def tell(what: str, done: int, total: int) -> None:
             work.name, work.done, work.total, work.unit = f"{name}: {what}", done, total, "bytes"
@@ -392,7 +392,8 @@ def rank_list_for_transform(
     else:
         strategies = ParameterStrategies.read(src_strategy_file)
         source = {
-            name: [(held.shape, box, ranks) for box, ranks in held.boxes] for name, held in strategies.all.items()
+            name: [(storage.shape, box, ranks) for box, ranks in storage.boxes]
+            for name, storage in strategies.all.items()
         }
     return _fewest(
         [
@@ -413,14 +414,14 @@ def _wanted(name: str, shape: tuple[int, ...], target: ParameterStrategies | Non
     """
     if target is None:
         return tuple(slice(0, size) for size in shape)
-    held = target.all.get(name)
-    if held is None or held.shape != shape:
+    storage = target.all.get(name)
+    if storage is None or storage.shape != shape:
         raise PlanError(
             f"it has no {name!r} of shape {list(shape)}, which the source has: of another model?",
-            source=held.where if held is not None else target.source,
+            source=storage.where if storage is not None else target.source,
             legal="strategies of one model",
         )
-    return held.slice(rank) if rank in held.ranks else None
+    return storage.slice(rank) if rank in storage.ranks else None
 
 
 def _of_checkpoint(folder: Path) -> dict[str, list[tuple[tuple[int, ...], Box, tuple[int, ...]]]]:
@@ -590,9 +591,9 @@ def load_distributed_checkpoint(
         )
     rank_id = this_rank() if rank_id is None else rank_id
     with opened(checkpoint) as stored:
-        wanted = _wanted_here(subject, stored, _slices(predict_strategy, rank_id), strict_load)
+        wanted = _wanted_boxes(subject, stored, _slices(predict_strategy, rank_id), strict_load)
         check_sound(stored)
-        successors: dict[int, nn.Parameter] = {}
+        successors: dict[Tensor, nn.Parameter] = {}
         for name, (stored_name, box) in wanted.items():
             tensor = subject.tensors[name]
             sizes = [s.stop - s.start for s in box]
@@ -601,7 +602,7 @@ def load_distributed_checkpoint(
                 continue
             made = torch.empty(sizes, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
             stored.read_into(made, stored_name, box)
-            successors[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            successors[tensor] = nn.Parameter(made, requires_grad=tensor.requires_grad)
     substitute(subject.net, successors)
 
 
@@ -625,10 +626,10 @@ def _slices(
         raise SettingError(
             f"load_distributed_checkpoint: rank_id={rank!r} of {devices} devices", legal=f"0 to {devices - 1}"
         )
-    return {name: (tuple(held.shape), held.slice(rank)) for name, held in known.items()}
+    return {name: (tuple(placed.shape), placed.slice(rank)) for name, placed in known.items()}
 
 
-def _wanted_here(
+def _wanted_boxes(
     subject: CheckpointedModel, stored: StoredTensors, slices: Mapping[str, tuple[tuple[int, ...], Box]], strict: bool
 ) -> dict[str, tuple[str, Box]]:
     """For each tensor of a module its name in the checkpoint, and the box to load.

@@ -353,9 +353,9 @@ class SaveJob:
             CheckpointError: the failure of any rank; raised on all of them.
         """
         size = sum(w.tensor.nbytes for w in self.written)
-        kept = "the earlier checkpoints are whole, and nothing is left of this one"
+        if_stopped = "the earlier checkpoints are whole, and nothing is left of this one"
         try:
-            with Work(f"checkpoint of step {self.step}", size, "bytes", kept) as self.work:
+            with Work(f"checkpoint of step {self.step}", size, "bytes", if_stopped) as self.work:
                 self._meet()
                 self._gather()
                 entries, files = self._write_whole() if self.whole else self._write_parts()
@@ -623,12 +623,12 @@ class SaveJob:
                 mine = {p.name: p.read_bytes() for p in self.part.iterdir() if p.name not in parts}
         except OSError as error:  # raised once the other ranks, which wait for the files, have been told
             failed = error
-        held = self.ranks.from_first(mine)
+        contents = self.ranks.from_first(mine)
         if failed is not None:
             raise failed
         if self.leads:
-            for name in sorted(held or (), key=lambda name: name == MANIFEST):
-                write_file(self.part / name, held[name])
+            for name in sorted(contents or (), key=lambda name: name == MANIFEST):
+                write_file(self.part / name, contents[name])
 
 
 def _warn_once(places: Sequence[str]) -> None:

@@ -29,7 +29,6 @@ import os
 import re
 import runpy
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -300,19 +299,20 @@ def without_weights() -> Iterator[None]:
     """
     from torch import nn  # noqa: PLC0415  torch takes seconds to import
     from torch.nn.modules.module import register_module_parameter_registration_hook  # noqa: PLC0415  imports torch
+    from torch.utils.weak import WeakIdKeyDictionary  # noqa: PLC0415  imports torch
 
-    #: id of a parameter -> the parameter, to tell another one that got its id later, and its meta parameter.
-    shells: dict[int, tuple[weakref.ref[object], nn.Parameter]] = {}
+    #: Parameter -> its meta parameter, while the parameter lives.
+    shells: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def shell(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta or nn.parameter.is_lazy(parameter):
             return None
-        held = shells.get(id(parameter))
-        if held is None or held[0]() is not parameter:  # one meta parameter for each: tied ones stay tied
+        made: nn.Parameter | None = shells.get(parameter)
+        if made is None:  # one meta parameter for each: tied ones stay tied
             made = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             vars(made).update(vars(parameter))
-            held = shells[id(parameter)] = weakref.ref(parameter), made
-        return held[1]
+            shells[parameter] = made
+        return made
 
     plain = nn.Module._apply
 

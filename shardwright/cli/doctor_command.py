@@ -38,7 +38,7 @@ from ..errors import SettingError
 from ..launch.environment import LOOPBACK, PORT, RankInRun, find, leading_to, remark, token_of
 from ..launch.run_settings import bound, check_port
 from .command_line import add_json_option, print_json
-from .forked_ranks import LONG, SHORT, in_children, played, words
+from .forked_ranks import LONG, SHORT, error_text, in_children, played
 from .library_imports import library_imports
 
 __all__ = ["Finding", "add_doctor_parser", "doctor", "findings"]
@@ -153,7 +153,7 @@ def findings(quick: bool = False) -> Iterator[Finding]:
             yield from check()
         except Exception as error:  # a check meets whatever is wrong with a machine; the others run all the same
             yield Finding(
-                area, check.__name__.replace("_", " "), PROBLEM, f"the check failed: {words(error)}", "report it"
+                area, check.__name__.replace("_", " "), PROBLEM, f"the check failed: {error_text(error)}", "report it"
             )
 
 
@@ -228,7 +228,7 @@ def _torch(asked: str) -> Iterator[Finding]:
     try:
         import torch  # noqa: PLC0415  takes seconds, and may be what is broken
     except Exception as error:  # a library of torch that cannot be loaded is an OSError, and others
-        yield _version("torch", PROBLEM, f"cannot be imported: {words(error)}", f"pip install 'torch{asked}'")
+        yield _version("torch", PROBLEM, f"cannot be imported: {error_text(error)}", f"pip install 'torch{asked}'")
         return
     build = torch_build(torch)
     text = f"{torch.__version__}, {build} build ({asked})"
@@ -236,7 +236,7 @@ def _torch(asked: str) -> Iterator[Finding]:
         yield _version("torch", OK, text)
     else:
         yield _version("torch", PROBLEM, f"{text}: outside", f"pip install 'torch{asked}'")
-    driver = driver_here()
+    driver = driver_kind()
     if driver and build == "CPU" and not (driver == "NPU" and hasattr(torch, "npu")):
         yield _version(
             "torch's build",
@@ -246,7 +246,7 @@ def _torch(asked: str) -> Iterator[Finding]:
         )
 
 
-def driver_here() -> str:
+def driver_kind() -> str:
     """The kind of accelerator for which this machine has a driver; "" for none."""
     return next((kind for path, kind in DRIVERS.items() if os.path.exists(path)), "")
 
@@ -319,8 +319,8 @@ def within(version: str, asked: str) -> bool:
         mine, other = release(version), release(bound_)
         width = max(len(mine), len(other))
         mine, other = mine + (0,) * (width - len(mine)), other + (0,) * (width - len(other))
-        held = {">=": mine >= other, "<=": mine <= other, "==": mine == other, "!=": mine != other}
-        if not (held | {">": mine > other, "<": mine < other})[sign]:
+        meets = {">=": mine >= other, "<=": mine <= other, "==": mine == other, "!=": mine != other}
+        if not (meets | {">": mine > other, "<": mine < other})[sign]:
             return False
     return True
 
@@ -349,7 +349,7 @@ def devices() -> Iterator[Finding]:
         return
     rows: list[dict[str, Any]] = seen.value
     if not rows:
-        lost = build != "CPU" and bool(driver_here())
+        lost = build != "CPU" and bool(driver_kind())
         mend = f"unset {' '.join(hidden)}, or name accelerators that are there" if hidden else ""
         if lost:
             mend = f"{mend}; " * bool(mend) + f"compare the driver's version with torch's {build}; rights on /dev"
@@ -536,8 +536,8 @@ def two_ranks(backend: str, interface: str) -> Finding:
     if backend == "nccl":
         mend += "; NCCL_DEBUG=INFO too; NCCL_P2P_DISABLE=1 where the GPUs cannot reach one another"
     try:
-        with contextlib.closing(bound(LOOPBACK, 0, False)) as held:
-            port = held.getsockname()[1]
+        with contextlib.closing(bound(LOOPBACK, 0, False)) as listener:
+            port = listener.getsockname()[1]
     except OSError as error:
         return _collective(check, PROBLEM, f"no free port: {error.strerror or error}", "see ports")
     done = in_children([partial(played, backend, interface, rank, port, SECONDS) for rank in range(2)], SECONDS)

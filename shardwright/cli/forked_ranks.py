@@ -24,7 +24,7 @@ from typing import Any
 from ..errors import SettingError
 from ..launch.environment import LOOPBACK, RankInRun
 
-__all__ = ["LONG", "SHORT", "ForkedAnswer", "in_children", "played", "words"]
+__all__ = ["LONG", "SHORT", "ForkedAnswer", "error_text", "in_children", "played"]
 
 #: Messages of the two-rank test, in float32 elements: one for the latency, one for the bandwidth.
 SHORT, LONG = 1, 2 << 20
@@ -68,8 +68,8 @@ def in_children(functions: Sequence[Callable[[], object]], seconds: float, toget
             its.close()
             started.append(process)
             pending[mine] = index
-        while pending and (left := deadline - time.monotonic()) > 0:
-            for ready in wait(list(pending), left):
+        while pending and (remaining := deadline - time.monotonic()) > 0:
+            for ready in wait(list(pending), remaining):
                 assert isinstance(ready, Connection)
                 index = pending.pop(ready)
                 try:
@@ -102,7 +102,7 @@ def _answer(connection: Connection, function: Callable[[], object]) -> None:
     except SettingError as error:
         connection.send(ForkedAnswer(error=error.message, mend=error.legal or ""))
     except Exception as error:  # whatever a driver or a backend raises is the finding
-        connection.send(ForkedAnswer(error=words(error)))
+        connection.send(ForkedAnswer(error=error_text(error)))
 
 
 def _ended(code: int | None) -> str:
@@ -111,7 +111,7 @@ def _ended(code: int | None) -> str:
     return f"the process ended with exit code {code}"
 
 
-def words(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Kind and first line of an error."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:300]}" if first else type(error).__name__

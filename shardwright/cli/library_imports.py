@@ -7,7 +7,7 @@ from functools import partial
 from importlib import metadata
 
 from ..errors import SettingError
-from .forked_ranks import in_children, words
+from .forked_ranks import error_text, in_children
 
 __all__ = ["IMPORTED", "library_imports"]
 
@@ -31,10 +31,10 @@ IMPORT_SECONDS = 180.0
 
 def library_imports() -> dict[str, str]:
     """The libraries of `IMPORTED` that are installed: name -> the error of its import; "" where it can be imported."""
-    there = [name for name in IMPORTED if _installed(name)]
-    calls = [partial(_imported, IMPORTED[name]) for name in there]
+    installed = [name for name in IMPORTED if _installed(name)]
+    calls = [partial(_imported, IMPORTED[name]) for name in installed]
     answers = in_children(calls, IMPORT_SECONDS, together=False)
-    return {name: answer.error for name, answer in zip(there, answers)}
+    return {name: answer.error for name, answer in zip(installed, answers)}
 
 
 def _installed(name: str) -> bool:
@@ -61,4 +61,4 @@ def _imported(module: str) -> None:
         root: BaseException = error
         while (cause := root.__cause__ or root.__context__) is not None:
             root = cause
-        raise SettingError(words(root)) from error
+        raise SettingError(error_text(root)) from error

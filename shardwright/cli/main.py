@@ -146,8 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             command = getattr(arguments, "parser", parser).prog
             where = f" in {display.stopped}" if display.stopped else ""
-            kept = display.kept or "nothing more is written"
-            print(f"{command}: stopped by Ctrl-C{where}; {kept}", file=sys.stderr)
+            remains = display.if_stopped or "nothing more is written"
+            print(f"{command}: stopped by Ctrl-C{where}; {remains}", file=sys.stderr)
             return INTERRUPTED
 
 

@@ -140,14 +140,14 @@ def _by_rank_0(runtime: Runtime, act: Callable[[], None]) -> None:
     Raises:
         SettingError: on every rank, where rank 0 raises it.
     """
-    from ..runtime.distributed.rank_messages import error_of, error_words, from_first  # noqa: PLC0415  imports torch
+    from ..runtime.distributed.rank_messages import error_as_json, error_of, from_first  # noqa: PLC0415  imports torch
 
     failed: dict[str, object] | None = None
     if runtime.rank == 0:
         try:
             act()
         except SettingError as error:
-            failed = error_words(error)
+            failed = error_as_json(error)
     failed = from_first(failed)
     if failed is not None:
         raise error_of(failed)

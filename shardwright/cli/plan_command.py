@@ -21,7 +21,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import SettingError, ShardwrightError
 from ..launch.progress import keeper, showing
@@ -185,10 +185,10 @@ def _piped(pipeline: object, asked: dict[str, object] | None) -> dict[str, objec
     neither gives the number of micro-batches, it is the number of stages."""
     if asked is None:
         return {} if pipeline is None else {"pipeline": pipeline}
-    held = {} if pipeline is None else dict(pipeline) if isinstance(pipeline, Mapping) else vars(pipeline)
-    held = {key: value for key, value in held.items() if value is not None}
-    merged = {"micro_batches": asked["stages"]} | held | asked
-    if "scheduler" in asked and asked["scheduler"] != held.get("scheduler"):
+    settings = {} if pipeline is None else dict(pipeline) if isinstance(pipeline, Mapping) else vars(pipeline)
+    settings = {key: value for key, value in settings.items() if value is not None}
+    merged = {"micro_batches": asked["stages"]} | settings | asked
+    if "scheduler" in asked and asked["scheduler"] != settings.get("scheduler"):
         merged.pop("chunks", None)
     if merged["stages"] == "auto":
         merged.pop("stage_config", None)  # where the model is cut is searched too
@@ -197,16 +197,16 @@ def _piped(pipeline: object, asked: dict[str, object] | None) -> dict[str, objec
 
 def _with_options_behind(arguments: argparse.Namespace, add_options: Callable[[argparse.ArgumentParser], None]) -> None:
     """Take options that stand behind the target out of the script's arguments."""
-    words = arguments.script_args
-    end = words.index("--") if "--" in words else len(words)
+    script_args = arguments.script_args
+    end = script_args.index("--") if "--" in script_args else len(script_args)
     parser = type(arguments.parser)(prog=arguments.parser.prog, add_help=False, allow_abbrev=False)
     add_options(parser)
-    _, rest = parser.parse_known_args(words[:end], arguments)
+    _, rest = parser.parse_known_args(script_args[:end], arguments)
     unknown = next((word for word in rest if word.startswith("--")), None)
     if unknown is not None and ":" in arguments.target:  # a function, which takes no arguments
         legal = arguments.parser.options_near(unknown)
         raise Nothing(f"{arguments.target} takes no arguments, but got {' '.join(rest)}; {legal}")
-    arguments.script_args = rest + words[end + 1 :]
+    arguments.script_args = rest + script_args[end + 1 :]
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -252,24 +252,24 @@ def _keep_best(output: Path | None) -> None:
     if command is None or command.best is None:
         return
     if output is None:
-        command.kept = "no plan is written; --output FILE keeps the best one so far"
+        command.if_stopped = "no plan is written; --output FILE keeps the best one so far"
         return
     print("shardwright plan: stopped; Ctrl-C again ends without the best plan so far", file=sys.stderr, flush=True)
     where = command.stopped
     try:
         made = command.best()
         if made is None:
-            command.kept = "no plan that fits in the memory was found; none is written"
+            command.if_stopped = "no plan that fits in the memory was found; none is written"
             return
         made.save(output)
     except ShardwrightError as error:
-        command.kept = f"the best plan so far could not be written: {error}"
+        command.if_stopped = f"the best plan so far could not be written: {error}"
         return
     finally:
         command.stopped = where
     cost = f"{made.cost * 1e3:.4g} ms a step"
     gap = "no bound is proved" if made.bound is None else f"bound {made.bound * 1e3:.4g} ms, gap {made.gap:.2%}"
-    command.kept = f"the best plan so far is in {output}: {cost}, {gap}"
+    command.if_stopped = f"the best plan so far is in {output}: {cost}, {gap}"
 
 
 def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
@@ -312,7 +312,7 @@ def plan_call(
     args: tuple[object, ...],
     kwargs: dict[str, object] | None = None,
     devices: int | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> Plan | PipelinePlan:
     """Plan one call of a wrapped model, with its settings.
 

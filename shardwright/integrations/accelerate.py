@@ -91,7 +91,7 @@ class Accelerator(accelerate.Accelerator):
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
-    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_data_loader(self, data_loader: object, *args: Any, **kwargs: Any) -> Any:
         made = super().prepare_data_loader(data_loader, *args, **kwargs)
         if self._whole_batches:
             shards: tuple[Any, ...] = (getattr(made, "batch_sampler", None), getattr(made, "dataset", None))
@@ -106,7 +106,7 @@ class Accelerator(accelerate.Accelerator):
                 )
         return made
 
-    def gather_for_metrics(self, input_data: Any, *args: Any, **kwargs: Any) -> Any:
+    def gather_for_metrics(self, input_data: object, *args: Any, **kwargs: Any) -> Any:
         if not self._whole_batches:
             return super().gather_for_metrics(input_data, *args, **kwargs)
         state = self.gradient_state

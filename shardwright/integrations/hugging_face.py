@@ -54,13 +54,13 @@ class HuggingFaceMonitor(MonitoredLoop, transformers.TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._done(state.global_step)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args: Any, state: object, control: object, **kwargs: object) -> None:
         self._leave_out()
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: object, control: object, **kwargs: object) -> None:
         self._leave_out()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: object, control: object, **kwargs: object) -> None:
         self._close()
 
     def training_failed(self) -> None:
@@ -99,7 +99,7 @@ class TrainerMixin(_Trainer):
 
     model: Any  #: the `AutoParallel`; inside `_save` and the like the plain model
 
-    def __init__(self, model: AutoParallel | None = None, args: Any = None, *more: Any, **kwargs: Any) -> None:
+    def __init__(self, model: AutoParallel | None = None, args: Any = None, *more: object, **kwargs: object) -> None:
         if not isinstance(model, AutoParallel):
             raise SettingError(f"Trainer(model={type(model).__name__})", legal="Trainer(model=sw.AutoParallel(net), …)")
         if model.loss_fn is not None:
@@ -153,7 +153,7 @@ class TrainerMixin(_Trainer):
         return False  # `clip_grad_norm_` takes gradients on several meshes
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: object = None
     ) -> Any:
         """The loss of the whole batch, not scaled by the number of processes; else as in `transformers.Trainer`."""
         if (

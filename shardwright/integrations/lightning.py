@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from ..capture.annotations import CUT, whole_shape
 from ..errors import SettingError
+from ..identity_tables import IdentitySet
 from ..parallel.auto_parallel import AutoParallel
 from ..process_runtime import init
 from ..torch_private import pytree
@@ -40,8 +41,8 @@ __all__ = ["LightningMonitor", "ShardwrightStrategy"]
 def _parallel_models(module: nn.Module) -> list[AutoParallel]:
     """The parallel models of a module, without those inside of others."""
     found = [m for m in module.modules() if isinstance(m, AutoParallel)]
-    inside = {id(sub) for m in found for sub in m.net.modules()}
-    return [m for m in found if id(m) not in inside]
+    inside = IdentitySet(sub for m in found for sub in m.net.modules())
+    return [m for m in found if m not in inside]
 
 
 class LightningMonitor(MonitoredLoop, Callback):
@@ -64,20 +65,22 @@ class LightningMonitor(MonitoredLoop, Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._begin(next(iter(_parallel_models(pl_module)), None), trainer.world_size, trainer.global_step)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: object, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         self.note(batch, outputs.get("loss") if isinstance(outputs, Mapping) else outputs)
         self._done(trainer.global_step)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: object, pl_module: object) -> None:
         self._validation = time.perf_counter()
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: object, pl_module: object) -> None:
         self._leave_out(self._validation)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: object, pl_module: object) -> None:
         self._close()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
         self._close(failed=True)
 
 
@@ -116,9 +119,9 @@ class ShardwrightStrategy(DDPStrategy):
                 f"{type(self.lightning_module).__name__} has no parallel model",
                 legal="self.model = sw.AutoParallel(net, …) in its __init__",
             )
-        inside = {id(p) for m in models for p in m.parameters()}
-        inside |= {id(p) for m in models if isinstance(m.loss_fn, nn.Module) for p in m.loss_fn.parameters()}
-        outside = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and id(p) not in inside]
+        inside = {p for m in models for p in m.parameters()}
+        inside |= {p for m in models if isinstance(m.loss_fn, nn.Module) for p in m.loss_fn.parameters()}
+        outside = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p not in inside]
         if outside and trainer.world_size > 1:
             raise SettingError(
                 f"the parameter {outside[0]!r} is trained and lies outside of the parallel model: its gradient "
@@ -169,7 +172,7 @@ class ShardwrightStrategy(DDPStrategy):
                 return {}
             return pytree.tree_map_only(Tensor, lambda x: x.detach().cpu().clone(), self.lightning_module.state_dict())
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_model_state_dict(self, checkpoint: Mapping[str, object], strict: bool = True) -> None:
         with contextlib.ExitStack() as stack:
             for model in self._models:
                 stack.enter_context(model.whole())
@@ -191,7 +194,7 @@ class ShardwrightStrategy(DDPStrategy):
         state = super().optimizer_state(optimizer)
         return pytree.tree_map_only(DTensor, lambda x: x.full_tensor().cpu(), state)
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, object]) -> None:
         if any(hasattr(p, CUT) for model in self._models for p in model.parameters()):
             raise SettingError(
                 "an optimizer's whole state, for parameters that are cut already",

@@ -55,7 +55,7 @@ class MonitoredLoop:
         every: int = 10,
         tensorboard: str | Path | Any | None = None,
         *,
-        wandb: bool | Mapping[str, Any] | Any | None = None,
+        wandb: bool | Mapping[str, object] | Any | None = None,
         out: TextIO | None = None,
     ) -> None:
         self._arguments: dict[str, Any] = {"every": every, "tensorboard": tensorboard, "wandb": wandb, "out": out}
@@ -78,7 +78,7 @@ class MonitoredLoop:
         self._loss, self._counts = None, Counter()
         self._monitor = Monitor(model, **self._arguments)
 
-    def note(self, batch: Any, loss: Any) -> None:
+    def note(self, batch: object, loss: Any) -> None:
         """Note a micro-batch: what was fed, and its part of the step's loss."""
         if self._monitor is None:
             return
@@ -105,7 +105,7 @@ class MonitoredLoop:
             monitor.close(failed)
 
 
-def _counted(batch: Any) -> dict[str, int]:
+def _counted(batch: object) -> dict[str, int]:
     """The numbers of samples and tokens of a batch, where they are known."""
     tokens = batch.get("input_ids") if hasattr(batch, "get") else None
     if isinstance(tokens, Tensor) and tokens.dim():

@@ -323,7 +323,7 @@ def _slurm(environ: Environment) -> Claim | None:
         return None
     listed = _first_set(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     hosts = expand(environ[listed], listed) if listed else ()
-    local = _tasks_here(environ, len(hosts), pair[1])
+    local = _tasks_on_host(environ, len(hosts), pair[1])
     alone = len(hosts) == 1 or local == pair[1]
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     return Claim(
@@ -337,7 +337,7 @@ def _slurm(environ: Environment) -> Claim | None:
     )
 
 
-def _tasks_here(environ: Environment, hosts: int, size: int) -> int | None:
+def _tasks_on_host(environ: Environment, hosts: int, size: int) -> int | None:
     """The number of tasks on this host.
 
     ``2(x3),1`` means two on each of three hosts and one on the fourth.

@@ -50,7 +50,7 @@ class _Line:
     """One connection, and the bytes of it that make no whole message yet."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.since, self.held = connection, time.monotonic(), b""
+        self.connection, self.since, self.unread = connection, time.monotonic(), b""
         self.name = ""  # the process and host of the other side
         self.reason: str | None = None  # of its end, as its goodbye gives it; "": none; None: no goodbye yet
         connection.setblocking(False)
@@ -64,15 +64,15 @@ class _Line:
         ended = False
         try:
             while part := self.connection.recv(_LONGEST):
-                self.held += part
-                if len(self.held) > _LONGEST:
+                self.unread += part
+                if len(self.unread) > _LONGEST:
                     return [], True
             ended = True
         except BlockingIOError:
             pass
         except OSError:  # reset, or no answer to the kernel's probes
             ended = True
-        *whole, self.held = self.held.split(b"\n")
+        *whole, self.unread = self.unread.split(b"\n")
         return [_message(line) for line in whole], ended
 
     def write(self, message: dict[str, object]) -> None:
@@ -101,7 +101,7 @@ class Lifelines:
         self._listener: socket.socket | None = None
         self._lines: dict[int, _Line] = {}
         self._unnamed: list[_Line] = []
-        self._tried = self._left = False
+        self._tried = self._parted = False
         self._earlier = getattr(sys, "last_value", None)  # of an interactive session, say
         if rank == 0:
             self._open(several)
@@ -143,7 +143,7 @@ class Lifelines:
         Raises:
             RuntimeError: the store is gone.
         """
-        if self._left:
+        if self._parted:
             return
         if self._rank:
             self._connect()
@@ -184,14 +184,14 @@ class Lifelines:
     def goodbye(self) -> None:
         """Tell the other side that this process ends by itself, or with which exception it ends. The connections stay
         open until it has ended."""
-        if not self._left:
-            self._left = True
+        if not self._parted:
+            self._parted = True
             for line in self._lines.values():
-                line.write({"goodbye": _last_words(self._earlier)})
+                line.write({"goodbye": _last_error(self._earlier)})
 
     def forget(self) -> None:
         """Close this process's copies of the connections, without a word."""
-        self._left = True
+        self._parted = True
         for line in (*self._lines.values(), *self._unnamed):
             line.connection.close()
         if self._listener is not None:
@@ -211,7 +211,7 @@ def _name() -> str:
     return f"process {os.getpid()} on the host {socket.gethostname()}"
 
 
-def _last_words(earlier: BaseException | None) -> str:
+def _last_error(earlier: BaseException | None) -> str:
     """The exception that ends this process; "" where there is none, or where it was there `earlier`."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     if error is None or error is earlier or isinstance(error, SystemExit):

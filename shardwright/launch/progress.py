@@ -79,19 +79,19 @@ class Work:
         name: what is done, such as "capture of the model".
         total: of how much; None: not known.
         unit: of the counts, such as "operators"; "bytes" are shown as MB and GB.
-        kept: what is left where Ctrl-C stops it, such as "the earlier checkpoints are whole".
+        if_stopped: what is left where Ctrl-C stops it, such as "the earlier checkpoints are whole".
 
     Attributes:
         done: how much is done. The thread that shows it only reads it.
-        words: returns the text of the phase, in place of name and counts.
+        describe: returns the text of the phase, in place of name and counts.
     """
 
-    __slots__ = ("_before", "_depth", "_display", "done", "kept", "name", "total", "unit", "words")
+    __slots__ = ("_before", "_depth", "_display", "describe", "done", "if_stopped", "name", "total", "unit")
 
-    def __init__(self, name: str, total: int | None = None, unit: str = "", kept: str = "") -> None:
-        self.name, self.total, self.unit, self.kept = name, total, unit, kept
+    def __init__(self, name: str, total: int | None = None, unit: str = "", if_stopped: str = "") -> None:
+        self.name, self.total, self.unit, self.if_stopped = name, total, unit, if_stopped
         self.done = 0
-        self.words: Callable[[], str] | None = None
+        self.describe: Callable[[], str] | None = None
         self._before: Display | None = None
         self._display: Display | None = None
         self._depth = 0
@@ -117,8 +117,8 @@ class Work:
         return f"{self.done / size:.1f}{'' if self.total is None else f' of {self.total / size:.1f}'} {unit}"
 
     def __str__(self) -> str:
-        if self.words is not None:
-            return self.words()
+        if self.describe is not None:
+            return self.describe()
         counts = self.counts()
         return f"{self.name}: {counts}" if counts else self.name
 
@@ -194,7 +194,7 @@ class Display:
         stack: the phases, the innermost last.
         muted: more than 0 while nothing is shown.
         stopped: the innermost phase at Ctrl-C, and how far it was; empty: there was none.
-        kept: what is left of it.
+        if_stopped: what is left of it.
         best: returns the best result so far, for a command that keeps it; None: there is none.
         process: the id of the process.
     """
@@ -210,7 +210,7 @@ class Display:
     ) -> None:
         self.stack: list[Work] = []
         self.muted = 0
-        self.stopped = self.kept = ""
+        self.stopped = self.if_stopped = ""
         self.best: Callable[[], BestPlan | None] | None = None
         self.process = os.getpid()
         self._stream, self._log, self._speaks, self._clock = stream, log, speaks, clock
@@ -219,7 +219,7 @@ class Display:
         self._lock = threading.Lock()
         self._ended: threading.Event | None = None
         self._line: Any = None  # of rich
-        self._left = ""  # the text of the loop that was left last
+        self._loop_text = ""  # the text of the loop that was left last
 
     @classmethod
     def of_library(cls) -> Display:
@@ -239,19 +239,19 @@ class Display:
         """Put a phase on the stack."""
         if not self.stack:
             self._began = self._clock()
-            self.stopped = self.kept = ""  # of work before, whose Ctrl-C a script has caught
+            self.stopped = self.if_stopped = ""  # of work before, whose Ctrl-C a script has caught
             if self._stream is not None or self._log:
                 self._start()
-        self._left = ""
+        self._loop_text = ""
         self.stack.append(work)
 
-    def end(self, depth: int, left: bool = False) -> None:
+    def end(self, depth: int, of_loop: bool = False) -> None:
         """Take all phases from a depth on off the stack.
 
         Args:
-            left: True where a loop over `each` was left: by an exception, which comes here next, or by break.
+            of_loop: True where a loop over `each` was left: by an exception, which comes here next, or by break.
         """
-        self._left = self.text() if left else ""
+        self._loop_text = self.text() if of_loop else ""
         del self.stack[depth:]
         if not self.stack:
             if self._ended is None and self._line is None:
@@ -277,14 +277,14 @@ class Display:
     def note_stop(self) -> None:
         """Note the innermost phase, the first time."""
         if not self.stopped and self.stack:
-            self.stopped = f"{self._left or self.text()}, after {self._clock() - self._began:.0f} s"
-            self.kept = next((work.kept for work in reversed(self.stack) if work.kept), "")
+            self.stopped = f"{self._loop_text or self.text()}, after {self._clock() - self._began:.0f} s"
+            self.if_stopped = next((work.if_stopped for work in reversed(self.stack) if work.if_stopped), "")
 
     def say_stop(self) -> None:
         """Say where Ctrl-C has stopped the work."""
         if self._speaks and not self.muted and self.stopped:
-            kept = f"; {self.kept}" if self.kept else ""
-            print(f"{PREFIX}stopped by Ctrl-C in {self.stopped}{kept}", file=sys.stderr, flush=True)
+            remains = f"; {self.if_stopped}" if self.if_stopped else ""
+            print(f"{PREFIX}stopped by Ctrl-C in {self.stopped}{remains}", file=sys.stderr, flush=True)
 
     # -- the thread that shows them --
 
@@ -299,19 +299,19 @@ class Display:
             if not innermost or self.muted:
                 self._clear()
                 return RENEWED if self._live else EVERY
-            now, left = self._clock(), EVERY
+            now, wait_seconds = self._clock(), EVERY
             if self._stream is None or not self._live or self._log:
-                left = self._last_line + EVERY - now
-                if left <= 0:
-                    self._last_line, left = now, EVERY
+                wait_seconds = self._last_line + EVERY - now
+                if wait_seconds <= 0:
+                    self._last_line, wait_seconds = now, EVERY
                     self._write(f"{self.text()}; {now - self._began:.0f} s")
             if self._live:
                 wait = self._began + FIRST - now
                 if wait > 0:
-                    return min(left, wait)
+                    return min(wait_seconds, wait)
                 self._draw(innermost[0], now - self._began)
-                left = RENEWED
-            return left
+                wait_seconds = RENEWED
+            return wait_seconds
 
     def _start(self) -> None:
         if self._live:
@@ -320,9 +320,9 @@ class Display:
         first = FIRST if self._live else max(0.0, self._last_line + EVERY - self._clock())
 
         def run() -> None:
-            left = first
-            while not ended.wait(left):
-                left = self.tick()
+            wait_seconds = first
+            while not ended.wait(wait_seconds):
+                wait_seconds = self.tick()
 
         # where no thread can start, nothing is shown
         with contextlib.suppress(RuntimeError):
@@ -359,13 +359,13 @@ class Display:
                 )
                 self._line.add_task("", total=None, seconds="")
                 self._line.start()
-            minutes, left = divmod(int(seconds), 60)
+            minutes, rest = divmod(int(seconds), 60)
             self._line.update(
                 0,
                 description=self.text(),
                 total=work.total,
                 completed=work.done,
-                seconds=f"{minutes}:{left:02d}",
+                seconds=f"{minutes}:{rest:02d}",
                 refresh=True,
             )
 

@@ -99,10 +99,10 @@ def listening(address: str, port: int, several: bool, seconds: float) -> TCPStor
         RuntimeError: it cannot be opened.
     """
     try:
-        held = bound(address, port, several)
+        listener = bound(address, port, several)
     except OSError as error:
         raise RuntimeError(error.strerror) from error
-    listens, port = held.getsockname()[:2]
+    listens, port = listener.getsockname()[:2]
     if listens in ("::", "0.0.0.0") and address not in ("::", "0.0.0.0"):
         logger.warning(
             "%s is no address of this host that others reach: the rendezvous listens on all addresses, port %d",
@@ -115,7 +115,7 @@ def listening(address: str, port: int, several: bool, seconds: float) -> TCPStor
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=seconds),
-        master_listen_fd=held.detach(),
+        master_listen_fd=listener.detach(),
     )
 
 
@@ -309,15 +309,15 @@ class Nodes(RendezvousHandler):
 
     def _part(self, news: Store) -> None:
         """Leave a failed meeting. Node 0 keeps the store a moment, so that the nodes that came can read the reason."""
-        left = self._ask(lambda: news.add("left", 1))
+        departed = self._ask(lambda: news.add("left", 1))
         until = time.monotonic() + LEAVE
         while (
             self._settings.node_rank == 0
             and time.monotonic() < until
-            and left < self._ask(lambda: news.add("nodes", 0))
+            and departed < self._ask(lambda: news.add("nodes", 0))
         ):
             time.sleep(LOOK)
-            left = self._ask(lambda: news.add("left", 0))
+            departed = self._ask(lambda: news.add("left", 0))
 
     def _ask(self, question: Callable[[], T]) -> T:
         """The answer of the store to one question, asked in a thread of its own.

@@ -2,7 +2,7 @@
 
     --worker_num=4                 4 worker processes (`run_workers`)
     --worker_num=4 --join=False    the same, in the background (`run_behind`)
-    --devices=4                    no workers: the script in this process, on 4 devices (`run_here`)
+    --devices=4                    no workers: the script in this process, on 4 devices (`run_in_process`)
 
 The workers are started by `agent.launch`.
 """
@@ -106,14 +106,14 @@ def run(arguments: argparse.Namespace) -> int:
     except SettingError as error:
         arguments.parser.error(error.message if error.legal is None else f"{error.message}; legal: {error.legal}")
     if arguments.devices is not None:
-        return run_here(arguments.devices, arguments.script, arguments.script_args)
+        return run_in_process(arguments.devices, arguments.script, arguments.script_args)
     assert settings is not None
     if arguments.join is False:
         return run_behind(settings)
     return run_workers(settings)
 
 
-def run_here(devices: int, script: str, script_args: list[str]) -> int:
+def run_in_process(devices: int, script: str, script_args: list[str]) -> int:
     """Run the script in this process as ``python script.py`` does, with ``SHARDWRIGHT_DEVICES`` set.
 
     Exceptions of the script, SystemExit included, pass through: traceback and exit code are the script's own.

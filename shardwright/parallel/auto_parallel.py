@@ -178,12 +178,12 @@ class AutoParallel(KeptPrograms, nn.Module):
     @known_keywords(MODEL_KEYWORDS)
     def __init__(
         self,
-        model: nn.Module | Callable[..., Any] | None = None,
+        model: nn.Module | Callable[..., object] | None = None,
         /,
-        loss_fn: Callable[..., Any] | None = None,
+        loss_fn: Callable[..., object] | None = None,
         parallel_mode: ParallelMode = "semi_auto",
         *,
-        net: Any = None,
+        net: object = None,
         on_missing_rule: MissingRule = "error",
         save_graphs: str | Path | None = None,
         sync_batch_norm: bool = False,
@@ -191,7 +191,7 @@ class AutoParallel(KeptPrograms, nn.Module):
         parameter_broadcast: bool = False,
         recompute: RecomputePolicy | None = None,
         uneven: bool = False,
-        compile: bool | str | Callable[..., Any] | CompileSetting = False,
+        compile: bool | str | Callable[..., object] | CompileSetting = False,
         cluster: ClusterSetting | None = None,
         memory: Limit | None = None,
         optimizer: OptimizerState | None = None,
@@ -200,7 +200,7 @@ class AutoParallel(KeptPrograms, nn.Module):
         mixed_precision: PrecisionSetting | None = None,
         comm_memory: Limit | None = None,
         search_memory: Limit | None = None,
-        search_progress: Callable[[SearchProgress], Any] | bool | None = None,
+        search_progress: Callable[[SearchProgress], object] | bool | None = None,
     ) -> None:
         super().__init__()
         step, net = self._step_and_net(model, net, loss_fn is not None)
@@ -259,7 +259,7 @@ class AutoParallel(KeptPrograms, nn.Module):
             step.begin(self.with_same_settings)
 
     @classmethod
-    def _step_and_net(cls, model: Any, net: Any, has_loss: bool) -> tuple[StepFunction | None, nn.Module]:
+    def _step_and_net(cls, model: object, net: object, has_loss: bool) -> tuple[StepFunction | None, nn.Module]:
         """The step function or None, and the model."""
         if isinstance(model, nn.Module) and net is not None:
             raise SettingError(
@@ -414,7 +414,7 @@ class AutoParallel(KeptPrograms, nn.Module):
             program.effects.play()
         return result
 
-    def _check_place(self, leaves: Sequence[Any]) -> None:
+    def _check_place(self, leaves: Sequence[object]) -> None:
         """Look where the model is at a call after the first one. In one process a model that was moved is planned
         anew.
 
@@ -440,7 +440,7 @@ class AutoParallel(KeptPrograms, nn.Module):
                     check_inputs(self._where, leaves)
                 break
 
-    def _check_layouts(self, program: StepProgram | PipelineProgram, leaves: Sequence[Any]) -> None:
+    def _check_layouts(self, program: StepProgram | PipelineProgram, leaves: Sequence[object]) -> None:
         try:
             check_layouts(leaves, program.strides, program.plan.graph.changed)
         except SettingError as error:

@@ -137,9 +137,9 @@ class CallPlanning(SettingMethods):
                 check_values((args, kwargs))
             stored = self._stored
             if before is None and parts and stored is None:
-                from ..runtime.distributed.parameters import held_layouts  # noqa: PLC0415  in processes alone
+                from ..runtime.distributed.parameters import stored_layouts  # noqa: PLC0415  in processes alone
 
-                stored = held_layouts(module)
+                stored = stored_layouts(module)
             if runtime.processes and before is None and not stored:
                 device_of(self.net, self.loss_fn)  # an error where it is on several
             check_mode(module, settings.parallel_mode)
@@ -292,7 +292,7 @@ class CallPlanning(SettingMethods):
         which stores parameters whole.
         """
         before = next(reversed(self._programs.values()), None)
-        if before is None or before.held is not None or not before.guards.parts_changed():
+        if before is None or before.sharded is not None or not before.guards.parts_changed():
             return before
         self._stored = self._used = None
         return None

@@ -66,7 +66,7 @@ class DataShard:
         """
         return self._rows()[0]
 
-    def __call__(self, *batch: Any) -> Any:
+    def __call__(self, *batch: object) -> Any:
         """This process's part of a whole batch, in the order of the model's inputs.
 
             loss = model(*shard(image, label))
@@ -115,7 +115,7 @@ def _rows_of(layout: Layout) -> Digits | None:
     return None if any(dims[1:]) else dims[0]
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     numpy = sys.modules.get("numpy")
     return isinstance(x, Tensor) or (numpy is not None and isinstance(x, numpy.ndarray))
 
@@ -143,7 +143,7 @@ def _layouts(model: SettingMethods, positions: int, shapes: Sequence[tuple[int, 
     return place_inputs(graph, positions, model.settings.dataset_strategy).inputs
 
 
-def data_shard(model: Any) -> DataShard:
+def data_shard(model: object) -> DataShard:
     """The part of each batch that this process is to read.
 
         shard = sw.data_shard(model)
@@ -223,7 +223,7 @@ class ShardSampler(Sampler[Any]):
 
 def sampler(
     dataset: Sized | int,
-    model: Any,
+    model: object,
     batch_size: int | None = None,
     *,
     shuffle: bool = False,
@@ -273,7 +273,7 @@ def sampler(
 # -- the first batch
 
 
-def digest_of_parts(inputs: Any) -> str:
+def digest_of_parts(inputs: object) -> str:
     """A digest of the values that a process feeds; "" where all of them are constant, as in benchmarks."""
     digest, constant = hashlib.blake2b(digest_size=16), True
     for x in pytree.tree_leaves(opened(inputs)):
@@ -285,7 +285,7 @@ def digest_of_parts(inputs: Any) -> str:
 
 
 def warn_of_parts(
-    model: SettingMethods, inputs: tuple[tuple[Any, ...], dict[str, Any]], digests: Sequence[str]
+    model: SettingMethods, inputs: tuple[tuple[object, ...], dict[str, Any]], digests: Sequence[str]
 ) -> None:
     """Warn where ranks feed the same values as different parts of the batch, or different values as one part.
 
@@ -301,22 +301,22 @@ def warn_of_parts(
     whole = pytree.tree_leaves(global_inputs(*inputs, positions, strategy))
     shapes = [tuple(x.shape) for x in whole if isinstance(x, Tensor)]
     layouts = _layouts(model, positions, shapes)
-    held: dict[tuple[Any, ...], dict[str, list[int]]] = {}
+    by_rows: dict[tuple[Any, ...], dict[str, list[int]]] = {}
     for rank, digest in enumerate(digests):
         part = tuple(
             tuple(layout.position(dim, rank % positions) for dim in range(len(shape)))
             for layout, shape in zip(layouts, shapes)
         )
-        held.setdefault(part, {}).setdefault(digest, []).append(rank)
-    if len(held) > 1 and len(set(digests)) == 1:
+        by_rows.setdefault(part, {}).setdefault(digest, []).append(rank)
+    if len(by_rows) > 1 and len(set(digests)) == 1:
         warnings.warn(
             f"all {len(digests)} ranks feed the same values as their parts of the batch, under "
-            f"dataset_strategy({strategy!r}): the batch has the same rows {len(held)} times. If each rank reads the "
-            'whole batch, it is dataset_strategy("full_batch"); otherwise sw.sampler or sw.data_shard gives each '
+            f"dataset_strategy({strategy!r}): the batch has the same rows {len(by_rows)} times. If each rank reads "
+            'the whole batch, it is dataset_strategy("full_batch"); otherwise sw.sampler or sw.data_shard gives each '
             "its part",
             stacklevel=stack_level(),
         )
-    apart = next((ranks for ranks in held.values() if len(ranks) > 1), None)
+    apart = next((ranks for ranks in by_rows.values() if len(ranks) > 1), None)
     if apart is not None:
         one, other, *_ = (ranks[0] for ranks in apart.values())
         warnings.warn(

@@ -42,7 +42,7 @@ __all__ = ["DerivedCaptures", "GraphCache"]
 #: Row numbers of a wide capture in those of the micro-batch, as `build.micro_calls` has it.
 RATIO = 2
 #: The most large calls that are remembered.
-KEPT = 16
+MOST_CALLS = 16
 
 Shape = tuple[int, ...]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -72,7 +72,7 @@ class DerivedCaptures:
         self._pair, self._recording = None, recording
         if _one_program(graph, wide):
             self._pair, mine = (graph, wide), _shapes(call)
-            self._ran = [mine, *(ran for ran in self._ran if not _inside(ran, mine))][:KEPT]
+            self._ran = [mine, *(ran for ran in self._ran if not _inside(ran, mine))][:MOST_CALLS]
 
     def may(self, call: Call) -> bool:
         """True where the forward of the model as it is has run for a call that is at least as large in every dim."""
@@ -185,7 +185,7 @@ class _Numbers:
             for x, y, z in zip(a.shape, b.shape, c.shape)
         ]
         self._same_rows = all(x == z for x, y, z in sizes if x != y)
-        self._others = {(x, z) for x, y, z in sizes if x == y and x != z}
+        self._fixed_sizes = {(x, z) for x, y, z in sizes if x == y and x != z}
 
     def arguments(self, a: Op, b: Op, op: Op, grown: dict[str, Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         mine, theirs = list(leaves((a.args, a.kwargs))), list(leaves((b.args, b.kwargs)))
@@ -195,7 +195,7 @@ class _Numbers:
         made = now if mine == theirs == now else [self._leaf(*three) for three in zip(mine, theirs, now)]
         rest = iter(made)
 
-        def leaf(_: Any) -> Any:
+        def leaf(_: object) -> Any:
             x = next(rest)
             return grown.get(x.name, x) if type(x) is Value else x
 
@@ -218,7 +218,7 @@ class _Numbers:
     def _follows(self, a: int, now: int) -> bool:
         """True where a number that has changed since the earlier size, and does not grow with the rows, follows a dim
         that is not the rows: as a multiple of it, or at a distance from it."""
-        return self._same_rows or any(a * z == now * x or now - a == z - x for x, z in self._others)
+        return self._same_rows or any(a * z == now * x or now - a == z - x for x, z in self._fixed_sizes)
 
 
 # -- the cache

@@ -38,7 +38,7 @@ ADVISED = 3
 class KeptPrograms(CallPlanning):
     """The programs of a wrapped model, as a base class: `AutoParallel` has the attributes that are read here."""
 
-    def _found(self, feed: tuple[Any, ...]) -> StepProgram | PipelineProgram | None:
+    def _found(self, feed: tuple[object, ...]) -> StepProgram | PipelineProgram | None:
         """The program whose guards hold, of those built for such inputs; None: no guards hold.
 
         Programs of equal inputs differ in the state of the model that they were captured in.
@@ -59,7 +59,7 @@ class KeptPrograms(CallPlanning):
                 return self._programs[key]
         return None
 
-    def _keep(self, feed: tuple[Any, ...], program: StepProgram | PipelineProgram) -> None:
+    def _keep(self, feed: tuple[object, ...], program: StepProgram | PipelineProgram) -> None:
         """Keep a new program, and load the values of a checkpoint that waited for the first plan."""
         self._programs[(*feed, program.guards)] = program
         self._states.setdefault(feed, []).insert(0, program.guards)
@@ -76,7 +76,7 @@ class KeptPrograms(CallPlanning):
         while len(self._programs) > self._running.max_programs:
             self._forget(next(iter(self._programs)))
 
-    def _forget(self, key: tuple[Any, ...]) -> None:
+    def _forget(self, key: tuple[object, ...]) -> None:
         """Drop a program."""
         *feed, guards = key
         del self._programs[key]
@@ -85,13 +85,13 @@ class KeptPrograms(CallPlanning):
         if not states:
             del self._states[tuple(feed)]
 
-    def _announce(self, feed: tuple[Any, ...]) -> str:
+    def _announce(self, feed: tuple[object, ...]) -> str:
         """Warn that the model is captured anew: once for inputs of other shapes, and once for each change of its
         state. The change of state is returned; "": none."""
         if not self._programs:
             return ""
-        others = [key for key in self._programs if key[1][1] is self._entry]
-        known = [key for key in others if _shapes(key) != _shapes(feed) and key[3].hold()]
+        same_entry = [key for key in self._programs if key[1][1] is self._entry]
+        known = [key for key in same_entry if _shapes(key) != _shapes(feed) and key[3].hold()]
         if known:
             before, now = _shapes(known[0]), _shapes(feed)
             if not self._warned and not _differing(before, now) <= self._varying():

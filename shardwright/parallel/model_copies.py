@@ -66,11 +66,11 @@ def copied(model: SettingMethods, memo: dict[int, object]) -> SettingMethods:
             cut = cut or hasattr(parameter, CUT)
     made = type(model).__new__(type(model))
     memo[id(model)] = made
-    held = made.__dict__
-    held["net"] = copy.deepcopy(model.net, memo)
-    held["loss_fn"] = copy.deepcopy(model.loss_fn, memo)
-    held |= {table: held["net"].__dict__[table] for table in MODULE_TABLES}
-    held |= {
+    attributes = made.__dict__
+    attributes["net"] = copy.deepcopy(model.net, memo)
+    attributes["loss_fn"] = copy.deepcopy(model.loss_fn, memo)
+    attributes |= {table: attributes["net"].__dict__[table] for table in MODULE_TABLES}
+    attributes |= {
         "_programs": OrderedDict(),
         "_states": {},
         "_accumulation": Accumulation(),
@@ -86,8 +86,8 @@ def copied(model: SettingMethods, memo: dict[int, object]) -> SettingMethods:
         "_used": model._used if cut else None,
     }
     for key, value in vars(model).items():
-        if key not in held:
-            held[key] = value if key in _SHARED else copy.deepcopy(value, memo)
+        if key not in attributes:
+            attributes[key] = value if key in _SHARED else copy.deepcopy(value, memo)
     made._note_parameters()
     if not cut:
         model._copies.append(weakref.ref(made))
@@ -105,7 +105,7 @@ def with_slice(parameter: Tensor) -> nn.Parameter:
     with torch.no_grad():
         local = cut.to_local()
         copied_local = beginning(leaf_of(cut).clone(), local.shape) if local.numel() else local.clone()
-        held = DTensor.from_local(
+        copied_cut = DTensor.from_local(
             copied_local,
             cut.device_mesh,
             cut.placements,
@@ -113,7 +113,7 @@ def with_slice(parameter: Tensor) -> nn.Parameter:
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-    made = nn.Parameter(held, requires_grad=parameter.requires_grad)
+    made = nn.Parameter(copied_cut, requires_grad=parameter.requires_grad)
     vars(made).update(
         (k, v) for k, v in vars(parameter).items() if k not in ("_shardwright_nothing", "_shardwright_closed")
     )
@@ -158,7 +158,7 @@ class Followers:
     ) -> None:
         from ..runtime.distributed.dtensors import as_dtensor, with_values  # noqa: PLC0415  imports DTensor
 
-        successors: dict[int, nn.Parameter] = {}
+        successors: dict[Tensor, nn.Parameter] = {}
         for name, old in theirs.items():
             if not hasattr(mine.get(name), CUT) or not isinstance(old, nn.Parameter):
                 continue
@@ -166,10 +166,10 @@ class Followers:
             new.requires_grad_(old.requires_grad)
             if name not in same_cut:
                 with_values(as_dtensor(new), old.detach())
-            successors[id(old)] = new
-        names = {id(old): name for name, old in theirs.items()}
+            successors[old] = new
+        names = {old: name for name, old in theirs.items()}
 
-        def cut(old: int, whole: Tensor) -> Tensor:
+        def cut(old: Tensor, whole: Tensor) -> Tensor:
             return with_values(as_dtensor(with_slice(mine[names[old]])), whole).detach()
 
         substitute(ModelAndLoss(made.net, made.loss_fn), successors, cut)

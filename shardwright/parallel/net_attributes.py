@@ -76,7 +76,7 @@ class signed_as_net:
     """Decorator of the wrapper's ``forward``: `inspect.signature` returns the signature of the wrapped model, from
     which trainers tell which columns of the data the model takes."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         self.function = function
 
     def __get__(self, model: SettingMethods | None, kind: type | None = None) -> Any:
@@ -151,8 +151,8 @@ def deleted(model: SettingMethods, name: str) -> bool:
 
 def _net(model: SettingMethods) -> nn.Module | None:
     """The one model that a wrapper wraps; None for a step function, and while the wrapper is made."""
-    held = vars(model)
-    return None if held.get("_step") is not None else held.get("net")
+    attributes = vars(model)
+    return None if attributes.get("_step") is not None else attributes.get("net")
 
 
 def _is_own(model: SettingMethods, name: str) -> bool:
@@ -160,17 +160,17 @@ def _is_own(model: SettingMethods, name: str) -> bool:
 
 
 def _has(net: nn.Module, name: str) -> bool:
-    held = vars(net)
-    return name in held or hasattr(type(net), name) or any(name in held[table] for table in MODULE_TABLES)
+    attributes = vars(net)
+    return name in attributes or hasattr(type(net), name) or any(name in attributes[table] for table in MODULE_TABLES)
 
 
-def _is_method_of(model: SettingMethods, value: Any) -> bool:
+def _is_method_of(model: SettingMethods, value: object) -> bool:
     """True for a method that is bound to the wrapper."""
-    held = value.args if isinstance(value, functools.partial) else (getattr(value, "__self__", None),)
-    return any(x is model for x in held)
+    bound = value.args if isinstance(value, functools.partial) else (getattr(value, "__self__", None),)
+    return any(x is model for x in bound)
 
 
-def _assign_loss(model: SettingMethods, loss_fn: Any) -> None:
+def _assign_loss(model: SettingMethods, loss_fn: object) -> None:
     if loss_fn is not None and not callable(loss_fn):
         raise SettingError(f"the loss_fn {loss_fn!r} cannot be called", legal="nn.CrossEntropyLoss(), or a function")
     if model._programs:

@@ -79,7 +79,7 @@ class SequenceBuckets:
     def padded(
         self,
         net: nn.Module,
-        loss_fn: Any,
+        loss_fn: object,
         args: tuple[object, ...],
         kwargs: dict[str, Any],
         agree: Callable[[int], int] = lambda index: index,
@@ -122,14 +122,14 @@ class SequenceBuckets:
                 )
             call.kwargs[self.mask] = torch.ones(first.shape[: self.dim + 1], dtype=torch.int64, device=first.device)
 
-        def fill(name: str, value: Any) -> Any:
+        def fill(name: str, value: object) -> Any:
             return pytree.tree_map(lambda x: self._filled(x, name, call, net, loss_fn), value)
 
         call.args = tuple(map(fill, called, args))
         call.kwargs = {name: fill(name, value) for name, value in call.kwargs.items()}
         return call
 
-    def _is_sequence(self, x: Any) -> bool:
+    def _is_sequence(self, x: object) -> bool:
         return isinstance(x, Tensor) and x.dim() > self.dim
 
     def _filled(self, x: Any, name: str, call: PaddedCall, net: nn.Module, loss_fn: Any) -> Any:
@@ -143,7 +143,7 @@ class SequenceBuckets:
             )
         return F.pad(x, (0, 0) * (x.dim() - 1 - self.dim) + (0, call.bucket - call.length), value=value)
 
-    def _fill_of(self, name: str, net: nn.Module, loss_fn: Any) -> float | None:
+    def _fill_of(self, name: str, net: nn.Module, loss_fn: object) -> float | None:
         if name in self.fill:
             return self.fill[name]
         if name in TOKENS:
@@ -164,7 +164,7 @@ class PaddedCall:
     length: int
     bucket: int
 
-    def cropped(self, result: Any) -> Any:
+    def cropped(self, result: object) -> Any:
         """A result of the call, without the positions of the padding. Tensors whose dim `dim` is not of the bucket's
         length stay as they are."""
         if self.bucket == self.length:

@@ -555,7 +555,7 @@ class SettingMethods(_Module):
         """The wrappers of the models of a step that calls them by themselves; `AutoParallel` may have such."""
         return []
 
-    def _check_wrapper(self, wrapper: tuple[str, Any] | None) -> None:
+    def _check_wrapper(self, wrapper: tuple[str, object] | None) -> None:
         """Check that the settings fit the way in which a library hands out batches.
 
         Args:

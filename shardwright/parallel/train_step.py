@@ -35,7 +35,6 @@ import functools
 import inspect
 import types
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import CodeType
@@ -48,6 +47,7 @@ from ..capture.module_calls import FunctionOfModels, as_written, redirected, tog
 from ..capture.observed.code_names import names_read
 from ..capture.source_lines import is_users, stack_level
 from ..errors import SettingError, place_text
+from ..identity_tables import IdentityMap, IdentitySet
 from ..torch_private import COMPILED
 from .value_and_grad import ValueAndGrad, running
 from .whole_model import refuse_calls_of_parts
@@ -78,14 +78,14 @@ class StepModels:
         wrapped: the names of parallel models that it calls.
     """
 
-    def __init__(self, function: Callable[..., Any], wrapper: type[nn.Module]) -> None:
+    def __init__(self, function: Callable[..., object], wrapper: type[nn.Module]) -> None:
         self.gradients: list[ValueAndGrad] = []
         self.wrapped: list[str] = []
         self._wrapper = wrapper
         self._called: dict[nn.Module, str] = {}  # a module that is read by itself -> its name
         self._touched: dict[nn.Module, str] = {}  # a module of which an attribute is read -> its name
-        self._seen: dict[int, Any] = {}  # id of an object -> itself, so that no other object gets its id
-        self._methods: dict[tuple[int, int], Any] = {}  # ids of a function and its object -> both
+        self._seen = IdentitySet[object]()
+        self._methods = IdentityMap[object, set[types.FunctionType]]()  # object -> methods of its class
         if not isinstance(function, (types.FunctionType, types.MethodType, functools.partial)):
             function = getattr(function, "__call__", function)  # noqa: B004  of an object whose class has it
         self._function(function, 0)
@@ -93,16 +93,16 @@ class StepModels:
     @property
     def models(self) -> dict[str, nn.Module]:
         """Name -> model, in the order in which the code refers to them. A name has no dot."""
-        inside = {id(part) for model in self._called for part in model.modules() if part is not model}
-        found = {model: name for model, name in self._called.items() if id(model) not in inside}
+        inside = IdentitySet(part for model in self._called for part in model.modules() if part is not model)
+        found = {model: name for model, name in self._called.items() if model not in inside}
         if not found:
-            inside = {id(part) for model in self._touched for part in model.modules() if part is not model}
-            found = {model: name for model, name in self._touched.items() if id(model) not in inside}
+            inside = IdentitySet(part for model in self._touched for part in model.modules() if part is not model)
+            found = {model: name for model, name in self._touched.items() if model not in inside}
         return _named(found)
 
     # -- functions
 
-    def _function(self, function: Any, depth: int) -> None:
+    def _function(self, function: object, depth: int) -> None:
         """Look at what a function refers to."""
         if isinstance(function, functools.partial):
             for value in function.args:
@@ -114,16 +114,16 @@ class StepModels:
         bound = _MISSING
         if isinstance(function, types.MethodType):
             bound, function = function.__self__, function.__func__
-        while isinstance(function, types.FunctionType) and not _is_written(function) and _inner(function) is not None:
-            function = _inner(function)  # behind torch.no_grad(), torch.func.grad_and_value and other decorators
+        while isinstance(function, types.FunctionType) and not _is_written(function) and _wrapped(function) is not None:
+            function = _wrapped(function)  # behind torch.no_grad(), torch.func.grad_and_value and other decorators
         if isinstance(function, (types.MethodType, ValueAndGrad)):
             self._value(function, name_of(function), depth)
             return
         if not isinstance(function, types.FunctionType) or not _is_written(function) or depth > _DEPTH:
             return
-        if bound is _MISSING and id(function) in self._seen:
+        if bound is _MISSING and function in self._seen:
             return
-        self._seen[id(function)] = function
+        self._seen.add(function)
         parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
         positional = function.__defaults__ or ()
         defaults = dict(zip(parameters[len(parameters) - len(positional) :], positional)) | (
@@ -142,44 +142,46 @@ class StepModels:
             if value is not _MISSING:
                 self._chain(value, name if value is not bound else "", chain, depth)
 
-    def _chain(self, value: Any, name: str, chain: tuple[str, ...], depth: int) -> None:
+    def _chain(self, value: object, name: str, chain: tuple[str, ...], depth: int) -> None:
         """Look at the end of ``name.attribute.attribute``."""
         for i, attribute in enumerate(chain):
             if isinstance(value, nn.Module):
-                held = value._modules.get(attribute, _MISSING)
-                if held is _MISSING or held is None:
-                    held = inspect.getattr_static(value, attribute, _MISSING)
-                    if _is_method(held):
-                        self._method(held, value, depth)
+                found = value._modules.get(attribute, _MISSING)
+                if found is _MISSING or found is None:
+                    found = inspect.getattr_static(value, attribute, _MISSING)
+                    if _is_method(found):
+                        self._method(found, value, depth)
                     self._touch(value, name)
                     return
             elif isinstance(value, types.ModuleType):
-                held = vars(value).get(attribute, _MISSING)
+                found = vars(value).get(attribute, _MISSING)
             else:
-                held = inspect.getattr_static(value, attribute, _MISSING)
-                if _is_method(held):
-                    self._method(held, value, depth)
+                found = inspect.getattr_static(value, attribute, _MISSING)
+                if _is_method(found):
+                    self._method(found, value, depth)
                     return
-            if held is _MISSING:
+            if found is _MISSING:
                 return
-            value, name = held, f"{name}.{attribute}".removeprefix(".")
+            value, name = found, f"{name}.{attribute}".removeprefix(".")
             if i < len(chain) - 1 and isinstance(value, ValueAndGrad):
                 return
         self._value(value, name, depth)
 
-    def _method(self, held: Any, owner: Any, depth: int) -> None:
+    def _method(self, method: object, owner: object, depth: int) -> None:
         """Look at a method, or a property's function, of an object that is read: the user's own ones alone."""
-        if isinstance(held, property):
-            held = held.fget
-        if isinstance(held, (staticmethod, classmethod)):
-            self._function(held.__func__, depth + 1)
-        elif isinstance(held, types.FunctionType) and _is_written(held) and (id(held), id(owner)) not in self._methods:
-            self._methods[id(held), id(owner)] = held, owner
-            self._function(types.MethodType(held, owner), depth + 1)
+        if isinstance(method, property):
+            method = method.fget
+        if isinstance(method, (staticmethod, classmethod)):
+            self._function(method.__func__, depth + 1)
+        elif isinstance(method, types.FunctionType) and _is_written(method):
+            seen = self._methods.setdefault(owner, set())
+            if method not in seen:
+                seen.add(method)
+                self._function(types.MethodType(method, owner), depth + 1)
 
     # -- values
 
-    def _value(self, value: Any, name: str, depth: int) -> None:
+    def _value(self, value: object, name: str, depth: int) -> None:
         """Look at an object that a function reads by itself."""
         if isinstance(value, nn.Module):
             self._module(value, name, depth)
@@ -193,13 +195,13 @@ class StepModels:
             self._function(value, depth + 1)
         elif isinstance(value, (list, tuple, set, frozenset, Mapping)):
             self._entries(value, name, depth)
-        elif _is_users_object(value) and id(value) not in self._seen and depth < _DEPTH:
-            self._seen[id(value)] = value
+        elif _is_users_object(value) and value not in self._seen and depth < _DEPTH:
+            self._seen.add(value)
             call = inspect.getattr_static(type(value), "__call__", None)
             if isinstance(call, types.FunctionType):
                 self._function(types.MethodType(call, value), depth + 1)
-            for attribute, held in list(getattr(value, "__dict__", {}).items()):
-                self._value(held, attribute, depth + 1)
+            for attribute, content in list(getattr(value, "__dict__", {}).items()):
+                self._value(content, attribute, depth + 1)
 
     def _module(self, module: nn.Module, name: str, depth: int) -> None:
         if isinstance(module, self._wrapper):
@@ -213,11 +215,11 @@ class StepModels:
         if not isinstance(module, (self._wrapper, *_CONTAINERS)) and any(True for _ in module.parameters()):
             self._touched.setdefault(module, name)
 
-    def _entries(self, held: Any, name: str, depth: int) -> None:
-        if id(held) in self._seen or depth > _DEPTH:
+    def _entries(self, container: Any, name: str, depth: int) -> None:
+        if container in self._seen or depth > _DEPTH:
             return
-        self._seen[id(held)] = held
-        entries = held.items() if isinstance(held, Mapping) else enumerate(held)
+        self._seen.add(container)
+        entries = container.items() if isinstance(container, Mapping) else enumerate(container)
         for _, (key, value) in zip(range(_ENTRIES), list(entries)):
             self._value(value, f"{name}.{key}", depth + 1)
 
@@ -237,13 +239,13 @@ def _named(found: Mapping[nn.Module, str]) -> dict[str, nn.Module]:
     return names
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """The name of a function in messages."""
     while isinstance(function, functools.partial):
         function = function.func
     written = getattr(function, "__func__", function)
-    while isinstance(written, types.FunctionType) and not _is_written(written) and _inner(written) is not None:
-        written = _inner(written)
+    while isinstance(written, types.FunctionType) and not _is_written(written) and _wrapped(written) is not None:
+        written = _wrapped(written)
     if not isinstance(written, types.FunctionType):
         return getattr(written, "__name__", None) or type(written).__name__
     name, code = written.__qualname__.rpartition("<locals>.")[2], written.__code__
@@ -256,12 +258,12 @@ def _is_written(function: types.FunctionType) -> bool:
     return is_users(file) or (file.startswith("<") and not file.startswith("<frozen"))
 
 
-def _inner(function: types.FunctionType) -> Any:
+def _wrapped(function: types.FunctionType) -> Any:
     return getattr(function, "__wrapped__", None)
 
 
-def _is_method(held: Any) -> bool:
-    return isinstance(held, (types.FunctionType, property, staticmethod, classmethod))
+def _is_method(attribute: object) -> bool:
+    return isinstance(attribute, (types.FunctionType, property, staticmethod, classmethod))
 
 
 def _content(cell: Any) -> Any:
@@ -271,16 +273,16 @@ def _content(cell: Any) -> Any:
         return _MISSING
 
 
-def _is_users_object(value: Any) -> bool:
+def _is_users_object(value: object) -> bool:
     """True for an object whose class is written in the user's code."""
     if isinstance(value, (type, types.ModuleType, torch.Tensor, torch.optim.Optimizer, str, bytes, int, float)):
         return False
     call = getattr(type(value), "__init__", None)
-    functions = [call, *(held for held in vars(type(value)).values())]
+    functions = [call, *(attribute for attribute in vars(type(value)).values())]
     return any(isinstance(f, types.FunctionType) and _is_written(f) for f in functions)
 
 
-def check_step(function: Any) -> None:
+def check_step(function: object) -> None:
     """Check that a function can be the step of an `AutoParallel`.
 
     Raises:
@@ -368,7 +370,7 @@ class StepFunction:
             function with a loss.
     """
 
-    def __init__(self, function: Any, named: Any, has_loss: bool, wrapper: type[nn.Module]) -> None:
+    def __init__(self, function: Any, named: object, has_loss: bool, wrapper: type[nn.Module]) -> None:
         check_step(function)
         self.function, self._wrapper = function, wrapper
         found = StepModels(function, wrapper)
@@ -400,7 +402,7 @@ class StepFunction:
         self.apart = len(every) > 1 and not (calls and all(names == every for names in calls))
         self.parts: dict[Names, Wrapper] = {}
         self._first = dict.fromkeys([*((n,) for n in every), *filter(None, calls)]) if self.apart else {}
-        self._functions: OrderedDict[int, tuple[Any, Names, FunctionOfModels | None]] = OrderedDict()
+        self._functions = IdentityMap[object, tuple[Names, FunctionOfModels | None]]()  # the last one called is last
         self._codes: dict[CodeType, int] = {}  # code of a function -> the number of functions of this code so far
         self._came = False  # True once a model has been called
         self._infers = False  # True while the first call of a model is only planned
@@ -455,7 +457,7 @@ class StepFunction:
             return wrapper.call_model(*args, **kwargs)
 
     def call_function(
-        self, main: Wrapper, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, main: Wrapper, function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a function of the step's models as one program; a function that calls none, as it is written."""
         names, entry = self._known(main, function)
@@ -468,14 +470,14 @@ class StepFunction:
             self._came = True
             return wrapper.call_function(entry, *args, **kwargs)
 
-    def wrapper_of(self, main: Wrapper, function: Callable[..., Any]) -> Wrapper | None:
+    def wrapper_of(self, main: Wrapper, function: Callable[..., object]) -> Wrapper | None:
         """The wrapper that plans a function; None where the function calls no model."""
         names, entry = self._known(main, function)
         return None if entry is None else self._of(main, names)
 
-    def _known(self, main: Wrapper, function: Callable[..., Any]) -> tuple[Names, FunctionOfModels | None]:
-        held = self._functions.get(id(function))
-        if held is None:
+    def _known(self, main: Wrapper, function: Callable[..., object]) -> tuple[Names, FunctionOfModels | None]:
+        known = self._functions.pop(function, None)
+        if known is None:
             self._note(function)
             names = self._called_by(StepModels(function, self._wrapper).models)
             if names and main.loss_fn is not None:
@@ -484,13 +486,13 @@ class StepFunction:
                     legal="AutoParallel(step) without loss_fn",
                 )
             entry = FunctionOfModels(function, self._net(names)) if names else None
-            held = self._functions[id(function)] = function, names, entry
-            while len(self._functions) > _FUNCTIONS:
-                self._functions.popitem(last=False)
-        self._functions.move_to_end(id(function))
-        return held[1:]
+            known = names, entry
+            while len(self._functions) >= _FUNCTIONS:
+                del self._functions[next(iter(self._functions))]
+        self._functions[function] = known
+        return known
 
-    def _note(self, function: Any) -> None:
+    def _note(self, function: object) -> None:
         """Warn of a function that is defined anew in each call of the step."""
         code = getattr(function, "__code__", None)
         if code is None:
@@ -507,8 +509,8 @@ class StepFunction:
 
     def _called_by(self, models: Mapping[str, nn.Module]) -> Names:
         """The names of those models of the step that are among `models`, or hold one of them."""
-        wanted = set(map(id, models.values()))
-        return tuple(n for n, m in self.models.items() if any(id(part) in wanted for part in m.modules()))
+        wanted = IdentitySet(models.values())
+        return tuple(n for n, m in self.models.items() if any(part in wanted for part in m.modules()))
 
     def _net(self, names: Names) -> nn.Module:
         return self.net if len(names) == len(self.models) else together({name: self.models[name] for name in names})
@@ -524,7 +526,7 @@ class StepFunction:
 class _Inferred(BaseException):
     """Ends the step. It is no Exception, so that the step does not catch it."""
 
-    def __init__(self, layouts: Any) -> None:
+    def __init__(self, layouts: object) -> None:
         self.layouts = layouts
 
 
@@ -534,14 +536,14 @@ class _Run:
     def __init__(self, step: StepFunction, main: Wrapper) -> None:
         self._step, self._main = step, main
 
-    def call_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_function(self, function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._step.call_function(self._main, function, args, kwargs)
 
-    def parameters_of(self, function: Callable[..., Any]) -> Iterable[nn.Parameter]:
+    def parameters_of(self, function: Callable[..., object]) -> Iterable[nn.Parameter]:
         wrapper = self._step.wrapper_of(self._main, function)
         return (self._step.net if wrapper is None else wrapper.net).parameters()
 
-    def check_summed(self, function: Callable[..., Any]) -> None:
+    def check_summed(self, function: Callable[..., object]) -> None:
         if self._main.leaves_unsummed:
             raise SettingError(
                 f"value_and_grad of {name_of(function)} under no_sync(): its gradients are handed out now, and no "
@@ -550,7 +552,7 @@ class _Run:
             )
 
 
-def _models_of(named: Any, wrapper: type[nn.Module]) -> dict[str, nn.Module]:
+def _models_of(named: object, wrapper: type[nn.Module]) -> dict[str, nn.Module]:
     """The models that the user names.
 
     Raises:

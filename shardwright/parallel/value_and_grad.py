@@ -70,13 +70,13 @@ __all__ = [
 class RunningStep(Protocol):
     """A step function while it runs, as `ValueAndGrad` sees it."""
 
-    def call_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_function(self, function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of the step's models in parallel."""
 
-    def parameters_of(self, function: Callable[..., Any]) -> Iterable[nn.Parameter]:
+    def parameters_of(self, function: Callable[..., object]) -> Iterable[nn.Parameter]:
         """The parameters of the models that a function calls."""
 
-    def check_summed(self, function: Callable[..., Any]) -> None:
+    def check_summed(self, function: Callable[..., object]) -> None:
         """Refuse gradients that no later backward would sum."""
 
 
@@ -102,7 +102,7 @@ class ValueAndGrad:
     """
 
     def __init__(
-        self, function: Callable[..., Any], grad_position: int | Sequence[int] | None, weights: Any, has_aux: bool
+        self, function: Callable[..., object], grad_position: int | Sequence[int] | None, weights: Any, has_aux: bool
     ) -> None:
         self.function, self._has_aux = function, has_aux
         self._position, self._positions = grad_position, _positions(grad_position)
@@ -136,8 +136,8 @@ class ValueAndGrad:
                 value = step.call_function(self.function, args, kwargs)
             loss = self._loss(value)
             weights = [] if self._weights is None else self._weights.now()
-            others = () if step is None else step.parameters_of(self.function)
-            with without_gradients([*weights, *others]):
+            further = () if step is None else step.parameters_of(self.function)
+            with without_gradients([*weights, *further]):
                 if loss.requires_grad:
                     scaler = None if self._weights is None else self._weights.scaler
                     (loss if scaler is None else scaler.scale(loss)).backward(inputs=_inputs_of(step, weights, inputs))
@@ -165,7 +165,7 @@ class ValueAndGrad:
             leaves.append(made[position])
         return tuple(made), leaves
 
-    def _loss(self, value: Any) -> Tensor:
+    def _loss(self, value: object) -> Tensor:
         loss = value[0] if self._has_aux and isinstance(value, (tuple, list)) and value else value
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss
@@ -185,13 +185,13 @@ def _inputs_of(step: RunningStep | None, weights: Sequence[Tensor], inputs: Sequ
 @contextlib.contextmanager
 def without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Let parameters have no gradients at the begin of the ``with`` block, and their own again after it."""
-    held = {id(p): (p, p.grad) for p in parameters}
-    for p, _ in held.values():
+    gradients = {p: p.grad for p in parameters}
+    for p in gradients:
         p.grad = None
     try:
         yield
     finally:
-        for p, gradient in held.values():
+        for p, gradient in gradients.items():
             p.grad = gradient
 
 
@@ -205,7 +205,7 @@ def _positions(grad_position: int | Sequence[int] | None) -> tuple[int, ...]:
     return tuple(positions)
 
 
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -219,20 +219,22 @@ class _Weights:
     def __init__(self, weights: Any) -> None:
         self.alone = isinstance(weights, Tensor)
         self._optimizer = weights.optimizer if isinstance(weights, OptimizerParameters) else weights
-        self._held: list[Tensor] = []
+        self._parameters: list[Tensor] = []
         if isinstance(self._optimizer, torch.optim.Optimizer):
             return
         if isinstance(weights, nn.Module):
             weights = [p for p in weights.parameters() if p.requires_grad]
-        held = [weights] if self.alone else list(weights) if isinstance(weights, Iterable) else [weights]
-        wrong = next((x for x in held if not isinstance(x, Tensor) or not x.is_leaf), None)
-        if wrong is not None or not held:
+        parameters = [weights] if self.alone else list(weights) if isinstance(weights, Iterable) else [weights]
+        wrong = next((x for x in parameters if not isinstance(x, Tensor) or not x.is_leaf), None)
+        if wrong is not None or not parameters:
             raise SettingError(
                 "value_and_grad: weights "
-                + ("without a parameter" if not held else f"with a {type(wrong).__name__}, which is no parameter"),
+                + (
+                    "without a parameter" if not parameters else f"with a {type(wrong).__name__}, which is no parameter"
+                ),
                 legal="net.parameters(), optimizer.parameters of sw.optimizer(…), a torch optimizer, or None",
             )
-        self._held, self._optimizer = held, None
+        self._parameters, self._optimizer = parameters, None
 
     @property
     def scaler(self) -> Any:
@@ -243,12 +245,12 @@ class _Weights:
         """The parameters, as the models hold them now."""
         if self._optimizer is not None:
             return list(OptimizerParameters(self._optimizer))
-        self._held = list(map(successor_of, self._held))
-        return self._held
+        self._parameters = list(map(successor_of, self._parameters))
+        return self._parameters
 
 
 def value_and_grad(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     grad_position: int | Sequence[int] | None = 0,
     weights: Any = None,
     has_aux: bool = False,
@@ -294,7 +296,7 @@ class OptimizerParameters(Sequence[nn.Parameter]):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
-    def _held(self) -> list[nn.Parameter]:
+    def _now(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @overload
@@ -304,13 +306,13 @@ class OptimizerParameters(Sequence[nn.Parameter]):
     def __getitem__(self, index: slice) -> list[nn.Parameter]: ...
 
     def __getitem__(self, index: int | slice) -> Any:
-        return self._held()[index]
+        return self._now()[index]
 
     def __len__(self) -> int:
-        return len(self._held())
+        return len(self._now())
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self._held())
+        return iter(self._now())
 
 
 class _TakesGradients:
@@ -330,15 +332,15 @@ class _TakesGradients:
         Raises:
             SettingError: another number of gradients than of parameters.
         """
-        held = list(self.parameters)
+        parameters = list(self.parameters)
         listed = [gradients] if isinstance(gradients, Tensor) else list(gradients)
-        if len(listed) != len(held):
+        if len(listed) != len(parameters):
             raise SettingError(
-                f"{type(self).__name__}: {len(listed)} gradients for {len(held)} parameters",
+                f"{type(self).__name__}: {len(listed)} gradients for {len(parameters)} parameters",
                 legal="the gradients of optimizer.parameters, in their order",
             )
-        with without_gradients(held):
-            for parameter, gradient in zip(held, listed):
+        with without_gradients(parameters):
+            for parameter, gradient in zip(parameters, listed):
                 parameter.grad = gradient
             if self.scaler is None:
                 self.step()  # type: ignore[attr-defined]  # it is an optimizer
@@ -352,7 +354,7 @@ class _TakesGradients:
         return (_again, (function, kind.__bases__[1], *rest), *more)
 
 
-def _again(function: Callable[..., Any], kind: type, *args: Any) -> Any:
+def _again(function: Callable[..., object], kind: type, *args: Any) -> Any:
     return function(_taking(kind), *args)
 
 
@@ -363,7 +365,7 @@ def _mixed(kind: type) -> type:
 _taking: Callable[[type], type] = functools.cache(_mixed)
 
 
-def optimizer(optimizer: torch.optim.Optimizer, scaler: Any = None) -> Any:
+def optimizer(optimizer: torch.optim.Optimizer, scaler: object = None) -> Any:
     """Make a torch optimizer callable with gradients, as steps with `value_and_grad` have it.
 
         optimizer = sw.optimizer(torch.optim.SGD(net.parameters(), lr=1e-2))
@@ -408,7 +410,7 @@ _LEGAL = "torch.func.grad, grad_and_value or vjp of the model, once; or sw.value
 
 
 def called_in_transform(
-    holder: ModelAndLoss, own: dict[str, nn.Parameter], call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    holder: ModelAndLoss, own: dict[str, nn.Parameter], call: Callable[..., object], args: tuple[Any, ...], kwargs: Any
 ) -> Any:
     """The result of a call under a transform of torch.func.
 
@@ -439,7 +441,7 @@ class _Call:
         self,
         holder: ModelAndLoss,
         own: dict[str, nn.Parameter],
-        call: Callable[..., Any],
+        call: Callable[..., object],
         args: tuple[Any, ...],
         kwargs: Any,
     ) -> None:
@@ -451,9 +453,9 @@ class _Call:
             for key, tensor in table.items()
             if tensor is not None
         ]
-        held = {id(tensor): tensor for _, _, tensor in self._places}
-        named = {id(tensor): name for name, tensor in reversed(list(holder.named_parameters()))}
-        self._own = {i: successor_of(own[named[i]]) for i in held if i in named and named[i] in own}
+        self._tensors = list(dict.fromkeys(tensor for _, _, tensor in self._places))
+        named: dict[Tensor, str] = {x: name for name, x in reversed(list(holder.named_parameters()))}
+        self._own = {x: successor_of(own[named[x]]) for x in self._tensors if x in named and named[x] in own}
         if current().processes and any(not hasattr(p, CUT) for p in self._own.values()):
             raise SettingError(
                 "the first call of the model is under torch.func: it cuts the parameters, which functional_call "
@@ -462,25 +464,24 @@ class _Call:
             )
         self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
         inputs = [x for x in self._leaves if isinstance(x, Tensor)]
-        self._ids = list(held)
-        self.tensors = [*held.values(), *inputs]
+        self.tensors = [*self._tensors, *inputs]
         self._wanted = [x.requires_grad for x in self.tensors]
         self._values: list[tuple[Tensor, Tensor]] = []  # parameters, and the values that they have in this call
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] | None = None
-        self._others: list[Any] = []
+        self._result_leaves: list[Any] = []
         self._out_spec: Any = None
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the program on the tensors behind the wrapped ones; the outputs without their graph."""
-        count = len(self._ids)
-        present: dict[int, Tensor] = {}
-        for i, tensor in zip(self._ids, tensors):
-            own = self._own.get(i)
+        count = len(self._tensors)
+        present: dict[Tensor, Tensor] = {}
+        for x, tensor in zip(self._tensors, tensors):
+            own = self._own.get(x)
             if own is None or tensor is own:
-                present[i] = tensor
+                present[x] = tensor
             else:
-                present[i] = own
+                present[x] = own
                 self._values.append((own, tensor))
         self._inputs = [
             x.detach().requires_grad_() if wanted else x.detach()
@@ -491,15 +492,15 @@ class _Call:
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         try:
             for table, key, tensor in self._places:
-                table[key] = present[id(tensor)]
+                table[key] = present[tensor]
             with torch.enable_grad(), _hooks_allowed(), _holding(self._values):
                 result = self._call(*args, **kwargs)
         finally:
             for table, key, tensor in self._places:
                 table[key] = tensor
-        self._others, self._out_spec = pytree.tree_flatten(result)
-        self._outputs = [x for x in self._others if isinstance(x, Tensor)]
-        self._others = [None if isinstance(x, Tensor) else x for x in self._others]
+        self._result_leaves, self._out_spec = pytree.tree_flatten(result)
+        self._outputs = [x for x in self._result_leaves if isinstance(x, Tensor)]
+        self._result_leaves = [None if isinstance(x, Tensor) else x for x in self._result_leaves]
         self._tensor_places = [i for i, x in enumerate(pytree.tree_leaves(result)) if isinstance(x, Tensor)]
         return tuple(x.detach() for x in self._outputs)
 
@@ -509,7 +510,7 @@ class _Call:
             raise SettingError("a second backward of a call under torch.func", legal=_LEGAL)
         outputs, self._outputs = self._outputs, None
         pairs = [(x, g) for x, g in zip(outputs, gradients) if x.requires_grad]
-        parameters = [self._own.get(i) for i in self._ids]
+        parameters = [self._own.get(x) for x in self._tensors]
         trained = [p for p in parameters if p is not None]
         with without_gradients(trained), _hooks_allowed(), _holding(self._values):
             torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
@@ -519,7 +520,7 @@ class _Call:
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """The structure that the model returns."""
-        leaves = list(self._others)
+        leaves = list(self._result_leaves)
         for place, x in zip(self._tensor_places, outputs):
             leaves[place] = x
         return pytree.tree_unflatten(leaves, self._out_spec)
@@ -546,16 +547,16 @@ def _hooks_allowed() -> Iterator[None]:
 @contextlib.contextmanager
 def _holding(values: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Let parameters hold other values inside the ``with`` block. Versions of the parameters do not count it."""
-    kept: list[tuple[Tensor, Tensor]] = []
+    saved: list[tuple[Tensor, Tensor]] = []
     try:
         for parameter, value in values:
             memory, part = _memory(parameter, value)
             if part.data_ptr() != memory.data_ptr() or part.stride() != memory.stride():
-                kept.append((memory, memory.clone()))
+                saved.append((memory, memory.clone()))
                 memory.copy_(part)
         yield
     finally:
-        for memory, before in kept:
+        for memory, before in saved:
             memory.copy_(before)
 
 
@@ -601,11 +602,11 @@ class _Forward(torch.autograd.Function):
         return None, *_Backward.apply(ctx.call, *gradients)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+    def vmap(info: object, in_dims: object, *args: Any) -> NoReturn:
         _refuse("torch.func.vmap")
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+    def jvp(ctx: object, *tangents: object) -> NoReturn:
         _refuse("a forward-mode derivative")
 
 
@@ -615,9 +616,9 @@ class _Backward(torch.autograd.Function):
         return call.backward(gradients)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+    def setup_context(ctx: object, inputs: tuple[object, ...], output: tuple[Tensor | None, ...]) -> None:
         """Nothing is saved."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+    def backward(ctx: object, *gradients: Tensor) -> NoReturn:
         _refuse("the second derivative")

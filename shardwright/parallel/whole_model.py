@@ -30,6 +30,7 @@ from ..capture.hybrid_models import own_parameters
 from ..capture.module_calls import refuses_others
 from ..capture.source_lines import user_frame
 from ..errors import SettingError
+from ..identity_tables import IdentitySet
 from ..process_runtime import current
 from ..runtime.optimizer_guard import close_to_steps, open_to_steps
 from ..torch_private import buffer_table, parameter_table, version_of
@@ -143,8 +144,8 @@ class _Swapped:
             )
         #: Name of a parameter or buffer of one pipeline stage -> the rank that broadcasts it.
         self.stage: dict[str, int] = model._first_ranks
-        named = {id(p): (n, p) for n, p in reversed(list(self.holder.named_parameters())) if hasattr(p, CUT)}
-        self.cut: dict[str, nn.Parameter] = dict(reversed(named.values()))
+        named = {p: n for n, p in reversed(list(self.holder.named_parameters())) if hasattr(p, CUT)}
+        self.cut: dict[str, nn.Parameter] = {n: p for p, n in reversed(named.items())}
         self.whole: dict[str, nn.Parameter] = {}
         for name, parameter in self.cut.items():
             value = self._gathered(name, parameter)
@@ -164,14 +165,14 @@ class _Swapped:
         self.began = {name: buffer.clone() for name, buffer in self.buffers.items()}
         #: The parameter and buffer table of each module, with its entries before the swap.
         self.tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        names = {id(p): n for n, p in self.cut.items()}
+        names = {p: n for n, p in self.cut.items()}
         for module in self.holder.modules():
             for table in (parameter_table(module), buffer_table(module)):
                 self.tables.append((table, dict(table)))
                 table.update(
-                    (key, self.whole[names[id(tensor)]])
+                    (key, self.whole[names[tensor]])
                     for key, tensor in self.tables[-1][1].items()
-                    if names.get(id(tensor)) in self.whole
+                    if names.get(tensor) in self.whole
                 )
         self.children = [(module._modules, dict(module._modules)) for module in self.holder.modules()]
         for parameter in self.cut.values():
@@ -215,54 +216,54 @@ class _Swapped:
     def _restored(self) -> tuple[SettingError | None, dict[str, Tensor]]:
         """Restore the tables of the model, but for values. Returned are an error for a change that cannot be written
         back, and the tensors that the body left, by name."""
-        names = {id(p): n for n, p in self.cut.items()} | {id(b): n for n, b in self.buffers.items()}
-        back = {id(w) for w in self.whole.values()}
+        names = {p: n for n, p in (self.cut | self.buffers).items()}
+        back = set(self.whole.values())
         now: dict[str, Tensor] = {}
         wrong: list[tuple[str, str]] = []
         elsewhere = "changes of the model's structure before its first call, or in a copy.deepcopy(net)"
         for table, before in self.tables:
             for key, tensor in before.items():
-                name, held = names.get(id(tensor)), table.get(key)
+                name, present = names.get(tensor), table.get(key)
                 if name is None:
-                    if held is not tensor:
+                    if present is not tensor:
                         wrong.append((f"{key!r} was replaced", elsewhere))
                     continue
                 expected = self.whole.get(name, tensor)
-                if held is None:
+                if present is None:
                     wrong.append((f"{name!r} was removed", elsewhere))
-                elif whole_shape(held) != whole_shape(expected) or held.dtype != expected.dtype:
+                elif whole_shape(present) != whole_shape(expected) or present.dtype != expected.dtype:
                     wrong.append(
                         (
                             f"{name!r} of shape {tuple(whole_shape(expected))} and {expected.dtype} became "
-                            f"{tuple(whole_shape(held))} and {held.dtype}",
+                            f"{tuple(whole_shape(present))} and {present.dtype}",
                             elsewhere,
                         )
                     )
-                elif held is expected and held.requires_grad != tensor.requires_grad:
+                elif present is expected and present.requires_grad != tensor.requires_grad:
                     wrong.append((f"requires_grad of {name!r} was changed", "requires_grad_() outside of whole()"))
-                elif now.get(name, held) is not held:
+                elif now.get(name, present) is not present:
                     wrong.append(
                         (f"{name!r} is tied, and was replaced in one of its places", "the same tensor in all of them")
                     )
                 if self.mine or name in self.buffers:
-                    now[name] = held if held is not None else expected
+                    now[name] = present if present is not None else expected
             wrong += [
                 (f"{key!r} of shape {tuple(table[key].shape)} is new", elsewhere)
                 for key in table
-                if key not in before and table[key] is not None and id(table[key]) not in back
+                if key not in before and table[key] is not None and table[key] not in back
             ]
             table.clear()
             table.update(before)
-        known = {id(table) for table, _ in self.tables}
+        known = IdentitySet(table for table, _ in self.tables)
         for module in self.holder.modules():
-            if id(module._parameters) not in known:
+            if module._parameters not in known:
                 wrong += [
                     (
                         f"{type(module).__name__} has a new parameter {key!r} of shape {tuple(parameter.shape)}",
                         elsewhere,
                     )
                     for key, parameter in module._parameters.items()
-                    if parameter is not None and id(parameter) not in back
+                    if parameter is not None and parameter not in back
                 ]
         for name, parameter in self.whole.items():
             if parameter.grad is not None:

@@ -255,7 +255,7 @@ def followed(op: Op, described: Rule, kinds: Sequence[str]) -> str | None:
 # -- two captures
 
 #: Operators that torch may leave out.
-_LEFT_OUT = (aten.contiguous.default, aten.expand.default)
+_OMITTED = (aten.contiguous.default, aten.expand.default)
 
 #: Arguments that follow from the shapes of the results.
 _SIZES = ("size", "shape", "sizes", "repeats")
@@ -294,17 +294,17 @@ def _pairs(
 ) -> Iterator[tuple[Op, Op | None]]:
     wide_ops = list(reversed(wide.ops))
     for op in graph.ops:
-        while wide_ops and not same_form(op, wide_ops[-1]) and wide_ops[-1].target in _LEFT_OUT:
+        while wide_ops and not same_form(op, wide_ops[-1]) and wide_ops[-1].target in _OMITTED:
             wide_ops.pop()
         if wide_ops and same_form(op, wide_ops[-1]):
             yield op, wide_ops.pop()
-        elif op.target in _LEFT_OUT:
+        elif op.target in _OMITTED:
             yield op, None
         else:
             raise _Unlike(
                 refused(op, f"with more rows the model calls {wide_ops[-1].kind if wide_ops else 'nothing'} here")
             )
-    if further := [other for other in wide_ops if other.target not in _LEFT_OUT]:
+    if further := [other for other in wide_ops if other.target not in _OMITTED]:
         raise _Unlike(refused(further[-1], "it is called with more rows alone"))
 
 

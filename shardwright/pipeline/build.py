@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch.utils.weak import WeakIdRef
 
 from ..capture.annotations import PipelineSettings
 from ..cluster import Cluster
@@ -69,7 +70,7 @@ def pipeline_plan(
     wide: Graph | None,
     devices: int,
     mode: str,
-    dataset: Any,
+    dataset: object,
     planned: Schedule,
     modules: Mapping[str, int],
     planner: Planner,
@@ -145,8 +146,8 @@ def planned_stages(
             for name in part.sent
         }
         own = _feeding(part, input_placement[size], len(inputs), stages, size)
-        kept = {f"{name}.sent": max(neighbours(size, n) for n in targets[name]) for name in part.sent}
-        plan = planner(part.graph, size, replace(own, sends_to_next_stage=kept), number)
+        sent_shares = {f"{name}.sent": max(neighbours(size, n) for n in targets[name]) for name in part.sent}
+        plan = planner(part.graph, size, replace(own, sends_to_next_stage=sent_shares), number)
         counts = None
         if counting is not None and any(s.kind == "input" and s.index >= len(inputs) for s in part.sources):
             names = [v.name for v in inputs]
@@ -179,12 +180,12 @@ def _feeding(
             )
             continue
         producer = stages[source.index]
-        left = (
+        produced = (
             producer.outgoing(source.name).layout
             if source.kind == "stage"
             else producer.plan.program.parameters[source.name].layout
         )
-        layouts.append(arriving(left, producer.devices, devices))
+        layouts.append(arriving(produced, producer.devices, devices))
     first = next((layout.dims[0] for layout in input_placement.inputs if layout.dims and layout.dims[0]), ())
     return InputPlacement(
         tuple(layouts), input_placement.per_rank_batch, first if input_placement.per_rank_batch else ()
@@ -297,7 +298,7 @@ def _form(graph: Graph, input_placement: InputPlacement, devices: int) -> Iterat
     number = {name: k for k, name in enumerate(_values(graph))}
     calls: dict[int, int] = {}
 
-    def leaf(x: Any) -> Any:
+    def leaf(x: object) -> Any:
         return ("value", number[x.name]) if isinstance(x, Value) else repr(x)
 
     yield (
@@ -311,13 +312,13 @@ def _form(graph: Graph, input_placement: InputPlacement, devices: int) -> Iterat
     for value in (*graph.inputs, *graph.parameters.values(), *graph.buffers.values()):
         yield value.shape, value.dtype, value.requires_grad, value.master, (graph.batch or {}).get(value.name)
     for _name, tensor in graph.constants.items():
-        yield tuple(tensor.shape), tensor.dtype, tensor.tolist() if tensor.numel() < 64 else id(tensor)
+        yield tuple(tensor.shape), tensor.dtype, tensor.tolist() if tensor.numel() < 64 else WeakIdRef(tensor)
     for op in graph.ops:
         leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
         mark = None if op.mark is None else (op.mark.in_strategy, op.mark.out_strategy)
-        again = op.recompute and replace(op.recompute, call=calls.setdefault(op.recompute.call, len(calls)), path="")
+        region = op.recompute and replace(op.recompute, call=calls.setdefault(op.recompute.call, len(calls)), path="")
         outputs = tuple(None if v is None else (v.shape, v.dtype, v.requires_grad) for v in op.outputs)
-        yield op.target, tuple(map(leaf, leaves)), str(spec), outputs, repr(mark), again
+        yield op.target, tuple(map(leaf, leaves)), str(spec), outputs, repr(mark), region
     for x in graph.outputs:
         yield leaf(x), input_placement.sends_to_next_stage.get(x.name) if isinstance(x, Value) else None
     yield tuple((number[graph.buffers[n].name], leaf(v)) for n, v in graph.updates.items())
@@ -405,7 +406,7 @@ def _legal(rows: int, setting: PipelineSettings | None) -> str:
     return ", ".join(map(str, fits)) or f"a batch of more rows: at least {stages} micro-batches for {stages} stages"
 
 
-def _called(path: Sequence[Any]) -> str:
+def _called(path: Sequence[object]) -> str:
     """``0`` or ``mask['left']``: the name of a leaf by its path in (args, kwargs)."""
     first = path[1]
     return f"{getattr(first, 'idx', getattr(first, 'key', first))}{pytree.keystr(tuple(path[2:]))}"

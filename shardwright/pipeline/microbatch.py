@@ -137,11 +137,11 @@ class MicrobatchRewriter:
     def _sources(self) -> None:
         ratios = set()
         for value, wide_op in zip(self.graph.inputs, self.wide.inputs, strict=True):
-            split_here = value.shape != wide_op.shape
-            if split_here:
+            is_split = value.shape != wide_op.shape
+            if is_split:
                 self.batch[value.name] = 0
                 ratios.add(wide_op.shape[0] / value.shape[0])
-            self.kinds[value.name] = BatchDim(0) if split_here else SAME
+            self.kinds[value.name] = BatchDim(0) if is_split else SAME
             if not value.requires_grad:
                 self.free.add(value.name)
         assert len(ratios) == 1, "the wide capture has more rows"
@@ -265,7 +265,7 @@ class MicrobatchRewriter:
         for found in differences(op, wide_op):
             raise self._grows(op, *found)
 
-    def _grows(self, op: Op, name: str, mine: Any, theirs: Any) -> SettingError:
+    def _grows(self, op: Op, name: str, mine: Any, theirs: object) -> SettingError:
         return self.error(
             op,
             f"its argument {name} is {mine} in a micro-batch and {theirs} in one of {self.ratio} "
@@ -608,10 +608,10 @@ def _alive(graph: Graph, ops: Sequence[Op]) -> tuple[Op, ...]:
     """The operators without those of the graph whose only use was to compute weights."""
     wanted = {v.name for v in (*values_in(graph.outputs), *graph.updates.values())}
     read = wanted | {v.name for op in graph.ops for v in op.inputs}
-    kept = []
+    alive = []
     for op in reversed(ops):
         names = {v.name for v in op.outputs if v is not None}
         if names & wanted or not names & read:
-            kept.append(op)
+            alive.append(op)
             wanted |= {v.name for v in op.inputs}
-    return tuple(reversed(kept))
+    return tuple(reversed(alive))

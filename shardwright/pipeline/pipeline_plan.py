@@ -253,7 +253,7 @@ class PipelinePlan(SavedPlan):
                 if source.kind == "input":
                     continue
                 producer = self.stages[source.index]
-                left = (
+                produced = (
                     producer.outgoing(source.name).layout
                     if source.kind == "stage"
                     else producer.plan.program.parameters[source.name].layout
@@ -261,7 +261,14 @@ class PipelinePlan(SavedPlan):
                 kind = "value" if source.kind == "stage" else "parameter"
                 out.append(
                     Transfer(
-                        kind, source.name, source.index, stage.number, left, layout, value.stored, value.requires_grad
+                        kind,
+                        source.name,
+                        source.index,
+                        stage.number,
+                        produced,
+                        layout,
+                        value.stored,
+                        value.requires_grad,
                     )
                 )
         return tuple(sorted(out, key=lambda t: (t.source, t.target)))
@@ -382,8 +389,8 @@ class PipelinePlan(SavedPlan):
 
     def memory_of(self, stage: Stage) -> dict[str, int]:
         """Bytes of one stage on each of its devices, by kind."""
-        kept = max(1, self.schedule.most_kept(stage.number))
-        out = {kind: count * (kept if kind == "activations" else 1) for kind, count in stage.plan.memory(0).items()}
+        saved = max(1, self.schedule.most_saved(stage.number))
+        out = {kind: count * (saved if kind == "activations" else 1) for kind, count in stage.plan.memory(0).items()}
         accumulated = sum(stage.plan.accumulated.values())
         return out | ({"accumulated": accumulated} if accumulated else {})
 
@@ -561,7 +568,7 @@ def timeline_of(
 
 
 def _of_one(plan: Plan, beside: bool) -> Simulation:
-    fixed, kept, held = _held(plan, together=False)
+    fixed, saved, running = _bytes_of_stage(plan, together=False)
     seconds = [[m.seconds for m in moments(plan) if m.half == half] for half in ("forward", "backward")]
     one = schedule("gpipe", 1, 1) if plan.backward else forward_only((0,), 1)
     halves = [sum(half) for half in seconds]
@@ -572,19 +579,21 @@ def _of_one(plan: Plan, beside: bool) -> Simulation:
         halves[:1],
         halves[1:],
         fixed=[fixed],
-        kept=[kept],
+        saved=[saved],
         devices=[plan.devices],
-        running=[(_profile(seconds[0], held[0]), _profile(seconds[1], held[1]))],
+        running=[(_profile(seconds[0], running[0]), _profile(seconds[1], running[1]))],
     )
 
 
-def _profile(seconds: Sequence[float], held: Sequence[float]) -> Profile:
+def _profile(seconds: Sequence[float], nbytes: Sequence[float]) -> Profile:
     """Bytes over the moments of one half, as parts of the half's time."""
     total = sum(seconds) or 1.0
-    return tuple(zip((min(before / total, 1.0) for before in accumulate(seconds, initial=0.0)), held)) or ((0.0, 0.0),)
+    return tuple(zip((min(before / total, 1.0) for before in accumulate(seconds, initial=0.0)), nbytes)) or (
+        (0.0, 0.0),
+    )
 
 
-def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], list[float]]]:
+def _bytes_of_stage(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], list[float]]]:
     """Bytes of a stage: always held; kept by a micro-batch for its backward; at each moment of its forward and
     backward.
 
@@ -593,16 +602,14 @@ def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], 
     """
     line = plan.stage_timeline if together else plan.timeline
     crosses = lambda h: h.start < line.forward < h.stop and h.what != "under way"
-    standing = {
-        id(h)
-        for h in line.allocations
-        if h.what in ("parameters", "gradients", "optimizer") or (together and h.what == "gathered" and crosses(h))
-    }
-    own = replace(line, allocations=tuple(h for h in line.allocations if id(h) not in standing))
+    stands = lambda h: (
+        h.what in ("parameters", "gradients", "optimizer") or (together and h.what == "gathered" and crosses(h))
+    )
+    own = replace(line, allocations=tuple(h for h in line.allocations if not stands(h)))
     totals = own.totals()
     accumulated = sum(plan.accumulated.values()) if together else 0
     return (
-        sum(h.bytes for h in line.allocations if id(h) in standing) + accumulated,
+        sum(h.bytes for h in line.allocations if stands(h)) + accumulated,
         sum(h.bytes for h in own.allocations if crosses(h)),
         (totals[: line.forward], totals[line.forward :]),
     )
@@ -611,7 +618,7 @@ def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], 
 def _of_stages(plan: PipelinePlan, beside: bool, steps: Mapping[int, StepsOfStage]) -> Simulation:
     costs = CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
     each: dict[str, list[Any]] = {
-        name: [] for name in ("forward", "backward", "begin", "end", "fixed", "kept", "running")
+        name: [] for name in ("forward", "backward", "begin", "end", "fixed", "saved", "running")
     }
     devices = [0] * plan.schedule.groups
     for stage in plan.stages:
@@ -619,7 +626,7 @@ def _of_stages(plan: PipelinePlan, beside: bool, steps: Mapping[int, StepsOfStag
         one = stage.plan.price
         two = CostModel(Cluster.of(stage.plan.cluster, stage.devices), stage.devices).plan(stage.plan, 2)
         forward, backward = two.forward - one.forward, two.backward - one.backward
-        fixed, kept, held = _held(stage.plan, together=True)
+        fixed, saved, running = _bytes_of_stage(stage.plan, together=True)
         begin, end = one.forward - forward, one.backward - backward
         if beside:
             # The messages of a whole step make its first forward and its last backward longer.
@@ -634,8 +641,8 @@ def _of_stages(plan: PipelinePlan, beside: bool, steps: Mapping[int, StepsOfStag
             max(0.0, begin),
             max(0.0, end),
             fixed,
-            kept,
-            tuple(((0.0, max(half, default=0.0)),) for half in held),
+            saved,
+            tuple(((0.0, max(half, default=0.0)),) for half in running),
         )
         for entries, value in zip(each.values(), values):
             entries.append(value)

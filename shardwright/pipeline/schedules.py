@@ -140,15 +140,15 @@ class Schedule:
         csv.writer(out, lineterminator="\n").writerows(map(str, row) for row in self.actions)
         return out.getvalue()
 
-    def most_kept(self, stage: int) -> int:
+    def most_saved(self, stage: int) -> int:
         """The largest number of micro-batches of a stage at one time between their forward and the end of their
         backward."""
-        kept = most = 0
+        saved = most = 0
         if self.name != "forward":  # a forward alone keeps nothing
             for action in self.actions[self.placement[stage]]:
                 if action.stage == stage:
-                    kept += {"F": 1, "I": 0}.get(action.kind, -1)
-                    most = max(most, kept)
+                    saved += {"F": 1, "I": 0}.get(action.kind, -1)
+                    most = max(most, saved)
         return most
 
     def __str__(self) -> str:
@@ -460,7 +460,7 @@ _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 LONGEST = 64 << 20
 
 #: Actions of torch's files that are no computations.
-_OTHERS = re.compile(r"UNSHARD|RESHARD|REDUCE_GRAD|SEND_[FB]|RECV_[FB]|OVERLAP_F_B")
+_IMPLIED = re.compile(r"UNSHARD|RESHARD|REDUCE_GRAD|SEND_[FB]|RECV_[FB]|OVERLAP_F_B")
 
 
 def read(path: Path, groups: int, micro_batches: int, chunks: int | None) -> Schedule:
@@ -538,6 +538,6 @@ def action_of(text: str, source: str) -> Action:
     """The action of a cell; `source` names the cell in errors."""
     found = _ACTION.fullmatch(text)
     if found is None:
-        why = ": what is sent, gathered or overlapped follows from the computations" if _OTHERS.search(text) else ""
+        why = ": what is sent, gathered or overlapped follows from the computations" if _IMPLIED.search(text) else ""
         raise SettingError(f"{shown(text)} is no action{why}", source=source, legal=LEGAL)
     return Action(int(found[1]), found[2], int(found[3]))

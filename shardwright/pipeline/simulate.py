@@ -60,7 +60,7 @@ class Simulation:
         spans: in the order in which they start; those of a group do not overlap.
         devices: by group, its number of devices.
         fixed: by stage, the bytes that each of its devices always holds.
-        kept: by stage, the bytes of each micro-batch between its forward and its backward.
+        saved: by stage, the bytes of each micro-batch between its forward and its backward.
         running: by stage, the bytes of a micro-batch during its forward, and during its backward.
     """
 
@@ -68,7 +68,7 @@ class Simulation:
     spans: tuple[Span, ...]
     devices: tuple[int, ...]
     fixed: tuple[float, ...]
-    kept: tuple[float, ...]
+    saved: tuple[float, ...]
     running: tuple[tuple[Profile, Profile], ...]
 
     def __repr__(self) -> str:
@@ -103,21 +103,21 @@ class Simulation:
 
     def memory(self, group: int) -> list[tuple[float, float]]:
         """The bytes on a device of a group over time: (seconds, bytes from there on)."""
-        held = sum(fixed for fixed, home in zip(self.fixed, self.schedule.placement) if home == group)
-        out = [(0.0, held)]
+        allocated = sum(fixed for fixed, home in zip(self.fixed, self.schedule.placement) if home == group)
+        out = [(0.0, allocated)]
         stays = self.schedule.name != "forward"
         for span in self.by_group[group]:
             stage, kind = span.action.stage, span.action.kind
             if isinstance(span.action, Once):
                 continue
-            own, (forward, backward) = self.kept[stage], self.running[stage]
+            own, (forward, backward) = self.saved[stage], self.running[stage]
             if kind != "F":
-                held -= own
+                allocated -= own
             for part, nbytes in forward if kind == "F" else backward if kind in "BI" else ((0.0, own),):
-                out.append((span.start + part * (span.stop - span.start), held + nbytes))
+                out.append((span.start + part * (span.stop - span.start), allocated + nbytes))
             if kind == "I" or (kind == "F" and stays):
-                held += own
-            out.append((span.stop, held))
+                allocated += own
+            out.append((span.stop, allocated))
         return out
 
     def peak(self, group: int) -> float:
@@ -136,7 +136,7 @@ def simulate(
     begin: Sequence[float] = (),
     end: Sequence[float] = (),
     fixed: Sequence[float] | None = None,
-    kept: Sequence[float] | None = None,
+    saved: Sequence[float] | None = None,
     running: Sequence[tuple[Profile, Profile]] | None = None,
     devices: Sequence[int] | None = None,
 ) -> Simulation:
@@ -151,8 +151,8 @@ def simulate(
         skips: (producer, consumer) pairs of stages that are not neighbours and have a transfer.
         begin, end: seconds of a stage's work once a step, before the first action of its group, and after the last.
         fixed: bytes that a device always holds.
-        kept: bytes that it keeps for each micro-batch between its forward and its backward.
-        running: bytes of a micro-batch during its forward and during its backward; None: as `kept`, all the time.
+        saved: bytes that it keeps for each micro-batch between its forward and its backward.
+        running: bytes of a micro-batch during its forward and during its backward; None: as `saved`, all the time.
         devices: by group, its number of devices; None: equal.
 
     Raises:
@@ -167,7 +167,7 @@ def simulate(
         "begin": begin or (0.0,) * count,
         "end": end or (0.0,) * count,
         "fixed": (0.0,) * count if fixed is None else fixed,
-        "kept": (0.0,) * count if kept is None else kept,
+        "saved": (0.0,) * count if saved is None else saved,
     }
     for name, entries in seconds.items():
         _counted(name, entries, count, "stages")
@@ -182,11 +182,11 @@ def simulate(
             )
     sizes = (1,) * planned.groups if devices is None else tuple(devices)
     _counted("devices", sizes, planned.groups, "groups")
-    held = tuple(map(float, seconds["kept"]))
-    profiles = tuple((((0.0, own),),) * 2 for own in held) if running is None else tuple(running)
+    of_micro_batches = tuple(map(float, seconds["saved"]))
+    profiles = tuple((((0.0, own),),) * 2 for own in of_micro_batches) if running is None else tuple(running)
     _counted("running", profiles, count, "stages")
     spans = _Play(planned, seconds, transfer, skips).run()
-    return Simulation(planned, spans, sizes, tuple(map(float, seconds["fixed"])), held, profiles)
+    return Simulation(planned, spans, sizes, tuple(map(float, seconds["fixed"])), of_micro_batches, profiles)
 
 
 def _counted(name: str, entries: Sequence[object], count: int, of: str) -> None:

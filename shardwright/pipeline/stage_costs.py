@@ -6,7 +6,7 @@
     where     t_s         seconds of a stage's units on its devices for one of m micro-batches, with its transfers
               once_s      seconds of its work once a step
               Σ_s d_s     = the devices;  each stage begins at a device from which its devices are contiguous
-              fixed + working + kept · min(m, S - s) <= memory             of stage s of S
+              fixed + working + saved · min(m, S - s) <= memory             of stage s of S
 
 For a bound P on all p_s the least Σ is found from the end, by stages left, first unit and devices left. Candidates
 for P are the values of p of single stages; those that cannot improve on the best known cut are never tried: with F(P)
@@ -23,7 +23,7 @@ s each: 2 + 2 + 7 · 2 = 18 s.
     fixed(u)     parameters, gradients (also whole ones that micro-batches accumulate, under optimizer level 1) and
                  the optimizer's state of u; and its gathered parameters saved for the
                  backward
-    kept(u)      tensors that u produces and the backward needs
+    saved(u)     tensors that u produces and the backward needs
     working(u)   the most bytes held besides, while u runs
     send(u)      transfers from u and the units before it to a later stage, and their gradients back
 
@@ -71,7 +71,7 @@ class StageOption:
         seconds: of one micro-batch, forward and backward, with transfers to the next stage; infinite where impossible.
         once: seconds once a step.
         fixed: bytes always held, and those held besides while a unit runs.
-        kept: bytes per micro-batch between its forward and its backward.
+        saved: bytes per micro-batch between its forward and its backward.
     """
 
     devices: int
@@ -79,7 +79,7 @@ class StageOption:
     seconds: np.ndarray
     once: np.ndarray
     fixed: np.ndarray
-    kept: np.ndarray
+    saved: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ class _Search:
         self.allowed = np.array(
             [
                 [
-                    stands is None or stands((self.devices - left) * self.unit, way.devices)
-                    for left in range(self.devices + 1)
+                    stands is None or stands((self.devices - remaining) * self.unit, way.devices)
+                    for remaining in range(self.devices + 1)
                 ]
                 for way in ways
             ]
@@ -248,7 +248,7 @@ class _Search:
     def peak(self, stages: tuple[StageSpan, ...]) -> float:
         """The most bytes that a stage holds."""
         return max(
-            float(way.fixed[at] + min(self.micro_batches, len(stages) - s) * way.kept[at])
+            float(way.fixed[at] + min(self.micro_batches, len(stages) - s) * way.saved[at])
             for s, c in enumerate(stages)
             for way, at in ((self.ways[c.way], (c.first, c.last)),)
         )
@@ -264,19 +264,19 @@ class _Search:
         for k in range(1, self.most + 1):
             best, before = np.full((n + 1, width), np.inf), tables[-1]
             for w, (way, size) in enumerate(zip(self.ways, self.sizes)):
-                holds = fits[w] & (way.fixed + min(self.micro_batches, k) * way.kept <= self.memory)
+                holds = fits[w] & (way.fixed + min(self.micro_batches, k) * way.saved <= self.memory)
                 costs = np.where(holds, way.seconds, np.inf)
                 low, high = max(k * smallest, size), min(k * largest, self.devices)
-                for left in range(low, high + 1):
-                    if not self.allowed[w][left]:
+                for remaining in range(low, high + 1):
+                    if not self.allowed[w][remaining]:
                         continue
-                    column = before[:, left - size]
+                    column = before[:, remaining - size]
                     finite = np.flatnonzero(column < np.inf)
                     if len(finite):
-                        rows = slice(0, min(begins[left], int(finite[-1])))
+                        rows = slice(0, min(begins[remaining], int(finite[-1])))
                         first, last = int(finite[0]), int(finite[-1]) + 1
                         found = (costs[rows, first:last] + column[first:last]).min(axis=1, initial=np.inf)
-                        np.minimum(best[rows, left], found, out=best[rows, left])
+                        np.minimum(best[rows, remaining], found, out=best[rows, remaining])
             tables.append(best)
         ends = [tables[k][0, self.devices] for k in range(self.most + 1)]
         if self.count is not None:
@@ -294,10 +294,12 @@ class _Search:
         for k in range(1, self.most + 1):
             best = np.full((n + 1, width), np.inf)
             for w, (way, size) in enumerate(zip(self.ways, self.sizes)):
-                needs = np.where(self.can[w], way.fixed + min(self.micro_batches, k) * way.kept, np.inf)
-                for left in range(size, width):
-                    if self.allowed[w][left] and np.isfinite(column := before[:, left - size]).any():
-                        best[:, left] = np.minimum(best[:, left], np.maximum(needs, column[None, :]).min(axis=1))
+                needs = np.where(self.can[w], way.fixed + min(self.micro_batches, k) * way.saved, np.inf)
+                for remaining in range(size, width):
+                    if self.allowed[w][remaining] and np.isfinite(column := before[:, remaining - size]).any():
+                        best[:, remaining] = np.minimum(
+                            best[:, remaining], np.maximum(needs, column[None, :]).min(axis=1)
+                        )
             before = best
             if self.count in (None, k):
                 found.append(float(before[0, self.devices]))
@@ -306,17 +308,17 @@ class _Search:
 
     def traced(self, tables: list[np.ndarray], fits: list[np.ndarray], count: int) -> tuple[StageSpan, ...]:
         """The stages of the least Σ."""
-        out, at, left = [], 0, self.devices
+        out, at, remaining = [], 0, self.devices
         for k in range(count, 0, -1):
             for w, (way, size) in enumerate(zip(self.ways, self.sizes)):
-                if size > left or not self.allowed[w][left]:
+                if size > remaining or not self.allowed[w][remaining]:
                     continue
-                holds = fits[w][at] & (way.fixed[at] + min(self.micro_batches, k) * way.kept[at] <= self.memory)
-                totals = np.where(holds, way.seconds[at] + tables[k - 1][:, left - size], np.inf)
+                holds = fits[w][at] & (way.fixed[at] + min(self.micro_batches, k) * way.saved[at] <= self.memory)
+                totals = np.where(holds, way.seconds[at] + tables[k - 1][:, remaining - size], np.inf)
                 last = int(np.argmin(totals))
-                if totals[last] == tables[k][at, left]:
+                if totals[last] == tables[k][at, remaining]:
                     out.append(StageSpan(at, last, w))
-                    at, left = last, left - size
+                    at, remaining = last, remaining - size
                     break
             else:
                 raise AssertionError("a least sum has stages")
@@ -343,7 +345,7 @@ class UnitPrices:
     seconds: np.ndarray
     once: np.ndarray
     fixed: np.ndarray
-    kept: np.ndarray
+    saved: np.ndarray
     working: np.ndarray
     sends: np.ndarray
     shared: tuple[tuple[int, int, float, float], ...]
@@ -363,7 +365,7 @@ class UnitPrices:
             fixed[home + 1 : unit + 1, unit + 1 :] += nbytes  # a stage with the unit and without its home
             once[: home + 1, home + 1 : unit + 1] += takes  # the home's stage receives its gradient
             once[home + 1 : unit + 1, unit + 1 :] += takes
-        return StageOption(self.devices, self.recompute, seconds, once, fixed + working, total(self.kept))
+        return StageOption(self.devices, self.recompute, seconds, once, fixed + working, total(self.saved))
 
 
 def recomputed(graph: Graph, units: Units, which: Sequence[int]) -> Graph:
@@ -401,7 +403,7 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
     """
     count, last = len(units), len(units) - 1
     unit_of = lambda operator: units.of.get(operator, last)
-    seconds, once, fixed, kept, working = np.zeros((5, count))
+    seconds, once, fixed, saved, working = np.zeros((5, count))
     costs = CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
     one, two = (costs.plan(plan, times).by_operator for times in (1, 2))
     for operator, price in one.items():
@@ -416,15 +418,15 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
     for table in (plan.graph.inputs, plan.graph.buffers.values()):
         producers.update((v.name, units.consumers[v.name][0]) for v in table if v.name in units.consumers)
     moving = []
-    for held in line.allocations:
-        unit = producers.get(held.name, unit_of(held.name))
-        crosses = held.start < line.forward < held.stop
-        if held.what in STANDING or (held.what == "gathered" and held.name in plan.gathered_once):
-            fixed[unit] += held.bytes
+    for allocation in line.allocations:
+        unit = producers.get(allocation.name, unit_of(allocation.name))
+        crosses = allocation.start < line.forward < allocation.stop
+        if allocation.what in STANDING or (allocation.what == "gathered" and allocation.name in plan.gathered_once):
+            fixed[unit] += allocation.bytes
         elif crosses:
-            kept[unit] += held.bytes
+            saved[unit] += allocation.bytes
         else:
-            moving.append(held)
+            moving.append(allocation)
     for name, nbytes in plan.accumulated.items():
         fixed[producers[name]] += nbytes
     for operator, total in zip(line.moments, replace(line, allocations=tuple(moving)).totals()):
@@ -436,7 +438,7 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
         seconds[of],
         once[of],
         fixed[of],
-        kept[of],
+        saved[of],
         working[of],
         _sends(plan, units, cluster),
         _shared(plan, units, cluster),
@@ -445,17 +447,17 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
 
 def _sends(plan: Plan, units: Units, cluster: Cluster) -> np.ndarray:
     """Seconds of the transfers across each border between units."""
-    left = {}
+    produced = {}
     for op in plan.graph.ops:
         decision = plan.decisions[op.name]
         for i, v in enumerate(v for v in op.outputs if v is not None):
-            left[v.name] = v, decision.out[i] if decision.out else decision.output_layout(i).without_partial()
+            produced[v.name] = v, decision.out[i] if decision.out else decision.output_layout(i).without_partial()
     costs, known, out = CostModel(cluster), dict[str, float](), np.zeros(max(len(units) - 1, 0))
     for border, names in enumerate(units.crossing):
         for name in names:
             name = units.same[name].name if name in units.same else name
             if name not in known:
-                value, layout = left[name]
+                value, layout = produced[name]
                 nbytes = math.prod(layout.local_shape(layout.padded(value.shape))) * value.dtype.itemsize
                 known[name] = _sent(costs, plan.devices, nbytes) * (1 + value.requires_grad)
             out[border] += known[name]

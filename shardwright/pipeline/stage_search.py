@@ -92,10 +92,10 @@ class _Resizing:
 
     def operator(self, op: Op, other: Op) -> Op:
         leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
-        others, its = pytree.tree_flatten((other.args, other.kwargs))
+        other_leaves, its = pytree.tree_flatten((other.args, other.kwargs))
         if op.target is not other.target or spec != its or len(op.outputs) != len(other.outputs):
             raise self.other(op)
-        args, kwargs = pytree.tree_unflatten([self.leaf(a, b, op) for a, b in zip(leaves, others)], spec)
+        args, kwargs = pytree.tree_unflatten([self.leaf(a, b, op) for a, b in zip(leaves, other_leaves)], spec)
         return replace(
             op,
             args=args,
@@ -106,7 +106,7 @@ class _Resizing:
             ),
         )
 
-    def leaf(self, one: Any, two: Any, op: Op) -> Any:
+    def leaf(self, one: object, two: object, op: Op) -> Any:
         if isinstance(one, Value):
             return self.values.get(one.name, one)
         if isinstance(one, int) and not isinstance(one, bool) and isinstance(two, int):
@@ -208,7 +208,7 @@ class StageSearch:
         rows: int,
         count: int,
         devices: int,
-        dataset: Any,
+        dataset: object,
         cluster: Cluster,
         planner: Planner,
         *,
@@ -318,8 +318,8 @@ class StageSearch:
             self.equal[pair] = self.cut_equally(pair, math.inf)
             cut = self.equal[pair]
             if (cut is None or cut.peak > self.memory) and len(self.priced[pair].prices) == 1:
-                again = all_recomputed(self.priced[pair].plan, self.units)
-                self.priced[pair].prices.append(unit_prices(again, self.units, self.cluster, recompute=True))
+                recomputing = all_recomputed(self.priced[pair].plan, self.units)
+                self.priced[pair].prices.append(unit_prices(recomputing, self.units, self.cluster, recompute=True))
             if cut is None or cut.peak > self.memory:
                 self.equal[pair] = self.cut_equally(pair, self.memory)
         except ShardwrightError as error:

@@ -259,10 +259,10 @@ class _Cutter:
 
     def check_updates(self, updates: Mapping[str, Value], stage: int) -> None:
         for n in updates:
-            others = [s for s in self.used.get(self.graph.buffers[n].name, ()) if s != stage]
-            if others:
+            other_stages = [s for s in self.used.get(self.graph.buffers[n].name, ()) if s != stage]
+            if other_stages:
                 raise PlanError(
-                    f"the buffer {n!r} is changed in stage {stage} and used in stage {others[0]}",
+                    f"the buffer {n!r} is changed in stage {stage} and used in stage {other_stages[0]}",
                     legal="one stage for all that uses it",
                 )
 
@@ -366,8 +366,8 @@ class Units:
             _changed(op, change) for op in graph.ops if self.representative[self.of[op.name]] == self.of[op.name]
         )
         read = {v.name for op in ops for v in op.inputs}
-        held = lambda table: {n: v for n, v in table.items() if v.name in read}
-        parameters, buffers = held(graph.parameters), held(graph.buffers)
+        read_of = lambda table: {n: v for n, v in table.items() if v.name in read}
+        parameters, buffers = read_of(graph.parameters), read_of(graph.buffers)
         return replace(
             graph,
             ops=ops,
@@ -466,7 +466,7 @@ class _Forms:
                     (v.name, (units.of[op.name], k, i)) for i, v in enumerate(op.outputs) if v is not None
                 )
         graph = units.graph
-        self.held = {v.name: "parameter" for v in graph.parameters.values()} | {
+        self.stored = {v.name: "parameter" for v in graph.parameters.values()} | {
             v.name: "buffer" for v in graph.buffers.values()
         }
         self.known: dict[int, tuple[object, ...]] = {}
@@ -482,17 +482,17 @@ class _Forms:
         leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
         mark = None if op.mark is None else (op.mark.in_strategy, op.mark.out_strategy)
         outputs = tuple(None if v is None else (v.shape, v.dtype, v.requires_grad) for v in op.outputs)
-        again = None if op.recompute is None else replace(op.recompute, call=0, path="")
+        region = None if op.recompute is None else replace(op.recompute, call=0, path="")
         return (
             str(op.target),
             tuple(self.leaf(leaf, unit, seen) for leaf in leaves),
             str(spec),
             outputs,
             repr(mark),
-            again,
+            region,
         )
 
-    def leaf(self, leaf: Any, unit: int, seen: dict[str, int]) -> Any:
+    def leaf(self, leaf: object, unit: int, seen: dict[str, int]) -> Any:
         if not isinstance(leaf, Value):
             return repr(leaf)
         kind = (leaf.shape, leaf.dtype, leaf.requires_grad)
@@ -500,8 +500,8 @@ class _Forms:
         if place is not None and unit - 1 <= place[0] <= unit:
             return (unit - place[0], *place[1:], *kind)
         own = self.units.consumers[leaf.name] == (unit,)
-        if leaf.name in self.held and own:
-            return (self.held[leaf.name], seen.setdefault(leaf.name, len(seen)), *kind)
+        if leaf.name in self.stored and own:
+            return (self.stored[leaf.name], seen.setdefault(leaf.name, len(seen)), *kind)
         return leaf.name, *kind
 
 

@@ -107,10 +107,10 @@ def measured_table(title: str, operators: Sequence[OperatorSeconds]) -> Table:
         seconds = (o.forward, o.backward, o.promised_forward, o.promised_backward)
         cells = (o.operator, *(time_text(s) if s else "" for s in seconds), ratio_text(o.ratio))
         made.add_row(*map(Text, cells))
-    if left := ordered[SHOWN:]:
-        rest = together("", left)
+    if remaining := ordered[SHOWN:]:
+        rest = together("", remaining)
         seconds_text = (time_text(rest.forward), time_text(rest.backward))
-        made.add_row(*map(Text, (f"{len(left)} more", *seconds_text, "", "", "")))
+        made.add_row(*map(Text, (f"{len(remaining)} more", *seconds_text, "", "", "")))
     return made
 
 

@@ -19,7 +19,7 @@
    the clock is the process's; on an accelerator spans lie between two events of its stream, which are read after the
    step. What is in no span (copies of redistributions, sums of gradients, autograd itself) is the rest of the step.
 
-3. Bytes (`most_held`), at any moment of a step.
+3. Bytes (`most_allocated`), at any moment of a step.
 
     accelerator      the allocator's own count
     CPU              the memory of all tensors that are alive, counted after each operator; what an operator holds only
@@ -72,7 +72,7 @@ from .rehearsal_report import OperatorSeconds, Rehearsal, folded
 from .simulated_ranks import AbsentStages, DrawnValues, NamedGroups, Slept, alone
 from .step_in_time import promised_seconds, step_of
 
-__all__ = ["OperatorClock", "memory_of", "most_held", "rehearse"]
+__all__ = ["OperatorClock", "memory_of", "most_allocated", "rehearse"]
 
 # -- measurement
 
@@ -219,7 +219,7 @@ class _Alive(TorchDispatchMode):
         return sum(size for _, size in self._memory.values())
 
 
-def most_held(play: Callable[[], None], standing: Iterable[Tensor], device: torch.device) -> int:
+def most_allocated(play: Callable[[], None], standing: Iterable[Tensor], device: torch.device) -> int:
     """The most bytes held while `play` runs.
 
     Args:
@@ -389,7 +389,7 @@ class _Rehearsed:
             holder,
             Runtime(True, plan.devices, rank, device, watch=False),
             gradients_mean=False,
-            before=SimpleNamespace(held=_DrawnState(holder, self.groups)),  # type: ignore[arg-type]
+            before=SimpleNamespace(sharded=_DrawnState(holder, self.groups)),  # type: ignore[arg-type]
             fusion=Fusion(),
             accumulation=Accumulation(),
         )
@@ -409,12 +409,12 @@ class _Rehearsed:
                 local = self.values.parameter(layout.local_shape(layout.padded(shape)), placed.value.stored.dtype)
                 part = true_slice(layout, shape, self.groups.rank)
                 slice_ = beginning(local, torch.Size(s.stop - s.start for s in part))
-                held = (
+                local_tensor = (
                     slice_
                     if plan.devices == 1 and self.plan is plan
                     else to_dtensor(slice_, layout, shape, self.groups)
                 )
-                yield name, nn.Parameter(held, requires_grad=placed.value.requires_grad)
+                yield name, nn.Parameter(local_tensor, requires_grad=placed.value.requires_grad)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         counts = [] if isinstance(self.plan, Plan) else [stage.counts for stage in self.plan.of_rank(self.rank)]
@@ -523,9 +523,9 @@ class _Rehearsed:
         standing = [*self.parameters.values(), *self.buffers.values(), *self.state, *self.inputs, *self._constants()]
         if self.slept is not None and isinstance(self.program, PipelineProgram):
             self.program.link.slept = None  # type: ignore[attr-defined]
-        peak = most_held(self.step, standing, self.device)
+        peak = most_allocated(self.step, standing, self.device)
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        accumulating = most_held(self.step, [*standing, *gradients], self.device)
+        accumulating = most_allocated(self.step, [*standing, *gradients], self.device)
         return self._reported(seconds, slept, each, peak, accumulating)
 
     def _constants(self) -> list[Tensor]:

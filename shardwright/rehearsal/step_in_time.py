@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ..cluster import Cluster
 from ..cost.cost_model import CostModel, StepInTime, instances
+from ..identity_tables import IdentityMap
 from ..partition.local_program import Instruction, LocalOp, PlacedValue
 from ..partition.rematerialization import BackwardStep, RecomputedInstruction
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, timeline_of
@@ -120,17 +121,17 @@ class _MeasuredCosts(CostModel):
         super().__init__(Cluster.of(plan.cluster, plan.devices), plan.devices)
         computed, promised = [*_computed(plan)], promised_seconds([plan], 1)
         counts = Counter(key for _, key, _ in computed)
-        self._measured: dict[tuple[int, str], float] = {}
+        self._measured = {half: IdentityMap[BackwardStep | Instruction, float]() for half in ("forward", "backward")}
         for entry, key, seconds in computed:
             share = seconds / promised[key] if promised[key] else 1 / counts[key]
-            self._measured[id(entry), key[1]] = measured.get(key, 0.0) * share
+            self._measured[key[1]][entry] = measured.get(key, 0.0) * share
 
     def forward(self, instruction: Instruction, known: Mapping[str, PlacedValue]) -> float:
         """Seconds of an instruction in the forward."""
-        found = self._measured.get((id(instruction), "forward"))
+        found = self._measured["forward"].get(instruction)
         return super().forward(instruction, known) if found is None else found
 
     def backward(self, instruction: BackwardStep, known: Mapping[str, PlacedValue]) -> float:
         """Seconds of an instruction in the backward."""
-        found = self._measured.get((id(instruction), "backward"))
+        found = self._measured["backward"].get(instruction)
         return super().backward(instruction, known) if found is None else found

@@ -35,6 +35,7 @@ from typing import Any
 from ..cluster import Cluster
 from ..cost.communication_schedule import Fusion
 from ..errors import PlanError, SettingError
+from ..identity_tables import IdentityMap
 from ..partition.local_program import GlobalExtreme, LocalOp, Redistribute
 from ..partition.rematerialization import RecomputedInstruction, Regather
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, moments
@@ -43,12 +44,12 @@ from ..report.format import time_text
 from ..report.operator_names import OperatorNames
 from ..report.table_elements import folded_parameters
 from ..runtime.profile_ranges import (
-    AGAIN,
     BACKWARD,
     ISSUE,
-    KEPT,
     PREFIX,
     RECOMPUTED,
+    REGATHERED,
+    UNSUMMED,
     WAIT,
     RangeNames,
     bucket_text,
@@ -251,7 +252,7 @@ def _count_device(
         elif "External id" in arguments:  # an operator, or a range
             operators[arguments["External id"]] = e
     starts = [step.start for step in steps]
-    work: dict[int, tuple[list[tuple[float, float]], list[tuple[float, float]]]] = {}
+    work = IdentityMap[TracedStep, tuple[list[tuple[float, float]], list[tuple[float, float]]]]()
     for kernel in kernels:
         arguments = kernel.get("args") or {}
         launch = launches.get(arguments.get("correlation")) or operators.get(arguments.get("External id"))
@@ -267,9 +268,9 @@ def _count_device(
             step.add(text, seconds, begin + seconds)
         sends = str(kernel.get("name")).lower().startswith(COMMUNICATION)
         if sends or text:
-            work.setdefault(id(step), ([], []))[sends].append((begin, begin + seconds))
+            work.setdefault(step, ([], []))[sends].append((begin, begin + seconds))
     for step in steps:
-        computing, sending = work.get(id(step), ([], []))
+        computing, sending = work.get(step, ([], []))
         step.exposed = _length([*computing, *sending]) - _length(computing)
 
 
@@ -348,12 +349,14 @@ class TraceComparison:
 
     def summary(self, width: int | None = None) -> str:
         """The comparison as text; arguments as of `Rehearsal.summary`."""
-        who = f"rank {self.rank} of {self.devices}" if self.rank is not None else f"{self.devices} ranks in one process"
+        ranks_text = (
+            f"rank {self.rank} of {self.devices}" if self.rank is not None else f"{self.devices} ranks in one process"
+        )
         where = f", stage {', '.join(map(str, self.stages))}" if self.stages else ""
         how = "on the host" if self.device is None else f"on {self.device}"
         totals = self.totals()
         lines = [
-            f"{who}{where}, measured {how}; the plan is priced for {self.cluster}; medians of {self.steps} step"
+            f"{ranks_text}{where}, measured {how}; the plan is priced for {self.cluster}; medians of {self.steps} step"
             f"{'s' * (self.steps > 1)}",
             *(f"note: {note}" for note in self.notes),
             "",
@@ -396,18 +399,20 @@ def compare_trace(
         plan = load_plan(plan)
     read = read_trace(trace)
     steps = [step for step in read.steps if step.plan == plan.fingerprint]
-    others = sorted({step.plan for step in read.steps} - {plan.fingerprint})
+    other_plans = sorted({step.plan for step in read.steps} - {plan.fingerprint})
     notes = []
     if not steps:
         steps = list(read.steps)
-        notes.append(f"the trace is of plan {others[0]}, not of {plan.fingerprint}; its operators have the same names")
-    elif others:
-        left = len(read.steps) - len(steps)
-        notes.append(f"{left} step{'s' * (left > 1)} of other plans ({', '.join(others)}) left out")
+        notes.append(
+            f"the trace is of plan {other_plans[0]}, not of {plan.fingerprint}; its operators have the same names"
+        )
+    elif other_plans:
+        omitted = len(read.steps) - len(steps)
+        notes.append(f"{omitted} step{'s' * (omitted > 1)} of other plans ({', '.join(other_plans)}) left out")
     trained = [step for step in steps if any(text.endswith(BACKWARD) for text in step.seconds)]
     if trained and len(trained) < len(steps):
-        left = len(steps) - len(trained)
-        notes.append(f"{left} step{'s' * (left > 1)} without a backward left out")
+        omitted = len(steps) - len(trained)
+        notes.append(f"{omitted} step{'s' * (omitted > 1)} without a backward left out")
         steps = trained
     first = steps[0]
     if first.devices != plan.devices:
@@ -432,7 +437,7 @@ def compare_trace(
         names = sorted(promises.unknown, key=lambda text: ": " in text)  # operators before redistributions
         more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
         raise PlanError(
-            f"{trace} is of plan {', '.join(others) or first.plan}; plan {plan.fingerprint} has no "
+            f"{trace} is of plan {', '.join(other_plans) or first.plan}; plan {plan.fingerprint} has no "
             f"{', '.join(map(repr, names[:LISTED]))}{more}",
             legal="the plan of that run, such as model.plan.save(...) writes it",
         )
@@ -529,7 +534,7 @@ class _Promises:
                 if self.stages and key not in self.computing:
                     continue  # of another stage, or a count of targets
                 computing[key] = computing.get(key, 0.0) + seconds
-            elif found in self.buckets or found == KEPT:
+            elif found in self.buckets or found == UNSUMMED:
                 half = self.buckets[found][0] if found in self.buckets else "backward"
                 sending[found, half] = sending.get((found, half), 0.0) + seconds
             elif found in self.labels:
@@ -554,7 +559,7 @@ class _Promises:
             text = text.removesuffix(part)
         if text in self.buckets or text in self.labels:
             return text, half
-        for part in (BACKWARD, RECOMPUTED, AGAIN):
+        for part in (BACKWARD, RECOMPUTED, REGATHERED):
             if text.endswith(part):
                 return text.removesuffix(part), "backward"
         return text, half

@@ -381,7 +381,7 @@ def stages(plan: PipelinePlan, simulation: Simulation, console: Console) -> Iter
         made = table("stage", "ranks", *numbers, right=tuple(numbers))
         for stage in plan.stages:
             group = plan.schedule.placement[stage.number]
-            most_saved, memory = plan.schedule.most_kept(stage.number), plan.memory_of(stage)
+            most_saved, memory = plan.schedule.most_saved(stage.number), plan.memory_of(stage)
             operators = sum(op.target is not send for op in stage.plan.graph.ops)
             waits = 1 - simulation.busy(group) / simulation.total if simulation.total else 0.0
             spent = (str(operators), *map(time_text, _seconds(simulation, stage)), f"{most_saved}x", f"{waits:.1%}")

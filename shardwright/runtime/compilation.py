@@ -82,7 +82,7 @@ class Compilation:
             ) from None
 
     @classmethod
-    def of(cls, setting: Any) -> Compilation | None:
+    def of(cls, setting: object) -> Compilation | None:
         """The compilation that a user asks for; None: the program runs operator by operator.
 
         Args:
@@ -112,7 +112,7 @@ class Compilation:
         )
         return {"backend": self.backend, "dynamic": False, **chosen}
 
-    def compiled(self, program: nn.Module, more: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    def compiled(self, program: nn.Module, more: Mapping[str, object] | None = None) -> Callable[..., Any]:
         """A program, compiled at its first call.
 
         Args:

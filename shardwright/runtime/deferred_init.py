@@ -21,7 +21,7 @@ import gc
 import hashlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ from ..accelerators import sum_type
 from ..capture.source_lines import calling_line
 from ..cost.memory_timeline import OptimizerState, optimizer_state
 from ..errors import SettingError
+from ..identity_tables import IdentitySet
 from ..torch_private import TorchDispatchMode, move_gradient_hooks, parameter_table, pytree, storage_id, version_of
 from .slice_initialization import Meta, Numbers, compute, draws, metas, noted, parts_of
 
@@ -72,7 +73,7 @@ class _Tape:
         if not torch.equal(state, self.state if self.latest is None else self.latest):
             self.reseeded[len(self.calls)] = self.latest = state
 
-    def note(self, function: Any, args: tuple[object, ...], kwargs: dict[str, object], result: Any) -> None:
+    def note(self, function: object, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
         self.calls.append((function, *pytree.tree_map(noted, (args, kwargs, result))))
 
 
@@ -264,13 +265,13 @@ def materialize(
     Raises:
         SettingError: a meta parameter that was not made inside `no_init_parameters`, or was written to after it.
     """
-    named: dict[int, tuple[str, torch.Tensor]] = {}
+    names: dict[torch.Tensor, str] = {}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        named.setdefault(id(tensor), (name, tensor))
+        names.setdefault(tensor, name)
     waiting: dict[int, list[tuple[str, torch.Tensor]]] = {}
-    filled: set[int] = set()
-    tapes: dict[int, _Tape] = {}
-    for name, tensor in named.values():
+    filled: set[torch.Tensor] = set()
+    tapes = IdentitySet[_Tape]()
+    for tensor, name in names.items():
         if tensor.is_meta:
             tape = getattr(tensor, _TAPE, None)
             if getattr(tensor, _VERSION, version_of(tensor)) != version_of(tensor):
@@ -279,7 +280,7 @@ def materialize(
                     legal="initialise inside of the block, load values after the first call",
                 )
             if tape is not None:
-                tapes[id(tape)] = tape
+                tapes.add(tape)
             waiting.setdefault(_storage(tensor), []).append((name, tensor))
         elif real:
             _put(keep, name, tensor, tensor.detach())
@@ -287,24 +288,24 @@ def materialize(
         k for k, entries in waiting.items() if all(hasattr(t, _FILLED) and hasattr(t, _TAPE) for _, t in entries)
     ]:
         entries = waiting.pop(key)
-        filled.update(id(tensor) for _, tensor in entries)
+        filled.update(tensor for _, tensor in entries)
         flat = _unfilled(entries[0][1], device)
         for name, tensor in entries:
             _put(keep, name, tensor, torch.as_strided(flat, tensor.shape, tensor.stride(), tensor.storage_offset()))
-    late = filled | {id(tensor) for entries in waiting.values() for _, tensor in entries}
-    for tape in tapes.values():
+    late = filled | {tensor for entries in waiting.values() for _, tensor in entries}
+    for tape in tapes:
         _replay(tape, waiting, keep, torch.device(device), part)
-    _made(tapes.values())
+    _made(tapes)
     if waiting:
-        names = ", ".join(name for entries in waiting.values() for name, _ in entries)
+        without_values = ", ".join(name for entries in waiting.values() for name, _ in entries)
         raise SettingError(
-            f"parameters on the meta device that nothing initialises: {names}",
+            f"parameters on the meta device that nothing initialises: {without_values}",
             legal="build the model, and convert it, inside `with sw.no_init_parameters():`",
         )
     for optimizer in _optimizers() if late else ():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) in late and not parameter.is_meta and _is_unmade(optimizer.state.get(parameter, {})):
+                if parameter in late and not parameter.is_meta and _is_unmade(optimizer.state.get(parameter, {})):
                     optimizer.state[parameter] = _made_anew(optimizer, group, parameter)
 
 
@@ -326,7 +327,7 @@ def _replay(
     real: dict[int, torch.Tensor] = {}
     numbers = Numbers()
 
-    def of(x: Any) -> Any:
+    def of(x: object) -> Any:
         if isinstance(x, torch.device):
             return torch.device("cpu") if x.type == "meta" else x
         return torch.as_strided(real[x.key], x.shape, x.stride, x.offset) if isinstance(x, Meta) else x
@@ -433,10 +434,10 @@ def optimizer_finder(modules: Iterable[nn.Module]) -> Callable[[], OptimizerStat
     Args:
         modules: a model and its loss, which the function does not keep alive.
     """
-    held = [weakref.ref(module) for module in modules]
+    references = [weakref.ref(module) for module in modules]
 
     def find() -> OptimizerState | None:
-        alive = [module for ref in held if (module := ref()) is not None]
+        alive = [module for ref in references if (module := ref()) is not None]
         return optimizer_state(_optimizers(), [p for m in alive for p in m.parameters() if p.requires_grad])
 
     return find
@@ -444,16 +445,16 @@ def optimizer_finder(modules: Iterable[nn.Module]) -> Callable[[], OptimizerStat
 
 def substitute(
     module: nn.Module,
-    successors: dict[int, nn.Parameter],
-    cut: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+    successors: Mapping[torch.Tensor, nn.Parameter],
+    cut: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Replace parameter objects of a model, in its modules and in every optimizer that holds them.
 
     Args:
         module: the model.
-        successors: ``id(old parameter)`` -> the new one. (A tensor cannot become a DTensor in place with
+        successors: old parameter -> the new one. (A tensor cannot become a DTensor in place with
             `put_in_place`; therefore the optimizers that were built before are looked up, once.)
-        cut: ``(id(old parameter), a tensor of its shape) -> this rank's slice of it``, applied to state that an
+        cut: ``(old parameter, a tensor of its shape) -> this rank's slice of the tensor``, applied to state that an
             optimizer already has for the parameter (Adagrad has state when it is built); None: state is kept whole.
 
     Raises:
@@ -461,16 +462,16 @@ def substitute(
     """
     for sub in module.modules():
         for name, parameter in parameter_table(sub).items():
-            if parameter is not None and id(parameter) in successors:
-                parameter_table(sub)[name] = successors[id(parameter)]
+            if parameter is not None and parameter in successors:
+                parameter_table(sub)[name] = successors[parameter]
     for optimizer in _optimizers():
         for group in optimizer.param_groups:
-            for old in [p for p in group["params"] if id(p) in successors]:
+            for old in [p for p in group["params"] if p in successors]:
                 if old in optimizer.state:
-                    new, state = successors[id(old)], optimizer.state[old]
+                    new, state = successors[old], optimizer.state[old]
                     optimizer.state[new] = state if cut is None else _cut_state(optimizer, group, old, new, cut)
                     del optimizer.state[old]
-            group["params"] = [successors.get(id(p), p) for p in group["params"]]
+            group["params"] = [successors.get(p, p) for p in group["params"]]
 
 
 def _cut_state(
@@ -478,7 +479,7 @@ def _cut_state(
     group: dict[str, Any],
     old: torch.Tensor,
     new: nn.Parameter,
-    cut: Callable[[int, torch.Tensor], torch.Tensor],
+    cut: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> dict[str, Any]:
     """An optimizer's state for a parameter, cut as the parameter is."""
     state = optimizer.state[old]
@@ -493,7 +494,7 @@ def _cut_state(
                     f"parameter of shape {tuple(old.shape)}, which is cut now",
                     legal="an optimizer that is built, or loaded, after the first call",
                 )
-            out[key] = cut(id(old), x)
+            out[key] = cut(old, x)
     return out
 
 

@@ -44,11 +44,11 @@ class Accumulation:
 
     Attributes:
         open: True while gradients stay unsummed.
-        kept: id of a parameter -> the parameter, for those that hold an unsummed gradient, or did.
+        unsummed: the parameters that have an unsummed gradient, or had one, in order.
     """
 
     open: bool = False
-    kept: dict[int, Any] = field(default_factory=dict)
+    unsummed: dict[torch.nn.Parameter, None] = field(default_factory=dict)
 
 
 _CLOSED = "_shardwright_closed"
@@ -194,8 +194,8 @@ _STEPS = _Steps()
 
 
 def _look(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter in held:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
         if replaced_name(parameter) is not None:
             raise SettingError(
                 f"{type(optimizer).__name__} holds the parameter {replaced_name(parameter)!r} as it was "
@@ -210,12 +210,12 @@ def _look(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
             )
         if getattr(parameter.grad, "digits", None) is not None:
             raise not_summed(f"{type(optimizer).__name__}.step()")
-    if any(p.grad is not None for p in held):
+    if any(p.grad is not None for p in parameters):
         return
-    theirs, ours = list(net.parameters()), {id(p) for p in held}
-    if any(id(p) in ours for p in theirs) or not any(p.grad is not None for p in theirs):
+    theirs, ours = list(net.parameters()), set(parameters)
+    if any(p in ours for p in theirs) or not any(p.grad is not None for p in theirs):
         return
-    if [p.shape for p in held] == [p.shape for p in theirs]:
+    if [p.shape for p in parameters] == [p.shape for p in theirs]:
         raise SettingError(
             f"{type(optimizer).__name__} holds the parameters of a copy of the model: none of them has a "
             "gradient, those of the model that ran do",

@@ -127,7 +127,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def tensors_of(
-    leaves: Sequence[Any], changed: Sequence[int], device: torch.device | None
+    leaves: Sequence[object], changed: Sequence[int], device: torch.device | None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors among a call's inputs, as the caller gave them, and as the program takes them.
 

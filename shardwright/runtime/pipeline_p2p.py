@@ -263,8 +263,8 @@ class ProcessStageLink:
 
     def _receivers(self, home: Stage) -> tuple[int, ...]:
         """The ranks to which this rank, of stage `home`, sends an output of the stage."""
-        others = [r for r in range(self.plan.devices) if r not in home.ranks]
-        return tuple(r for r in others if self._teller(home, r) == self.rank)
+        outside = [r for r in range(self.plan.devices) if r not in home.ranks]
+        return tuple(r for r in outside if self._teller(home, r) == self.rank)
 
     def _teller(self, home: Stage, rank: int) -> int:
         """The rank of stage `home` that sends the stage's outputs to `rank`."""
@@ -508,15 +508,15 @@ def process_pipeline(
     """
     stages = plan.of_rank(runtime.rank)
     _make_even(runtime)
-    held: ShardedState | None = None if before is None else before.held
-    if held is None:
-        held = _state(plan, stages, holder, runtime, broadcast)
+    sharded: ShardedState | None = None if before is None else before.sharded
+    if sharded is None:
+        sharded = _state(plan, stages, holder, runtime, broadcast)
     else:
-        held.take_buffers(holder, runtime.device)
+        sharded.take_buffers(holder, runtime.device)
     parameters = dict(holder.named_parameters())
     bodies = {}
     for stage in stages:
-        groups = held.groups
+        groups = sharded.groups
         lowered = lower(stage.plan, plan)
         seed = trace_random_numbers(lowered, runtime.device, groups.rank) if compiled else NO_SEED
         trained = [name for name, p in parameters.items() if name in lowered.parameters and p.requires_grad]
@@ -524,16 +524,16 @@ def process_pipeline(
         outside = stage.plan.gathered_once
         body = RankExecutor(lowered, groups, schedule, compiled, stage=True, outside=outside)
         sums = StageSums(body.sums, body.types, groups, schedule, accumulation, body.scattered, body.followed)
-        leaves = held.leaves(holder, sums, set(lowered.parameters))
+        leaves = sharded.leaves(holder, sums, set(lowered.parameters))
         body.attach(parameters)
         mine = {n: parameters[n] for n in lowered.parameters}
         weights = StageWeights(body, sums, mine, _cut(stage, body), accumulation, groups.rank)
-        counts = None if stage.counts is None else _counting(lower(stage.counts), held, runtime)
+        counts = None if stage.counts is None else _counting(lower(stage.counts), sharded, runtime)
         bodies[stage.number] = StageBody(
             stage,
             partial(_compiled, seed.around(body), weights) if compiled else body,
             {n: leaves[n] for n in lowered.parameters},
-            {n: held.buffers[n] for n in lowered.buffers},
+            {n: sharded.buffers[n] for n in lowered.buffers},
             [stage.plan.graph.constants[n].to(runtime.device) for n in lowered.constants],
             lowered.updates,
             counts,
@@ -543,7 +543,7 @@ def process_pipeline(
     _make_even(runtime)
     link = link_of(plan, runtime.rank, runtime.device, _shapes(plan), getattr(before, "link", None))
     _make_even(runtime)  # a rank may have more neighbours than another one of its stage
-    return PipelineProgram(plan, bodies, link, held, runtime.device, _absent(plan, held))
+    return PipelineProgram(plan, bodies, link, sharded, runtime.device, _absent(plan, sharded))
 
 
 def _compiled(body: Callable[..., list[Tensor]], weights: StageWeights, *local: Tensor) -> list[Tensor]:
@@ -591,25 +591,25 @@ def _state(
             return ParameterPlacement(Layout.replicated(size, whole.dim()), groups)
         return ParameterPlacement(p.storage, groups) if p.stage in mine else None
 
-    held = ShardedState(place, holder, groups, runtime.device, broadcast)
+    sharded = ShardedState(place, holder, groups, runtime.device, broadcast)
     for name, parameter in holder.named_parameters():
         if name in lying:
             of_stage(parameter, lying[name].stage in mine and not groups.rank)
-    set_empty_aside(holder.tables[0][1], list(held.absent.values()))
-    return held
+    set_empty_aside(holder.tables[0][1], list(sharded.absent.values()))
+    return sharded
 
 
-def _counting(lowered: Lowered, held: ShardedState, runtime: Runtime) -> Callable[..., list[Tensor]]:
+def _counting(lowered: Lowered, sharded: ShardedState, runtime: Runtime) -> Callable[..., list[Tensor]]:
     """The program that counts targets, as a function of the inputs that it reads."""
     constants = lowered.plan.graph.constants
     return partial(
-        RankExecutor(lowered, held.groups),
-        *(held.buffers[n] for n in lowered.buffers),
+        RankExecutor(lowered, sharded.groups),
+        *(sharded.buffers[n] for n in lowered.buffers),
         *(constants[n].to(runtime.device) for n in lowered.constants),
     )
 
 
-def _absent(plan: PipelinePlan, held: ShardedState) -> list[nn.Parameter]:
+def _absent(plan: PipelinePlan, sharded: ShardedState) -> list[nn.Parameter]:
     """The parameters of other stages that a loss reaches. They get empty gradients, so that all ranks have
     equally many."""
     graph = plan.graph
@@ -617,7 +617,9 @@ def _absent(plan: PipelinePlan, held: ShardedState) -> list[nn.Parameter]:
     for op in reversed(graph.ops):
         if any(v is not None and v.name in reached and v.requires_grad for v in op.outputs):
             reached.update(v.name for v in op.inputs if v.requires_grad)
-    return [p for name, p in held.absent.items() if name in graph.parameters and graph.parameters[name].name in reached]
+    return [
+        p for name, p in sharded.absent.items() if name in graph.parameters and graph.parameters[name].name in reached
+    ]
 
 
 def _shapes(plan: PipelinePlan) -> list[tuple[int, ...] | None]:

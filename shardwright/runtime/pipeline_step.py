@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,9 @@ from .profile_ranges import action_range, step_range
 from .saved_tensors import check_checkpointed
 from .second_derivatives import differentiated_once
 
+if TYPE_CHECKING:
+    from .distributed.parameters import ShardedState
+
 __all__ = [
     "LocalStageLink",
     "PipelineProgram",
@@ -66,9 +69,8 @@ def parts_of(plan: PipelinePlan, served_ranks: int) -> tuple[list[int], list[int
         plan: the plan.
         served_ranks: for how many ranks of a stage this process feeds the batch (`parts` of `PipelineProgram`).
     """
-    alone = served_ranks == 1  # one rank: its parts follow from the layouts
     inputs, outputs = [plan.parts] * len(plan.split), [plan.parts] * len(plan.graph.outputs)
-    for stage in plan.stages if alone else ():
+    for stage in plan.stages if served_ranks == 1 else ():  # one rank: its parts follow from the layouts
         for source, layout in zip(stage.sources, stage.plan.input_placement.inputs):
             if source.kind == "input" and source.index < len(inputs) and layout.dims:
                 inputs[source.index] = max(1, plan.parts // layout.cuts[0])
@@ -267,16 +269,13 @@ class PipelineStep:
 
     def _trained(self, s: int) -> list[Tensor]:
         """The leaves of a stage that sum gradients over all micro-batches."""
-        return [
-            x
-            for x in (*self.leaves[s].values(), *(x for (stage, _), x in self.shared.items() if stage == s))
-            if x.requires_grad
-        ]
+        shared = (x for (stage, _), x in self.shared.items() if stage == s)
+        return [x for x in (*self.leaves[s].values(), *shared) if x.requires_grad]
 
     def _read(self, s: int, k: int) -> list[Tensor]:
         """The inputs of a forward that need gradients of this micro-batch alone."""
-        shared = {id(x) for x in self.shared.values()}
-        return [x for x in self.inputs[s, k] if x.requires_grad and id(x) not in shared]
+        shared = set(self.shared.values())
+        return [x for x in self.inputs[s, k] if x.requires_grad and x not in shared]
 
     def _backward(self, s: int, k: int) -> None:
         outputs, gradients = self._owed(s, k)
@@ -302,26 +301,26 @@ class PipelineStep:
         self._return(s, k)
 
     def _backward_to_weights(self, s: int, k: int) -> None:
-        left = self.weights.pop((s, k), None)
-        if isinstance(left, tuple):
-            outputs, gradients = left
+        waiting = self.weights.pop((s, k), None)
+        if isinstance(waiting, tuple):
+            outputs, gradients = waiting
             if outputs:
                 torch.autograd.backward(outputs, gradients, inputs=self._trained(s))
-        elif left is not None:
+        elif waiting is not None:
             weights = self.program.bodies[s].weights
             weights.second_half(True)
-            for group, trained, names in self._groups(s, left):
+            for group, trained, names in self._groups(s, waiting):
                 torch_private.stage_backward_weight(iter(trained), [group])
                 weights.came(names)
             weights.second_half(False)
 
-    def _groups(self, s: int, left: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Tensor], list[str]]]:
+    def _groups(self, s: int, groups: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Tensor], list[str]]]:
         """Yield the groups of weights whose gradients are computed together, the tensors of each and the names of the
         stage's own weights among them; the last used first, in an order that all ranks share."""
         trained = self._trained(s)
         named = [name for name, x in self.leaves[s].items() if x.requires_grad]
         number = {torch.autograd.graph.get_gradient_edge(x).node: i for i, x in enumerate(trained)}
-        of = [(sorted(number[node] for node in group["params"]), group) for group in left]
+        of = [(sorted(number[node] for node in group["params"]), group) for group in groups]
         for places, group in sorted(of, key=lambda entry: entry[0], reverse=True):
             yield group, [trained[i] for i in places], [named[i] for i in places if i < len(named)]
 
@@ -547,7 +546,7 @@ class PipelineProgram:
         plan: the plan.
         bodies: the stages of this process, by number.
         link: between stages.
-        held: as in `StepProgram`.
+        sharded: as in `StepProgram`.
         device: where inputs are moved to; None: they are there already.
         parts: for how many ranks of a stage this process feeds the batch, where each rank feeds its own part.
         absent: parameters of other stages, which are empty here, and get empty gradients.
@@ -562,14 +561,14 @@ class PipelineProgram:
         plan: PipelinePlan,
         bodies: dict[int, StageBody],
         link: StageLink,
-        held: Any = None,
+        sharded: ShardedState | None = None,
         device: torch.device | None = None,
         absent: Sequence[nn.Parameter] = (),
         parts: int = 1,
     ) -> None:
         if any(action.kind == "I" for actions in plan.schedule.actions for action in actions):
             demand("stage_backward_input", "stage_backward_weight")
-        self.plan, self.bodies, self.link, self.held, self.device = plan, bodies, link, held, device
+        self.plan, self.bodies, self.link, self.sharded, self.device = plan, bodies, link, sharded, device
         self.exact, self.absent = True, absent
         self.begin: Callable[[], None] | None = None
         self.guards, self.effects, self.strides = Guards((), ()), Effects(), StridesAsked()
@@ -605,7 +604,7 @@ class PipelineProgram:
         trains = torch.is_grad_enabled() and (self.loss is not None or self.why is not None)
         if trains:
             self.check()
-        with step_range(self.plan, self.held):
+        with step_range(self.plan, self.sharded):
             step = PipelineStep(self, tensors, trains)
             results = self.link.finish(step.run())
         position.back = False  # the ranks of some stages have waited in the step's backward; the loss's is to come

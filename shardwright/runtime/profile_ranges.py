@@ -47,12 +47,12 @@ from ..sharded_plan import Plan
 from ..torch_private import profiler_enabled as profiling, pytree
 
 __all__ = [
-    "AGAIN",
     "BACKWARD",
     "ISSUE",
-    "KEPT",
     "PREFIX",
     "RECOMPUTED",
+    "REGATHERED",
+    "UNSUMMED",
     "WAIT",
     "RangeNames",
     "action_range",
@@ -112,13 +112,13 @@ def operator_paths(decisions: Mapping[str, Decision]) -> dict[str, str]:
 
 
 #: The begin of each name, and what stands behind some.
-PREFIX, BACKWARD, RECOMPUTED, AGAIN, ISSUE, WAIT = "sw::", " backward", " recomputed", " again", " issue", " wait"
+PREFIX, BACKWARD, RECOMPUTED, REGATHERED, ISSUE, WAIT = "sw::", " backward", " recomputed", " again", " issue", " wait"
 
 #: Functions of autograd that one call makes, at most; those beyond have no name.
 FUNCTIONS = 1 << 10
 
 #: The name of the sum of a gradient that a backward under ``no_sync`` has left.
-KEPT = "bucket: gradients kept under no_sync"
+UNSUMMED = "bucket: gradients kept under no_sync"
 
 #: The kinds of actions of a pipeline's schedule, in words.
 _ACTIONS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
@@ -131,17 +131,29 @@ def range_of(text: str) -> AbstractContextManager[Any]:
     return record_function(PREFIX + text) if profiling() else _NOTHING
 
 
-def step_range(plan: Plan | PipelinePlan, held: Any) -> AbstractContextManager[Any]:
+class _Groups(Protocol):
+    base: int
+    rank: int
+
+
+class _OnRank(Protocol):
+    """A `distributed.parameters.ShardedState`: the parameters of one rank, with its process groups."""
+
+    @property
+    def groups(self) -> _Groups: ...
+
+
+def step_range(plan: Plan | PipelinePlan, sharded: _OnRank | None) -> AbstractContextManager[Any]:
     """The range of one call of a program.
 
     Args:
         plan: its plan.
-        held: the parameters of this rank (`distributed.parameters.ShardedState`); None: all ranks are in this process.
+        sharded: the parameters of this rank; None: all ranks are in this process.
     """
     if not profiling():
         return _NOTHING
     ranks = f"{plan.devices} rank{'s' * (plan.devices > 1)} in one process"
-    where = ranks if held is None else f"rank {held.groups.base + held.groups.rank} of {plan.devices}"
+    where = ranks if sharded is None else f"rank {sharded.groups.base + sharded.groups.rank} of {plan.devices}"
     return range_of(f"step {where}, plan {plan.fingerprint}")
 
 
@@ -152,22 +164,22 @@ def action_range(action: Action) -> AbstractContextManager[Any]:
     return range_of(f"stage {action.stage}, micro-batch {action.micro}, {_ACTIONS[action.kind]}")
 
 
-def named(call: Callable[..., Any], text: str) -> Callable[..., Any]:
+def named(call: Callable[..., object], text: str) -> Callable[..., Any]:
     """A call as a range, and its backward as ranges too."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with record_function(PREFIX + text):
             made = call(*args, **kwargs)
-        around_backward(made, (args, kwargs), lambda: _entered(text + BACKWARD), _left)
+        around_backward(made, (args, kwargs), lambda: _entered(text + BACKWARD), _exited)
         return made
 
     return run
 
 
-def named_when_profiled(call: Callable[[Any], Any], text: str) -> Callable[[Any], Any]:
+def named_when_profiled(call: Callable[[Any], object], text: str) -> Callable[[Any], Any]:
     """A function that is a range while a profiler is active."""
 
-    def run(x: Any) -> Any:
+    def run(x: object) -> Any:
         if not profiling():
             return call(x)
         with record_function(PREFIX + text):
@@ -180,11 +192,11 @@ def _entered(text: str) -> record_function:
     return record_function(PREFIX + text).__enter__()
 
 
-def _left(entered: record_function) -> None:
+def _exited(entered: record_function) -> None:
     entered.__exit__(None, None, None)
 
 
-def around_backward(made: Any, inputs: Any, begin: Callable[[], Any], end: Callable[[Any], None]) -> None:
+def around_backward(made: object, inputs: object, begin: Callable[[], object], end: Callable[[Any], None]) -> None:
     """Call `begin` before, and `end` with its result after, each autograd function that a call has made.
 
     Args:
@@ -210,7 +222,7 @@ def _watch(function: Any, begin: Callable[[], Any], end: Callable[[Any], None]) 
     function.register_hook(after)
 
 
-def _functions_between(made: Any, inputs: Any) -> list[Any]:
+def _functions_between(made: object, inputs: object) -> list[Any]:
     """The functions of autograd that lie between results and what they were computed from."""
     starts = [x.grad_fn for x in _tensors(made) if x.grad_fn is not None]
     if not starts:
@@ -227,7 +239,7 @@ def _functions_between(made: Any, inputs: Any) -> list[Any]:
     return out
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors(tree: object) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
@@ -337,7 +349,7 @@ N = TypeVar("N", bound=_Node)
 
 
 def named_steps(
-    steps: Sequence[tuple[N, int, Callable[[Any], Any]]],
+    steps: Sequence[tuple[N, int, Callable[[Any], object]]],
     slots: Mapping[N, int],
     names: RangeNames,
     skipped: Collection[N],
@@ -352,11 +364,11 @@ def named_steps(
     return out
 
 
-def _named_step(step: Callable[[Any], Any], text: str, read: Sequence[int]) -> Callable[[Any], Any]:
+def _named_step(step: Callable[[Any], object], text: str, read: Sequence[int]) -> Callable[[Any], Any]:
     def run(env: Any) -> Any:
         with record_function(PREFIX + text):
             made = step(env)
-        around_backward(made, [env[slot] for slot in read], lambda: _entered(text + BACKWARD), _left)
+        around_backward(made, [env[slot] for slot in read], lambda: _entered(text + BACKWARD), _exited)
         return made
 
     return run

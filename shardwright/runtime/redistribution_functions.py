@@ -94,8 +94,8 @@ class ExtremeFunction(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         reduced, operand, result = ctx.saved_tensors
         with torch.no_grad():
-            held = _ties(operand, reduced, result, ctx.dims).to(gradient.dtype)
-            share = held / run_steps(held, ctx.steps)
+            tied = _ties(operand, reduced, result, ctx.dims).to(gradient.dtype)
+            share = tied / run_steps(tied, ctx.steps)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: shares are constants
             gradient = RedistributionFunction.apply(gradient, (), ctx.steps)
         return gradient * share, None, None, None, None

@@ -40,10 +40,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import SettingError
+from ..identity_tables import IdentityMap
 from ..partition.rematerialization import Region
 from ..torch_private import storage_id, top_saved_tensors_hooks, version_of
 from .lowering import Lowered, Node, number_of_result
-from .profile_ranges import AGAIN, RECOMPUTED, gather_text, named_when_profiled, profiling, range_of
+from .profile_ranges import RECOMPUTED, REGATHERED, gather_text, named_when_profiled, profiling, range_of
 
 __all__ = ["LoweredRegions", "RegatheredWeights", "RegionRun", "Saver", "check_checkpointed", "hooks_aside", "keep"]
 
@@ -80,8 +81,8 @@ class Dropped:
     def pass_on(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Dropped:
         """Save the tensor through the surrounding hooks, without dropping it."""
         assert self.tensor is not None
-        held, self.tensor = pack(self.tensor), None
-        self.take = lambda *_: unpack(held)
+        packed, self.tensor = pack(self.tensor), None
+        self.take = lambda *_: unpack(packed)
         return self
 
     def get(self) -> Any:
@@ -134,21 +135,21 @@ class RegionRun:
     """One region in one call of the program.
 
     Attributes:
-        kept: the inputs of the region, by key: values, or a `Dropped` of another region.
+        inputs: the inputs of the region, by key: values, or a `Dropped` of another region.
         waiting: all `Dropped` of the region that some backward still holds.
     """
 
     def __init__(self, recompute: _Recompute) -> None:
         self.recompute = recompute
         self.waiting: weakref.WeakSet[Dropped] = weakref.WeakSet()
-        self.kept: dict[Hashable, Any] = {}
+        self.inputs: dict[Hashable, Any] = {}
         self.versions: dict[Hashable, list[int]] = {}
 
     def keep(self, key: Hashable, value: Any, copy: bool = False) -> None:
         """Keep an input value; `copy`: it will be changed in place after the forward, so a clone is kept."""
         value = _leaves(value, {})
-        self.kept[key] = _mapped(value, Tensor.clone) if copy else value
-        self.versions[key] = [version_of(x) for x in _tensors(self.kept[key])]
+        self.inputs[key] = _mapped(value, Tensor.clone) if copy else value
+        self.versions[key] = [version_of(x) for x in _tensors(self.inputs[key])]
 
     def fill(self) -> None:
         """Recompute the region and fill all `Dropped` that wait for it.
@@ -157,7 +158,7 @@ class RegionRun:
             RuntimeError: an input has been changed in place since the forward.
         """
         env = {}
-        for key, value in self.kept.items():
+        for key, value in self.inputs.items():
             env[key] = value.get() if isinstance(value, Dropped) else value
             if key in self.versions and [version_of(x) for x in _tensors(value)] != self.versions[key]:
                 raise RuntimeError(
@@ -233,8 +234,8 @@ def _lent(key: Hashable, values: Values, _: Values) -> Any:
     return values[key]
 
 
-def _unpack(held: Any) -> Tensor:
-    return held.get() if isinstance(held, Dropped) else held
+def _unpack(packed: Any) -> Tensor:
+    return packed.get() if isinstance(packed, Dropped) else packed
 
 
 def _item(made: Any, which: int | None) -> Any:
@@ -289,13 +290,13 @@ def _tensors(value: Any) -> list[Tensor]:
     return [x for v in value for x in _tensors(v)] if isinstance(value, (list, tuple)) else []
 
 
-def _leaves(value: Any, memo: dict[int, Tensor]) -> Any:
+def _leaves(value: Any, memo: dict[Tensor, Tensor]) -> Any:
     """The same tensors detached from their graph; an object that occurs twice stays one object."""
 
     def leaf(x: Tensor) -> Tensor:
-        if id(x) not in memo:
-            memo[id(x)] = x.detach().requires_grad_(x.requires_grad)
-        return memo[id(x)]
+        if x not in memo:
+            memo[x] = x.detach().requires_grad_(x.requires_grad)
+        return memo[x]
 
     return _mapped(value, leaf)
 
@@ -319,7 +320,7 @@ class LoweredRegions(Generic[Key]):
         self.reads: dict[Node, list[tuple[int, Key, Node, bool]]] = {}
         if not self.regions:
             return
-        number = {id(i): k for k, i in enumerate(instructions)}
+        number = IdentityMap((i, k) for k, i in enumerate(instructions))
         self.values: dict[str, Node] = {}  # name of an instance -> its node
         self.nodes: dict[int, list[Node]] = {}  # instruction -> its nodes
         for node in lowered.nodes:
@@ -329,7 +330,7 @@ class LoweredRegions(Generic[Key]):
                 self.values[node.meta["instance"].name] = node
             base = node if "instruction" in node.meta or node.op == "placeholder" else node.args[0]
             if base.op != "placeholder":
-                self.nodes.setdefault(number[id(base.meta["instruction"])], []).append(node)
+                self.nodes.setdefault(number[base.meta["instruction"]], []).append(node)
         self.owner = {name: k for k, region in enumerate(self.regions) for name in region.dropped}
         for k, region in enumerate(self.regions):
             for i in region.savers:
@@ -415,7 +416,7 @@ class LoweredRegions(Generic[Key]):
         def begin() -> list[RegionRun]:
             runs = [RegionRun(recomputed) for recomputed in made]
             for k, key, other in lent:
-                runs[k].kept[key] = Dropped(None).drop(runs[other], partial(_lent, key))
+                runs[k].inputs[key] = Dropped(None).drop(runs[other], partial(_lent, key))
             return runs
 
         return begin
@@ -423,7 +424,7 @@ class LoweredRegions(Generic[Key]):
 
 def keep(runs: list[RegionRun] | None, region: int, key: Hashable, value: Any, copy: bool) -> None:
     """Keep a value for a region, unless another region lends it."""
-    if runs is not None and key not in runs[region].kept:
+    if runs is not None and key not in runs[region].inputs:
         runs[region].keep(key, value, copy)
 
 
@@ -452,7 +453,7 @@ class _Weight:
                 legal='optimizer.step() after backward(), or optimizer_level="level2"',
             )
         if self._gathered is None:
-            with torch.no_grad(), range_of(gather_text(self.name) + AGAIN):
+            with torch.no_grad(), range_of(gather_text(self.name) + REGATHERED):
                 self._gathered = self._gather()
         gathered, self._due = self._gathered[index], self._due - 1
         if not self._due:  # all are served; a second backward through the same graph gathers again

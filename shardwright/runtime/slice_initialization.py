@@ -151,27 +151,27 @@ def jumped(state: Tensor, words: int) -> Tensor:
     """
     out = state.clone()
     raw = out.numpy()
-    left, following = raw[_LEFT].view(np.int32), raw[_NEXT].view(np.int64)
-    if words < left[0]:
-        left -= words
+    remaining, following = raw[_LEFT].view(np.int32), raw[_NEXT].view(np.int64)
+    if words < remaining[0]:
+        remaining -= words
         following += words
         return out
-    held = raw[_HEAD : _HEAD + 8 * _N].view(np.int64)
+    numbers = raw[_HEAD : _HEAD + 8 * _N].view(np.int64)
     # The new state is that in front of the next twist: all its words are used. Of its first word the highest bit
     # alone is right, and the twist reads no other.
-    ahead = _continued(held.astype(np.uint32), _DEGREE)
+    ahead = _continued(numbers.astype(np.uint32), _DEGREE)
     made = np.zeros(_N, np.uint32)
-    for at in _terms(words - int(left[0]) + 1):
+    for at in _terms(words - int(remaining[0]) + 1):
         made ^= ahead[at : at + _N]
-    held[:] = made
-    left[0], following[0] = 1, 0
+    numbers[:] = made
+    remaining[0], following[0] = 1, 0
     return out
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
 
 
-def words_of(fill: Any, dtype: torch.dtype, numel: int) -> int:
+def words_of(fill: object, dtype: torch.dtype, numel: int) -> int:
     """The words that a fill of a contiguous tensor takes.
 
     Args:
@@ -277,7 +277,7 @@ class Numbers:
         self.pending = len(rounds) * words
 
 
-def _span(fill: Any, numel: int, first: int, last: int) -> tuple[int, int]:
+def _span(fill: object, numel: int, first: int, last: int) -> tuple[int, int]:
     """The elements that are drawn for some elements of a fill: numbers are made together."""
     if fill is _NORMAL:
         first = min(first, numel - _LOT) // _LOT * _LOT
@@ -305,7 +305,7 @@ def row_blocks(begin: int, end: int, width: int, numel: int) -> Iterator[tuple[i
 
 
 @lru_cache(maxsize=32)
-def draws_by_place(fill: Any, dtype: torch.dtype) -> bool:
+def draws_by_place(fill: object, dtype: torch.dtype) -> bool:
     """True where a fill of a tensor by this torch draws what this file says, in parts as in the whole.
 
     The generator is left as it was.
@@ -401,19 +401,19 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def noted(x: Any) -> Any:
+def noted(x: object) -> Any:
     """A `Meta` of a meta tensor; anything else as it is."""
     if isinstance(x, Tensor) and x.is_meta:
         return Meta(x.untyped_storage(), x.shape, x.stride(), x.storage_offset(), x.dtype)
     return x
 
 
-def metas(x: Any) -> list[Meta]:
+def metas(x: object) -> list[Meta]:
     """The `Meta` among the leaves of nested lists."""
     return [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Meta)]
 
 
-def draws(function: Any) -> bool:
+def draws(function: object) -> bool:
     """True where a call on a tape draws random numbers, or may."""
     seeded = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
     return seeded or getattr(function, "__module__", "") == nn.init.__name__
@@ -448,8 +448,8 @@ class DrawnPart(NamedTuple):
         rows = begins[0] * many, ends[0] * many
         if cut is None:
             return cls(matrix, rows)
-        inner = math.prod(shape[cut + 1 :])
-        return cls(matrix, rows, (begins[cut] * inner, ends[cut] * inner))
+        row_size = math.prod(shape[cut + 1 :])
+        return cls(matrix, rows, (begins[cut] * row_size, ends[cut] * row_size))
 
     @property
     def empty(self) -> bool:
@@ -531,7 +531,7 @@ def _is_large(x: Meta) -> bool:
     return numel >= LARGE and whole
 
 
-def _by_elements(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+def _by_elements(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> bool:
     """True for a call of which some elements can be computed alone."""
     if not isinstance(result, Meta) or any(
         x.shape != result.shape or not _is_large(x) for x in metas((args, kwargs, result))
@@ -543,16 +543,16 @@ def _by_elements(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
         return not (kwargs and function in _FILLS) and draws_by_place(fill, result.dtype)
     if _truncates(function):
         return kwargs["generator"] is None and _accepted(kwargs) > 0.3 and truncates_by_place(result.dtype)
-    others = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     each = function in _EACH or torch.Tag.pointwise in getattr(function, "tags", ())
-    return each and not draws(function) and not any(x.dim() for x in others)
+    return each and not draws(function) and not any(x.dim() for x in operands)
 
 
-def _truncates(function: Any) -> bool:
+def _truncates(function: object) -> bool:
     return getattr(function, "__name__", "").endswith("trunc_normal_") and draws(function)
 
 
-def _accepted(normal: Mapping[str, Any]) -> float:
+def _accepted(normal: Mapping[str, object]) -> float:
     """The probability of a number inside of the bounds of a ``trunc_normal_``; torch draws in another way where it is
     small."""
     below = lambda x: 0.5 * (1 + math.erf((x - normal["mean"]) / normal["std"] / math.sqrt(2)))
@@ -560,7 +560,7 @@ def _accepted(normal: Mapping[str, Any]) -> float:
 
 
 def compute(
-    call: Call, of: Callable[[Any], Any], part: DrawnPart, real: Mapping[int, Tensor], numbers: Numbers
+    call: Call, of: Callable[[Any], object], part: DrawnPart, real: Mapping[int, Tensor], numbers: Numbers
 ) -> Tensor:
     """The memory of the result of a call, of which a part alone is computed.
 
@@ -589,7 +589,7 @@ def compute(
     return flat
 
 
-def _fill(numbers: Numbers, fill: Any, flat: Tensor, part: DrawnPart, args: Sequence[Any]) -> None:
+def _fill(numbers: Numbers, fill: object, flat: Tensor, part: DrawnPart, args: Sequence[Any]) -> None:
     """Draw a part of a fill of the whole."""
     (rows, width), target = part.shape, part.within(flat)
     if part.empty or part.columns is None:

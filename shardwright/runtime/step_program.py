@@ -53,7 +53,7 @@ class StepProgram:
     Attributes:
         plan: the plan.
         body: the runtime's own program: `SingleDeviceExecutor`, `LocalExecutor` or `RankExecutor`.
-        held: the parameters of the processes runtime, for the model's next program; None in the local one.
+        sharded: the parameters of the processes runtime, for the model's next program; None in the local one.
         exact: True where random numbers belong to positions of whole tensors; False where they belong to operators
             and slices.
         begin: called at the begin of each call, or None.
@@ -68,12 +68,12 @@ class StepProgram:
         body: Callable[..., list[Tensor]],
         state: list[Tensor],
         updated: list[Tensor],
-        held: ShardedState | None = None,
+        sharded: ShardedState | None = None,
         device: torch.device | None = None,
         mean: bool = False,
         seed: CompiledSeed = NO_SEED,
     ) -> None:
-        self.plan, self.body, self.held, self.exact = plan, body, held, True
+        self.plan, self.body, self.sharded, self.exact = plan, body, sharded, True
         self.begin: Callable[[], None] | None = None
         self.guards, self.effects, self.strides = Guards((), ()), Effects(), StridesAsked()
         self._draws = plan.program.seed is not None
@@ -91,7 +91,7 @@ class StepProgram:
                 layout.cuts[0] if own == 1 and layout.dims else own for layout in plan.input_placement.inputs
             ]
         if plan.own is not None:
-            self._handings = handings(plan, held is not None, mean)
+            self._handings = handings(plan, sharded is not None, mean)
         else:
             parts = [
                 i.layout.cuts[0] if mean and isinstance(o, Value) and i.layout.dims else 1
@@ -111,7 +111,7 @@ class StepProgram:
             seed = stream.draw(self.exact)
             device = self._seed.device
             tensors.insert(0, seed if device is None else seed.to(device, non_blocking=True))
-        with step_range(self.plan, self.held):
+        with step_range(self.plan, self.sharded):
             made = self._seed.around(self.body)(*self._state, *tensors)
         if self._sole and not self._updated:
             return _wrapper(made[0], self._handings[0])  # most often the loss: no tree to build
@@ -230,11 +230,11 @@ def _on_processes(
     from .distributed.rank_executor import RankExecutor as ProcessProgram  # noqa: PLC0415  processes alone use it
 
     plan = lowered.plan
-    held = before.held if before is not None else None
-    if held is None:
+    sharded = before.sharded if before is not None else None
+    if sharded is None:
         groups = ProcessGroups(plan.devices, runtime.rank)
         stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
-        held = ShardedState(
+        sharded = ShardedState(
             lambda name, whole: Place(stored.get(name) or Layout.replicated(plan.devices, whole.dim()), groups),
             holder,
             groups,
@@ -242,15 +242,16 @@ def _on_processes(
             broadcast,
         )
     else:
-        held.take_buffers(holder, runtime.device)
+        sharded.take_buffers(holder, runtime.device)
     trained = [name for name, parameter in holder.named_parameters() if parameter.requires_grad]
-    schedule = plan.scheduled(not held.groups.exchanges, fusion, trained, stage=False)
-    body = ProcessProgram(lowered, held.groups, schedule, compiled)
-    leaves = held.leaves(
-        holder, GradientSums(body.sums, body.types, held.groups, schedule, accumulation, body.scattered, body.followed)
+    schedule = plan.scheduled(not sharded.groups.exchanges, fusion, trained, stage=False)
+    body = ProcessProgram(lowered, sharded.groups, schedule, compiled)
+    leaves = sharded.leaves(
+        holder,
+        GradientSums(body.sums, body.types, sharded.groups, schedule, accumulation, body.scattered, body.followed),
     )
     body.attach(dict(holder.named_parameters()))
-    state = [leaves[n] for n in lowered.parameters] + [held.buffers[n] for n in lowered.buffers]
+    state = [leaves[n] for n in lowered.parameters] + [sharded.buffers[n] for n in lowered.buffers]
     state += [plan.graph.constants[n].to(runtime.device) for n in lowered.constants]
     if compiled:
         keep_in_place(state)
@@ -258,8 +259,8 @@ def _on_processes(
         plan,
         body,
         state,
-        [held.buffers[n] for n in lowered.updates],
-        held,
+        [sharded.buffers[n] for n in lowered.updates],
+        sharded,
         runtime.device,
         gradients_mean and (plan.input_placement.per_rank_batch or plan.own is not None),
         seed,

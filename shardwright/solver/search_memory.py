@@ -148,7 +148,7 @@ def spending(budget: SearchBudget) -> Iterator[SearchBudget]:
     token = _CURRENT.set(budget)
     try:
         with Work("search") as work:
-            work.words = lambda: str(budget.now())
+            work.describe = lambda: str(budget.now())
             yield budget
     finally:
         _CURRENT.reset(token)

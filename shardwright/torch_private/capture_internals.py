@@ -80,7 +80,7 @@ def register_node(*args: Any, **kwargs: Any) -> None:
 
 
 @contextlib.contextmanager
-def stack_lines(keep: Callable[[Any, Any], Any], captured: Any) -> Iterator[None]:
+def stack_lines(keep: Callable[[Any, Any], object], captured: object) -> Iterator[None]:
     """Make traced operators keep other lines of their stack, inside the ``with`` block: those that export chooses where
     a version of torch lacks these two names.
 
@@ -96,17 +96,17 @@ def stack_lines(keep: Callable[[Any, Any], Any], captured: Any) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _replaced(module: str, name: str, value: Any) -> Iterator[None]:
+def _replaced(module: str, name: str, value: object) -> Iterator[None]:
     """Give a private name of a module another value inside the ``with`` block; nothing happens where torch lacks it."""
-    held = version_lookup.lookup(module)
-    before = getattr(held, name, None)
+    owner = version_lookup.lookup(module)
+    before = getattr(owner, name, None)
     if before is not None:
-        setattr(held, name, value)
+        setattr(owner, name, value)
     try:
         yield
     finally:
         if before is not None:
-            setattr(held, name, before)
+            setattr(owner, name, before)
 
 
 @contextlib.contextmanager
@@ -214,10 +214,10 @@ def called_above_autograd(handle: Callable[..., Any]) -> Iterator[Callable[[], c
         yield beneath
 
 
-def _out_of_sight(handle: Callable[..., Any]) -> Callable[..., Any]:
+def _out_of_sight(handle: Callable[..., object]) -> Callable[..., Any]:
     """A function that calls `handle` with Python's tracing off."""
 
-    def call(func: Any, args: Any, kwargs: Any) -> Any:
+    def call(func: object, args: Any, kwargs: Any) -> Any:
         traced = sys.gettrace()
         if traced is None:
             return handle(func, args, kwargs)
@@ -241,11 +241,11 @@ def _watching() -> type:
     class Watching(own):
         __enter__, __exit__ = plain.__enter__, plain.__exit__
 
-        def __init__(self, handle: Callable[..., Any]) -> None:
+        def __init__(self, handle: Callable[..., object]) -> None:
             plain.__init__(self, torch._C.DispatchKey.PreDispatch)
             self._mode_key, self._handle = torch._C._TorchDispatchModeKey.PROXY, handle
 
-        def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> Any:
             return self._handle(func, args, kwargs or {})
 
     return Watching
@@ -285,22 +285,22 @@ def recurrent_weights(module: nn.Module) -> Iterator[None]:
     The layers hold a second list of them, which is restored at the end. Export exchanges the tensors of that list;
     torch 2.9 takes this for an assignment by the model where the list is a plain one.
     """
-    held = [
+    layers = [
         (layer, layer._flat_weights)
         for layer in module.modules()
         if isinstance(layer, nn.RNNBase) and hasattr(layer, "_flat_weights_names")
     ]
-    for layer, _ in held:
+    for layer, _ in layers:
         layer._flat_weights = _Weights([getattr(layer, name, None) for name in layer._flat_weights_names])
     try:
         yield
     finally:
-        for layer, weights in held:
+        for layer, weights in layers:
             layer._flat_weights = weights
 
 
 @contextlib.contextmanager
-def in_place_of_checkpoint(ours: Callable[..., Any]) -> Iterator[None]:
+def in_place_of_checkpoint(ours: Callable[..., object]) -> Iterator[None]:
     """Redirect calls of `torch.utils.checkpoint.checkpoint` to `ours` inside the ``with`` block, under any name of it.
 
     The function is a wrapper which calls the attribute ``__dynamo_disable`` of its inner function. Where a version of

@@ -102,22 +102,22 @@ def hooks_of(module: nn.Module) -> ModuleHooks:
 
 def hooks_of_all_modules() -> HooksOfAllModules:
     """The global hooks of modules."""
-    held = nn.modules.module
+    owner = nn.modules.module
     return HooksOfAllModules(
-        held._global_forward_pre_hooks,
-        held._global_forward_hooks,
-        held._global_backward_pre_hooks,
-        held._global_backward_hooks,
-        held._global_forward_hooks_with_kwargs,
-        held._global_buffer_registration_hooks,
+        owner._global_forward_pre_hooks,
+        owner._global_forward_hooks,
+        owner._global_backward_pre_hooks,
+        owner._global_backward_hooks,
+        owner._global_forward_hooks_with_kwargs,
+        owner._global_buffer_registration_hooks,
     )
 
 
 def part_tables(module: nn.Module) -> dict[str, dict[str, Any]]:
     """The tables of a module's parts, by kind: "parameters", "buffers", "submodules"."""
-    held = module.__dict__
+    attributes = module.__dict__
     try:
-        return {kind: held[table] for kind, table in _PARTS.items()}
+        return {kind: attributes[table] for kind, table in _PARTS.items()}
     except KeyError as error:
         raise _without(error) from None
 
@@ -132,9 +132,9 @@ def hook_tables(module: nn.Module | None) -> dict[str, dict[int, Any]]:
     hooks"; None: those of all modules."""
     if module is None:
         return {kind: getattr(nn.modules.module, f"_global{table}") for kind, table in _HOOKS.items()}
-    held = module.__dict__
+    attributes = module.__dict__
     try:
-        return {kind: held[table] for kind, table in _HOOKS.items()}
+        return {kind: attributes[table] for kind, table in _HOOKS.items()}
     except KeyError as error:
         raise _without(error) from None
 

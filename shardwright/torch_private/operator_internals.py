@@ -48,7 +48,7 @@ def overload_name(target: Any) -> str:
     return name or ""
 
 
-def overload_of(custom_op: Any) -> Any:
+def overload_of(custom_op: object) -> Any:
     """The overload of a function made with ``torch.library.custom_op``; None for anything else."""
     if isinstance(custom_op, version_lookup.name_of_torch("CustomOpDef")):
         return version_lookup.read_private(custom_op, "_opoverload", "a rule for a torch.library.custom_op")

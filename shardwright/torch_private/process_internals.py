@@ -55,7 +55,7 @@ def number_of_groups() -> int:
     return d._world.group_count if "group_count" in d._hash_ranks_to_str.__code__.co_names else len(d._world.pg_names)
 
 
-def worker_processes(agent: Any) -> Any:
+def worker_processes(agent: object) -> Any:
     """The started workers of an elastic agent, None before they start."""
     return version_lookup.read_private(agent, "_pcontext", "`shardwright run`")
 
@@ -68,7 +68,7 @@ def computation(action: Any) -> str:
 
 class _Probe(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: object, x: Tensor) -> Tensor:
         return x.clone()
 
 

@@ -40,12 +40,12 @@ def is_view(x: Tensor) -> bool:
     return version_lookup.read_private(x, "_is_view", "pipelines that split the backward")()
 
 
-def local_tensor(x: Any) -> Tensor:
+def local_tensor(x: object) -> Tensor:
     """The slice of a DTensor on this rank itself; ``to_local()`` would make an autograd node and a view (60 us)."""
     return version_lookup.read_private(x, "_local_tensor", "parameters that are DTensors")
 
 
-def spec_of(x: Any) -> Any:
+def spec_of(x: object) -> Any:
     """The mesh, placements, shape and strides of a DTensor in one object; None for a plain tensor."""
     spec = getattr(x, "_spec", None)
     if spec is None and hasattr(x, "placements"):
@@ -63,11 +63,11 @@ def gradient_hooks(tensor: Tensor) -> GradientHooks:
 
 def move_gradient_hooks(old: Tensor, new: Tensor) -> None:
     """Put a leaf's hooks onto another leaf. The handles of the old hooks still remove them."""
-    held = gradient_hooks(old)
-    if held.before:
-        new._backward_hooks = held.before
-    if held.after:
-        new._post_accumulate_grad_hooks = held.after
+    hooks = gradient_hooks(old)
+    if hooks.before:
+        new._backward_hooks = hooks.before
+    if hooks.after:
+        new._post_accumulate_grad_hooks = hooks.after
 
 
 class GradientHooks(NamedTuple):

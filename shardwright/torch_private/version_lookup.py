@@ -79,18 +79,18 @@ class Missing(type):
 
 def lookup(path: str) -> Any:
     """The object at a path; None where a part of the path is missing."""
-    held: Any = torch
+    found: Any = torch
     parts = path.split(".")
     for count, part in enumerate(parts[1:], start=2):
-        if not hasattr(held, part):
+        if not hasattr(found, part):
             try:
                 import_module(".".join(parts[:count]))
             except ImportError:
                 return None
-        held = getattr(held, part, None)
-        if held is None:
+        found = getattr(found, part, None)
+        if found is None:
             return None
-    return held
+    return found
 
 
 def name_of_torch(name: str) -> Any:
@@ -102,12 +102,12 @@ def name_of_torch(name: str) -> Any:
     return LOOKED_UP[name]
 
 
-def read_private(held: Any, name: str, feature: str) -> Any:
+def read_private(owner: object, name: str, feature: str) -> Any:
     """An attribute of one of torch's objects, which must be there."""
     try:
-        return getattr(held, name)
+        return getattr(owner, name)
     except AttributeError:
-        raise missing_error(f"{type(held).__module__}.{type(held).__qualname__}.{name}", feature) from None
+        raise missing_error(f"{type(owner).__module__}.{type(owner).__qualname__}.{name}", feature) from None
 
 
 def required(path: str, feature: str) -> Any:

@@ -97,11 +97,11 @@ def test_an_exception_is_told_and_is_blamed_after_a_kill(three, monkeypatch) -> 
 def test_an_exception_of_an_earlier_cell_is_no_reason(monkeypatch) -> None:
     monkeypatch.setattr(sys, "last_value", ValueError("of a notebook"), raising=False)
     lines = Lifelines(HashStore(), 0, 2, "127.0.0.1", False)
-    assert lifelines._last_words(lines._earlier) == ""
+    assert lifelines._last_error(lines._earlier) == ""
     try:
         raise KeyError("now")
     except KeyError:
-        assert lifelines._last_words(lines._earlier) == "KeyError: 'now'"
+        assert lifelines._last_error(lines._earlier) == "KeyError: 'now'"
     lines.forget()
 
 

@@ -259,7 +259,7 @@ def test_a_setting_mutes_a_command_inside_of_it(logged):
 
 
 def test_ctrl_c_says_the_innermost_phase_once_and_passes_on(capfd):
-    with pytest.raises(KeyboardInterrupt), Work("checkpoint of step 3", kept="the earlier checkpoints are whole"):
+    with pytest.raises(KeyboardInterrupt), Work("checkpoint of step 3", if_stopped="the earlier checkpoints are whole"):
         for number in each(range(9), "tensors", "tensors"):
             if number == 2:
                 raise KeyboardInterrupt
@@ -275,20 +275,20 @@ def test_ctrl_c_says_the_innermost_phase_once_and_passes_on(capfd):
 
 def test_a_command_gets_what_is_kept():
     with commanded(silent=True) as display:
-        with pytest.raises(KeyboardInterrupt), Work("search", kept="nothing"):
+        with pytest.raises(KeyboardInterrupt), Work("search", if_stopped="nothing"):
             keep(lambda: 7)
             raise KeyboardInterrupt
-        assert display.stopped == "search, after 0 s" and display.kept == "nothing"
+        assert display.stopped == "search, after 0 s" and display.if_stopped == "nothing"
         assert display.best is not None and display.best() == 7
 
 
 def test_a_stop_that_a_script_has_caught_is_forgotten():
     with commanded(silent=True) as display:
-        with pytest.raises(KeyboardInterrupt), Work("search", kept="nothing"):
+        with pytest.raises(KeyboardInterrupt), Work("search", if_stopped="nothing"):
             raise KeyboardInterrupt
         assert display.stopped
         with Work("save"):
-            assert not display.stopped and not display.kept
+            assert not display.stopped and not display.if_stopped
 
 
 def test_a_closed_log_ends_no_work(logged):

@@ -93,9 +93,9 @@ def test_what_is_kept(groups: int) -> None:
     for micro_batches in range(groups, 3 * groups + 1):
         gpipe, ours = schedule("gpipe", groups, micro_batches), schedule("1f1b", groups, micro_batches)
         for s in range(groups):
-            assert gpipe.most_kept(s) == micro_batches
-            assert ours.most_kept(s) == min(micro_batches, groups - s)
-        assert {forward_only(ours.placement, micro_batches).most_kept(s) for s in range(groups)} == {0}
+            assert gpipe.most_saved(s) == micro_batches
+            assert ours.most_saved(s) == min(micro_batches, groups - s)
+        assert {forward_only(ours.placement, micro_batches).most_saved(s) for s in range(groups)} == {0}
 
 
 def test_what_a_stage_keeps_is_counted_at_one_time() -> None:
@@ -105,11 +105,11 @@ def test_what_a_stage_keeps_is_counted_at_one_time() -> None:
     ]
     made = Schedule("mine", (0, 0), 1, (tuple(row),))
     check(made)
-    assert [made.most_kept(0), made.most_kept(1)] == [1, 1]
+    assert [made.most_saved(0), made.most_saved(1)] == [1, 1]
     late = tuple(Action(0, kind, k) for kind, k in (("F", 0), ("I", 0), ("F", 1), ("W", 0), ("I", 1), ("W", 1)))
-    assert Schedule("mine", (0,), 2, (late,)).most_kept(0) == 2  # the gradients of weights ask for it too
+    assert Schedule("mine", (0,), 2, (late,)).most_saved(0) == 2  # the gradients of weights ask for it too
     zbv = schedule("zbv", 4, 8)
-    assert [zbv.most_kept(s) + zbv.most_kept(7 - s) for s in range(4)] == [9] * 4  # as much on every group of the V
+    assert [zbv.most_saved(s) + zbv.most_saved(7 - s) for s in range(4)] == [9] * 4  # as much on every group of the V
 
 
 @pytest.mark.parametrize("placement", [(0,), (0, 1), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1), (1, 0)])

@@ -69,7 +69,7 @@ def test_bubbles_are_those_of_the_formulas(groups: int) -> None:
 
 @pytest.mark.parametrize(("groups", "micro_batches"), [(1, 1), (2, 2), (4, 8), (8, 32)])
 def test_peaks_of_1f1b_and_gpipe(groups: int, micro_batches: int) -> None:
-    gpipe, ours = (equal(name, groups, micro_batches, fixed=1000.0, kept=10.0) for name in ("gpipe", "1f1b"))
+    gpipe, ours = (equal(name, groups, micro_batches, fixed=1000.0, saved=10.0) for name in ("gpipe", "1f1b"))
     for g in range(groups):
         assert gpipe.peak(g) == 1000 + 10 * micro_batches
         assert ours.peak(g) == 1000 + 10 * min(micro_batches, groups - g)
@@ -83,16 +83,16 @@ def test_peaks_of_1f1b_and_gpipe(groups: int, micro_batches: int) -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"])
 def test_peaks_are_what_the_schedule_keeps(name: str) -> None:
     """A micro-batch counts in each stage of a group, from its forward to the end of its backward."""
-    made = equal(name, 4, 8, kept=1.0)
+    made = equal(name, 4, 8, saved=1.0)
     for g in range(4):
         kept = accumulate({"F": 1, "I": 0}.get(action.kind, -1) for action in made.schedule.actions[g])
         assert made.peak(g) == max(kept)
 
 
 def test_memory_over_time_by_hand() -> None:
-    """Two micro-batches on one device: 3 bytes kept of each, 5 at the end of a forward, 4 in a backward."""
+    """Two micro-batches on one device: 3 bytes saved of each, 5 at the end of a forward, 4 in a backward."""
     running = [((((0.0, 1.0), (0.5, 5.0))), ((0.0, 4.0),))]
-    made = simulate(schedule("gpipe", 1, 2), [2.0], [4.0], fixed=[100.0], kept=[3.0], running=running)
+    made = simulate(schedule("gpipe", 1, 2), [2.0], [4.0], fixed=[100.0], saved=[3.0], running=running)
     assert made.memory(0) == [
         (0, 100),
         (0, 101),
@@ -108,9 +108,9 @@ def test_memory_over_time_by_hand() -> None:
     ]
     assert made.peak(0) == 108
     actions = tuple(Action(0, kind, 0) for kind in "FIW")
-    split = simulate(Schedule("mine", (0,), 1, (actions,)), [2.0], [4.0], kept=[3.0], running=running)
+    split = simulate(Schedule("mine", (0,), 1, (actions,)), [2.0], [4.0], saved=[3.0], running=running)
     assert split.memory(0) == [(0, 0), (0, 1), (1, 5), (2, 3), (2, 4), (4, 3), (4, 3), (6, 0)]
-    alone = simulate(forward_only((0,), 2), [2.0], [0.0], kept=[3.0])
+    alone = simulate(forward_only((0,), 2), [2.0], [0.0], saved=[3.0])
     assert alone.memory(0) == [(0, 0), (0, 3), (2, 0), (2, 3), (4, 0)]
 
 
@@ -211,7 +211,7 @@ def test_the_total_is_the_longest_path(made: Schedule, data: st.DataObject) -> N
         (dict(backward=[1.0, -1.0]), "backward=-1.0 of stage 1"),
         (dict(backward=[math.nan, 1.0]), "backward=nan of stage 0"),
         (dict(weights=[1.0, 3.0]), "weights=3.0 of stage 1: that is more than its backward=2.0"),
-        (dict(kept=[1.0]), "kept has 1 entries"),
+        (dict(saved=[1.0]), "saved has 1 entries"),
         (dict(fixed=[1.0, math.inf]), "fixed=inf of stage 1"),
         (dict(end=[1.0]), "end has 1 entries"),
         (dict(running=[]), "running has 0 entries for 2 stages"),
@@ -304,7 +304,7 @@ def test_a_pipeline_is_simulated_by_the_prices_of_its_stages() -> None:
             for h in line.allocations
             if h.start < line.forward < h.stop and h.what not in ("parameters", "gradients", "optimizer")
         )
-        assert made.kept[group] == kept > 0
+        assert made.saved[group] == kept > 0
         assert made.peak(group) == pytest.approx(stage.plan.peak + (1 - group) * kept)
 
 

@@ -119,7 +119,7 @@ def every(ways, units, devices, micro_batches, stages, stands):
                     for t, (way, ij) in zip(times, at)
                 )
                 held = max(
-                    float(way.fixed[ij] + min(micro_batches, count - s) * way.kept[ij])
+                    float(way.fixed[ij] + min(micro_batches, count - s) * way.saved[ij])
                     for s, (way, ij) in enumerate(at)
                 )
                 if longest < math.inf:

@@ -89,7 +89,7 @@ def test_a_summary_has_a_line_a_stage() -> None:
     for line, stage in zip(lines, plan.stages):
         halves = [cells for cells in narrow if cells[:2] == line[:2]]
         assert [*halves[0], *halves[1][2:]] == line, "two tables where one is too wide, with the same cells"
-        assert line[6] == f"{plan.schedule.most_kept(stage.number)}x"
+        assert line[6] == f"{plan.schedule.most_saved(stage.number)}x"
         assert size_text(plan.memory_of(stage)["activations"]) in line
         assert line[-1] == size_text(plan.simulation.peak(plan.schedule.placement[stage.number]))
     assert "nothing" in next(

@@ -48,7 +48,7 @@ def step(made: Schedule) -> Simulation:
         begin=[5e-4 * (s == 1) for s in stages],
         end=[7e-4] * made.stages,
         fixed=[3e9] * made.stages,
-        kept=[4e8] * made.stages,
+        saved=[4e8] * made.stages,
         running=[(((0.0, 1e8), (0.5, 6e8)), ((0.0, 5e8),))] * made.stages,
     )
 
@@ -95,7 +95,7 @@ def test_what_is_held_for_no_time_is_seen_and_passes() -> None:
         [1.0, 1.0],
         [1.0, 1.0],
         fixed=[1.0, 1.0],
-        kept=[1.0, 1.0],
+        saved=[1.0, 1.0],
         running=[(((0.0, 1.0), (1.0, 7.0)), ((0.0, 1.0),))] * 2,
     )
     counters = {e["ts"]: e["args"]["bytes"] for e in trace(made)["traceEvents"] if e["ph"] == "C" and e["pid"] == 0}
@@ -223,7 +223,7 @@ def test_names_are_escaped_and_nothing_held_is_not_drawn() -> None:
 @settings(max_examples=40)
 def test_any_step_can_be_drawn(made: Schedule, seconds: list[float]) -> None:
     count = made.stages
-    found = simulate(made, seconds[:count], seconds[4 : 4 + count], kept=seconds[:count])
+    found = simulate(made, seconds[:count], seconds[4 : 4 + count], saved=seconds[:count])
     _, boxes, _ = read(picture(found))
     assert len(boxes) == len(found.spans)
     consistent(json.loads(json.dumps(trace(found)))["traceEvents"], found, [[0]] * made.groups)

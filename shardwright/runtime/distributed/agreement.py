@@ -47,7 +47,7 @@ import torch.distributed as dist
 from ...errors import RuntimeMismatchError
 from ...graph import Graph
 from ...partition.local_program import Decisions, PortableDecisions, graph_digest
-from .rank_messages import error_of, error_words, exchanged, from_first
+from .rank_messages import error_as_json, error_of, exchanged, from_first
 from .rank_positions import Seen, WaitPoint, explaining, position, spelled, waiting
 from .watchdog import Peers, peers
 
@@ -108,7 +108,11 @@ class Agreement:
         self._known = False  # True where all ranks are about to raise the same error
 
     def search(
-        self, graph: Graph, settings: Any, find: Callable[[], Decisions], take: Callable[[PortableDecisions], Decisions]
+        self,
+        graph: Graph,
+        settings: object,
+        find: Callable[[], Decisions],
+        take: Callable[[PortableDecisions], Decisions],
     ) -> Decisions:
         """The decisions that rank 0 finds, on every rank. There may be several searches, the same ones on every rank.
 
@@ -131,7 +135,7 @@ class Agreement:
         from_first = self.first(PortableDecisions, graph, settings, portable)
         return found[0] if found else take(from_first)
 
-    def first(self, kind: type[Portable], graph: Graph, settings: Any, find: Callable[[], Portable]) -> Any:
+    def first(self, kind: type[Portable], graph: Graph, settings: object, find: Callable[[], Portable]) -> Any:
         """The result of `find` on rank 0, on every rank.
 
         Args:
@@ -157,7 +161,7 @@ class Agreement:
         try:
             found = find()
         except Exception as error:  # of any kind: the other ranks raise it too
-            from_first({"error": error_words(error)})
+            from_first({"error": error_as_json(error)})
             raise
         from_first({"found": found.encode()})
         self._known = False
@@ -170,7 +174,7 @@ class Agreement:
             RuntimeMismatchError: on every rank alike, where others can plan.
         """
         if not self._known:
-            _exchanged(_Statement(self.mode, self.signature, _words(error)))
+            _exchanged(_Statement(self.mode, self.signature, _error_text(error)))
 
     def agree(
         self,
@@ -196,14 +200,14 @@ class Agreement:
         everyone = _exchanged(mine)
         first = everyone[0]
         _alike(everyone, "program", "have planned another program than rank 0", "marks and settings")
-        settled = _others(everyone, "settings")
+        settled = _differing(everyone, "settings")
         if settled:
             raise RuntimeMismatchError(
                 f"ranks {settled} have other settings than rank 0: {everyone[settled[0]].settings} against "
                 f"{first.settings}",
                 legal="the same comm_fusion and parameter_broadcast on every rank",
             )
-        seeds = _others(everyone, "seed")
+        seeds = _differing(everyone, "seed")
         if seeds:
             raise RuntimeMismatchError(
                 f"ranks {seeds} would draw other random numbers than rank 0: seed, calls so far and setting are "
@@ -234,7 +238,7 @@ def _exchanged(mine: _Statement) -> list[_Statement]:
     with explaining():
         everyone = [_Statement(**statement) for statement in exchanged(vars(mine))]
     first = everyone[0]
-    modes = _others(everyone, "mode")
+    modes = _differing(everyone, "mode")
     if modes:
         raise RuntimeMismatchError(
             f"ranks {modes} plan in another parallel_mode than rank 0: {everyone[modes[0]].mode} against {first.mode}",
@@ -260,28 +264,28 @@ def _exchanged(mine: _Statement) -> list[_Statement]:
     return everyone
 
 
-def _others(everyone: list[_Statement], name: str) -> list[int]:
+def _differing(everyone: list[_Statement], name: str) -> list[int]:
     """The ranks whose message differs from rank 0's in the attribute `name`."""
     return [r for r, other in enumerate(everyone) if getattr(other, name) != getattr(everyone[0], name)]
 
 
 def _alike(everyone: list[_Statement], name: str, message: str, of: str) -> None:
-    other = _others(everyone, name)
+    other = _differing(everyone, name)
     if other:
         raise RuntimeMismatchError(f"ranks {other} {message}", legal=f"the same model, {of} on every rank")
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _spelt(value: Any) -> str:
+def _spelt(value: object) -> str:
     """A value in words that are the same on every rank that has an equal value: sets and dicts in order."""
     if is_dataclass(value) and not isinstance(value, type):
         inside = ", ".join(f"{f.name}={_spelt(getattr(value, f.name))}" for f in fields(value))
         return f"{type(value).__name__}({inside})"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(sorted(f"{_spelt(key)}: {_spelt(held)}" for key, held in value.items())) + "}"
+        return "{" + ", ".join(sorted(f"{_spelt(key)}: {_spelt(entry)}" for key, entry in value.items())) + "}"
     if isinstance(value, (set, frozenset)):
         return "{" + ", ".join(sorted(map(_spelt, value))) + "}"
     if isinstance(value, (list, tuple)):
@@ -289,7 +293,7 @@ def _spelt(value: Any) -> str:
     return repr(value)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     return a == b or (a is not None and a != a and b != b)
 
 

@@ -43,7 +43,7 @@ from ...redistribution import Redistribution, digits_value, redistribution
 from ...redistribution.redistribution_search import refine
 from ...torch_private import at_backward_end, backward_number, local_tensor, spec_of
 from ..optimizer_guard import Accumulation
-from ..profile_ranges import ISSUE, KEPT, WAIT, bucket_text, range_of
+from ..profile_ranges import ISSUE, UNSUMMED, WAIT, bucket_text, range_of
 from ..second_derivatives import refuse_graph
 from . import collectives as transport
 from .collectives import Bound, arrangements, begin_scatter, bind_all, reduce_in_place, reduced, rings
@@ -67,7 +67,7 @@ class Scatter:
         scatter: the redistribution.
         shape: of a term.
         groups: this rank's process groups.
-        held: the dtype of the parameter, in which terms are kept.
+        parameter_dtype: the dtype of the parameter, in which terms are kept.
         sums: the dtype in which terms are summed.
         keeps: True where terms stay unsummed under `no_sync`; False where each is scattered at once.
         message: number of the message of the schedule with which it travels while the backward goes on; None: it is
@@ -83,18 +83,18 @@ class Scatter:
         scatter: Redistribution,
         shape: tuple[int, ...],
         groups: ProcessGroups,
-        held: torch.dtype,
+        parameter_dtype: torch.dtype,
         sums: torch.dtype,
         keeps: bool = True,
         message: int | None = None,
     ) -> None:
         self.message = message
         self.name, self.scatter, self._rank, self._keeps = name, scatter, groups.rank, keeps
-        self._held, self._sums_in = held, sums
+        self._parameter_dtype, self._sums_in = parameter_dtype, sums
         whole, part = scatter.source.without_partial(), scatter.target
         self._steps = bind_all(scatter, shape, groups.rank, groups)
         self._place = bind_all(redistribution(whole, part), shape, groups.rank, groups)
-        self._others = common(scatter.source.partial, part.replicas)
+        self._replica_digits = common(scatter.source.partial, part.replicas)
         self._parameter: nn.Parameter | None = None
         self._sums: GradientSums | None = None
         self.overlap = None if message is None else _Overlap.of(scatter, shape, groups)
@@ -115,7 +115,7 @@ class Scatter:
         assert parameter is not None and sums is not None
         sums.note_backward()
         if self._keeps and sums.accumulates:
-            self._keep(term.to(self._held))
+            self._keep(term.to(self._parameter_dtype))
             return None
         if unsummed_over(parameter) == self:
             term = take_unsummed(parameter) + term
@@ -127,19 +127,19 @@ class Scatter:
     def take(self, part: Tensor, hand: Hand) -> None:
         """Hand over the part that the overlapped scatter has received."""
         assert self._parameter is not None and self.overlap is not None
-        hand(self._parameter, self.overlap.arranged(part).to(self._held))
+        hand(self._parameter, self.overlap.arranged(part).to(self._parameter_dtype))
 
     def part(self, term: Tensor) -> Tensor:
         """The rank's part of the sum of all terms."""
         term = term.to(self._sums_in)
         for step in self._steps:
             term = step(term)
-        return term.to(self._held)
+        return term.to(self._parameter_dtype)
 
     def include(self, term: Tensor, part: Tensor) -> None:
         """Add a part that was summed already to its place in a term; where several ranks have the part, only the first
         adds it."""
-        if not digits_value(self._others, self._rank):
+        if not digits_value(self._replica_digits, self._rank):
             for step in self._place:
                 term = step(term)
             term.add_(part)
@@ -150,13 +150,13 @@ class Scatter:
         if unsummed_over(parameter) == self:
             local_tensor(parameter.grad).add_(term)
             return
-        sums.sum_kept(parameter)  # a term of another program, over other ranks
+        sums.sum_unsummed(parameter)  # a term of another program, over other ranks
         term = term.clone(memory_format=torch.contiguous_format)
         if parameter.grad is not None:
             self.include(term, local_tensor(parameter.grad))
-        kept = Unsummed(term, spec_of(parameter), requires_grad=False)
-        kept.digits = self
-        parameter.grad = kept
+        unsummed = Unsummed(term, spec_of(parameter), requires_grad=False)
+        unsummed.digits = self
+        parameter.grad = unsummed
         sums.keep(parameter)
 
     def finish(self) -> None:
@@ -263,14 +263,14 @@ class _ScatterSum:
             scatter.take(part, hand)
 
 
-def common(some: Digits, others: Digits) -> Digits:
+def common(first: Digits, second: Digits) -> Digits:
     """The digits that two sets of digits share."""
     out = []
-    for a in some:
-        for b in others:
+    for a in first:
+        for b in second:
             low, high = max(a.stride, b.stride), min(a.span, b.span)
             if low < high:
-                assert high % low == 0, (some, others)
+                assert high % low == 0, (first, second)
                 out.append(Digit(high // low, low))
     return tuple(out)
 
@@ -422,7 +422,7 @@ class _Sum:
         text: str,
         rides: bool = False,
     ) -> None:
-        self.parameters, self.place, self.text, self.held = parameters, place, text, gradients[0].dtype
+        self.parameters, self.place, self.text, self.dtype = parameters, place, text, gradients[0].dtype
         gradients = [g.to(dtype) for g in gradients]
         self.shapes = [g.shape for g in gradients]
         self.complex = gradients[0].is_complex()
@@ -442,7 +442,7 @@ class _Sum:
         """Take all remaining turns, and hand the gradients over to their parameters."""
         while self.result is None:
             self.turn()
-        total = self.result.to(self.held.to_real() if self.complex else self.held)
+        total = self.result.to(self.dtype.to_real() if self.complex else self.dtype)
         parts = total.split(self.sizes) if len(self.sizes) > 1 else (total,)
         for parameter, shape, flat in zip(self.parameters, self.shapes, parts):
             gradient = torch.view_as_complex(flat.view(*shape, 2)) if self.complex else flat.view(shape)
@@ -537,8 +537,8 @@ class GradientSums:
         if bucket.started:  # a second gradient of one backward
             self._travelling.append(_ScatterSum(bucket.number, [(scatter, term)], bucket.place, bucket.text))
             return
-        held = bucket.terms[place]
-        bucket.terms[place] = term if held is None else held + term
+        earlier = bucket.terms[place]
+        bucket.terms[place] = term if earlier is None else earlier + term
         if all(t is not None for t in bucket.terms):
             self._begin_scatters(bucket)
 
@@ -576,11 +576,11 @@ class GradientSums:
     @property
     def waits(self) -> bool:
         """True where gradients of an earlier backward are still to be summed."""
-        return bool(self._accumulation.kept)
+        return bool(self._accumulation.unsummed)
 
     def keep(self, parameter: nn.Parameter) -> None:
         """Note a parameter whose gradient is still to be summed."""
-        self._accumulation.kept[id(parameter)] = parameter
+        self._accumulation.unsummed[parameter] = None
 
     def note_backward(self) -> None:
         """Note that a gradient has come, possibly the first of a backward."""
@@ -636,9 +636,9 @@ class GradientSums:
             if bucket.missing < len(bucket.parameters):
                 self._start(bucket)
         self._finish_travelling()
-        for parameter in self._accumulation.kept.values():  # of another program, or without a gradient in this backward
-            self.sum_kept(parameter)
-        self._accumulation.kept.clear()
+        for parameter in self._accumulation.unsummed:  # of another program, or without a gradient in this backward
+            self.sum_unsummed(parameter)
+        self._accumulation.unsummed.clear()
 
     def _finish_travelling(self) -> None:
         for started in self._travelling:
@@ -654,7 +654,7 @@ class GradientSums:
                 started.turn()
         parameters = [p for p, g in zip(bucket.parameters, bucket.gradients) if g is not None]
         gradients = [g for g in bucket.gradients if g is not None]
-        if self._accumulation.kept:
+        if self._accumulation.unsummed:
             gradients = [
                 g + take_unsummed(p) if unsummed_over(p) == bucket.digits else g for p, g in zip(parameters, gradients)
             ]
@@ -671,12 +671,12 @@ class GradientSums:
         for parameter, gradient in zip(bucket.parameters, bucket.gradients):
             if gradient is not None:
                 if unsummed_over(parameter) not in (None, bucket.digits):
-                    self.sum_kept(parameter)
+                    self.sum_unsummed(parameter)
                 keep_unsummed(parameter, gradient, bucket.digits, self._groups.rank)
                 self.keep(parameter)
         bucket.clear()
 
-    def sum_kept(self, parameter: nn.Parameter) -> None:
+    def sum_unsummed(self, parameter: nn.Parameter) -> None:
         """Sum a rank's own term by itself, where the parameter still has one."""
         digits = unsummed_over(parameter)
         if isinstance(digits, Scatter):
@@ -685,7 +685,7 @@ class GradientSums:
             place = self._place(["kept under no_sync"], digits)
             dtype = self._type_of.get(parameter, parameter.dtype)
             sums, term = SumInTurns(digits, self._groups), take_unsummed(parameter)
-            _Sum([parameter], [term], sums, place, dtype, KEPT).finish(self.hand)
+            _Sum([parameter], [term], sums, place, dtype, UNSUMMED).finish(self.hand)
 
     def _place(self, names: Sequence[str], digits: Digits) -> WaitPoint:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""

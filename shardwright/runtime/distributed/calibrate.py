@@ -285,9 +285,9 @@ def _matmul_rate(watch: _Watch, dtype: torch.dtype) -> float:
 def _memory_bandwidth(watch: _Watch) -> float:
     """Bytes/s that a pointwise operator reads and writes. Several results are kept at a time, as in a forward, because
     memory that is new to the process costs its pages."""
-    nbytes, kept = (4 << 20, 8) if watch.device.type == "cpu" else (256 << 20, 4)
+    nbytes, results = (4 << 20, 8) if watch.device.type == "cpu" else (256 << 20, 4)
     x = torch.ones(nbytes // 4, device=watch.device)
-    return 2 * kept * nbytes / watch([lambda: [torch.relu(x) for _ in range(kept)]], "memory")[0]
+    return 2 * results * nbytes / watch([lambda: [torch.relu(x) for _ in range(results)]], "memory")[0]
 
 
 def _overhead(watch: _Watch) -> float:

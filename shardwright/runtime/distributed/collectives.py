@@ -143,11 +143,11 @@ def exchanged_and_gathered(
     assert digits is not None
     sizes = tuple(d.size for d in digits)
     gathered = [k for k, d in enumerate(digits) if d in second.moved]
-    others = [k for k in range(len(digits)) if k not in gathered]
+    exchanged = [k for k in range(len(digits)) if k not in gathered]
     one, two = first.geometry(shape), second.geometry(first.local_shape_after(shape))
     copies, piece = math.prod(sizes[k] for k in gathered), math.prod(shape) // first.size
     sent = (*(1 if k in gathered else size for k, size in enumerate(sizes)), piece)
-    arrange = _arranged((*sizes, piece), (*gathered, *others, len(digits)), copies, one, two)
+    arrange = _arranged((*sizes, piece), (*gathered, *exchanged, len(digits)), copies, one, two)
 
     def run(x: Tensor) -> Tensor:
         if copies * x.nbytes > limit():

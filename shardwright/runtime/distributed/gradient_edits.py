@@ -108,7 +108,7 @@ _OPERATORS = frozenset(
 )
 
 
-def changes(function: Any) -> bool:
+def changes(function: object) -> bool:
     """True for a function that writes to its first argument."""
     name = getattr(function, "__name__", "")
     return name in _OPERATORS or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
@@ -124,7 +124,7 @@ def lost(function: Any) -> SettingError:
     )
 
 
-def is_copy(gradient: DTensor, part: DTensor, function: Any, args: tuple[object, ...]) -> bool:
+def is_copy(gradient: DTensor, part: DTensor, function: object, args: tuple[object, ...]) -> bool:
     """True where `part`, the result of a function of `VIEWS` on a gradient, lies in other memory than the gradient.
 
     Args:
@@ -141,7 +141,7 @@ def is_copy(gradient: DTensor, part: DTensor, function: Any, args: tuple[object,
     return mine != whole
 
 
-def _here(gradient: DTensor) -> tuple[slice, ...] | None:
+def _own_slices(gradient: DTensor) -> tuple[slice, ...] | None:
     """The slices of the whole gradient that this rank has; None: all of it."""
     if not any(isinstance(p, Shard) for p in gradient.placements):
         return None
@@ -157,7 +157,7 @@ def _here(gradient: DTensor) -> tuple[slice, ...] | None:
 def part_of(gradient: DTensor, whole: Tensor) -> Tensor | None:
     """This rank's part of a plain tensor that is broadcast against the whole gradient; None where the shapes do
     not fit."""
-    own_slices = _here(gradient)
+    own_slices = _own_slices(gradient)
     if own_slices is None:
         return whole
     shape, missing = gradient.shape, gradient.dim() - whole.dim()
@@ -179,7 +179,7 @@ def put(gradient: DTensor, index: Any, value: Any) -> None:
         local[local_tensor(index)] = value
         return
     index = pytree.tree_map_only(DTensor, _whole, index)
-    own_slices = _here(gradient) if local.numel() else None
+    own_slices = _own_slices(gradient) if local.numel() else None
     if not local.numel():
         return
     if own_slices is None:
@@ -191,7 +191,7 @@ def put(gradient: DTensor, index: Any, value: Any) -> None:
     local.copy_(torch.where(changed[own_slices], made[own_slices], local))
 
 
-def drawn_like(function: Callable[..., Tensor], gradient: DTensor, options: Mapping[str, Any]) -> Tensor:
+def drawn_like(function: Callable[..., Tensor], gradient: DTensor, options: Mapping[str, object]) -> Tensor:
     """This rank's part of the random numbers that one device would draw."""
     local = local_tensor(gradient)
     if not any(isinstance(p, Shard) for p in gradient.placements):
@@ -199,7 +199,7 @@ def drawn_like(function: Callable[..., Tensor], gradient: DTensor, options: Mapp
     drawn = function(torch.empty(gradient.shape, dtype=local.dtype, device=local.device), **options)
     if not local.numel():  # an empty rank draws too: generators stay alike
         return drawn.new_empty(local.shape)
-    return drawn[_here(gradient)].contiguous()
+    return drawn[_own_slices(gradient)].contiguous()
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -277,9 +277,9 @@ def _of_slices(slices: Sequence[Tensor], order: float, dtype: torch.dtype | None
     """The norms of this rank's slices, in one dtype of at least float32."""
     real = [dtype or x.dtype.to_real() for x in slices]
     wide = torch.float64 if torch.float64 in real else torch.float32
-    held = [x for x in slices if x.numel()]
-    narrow = dtype or any(x.dtype in (torch.float16, torch.bfloat16) for x in held)
-    found = iter(foreach_norm(held, order, wide if narrow else None) if held else ())
+    filled = [x for x in slices if x.numel()]
+    narrow = dtype or any(x.dtype in (torch.float16, torch.bfloat16) for x in filled)
+    found = iter(foreach_norm(filled, order, wide if narrow else None) if filled else ())
     nothing = _of_nothing(order, wide, slices[0].device)
     return [next(found).to(wide) if x.numel() else nothing for x in slices]
 

@@ -187,7 +187,7 @@ def _any_requires_grad(args: Sequence[Any]) -> bool:
     return any(isinstance(a, Tensor) and a.requires_grad for a in args)
 
 
-def _view(gradient: Gradient, part: DTensor, function: Any, args: tuple[object, ...]) -> Gradient:
+def _view(gradient: Gradient, part: DTensor, function: object, args: tuple[object, ...]) -> Gradient:
     kind = GatheredPart if isinstance(gradient, GatheredPart) or is_copy(gradient, part, function, args) else Gradient
     return kind(local_tensor(part), spec_of(part), requires_grad=False)
 
@@ -237,7 +237,7 @@ class GatheredPart(Gradient):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, function: object, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if changes(function) and isinstance(args[0], cls):
             raise lost(function)
@@ -353,15 +353,15 @@ def hand_over(parameter: nn.Parameter, gradient: Tensor, rank: int) -> None:
 
 
 def _add(parameter: nn.Parameter, gradient: Tensor, rank: int) -> None:
-    held = parameter.grad
-    if held is None:
+    present = parameter.grad
+    if present is None:
         # Not `from_local`, which makes a spec of its own and an autograd node, and takes 15 times as long. The spec
         # is private: mesh, placements, shape and strides in one; the gradient shares the parameter's.
         parameter.grad = _gradient(parameter, gradient)
-    elif type(held) is Unsummed and not isinstance(held.digits, tuple):
-        held.digits.include(local_tensor(held), gradient)
-    elif type(held) is not Unsummed or not digits_value(held.digits, rank):
-        local_tensor(held).add_(gradient)
+    elif type(present) is Unsummed and not isinstance(present.digits, tuple):
+        present.digits.include(local_tensor(present), gradient)
+    elif type(present) is not Unsummed or not digits_value(present.digits, rank):
+        local_tensor(present).add_(gradient)
 
 
 def hand_nothing(parameter: nn.Parameter) -> None:
@@ -393,16 +393,16 @@ def run_after(parameter: nn.Parameter) -> None:
 
 def keep_unsummed(parameter: nn.Parameter, term: Tensor, digits: Digits, rank: int) -> None:
     """Add the term of `rank` to that of a DTensor parameter, to be summed over `digits` later."""
-    held = parameter.grad
-    if type(held) is Unsummed:
-        assert held.digits == digits
-        local_tensor(held).add_(term)
+    present = parameter.grad
+    if type(present) is Unsummed:
+        assert present.digits == digits
+        local_tensor(present).add_(term)
         return
-    if held is not None and not digits_value(digits, rank):
-        term = term + local_tensor(held)
-    kept = Unsummed(term, spec_of(parameter), requires_grad=False)
-    kept.digits = digits
-    parameter.grad = kept
+    if present is not None and not digits_value(digits, rank):
+        term = term + local_tensor(present)
+    unsummed = Unsummed(term, spec_of(parameter), requires_grad=False)
+    unsummed.digits = digits
+    parameter.grad = unsummed
 
 
 def copy_of_gradient(gradient: Gradient) -> Gradient:
@@ -422,8 +422,8 @@ def copy_of_gradient(gradient: Gradient) -> Gradient:
 def unsummed_over(parameter: nn.Parameter) -> Any:
     """The digits over which, or the `Scatter` by which, a parameter's gradient is still to be summed; None where it is
     summed or absent."""
-    held = parameter.grad
-    return held.digits if type(held) is Unsummed else None
+    gradient = parameter.grad
+    return gradient.digits if type(gradient) is Unsummed else None
 
 
 def take_unsummed(parameter: nn.Parameter) -> Tensor:

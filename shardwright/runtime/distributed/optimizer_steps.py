@@ -76,14 +76,14 @@ def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     Raises:
         SettingError: no step of this optimizer gives what it gives on one device.
     """
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(isinstance(p, DTensor) for p in held):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(isinstance(p, DTensor) for p in parameters):
         return None
     made_by = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
     if made_by is torch.optim.SparseAdam:
         _refuse(optimizer, "changes the rows of sparse gradients, and gradients of a planned model are dense", "AdamW")
     if made_by is torch.optim.LBFGS:
-        cut = next((p for p in held if isinstance(p, DTensor) and (is_of_stage(p) or _is_cut(p))), None)
+        cut = next((p for p in parameters if isinstance(p, DTensor) and (is_of_stage(p) or _is_cut(p))), None)
         if cut is not None:
             _refuse(
                 optimizer,
@@ -95,7 +95,7 @@ def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
         return None
     if made_by in _WHOLE:
         return _kind(type(optimizer))(optimizer, functools.partial(_as, _WHOLE[made_by]))
-    fits = all(_fits(p, x) for p in held for x in optimizer.state.get(p, {}).values())
+    fits = all(_fits(p, x) for p in parameters for x in optimizer.state.get(p, {}).values())
     return _kind(type(optimizer))(optimizer, _slice) if fits and made_by in _ELEMENTWISE else None
 
 
@@ -107,7 +107,7 @@ def _is_cut(parameter: DTensor) -> bool:
     return any(isinstance(placement, Shard) for placement in parameter.placements)
 
 
-def _fits(parameter: Tensor, value: Any) -> bool:
+def _fits(parameter: Tensor, value: object) -> bool:
     """True for an entry of the state that is a number, or lies as its parameter does."""
     if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
         return True
@@ -133,7 +133,7 @@ def _slice(x: Any, like: Any) -> Any:
     return x
 
 
-def _as(kind: type[Gradient], x: Any, like: Any = None) -> Any:
+def _as(kind: type[Gradient], x: object, like: object = None) -> Any:
     """A DTensor of another kind on the same memory; anything else as it is."""
     return kind(local_tensor(x), spec_of(x), requires_grad=False) if isinstance(x, DTensor) else x
 
@@ -149,14 +149,14 @@ class _State(dict[str, object]):
         known = name in self and self[name] is value
         super().__setitem__(name, value)
         if not known:
-            self._own[self._parameter][name] = self._kept(name, value)
+            self._own[self._parameter][name] = self._as_stored(name, value)
 
-    def setdefault(self, name: str, default: Any = None) -> Any:
+    def setdefault(self, name: str, default: object = None) -> Any:
         if name not in self:
             self[name] = default
         return self[name]
 
-    def _kept(self, name: str, value: Any) -> Any:
+    def _as_stored(self, name: str, value: Any) -> Any:
         """A tensor as a DTensor, that of a slice's shape as one that lies as the parameter does."""
         p = self._parameter
         if isinstance(value, DTensor):
@@ -172,8 +172,10 @@ class _StandIn:
     def __init__(self, optimizer: torch.optim.Optimizer, seen: Callable[[Any, Any], Any]) -> None:
         vars(self).update({k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "_params")})
         self._seen, self._optimizer = seen, optimizer
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        self._slices: dict[Tensor, Tensor] = {p: seen(p, None).detach() if isinstance(p, DTensor) else p for p in held}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._slices: dict[Tensor, Tensor] = {
+            p: seen(p, None).detach() if isinstance(p, DTensor) else p for p in parameters
+        }
         self.state: Mapping[Tensor, Any] = {x: _State(optimizer.state, p, seen) for p, x in self._slices.items()}
 
     @property

@@ -31,6 +31,7 @@ from ...accelerators import random_state
 from ...capture.annotations import CUT
 from ...capture.hybrid_models import is_own, stacked
 from ...errors import SettingError, place_text
+from ...identity_tables import IdentitySet
 from ...torch_private import gradient_hooks, move_gradient_hooks
 from .requested_gradients import note_leaf
 
@@ -104,7 +105,7 @@ def put_within(parameter: nn.Parameter) -> SettingError:
     )
 
 
-def _called(hook: Any, parameter: Tensor) -> str:
+def _called(hook: object, parameter: Tensor) -> str:
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
     where = "" if code is None else f" ({place_text(code.co_filename, code.co_firstlineno)})"
     return f"the hook{where} of the parameter {getattr(parameter, CUT, '')!r}"
@@ -113,18 +114,18 @@ def _called(hook: Any, parameter: Tensor) -> str:
 # -- parameters that are replaced by other objects
 
 
-def carry_over(olds: Sequence[Tensor], successors: Mapping[int, nn.Parameter]) -> None:
+def carry_over(olds: Sequence[Tensor], successors: Mapping[Tensor, nn.Parameter]) -> None:
     """Move the hooks of parameters to the objects that replace them, and exchange the objects in the hooks' functions.
 
     Args:
         olds: the old parameters.
-        successors: ``id(old parameter)`` -> the new one.
+        successors: old parameter -> the new one.
     """
     hooks = []
     for old in olds:
-        held = gradient_hooks(old)
-        hooks += [*held.before.values(), *held.after.values()]
-        move_gradient_hooks(old, successors[id(old)])
+        of_old = gradient_hooks(old)
+        hooks += [*of_old.before.values(), *of_old.after.values()]
+        move_gradient_hooks(old, successors[old])
     if hooks:
         exchange = _Exchange(successors)
         for hook in hooks:
@@ -134,37 +135,39 @@ def carry_over(olds: Sequence[Tensor], successors: Mapping[int, nn.Parameter]) -
 class _Exchange:
     """Replaces old objects by new ones in the cells, globals, defaults, attributes and containers of a function."""
 
-    def __init__(self, successors: Mapping[int, nn.Parameter]) -> None:
-        # `_seen` holds the objects too: a replaced tuple would pass its id on.
-        self._successors, self._seen = successors, dict[int, Any]()
+    def __init__(self, successors: Mapping[Tensor, nn.Parameter]) -> None:
+        self._successors, self._seen = successors, IdentitySet[object]()
+
+    def _is_old(self, value: object) -> bool:
+        return isinstance(value, Tensor) and value in self._successors
 
     def _new(self, value: Any) -> Any:
         """The value's replacement; a tuple that holds old objects becomes another tuple."""
-        if isinstance(value, tuple) and type(value) is tuple and any(id(entry) in self._successors for entry in value):
+        if isinstance(value, tuple) and type(value) is tuple and any(map(self._is_old, value)):
             return tuple(map(self._new, value))
-        return self._successors.get(id(value), value)
+        return self._successors[value] if self._is_old(value) else value
 
-    def within(self, value: Any, depth: int) -> None:
+    def within(self, value: object, depth: int) -> None:
         """Exchange old objects in `value` and in all that it refers to."""
-        if id(value) in self._seen or depth > _DEPTH or isinstance(value, (Tensor, nn.Module, type, types.ModuleType)):
+        if value in self._seen or depth > _DEPTH or isinstance(value, (Tensor, nn.Module, type, types.ModuleType)):
             return
-        self._seen[id(value)] = value
+        self._seen.add(value)
         if isinstance(value, dict):
-            if any(id(key) in self._successors or self._new(entry) is not entry for key, entry in value.items()):
+            if any(self._is_old(key) or self._new(entry) is not entry for key, entry in value.items()):
                 entries = [(self._new(key), self._new(entry)) for key, entry in value.items()]
                 value.clear()
                 value.update(entries)
         elif isinstance(value, list):
             if any(self._new(entry) is not entry for entry in value):
                 value[:] = map(self._new, value)
-        elif isinstance(value, set) and any(id(entry) in self._successors for entry in value):
+        elif isinstance(value, set) and any(map(self._is_old, value)):
             entries = list(map(self._new, value))
             value.clear()
             value.update(entries)
-        for each in self._held(value):
+        for each in self._references(value):
             self.within(each, depth + 1)
 
-    def _held(self, value: Any) -> Iterator[Any]:
+    def _references(self, value: Any) -> Iterator[Any]:
         """The objects that an object refers to; old ones among the references are exchanged on the way."""
         if isinstance(value, functools.partial):
             func, args, kwargs = value.func, value.args, value.keywords
@@ -177,12 +180,12 @@ class _Exchange:
         elif isinstance(value, types.FunctionType):
             for cell in value.__closure__ or ():
                 try:
-                    held = cell.cell_contents
+                    content = cell.cell_contents
                 except ValueError:
                     continue
-                if self._new(held) is not held:
-                    cell.cell_contents = self._new(held)
-                yield held
+                if self._new(content) is not content:
+                    cell.cell_contents = self._new(content)
+                yield content
             if value.__defaults__:
                 value.__defaults__ = tuple(map(self._new, value.__defaults__))
             space = value.__globals__

@@ -30,10 +30,10 @@ from .optimizer_steps import stand_in
 from .parameter_hooks import carry_over, leaf_of_slice
 from .process_groups import ProcessGroups
 
-__all__ = ["ParameterPlacement", "ShardedState", "held_layouts"]
+__all__ = ["ParameterPlacement", "ShardedState", "stored_layouts"]
 
 
-def held_layouts(holder: nn.Module) -> dict[str, Layout]:
+def stored_layouts(holder: nn.Module) -> dict[str, Layout]:
     """The layouts of parameters that an earlier wrapper of the model has cut already, by name.
 
     Raises:
@@ -99,11 +99,11 @@ class ShardedState:
         parameters = {name for name, _ in holder.named_parameters()}
 
         olds: list[Tensor] = []
-        successors: dict[int, nn.Parameter] = {}
-        found: dict[int, ParameterPlacement | None] = {}  # id of an old, whole parameter -> its placement
+        successors: dict[Tensor, nn.Parameter] = {}
+        placements: dict[Tensor, ParameterPlacement | None] = {}  # of each old, whole parameter
 
-        def cut(old: int, whole: Tensor) -> DTensor:
-            place = found[old]
+        def cut(old: Tensor, whole: Tensor) -> DTensor:
+            place = placements[old]
             if place is None:
                 return self._nothing(whole, device)
             local = slice_in_buffer(whole, place.layout, place.groups.rank, device)
@@ -121,11 +121,11 @@ class ShardedState:
                 whole = _of_rank_0(whole, device)
             if name not in parameters:
                 return whole.to(device)
-            found[id(old)] = places(name, whole)
-            made = successors[id(old)] = nn.Parameter(cut(id(old), whole), requires_grad=old.requires_grad)
+            placements[old] = places(name, whole)
+            made = successors[old] = nn.Parameter(cut(old, whole), requires_grad=old.requires_grad)
             olds.append(old)
             setattr(made, CUT, name)
-            if found[id(old)] is None:
+            if placements[old] is None:
                 self.absent[name] = made
                 be_elsewhere(made, whole.shape)
             replace_noted(old, name, made)

@@ -44,12 +44,12 @@ class Scratch:
 
     def take(self, numel: int, like: Tensor) -> Tensor:
         """A flat, uninitialised tensor of at least `numel` elements, of the dtype and device of `like`."""
-        for k, held in enumerate(self._free):
-            if held.dtype == like.dtype and held.device == like.device:
+        for k, free in enumerate(self._free):
+            if free.dtype == like.dtype and free.device == like.device:
                 del self._free[k]
-                if held.numel() >= numel:
-                    return held
-                del held  # freed before a larger one is allocated
+                if free.numel() >= numel:
+                    return free
+                del free  # freed before a larger one is allocated
                 break
         return like.new_empty(numel)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...cost.communication_schedule import CommunicationSchedule, ScheduledMessage
 from ...graph import map_leaves
+from ...identity_tables import IdentityMap
 from ...layout import Digits, group_of, merge
 from ...partition.local_program import GlobalExtreme, Redistribute
 from ...redistribution import CollectiveKind, Redistribution, redistribution
@@ -47,9 +48,9 @@ from .scheduled_collectives import (
     WaitedGather,
     WaitedHalf,
     WeightOfBlock,
-    gathered_again,
     late_scatter,
     options_ahead,
+    regathered_in_backward,
     taken,
 )
 
@@ -155,7 +156,9 @@ class CompiledGather(BoundRedistribute):
     """A weight that is not kept for the backward, in a compiled program, whose backward gathers again by itself."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return gathered_again(super().forward, x) if x.requires_grad and torch.is_grad_enabled() else super().forward(x)
+        if x.requires_grad and torch.is_grad_enabled():
+            return regathered_in_backward(super().forward, x)
+        return super().forward(x)
 
     __call__ = forward
 
@@ -178,8 +181,8 @@ class CompiledBlock(nn.Module):
         return tuple(taken(x, part, member, steps) for x, part, member, steps in each)
 
     def forward(self, *stored: Tensor) -> tuple[Tensor, ...]:
-        again = torch.is_grad_enabled() and any(x.requires_grad for x in stored)
-        return gathered_again(self._gathered, *stored) if again else self._gathered(*stored)
+        regathers = torch.is_grad_enabled() and any(x.requires_grad for x in stored)
+        return regathered_in_backward(self._gathered, *stored) if regathers else self._gathered(*stored)
 
     __call__ = forward
 
@@ -261,7 +264,7 @@ class RankExecutor:
             parts.
         gathers: parameter -> the redistribution from its storage to its use, for those that are gathered outside.
         gathered_once: the messages that gather such parameters, for those that travel with others.
-        gathered_again: the messages that gather weights in the backward.
+        regathers: the messages that gather weights in the backward.
         module: the bound `torch.fx.GraphModule`: local parameters, buffers, constants, inputs in; outputs, then the
             new values of buffers, out.
     """
@@ -279,14 +282,14 @@ class RankExecutor:
         self.schedule = schedule or CommunicationSchedule((), 0, 0, 0.0, library=False)
         self.gathers: dict[str, BoundRedistribute] = {}
         self.gathered_once: list[GatherOnce] = []
-        self.gathered_again: list[GatherAgain] = []
+        self.regathers: list[GatherAgain] = []
         self.types: dict[str, torch.dtype] = {}
         self._eager = not compiled
-        self._late: dict[int, Bound] = {}  # by id of an instruction: its backward, which does not wait
+        self._late = IdentityMap[Redistribute, Bound]()  # by instruction: its backward, which does not wait
         self._regathered: RegatheredWeights | None = None
         self._lines = {op.name: op.source for op in lowered.plan.graph.ops}
         self._instructions = lowered.plan.program.instructions
-        self._places = {id(i): k for k, i in enumerate(self._instructions)}
+        self._places = IdentityMap((i, k) for k, i in enumerate(self._instructions))
         self.scattered: list[Scatter] = []
         self._splits = self.schedule.splits if self._eager else {}
         self._scatter_messages = {m.place: n for n, message in self.schedule.of("scatter") for m in message.members}
@@ -309,7 +312,7 @@ class RankExecutor:
         self._blocks: dict[int, int] = {}  # by place, in a compiled program: a weight's number in a `CompiledBlock`
         events = self._events(env, by_blocks=self._eager or not regions.regions)
         for node in lowered.nodes:
-            place = self._places.get(id(node.meta.get("instruction")))
+            place = self._places[node.meta["instruction"]] if "instruction" in node.meta else None
             if node.op == "placeholder" and node.meta["instance"].value.name in lowered.parameters:
                 if inside is not None and self._summed_late(node):
                     inside.append(node)
@@ -401,7 +404,7 @@ class RankExecutor:
     def _options_of_compiler(self) -> dict[str, Any]:
         """Options of inductor for the program: where the schedule has a gather under way while anything else runs, the
         compiled one has too."""
-        gathers = (message for again in (False, True) for _, message in self.schedule.of("gather", again))
+        gathers = (message for regathered in (False, True) for _, message in self.schedule.of("gather", regathered))
         return options_ahead() if any(message.apart for message in gathers) else {}
 
     def _call(self, kind: str, module: nn.Module, *args: Any, **kwargs: Any) -> torch.fx.Node:
@@ -420,17 +423,17 @@ class RankExecutor:
             by_blocks: False where weights that are gathered again are gathered one by one.
         """
         events: list[_Event] = []
-        nodes = {self._places[id(n.meta["instruction"])]: n for n in self.lowered.nodes if "instruction" in n.meta}
+        nodes = {self._places[n.meta["instruction"]]: n for n in self.lowered.nodes if "instruction" in n.meta}
         for number, message in self.schedule.of("gather"):
             members = [m.place for m in message.members]
             if message.once:
                 events += self._gather_once(number, message)
                 continue
-            again = not self._eager and any(self._redistribute(place).reshard_after_forward for place in members)
-            if again and not by_blocks:
+            regathered = not self._eager and any(self._redistribute(place).reshard_after_forward for place in members)
+            if regathered and not by_blocks:
                 continue
             gather = self._block(members, "forward", bucket_text(number, message))
-            if again:
+            if regathered:
                 self._blocks.update((place, index) for index, place in enumerate(members))
 
                 def block(gather: BlockGather = gather, members: list[int] = members) -> None:
@@ -455,7 +458,7 @@ class RankExecutor:
 
             events += [_Event(message.issue, (1, 0, number), issue), _Event(message.wait, (1, 1, number), wait)]
         if self._eager:
-            self._gathers_again()
+            self._gathers_of_backward()
         for place, (begin, end) in self._splits.items():
             node, moved = nodes[place], self._split(self._redistribute(place))
             halves: list[torch.fx.Node] = []
@@ -506,14 +509,14 @@ class RankExecutor:
         wait = self._place(first.forward, first, way, len(places) - 1) if self._eager or outside else None
         return BlockGather(self.groups.seen(first.forward.steps[0].digits), members, wait, text)
 
-    def _gathers_again(self) -> None:
+    def _gathers_of_backward(self) -> None:
         """The gathers of the backward."""
         made: dict[int, GatherAgain] = {}
         for number, message in self.schedule.of("gather", repeats_forward=True):
             before = partial(_finish, self.scattered, self.schedule.early.get(number, ()))
             block = self._block([m.place for m in message.members], "backward", bucket_text(number, message))
             made[number] = GatherAgain(block, before, not self._stage)
-            self.gathered_again.append(made[number])
+            self.regathers.append(made[number])
             for index, member in enumerate(message.members):
                 self._later[member.place] = made[number], index
         at = {m.moment: (n, k) for n in made for k, m in enumerate(self.schedule.messages[n].members)}
@@ -547,7 +550,7 @@ class RankExecutor:
         if instruction.casts:
             forward = (*_cast(instruction.dtype), *forward)
         backward = self._backward(instruction, outside)
-        label, place = str(instruction.forward), self._places[id(instruction)]
+        label, place = str(instruction.forward), self._places[instruction]
         if instruction.reshard_after_forward and not self._eager:
             return CompiledGather(forward, backward, label)
         if not instruction.reshard_after_forward and place not in self._taken and place not in self._later:
@@ -564,9 +567,10 @@ class RankExecutor:
     def _backward(self, instruction: Redistribute, outside: bool = False) -> Steps:
         if instruction.backward is None:
             return ()
-        if id(instruction) in self._late:
-            return (*_cast(instruction.sums), self._late[id(instruction)])
-        shape, hsdp, held = instruction.target.local_shape, self.lowered.plan.hsdp, instruction.source.value.dtype
+        if instruction in self._late:
+            return (*_cast(instruction.sums), self._late[instruction])
+        shape, hsdp = instruction.target.local_shape, self.lowered.plan.hsdp
+        parameter_dtype = instruction.source.value.dtype
         if (
             instruction.cause == "parameter"
             and instruction.forward.collectives
@@ -582,17 +586,17 @@ class RankExecutor:
                     instruction.backward,
                     shape,
                     self.groups,
-                    held,
+                    parameter_dtype,
                     instruction.sums,
                     hsdp.accumulates_whole and not self._stage,
-                    self._scatter_messages.get(self._places[id(instruction)]),
+                    self._scatter_messages.get(self._places[instruction]),
                 )
             )
             return noted((self.scattered[-1],), self._place(instruction.backward, instruction, "backward"))
         steps = self._steps(instruction.backward, shape, instruction, "backward")
         if instruction.target.value.master is None:
             return steps
-        return (*(_cast(instruction.sums) if steps else ()), *steps, *_cast(held))
+        return (*(_cast(instruction.sums) if steps else ()), *steps, *_cast(parameter_dtype))
 
     def _summed_late(self, parameter: Node) -> bool:
         """True where the gradient of a parameter is one sum or scatter, whose wait the program leaves to its end.
@@ -602,8 +606,8 @@ class RankExecutor:
         user = sole_consumer(parameter)
         if user is None or user.target is not move:
             return False
-        instruction, held = user.meta["instruction"], parameter.meta["instance"].value.dtype
-        if instruction.backward is None or instruction.sums != held or held.is_complex:
+        instruction, parameter_dtype = user.meta["instruction"], parameter.meta["instance"].value.dtype
+        if instruction.backward is None or instruction.sums != parameter_dtype or parameter_dtype.is_complex:
             return False
         if sum_of_gradient(parameter) is not None:
             return True
@@ -611,7 +615,7 @@ class RankExecutor:
             return False
         late = late_scatter(instruction.backward, instruction.target.local_shape, self.groups)
         if late is not None:
-            self._late[id(instruction)] = late
+            self._late[instruction] = late
         return late is not None
 
     def _steps(
@@ -629,8 +633,8 @@ class RankExecutor:
         kinds = " and ".join(dict.fromkeys(step.kind for step in steps.collectives))
         line = self._lines.get(instruction.operator, "")
         value = instruction.source.value.name
-        others = f" and {more} other weights" if more else ""
-        of = others if value == instruction.operator else f" of {value!r}{others}"
+        more_weights = f" and {more} other weights" if more else ""
+        of = more_weights if value == instruction.operator else f" of {value!r}{more_weights}"
         ranks = sorted({r for step in steps.collectives for r in group_of(self.groups.rank, step.digits)})
         return WaitPoint(
             f"the {kinds}{of} for operator {instruction.operator!r}{f' ({line})' if line else ''}"

@@ -7,7 +7,7 @@
    shared memory, which takes a tenth of the time. A step of a save or a load either succeeds on all ranks or on none:
    each step ends in `agreed`, which raises the same error on all ranks.
 
-3. Errors travel as their class's name and text (`error_words`, `error_of`): an error of the package and of Python
+3. Errors travel as their class's name and text (`error_as_json`, `error_of`): an error of the package and of Python
    itself arrives as it is, any other one as a RuntimeError with its text.
 """
 
@@ -33,7 +33,7 @@ from ...process_runtime import current
 from ...redistribution.collective_kinds import CollectiveKind
 from .shared_memory import HostMemory, sharing
 
-__all__ = ["ProcessRanks", "SingleRank", "error_of", "error_words", "exchanged", "from_first", "ranks_of_now"]
+__all__ = ["ProcessRanks", "SingleRank", "error_as_json", "error_of", "exchanged", "from_first", "ranks_of_now"]
 
 #: Longer than the timeout of a step's collective: a rank waits for others that write.
 _TIMEOUT = timedelta(minutes=60)
@@ -91,7 +91,7 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 # -- errors
 
 
-def error_words(error: Exception) -> dict[str, Any]:
+def error_as_json(error: Exception) -> dict[str, Any]:
     """An error as values that `json_values` takes. An error of a class that users do not know is one of its base."""
     kinds = [kind.__name__ for kind in type(error).__mro__]
     known = next((kind for kind in kinds if kind in errors.__all__), kinds[0])
@@ -104,7 +104,7 @@ def error_words(error: Exception) -> dict[str, Any]:
 
 
 def error_of(encoded: dict[str, Any]) -> Exception:
-    """The error of `error_words`: of the same class where it is one of the package, or one of Python's that is made
+    """The error of `error_as_json`: of the same class where it is one of the package, or one of Python's that is made
     from a text; else a RuntimeError with its class's name and text."""
     name, message = encoded["kind"], encoded["message"]
     kind = getattr(errors, name, None) if name in errors.__all__ else getattr(builtins, name, None)
@@ -153,7 +153,7 @@ class SingleRank:
         """
         if self.world == 1 and error is not None and not isinstance(error, OSError):
             raise error
-        answers = self.exchanged((None if error is None else error_words(_portable(error)), mine))
+        answers = self.exchanged((None if error is None else error_as_json(_portable(error)), mine))
         failed = [(rank, e) for rank, (e, _) in enumerate(answers) if e is not None]
         if failed:
             rank, first = failed[0][0], error_of(failed[0][1])
@@ -166,7 +166,7 @@ class SingleRank:
                     legal=first.legal,
                 )
             raise first
-        return [held for _, held in answers]
+        return [value for _, value in answers]
 
 
 class ProcessRanks(SingleRank):
@@ -233,7 +233,7 @@ class ProcessRanks(SingleRank):
         return self._talked(memory.meet, CollectiveKind.ALL_TO_ALL, 0)
 
     @staticmethod
-    def _talked(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _talked(collective: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
         try:
             with torch.device("cpu"):  # Gloo allocates on the default device
                 return collective(*args, **kwargs)

@@ -273,7 +273,7 @@ class DeviceTimes(WaitTimes):
 
         def read() -> StepTimes:
             last.synchronize()
-            exposed = sum(came.elapsed_time(left) for came, left in pairs) / 1e3
+            exposed = sum(came.elapsed_time(ended) for came, ended in pairs) / 1e3
             return StepTimes(first.elapsed_time(last) / 1e3 - exposed, exposed, len(pairs))
 
         return MeasuredStep(read, last)
@@ -413,11 +413,11 @@ def explaining() -> Iterator[None]:
         raise
 
 
-def noted(steps: Sequence[Callable[[Any], Any]], place: WaitPoint) -> tuple[Callable[[Any], Any], ...]:
+def noted(steps: Sequence[Callable[[Any], object]], place: WaitPoint) -> tuple[Callable[[Any], Any], ...]:
     """The steps of a redistribution as one function, which is at `place` while it runs."""
     steps, back = tuple(steps), place.back
 
-    def run(x: Any) -> Any:  # not `waiting`, which takes longer
+    def run(x: object) -> Any:  # not `waiting`, which takes longer
         position.place = place
         position.moves += 1
         if back:

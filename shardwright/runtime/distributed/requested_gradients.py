@@ -101,10 +101,10 @@ def _grad(
         refuse_graph(_name(wanted[0]))
     if is_grads_batched:
         raise SettingError("is_grads_batched=True of gradients of parameters in several processes", legal=_LEGAL)
-    others = [i for i in range(len(several)) if i not in places]
+    of_autograd = [i for i in range(len(several)) if i not in places]
     made: list[Tensor | None] = [None] * len(several)
     results = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    found = _of_parameters(results, wanted, grad_outputs, bool(retain_graph) or bool(others))
+    found = _of_parameters(results, wanted, grad_outputs, bool(retain_graph) or bool(of_autograd))
     for i, gradient in zip(places, found):
         made[i] = torch.zeros_like(several[i]) if gradient is None and materialize_grads else gradient
         if made[i] is None and not allow_unused:
@@ -112,9 +112,9 @@ def _grad(
                 f"The parameter {_name(several[i])!r} appears to not have been used in the graph. Set "
                 "allow_unused=True if this is the desired behavior."
             )
-    if others:
-        rest = _PLAIN(outputs, [several[i] for i in others], grad_outputs, retain_graph, **further)
-        for i, gradient in zip(others, rest):
+    if of_autograd:
+        rest = _PLAIN(outputs, [several[i] for i in of_autograd], grad_outputs, retain_graph, **further)
+        for i, gradient in zip(of_autograd, rest):
             made[i] = gradient
     return tuple(made)
 
@@ -135,7 +135,7 @@ def _of_parameters(
                 legal=_LEGAL,
             )
     leaves: list[Tensor] = []
-    ids = {id(parameter) for parameter in wanted}
+    parameters = set(wanted)
     for leaf in _leaves(outputs):
         parameter, sums = getattr(leaf, _OF)
         if sums is not None and (sums.accumulates or sums.waits):
@@ -144,7 +144,7 @@ def _of_parameters(
                 "their sum",
                 legal=_LEGAL,
             )
-        if id(parameter) in ids:
+        if parameter in parameters:
             leaves.append(leaf)
     if not leaves:
         return [None] * len(wanted)

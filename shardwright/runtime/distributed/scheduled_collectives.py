@@ -20,7 +20,7 @@
 
 4. A compiled program has parts of its own.
 
-   Gathers that run again (`gathered_again`): the gather of a weight that is not kept for the backward. It is a
+   Gathers that run again (`regathered_in_backward`): the gather of a weight that is not kept for the backward. It is a
    checkpointed region whose results must be recomputed: the compiler's partitioner then puts the gather into the
    backward, too.
 
@@ -95,17 +95,17 @@ __all__ = [
     "WaitedGather",
     "WaitedHalf",
     "WeightOfBlock",
-    "gathered_again",
     "gathers_ahead",
     "late_scatter",
     "options_ahead",
+    "regathered_in_backward",
     "taken",
 ]
 
 # -- issued and waited for
 
 
-def at(place: WaitPoint | None, run: Callable[[Any], Any], text: str) -> Callable[[Any], Any]:
+def at(place: WaitPoint | None, run: Callable[[Any], object], text: str) -> Callable[[Any], Any]:
     """A function that is at a wait point while it runs, and has a name in a profile; None: at none, and without one."""
     return run if place is None else noted((named_when_profiled(run, text),), place)[0]
 
@@ -551,14 +551,14 @@ class WaitedHalf(nn.Module):
 logging.getLogger(CHECKPOINT_LOGGER).addFilter(lambda record: "context_fn is passed" not in record.getMessage())
 
 
-def _again(*_: object, **__: Any) -> CheckpointPolicy:
+def _recompute_all(*_: object, **__: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
-_contexts = partial(create_selective_checkpoint_contexts, _again)
+_contexts = partial(create_selective_checkpoint_contexts, _recompute_all)
 
 
-def gathered_again(gather: Callable[..., Any], *stored: Tensor) -> Any:
+def regathered_in_backward(gather: Callable[..., Any], *stored: Tensor) -> Any:
     """The gathered weight, or the weights of a block, which a compiled backward gathers again.
 
     All of the gather is one region: what goes from a region to another is saved.
@@ -621,13 +621,13 @@ def late_scatter(steps: Redistribution, shape: tuple[int, ...], groups: ProcessG
 class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.held = tuple(x.dtype for x in parameters)
+        ctx.dtypes = tuple(x.dtype for x in parameters)
         return tuple(x.view_as(x) for x in parameters)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *sums: Tensor) -> tuple[Tensor, ...]:
-        return tuple(functional_wait(x).to(dtype) for x, dtype in zip(sums, ctx.held))
+        return tuple(functional_wait(x).to(dtype) for x, dtype in zip(sums, ctx.dtypes))
 
 
 class SumsEnd(nn.Module):

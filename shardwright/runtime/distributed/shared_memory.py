@@ -94,7 +94,7 @@ class HostMemory:
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._tickets = ctypes.c_void_p(start + _TICKETS)
         own = [ctypes.c_void_p(start + _OWN + k * _LINE) for k in range(ranks)]
-        self._mine, self._others = own[position], [s for k, s in enumerate(own) if k != position]
+        self._mine, self._other_slots = own[position], [s for k, s in enumerate(own) if k != position]
         marks = _OWN + ranks * _LINE
         self._marks = memoryview(self._memory)[marks : marks + 2 * ranks * 8].cast("q")
 
@@ -161,9 +161,9 @@ class HostMemory:
         marks[at + self._position] = what
         assert _calls is not None
         if _calls.sem_trywait(self._tickets):  # no ticket is left: this rank is the last
-            for _ in self._others:
+            for _ in self._other_slots:
                 _calls.sem_post(self._tickets)
-            for other in self._others:
+            for other in self._other_slots:
                 _calls.sem_post(other)
         else:
             self._sleep()

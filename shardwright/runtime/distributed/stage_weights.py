@@ -184,7 +184,7 @@ class StageWeights:
         gathers = self._body.gathers
         self.stored = {self._parameters[name]: leaf for name, leaf in stored.items()}
         self._used, self._owed, self._last = dict(stored), {}, False
-        self._summed = trains and not self._accumulation.open and not self._accumulation.kept
+        self._summed = trains and not self._accumulation.open and not self._accumulation.unsummed
         self._late = dict.fromkeys(
             name
             for name in stored
@@ -285,7 +285,7 @@ class StageWeights:
             self.came(tuple(self._late))
             self._sums.start_rest()
         self._sums.end_backward()
-        for gather in self._body.gathered_again:
+        for gather in self._body.regathers:
             gather.forget()
 
     def finish_step(self) -> frozenset[str]:
@@ -303,7 +303,7 @@ class StageWeights:
 
     def hand(self, name: str, gradient: Tensor) -> None:
         """Hand a summed gradient over to its parameter."""
-        if self._accumulation.kept:  # the end of this backward sums these
+        if self._accumulation.unsummed:  # the end of this backward sums these
             self._sums.note_backward()
         self._sums.hand(self._parameters[name], gradient)
 

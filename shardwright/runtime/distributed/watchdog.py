@@ -43,7 +43,7 @@ from ...json_files.json_values import dumps, loads
 from ...launch.lifelines import Lifelines
 from ...process_runtime import current, lifelines
 from ...torch_private import default_store, group_timeout
-from .rank_messages import error_of, error_words
+from .rank_messages import error_as_json, error_of
 from .rank_positions import PassedPlaces, Seen, WaitPoint, not_moving, position, users_line
 
 __all__ = ["Peers", "peers"]
@@ -54,7 +54,7 @@ LOOK_EVERY = 1.0
 ANSWERS = 4
 #: Of torch's timeout of a collective, the part that is left to find the reason: at least this fraction, and so many
 #: seconds, but no more than the second fraction.
-LEFT, LEFT_SECONDS, LEFT_AT_MOST = 0.2, 15.0, 0.4
+RESERVED, RESERVED_SECONDS, RESERVED_AT_MOST = 0.2, 15.0, 0.4
 #: The number of looks that it takes, at most, from a rank's patience to the end of all ranks.
 LOOKS = 13
 #: Seconds between two looks for the address of rank 0's lifelines.
@@ -91,7 +91,7 @@ def _patience() -> tuple[float, float]:
     if own is None:
         return asked, min(LOOK_EVERY, asked / 4)
     torchs = own.total_seconds()
-    patience = min(asked, torchs - max(LEFT * torchs, min(LEFT_SECONDS, LEFT_AT_MOST * torchs)))
+    patience = min(asked, torchs - max(RESERVED * torchs, min(RESERVED_SECONDS, RESERVED_AT_MOST * torchs)))
     return patience, min(LOOK_EVERY, patience / 4, (torchs - patience) / LOOKS)
 
 
@@ -126,7 +126,7 @@ class Peers:
         self._heard = 0.0
         self._alarm = 0
         self._lines = lifelines()
-        self._gone: dict[int, float] = {}  # rank whose process has ended -> when this was seen
+        self._ended_at: dict[int, float] = {}  # rank whose process has ended -> when this was seen
         self._stopped, self._hurry = threading.Event(), threading.Event()
         position.explain = self.explain
         self._thread = threading.Thread(target=self._run, daemon=True, name="shardwright peers")
@@ -167,7 +167,7 @@ class Peers:
         """End the run on all ranks with an error; return the error that ends it, which is another rank's where that was
         first."""
         store = store or self.store
-        verdict = store.compare_set("verdict", "", dumps(error_words(error)).decode())
+        verdict = store.compare_set("verdict", "", dumps(error_as_json(error)).decode())
         self.verdict = _verdict(verdict)
         self.raise_alarm(store)
         return self.verdict
@@ -246,7 +246,7 @@ class Peers:
                 if waited > self.patience and (place := self._place()[1]) is not None and not place.key:
                     self._judge(waited)
         except RuntimeError:  # the store is gone, and the process of rank 0 with it, if that had it
-            self._store_is_gone()
+            self._store_lost()
         if self._lines is not None and not self._stopped.is_set():  # another process group has taken this one's place
             self._lines.goodbye()
 
@@ -263,14 +263,14 @@ class Peers:
         lines.look()
         now, place = time.monotonic(), self._place()[1]
         for rank in list(lines.ended):
-            since = self._gone.setdefault(rank, now)
+            since = self._ended_at.setdefault(rank, now)
             waits = place is not None and (not place.ranks or rank in place.ranks) and now - since >= self.look
             if waits or now - since > GRACE or self._thread_store.check(["faults"]):
                 self.decide(StuckError(f"rank {rank} {lines.ended[rank]}"), self._thread_store)
                 self._news()
                 return
 
-    def _store_is_gone(self) -> None:
+    def _store_lost(self) -> None:
         """End this process where the process of rank 0 has ended, which had the store."""
         deadline, lines = time.monotonic() + ANSWERS * self.look, self._lines
         while lines is not None and not self._stopped.wait(self.look / 4) and time.monotonic() < deadline:

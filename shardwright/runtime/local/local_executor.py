@@ -46,30 +46,30 @@ class _Scatter(torch.autograd.Function):
     must agree."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, layout: Layout, axes: Axes, held: RankShape) -> Tensor:
-        ctx.layout, ctx.axes, ctx.held = layout, axes, held
-        return axes.stack(scatter(whole, layout), held)
+    def forward(ctx: Any, whole: Tensor, layout: Layout, axes: Axes, rank_shape: RankShape) -> Tensor:
+        ctx.layout, ctx.axes, ctx.rank_shape = layout, axes, rank_shape
+        return axes.stack(scatter(whole, layout), rank_shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         if torch.is_grad_enabled():  # create_graph=True
-            return _Assemble.apply(gradient, ctx.layout, ctx.axes, ctx.held, True), None, None, None
-        return assemble(ctx.axes.shards(gradient, ctx.held), ctx.layout, check=True), None, None, None
+            return _Assemble.apply(gradient, ctx.layout, ctx.axes, ctx.rank_shape, True), None, None, None
+        return assemble(ctx.axes.shards(gradient, ctx.rank_shape), ctx.layout, check=True), None, None, None
 
 
 class _Assemble(torch.autograd.Function):
     """Every rank's slice -> the whole tensor. Backward: the slices of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout, axes: Axes, held: RankShape, check: bool) -> Tensor:
-        ctx.layout, ctx.axes, ctx.held = layout, axes, held
-        return assemble(axes.shards(x, held), layout, check=check)
+    def forward(ctx: Any, x: Tensor, layout: Layout, axes: Axes, rank_shape: RankShape, check: bool) -> Tensor:
+        ctx.layout, ctx.axes, ctx.rank_shape = layout, axes, rank_shape
+        return assemble(axes.shards(x, rank_shape), layout, check=check)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True
-            return _Scatter.apply(gradient, ctx.layout, ctx.axes, ctx.held), None, None, None, None
-        return ctx.axes.stack(scatter(gradient, ctx.layout), ctx.held), None, None, None, None
+            return _Scatter.apply(gradient, ctx.layout, ctx.axes, ctx.rank_shape), None, None, None, None
+        return ctx.axes.stack(scatter(gradient, ctx.layout), ctx.rank_shape), None, None, None, None
 
 
 class _Ways(NamedTuple):
@@ -92,8 +92,8 @@ class _Ways(NamedTuple):
         assert self.backward is not None and self.back is not None
         if self.types is None:
             return convert_shards(self.backward, gradient, self.back)
-        _, sums, held = self.types
-        return convert_shards(self.backward, gradient.to(sums), self.back).to(held)
+        _, sums, dtype = self.types
+        return convert_shards(self.backward, gradient.to(sums), self.back).to(dtype)
 
 
 class LocalExecutor:
@@ -112,7 +112,7 @@ class LocalExecutor:
         nodes = lowered.nodes
         self.axes = Axes.of_layouts(lowered.plan.devices, _layouts(nodes))
         self._slots = {node: i for i, node in enumerate(nodes)}
-        self._held: dict[Node, RankShape] = {}
+        self._rank_shapes: dict[Node, RankShape] = {}
         self._terms: dict[Node, RankShape] = {}
         self._gradients: dict[Node, Layout] = {}
         self._ways: dict[Node, _Ways] = {}
@@ -176,15 +176,14 @@ class LocalExecutor:
     def _recorded(self, record: Callable[[Node, Any], None], node: Node, value: Any) -> Any:
         """Pass a value to `record`, shard by shard; return a value built from these shards, so that they get
         gradients."""
-        axes, held = self.axes, self._held[node]
+        axes, rank_shape = self.axes, self._rank_shapes[node]
         if not isinstance(value, Tensor):
-            record(
-                node, list(zip(*(axes.shards(x, held) if isinstance(x, Tensor) else [x] * axes.devices for x in value)))
-            )
+            each = (axes.shards(x, rank_shape) if isinstance(x, Tensor) else [x] * axes.devices for x in value)
+            record(node, list(zip(*each)))
             return value
-        parts = axes.unbind(value, held)
-        record(node, [parts[k] for k in axes.places(held)])
-        return axes.joined(parts, held)
+        parts = axes.unbind(value, rank_shape)
+        record(node, [parts[k] for k in axes.places(rank_shape)])
+        return axes.joined(parts, rank_shape)
 
     # -- the axes of each value --
 
@@ -195,22 +194,24 @@ class LocalExecutor:
             self._gradients[node] = instance.layout.without_partial()
         if node.op == "placeholder":
             assert instance is not None
-            self._held[node] = axes.along(instance.layout.carried)
+            self._rank_shapes[node] = axes.along(instance.layout.carried)
         elif node.target is move or node.target is extreme:
-            self._ways[node], self._held[node] = (self._redistribution if node.target is move else self._extremes)(node)
+            self._ways[node], self._rank_shapes[node] = (
+                self._redistribution if node.target is move else self._extremes
+            )(node)
             if node in self._terms and sum_of_gradient(operand(node)) is node:
-                self._held[node] = self._held[operand(node)]  # the node is skipped
+                self._rank_shapes[node] = self._rank_shapes[operand(node)]  # the node is skipped
         elif "instruction" not in node.meta:  # one output of an operator with several
-            self._held[node] = self._held[operand(node)]
+            self._rank_shapes[node] = self._rank_shapes[operand(node)]
         else:
             terms = [self._terms.get(a, ()) for a in node.all_input_nodes if a.meta["instance"].value.requires_grad]
-            self._held[node] = union(*(self._held[a] for a in node.all_input_nodes), *terms)
+            self._rank_shapes[node] = union(*(self._rank_shapes[a] for a in node.all_input_nodes), *terms)
 
     def _redistribution(self, node: Node) -> tuple[_Ways, RankShape]:
         instruction: Redistribute = node.meta["instruction"]
         source, target = instruction.source, instruction.target
         forward, backward, axes = instruction.forward, instruction.backward, self.axes
-        before, after = self._held[operand(node)], axes.along(target.layout.carried + target.layout.partial)
+        before, after = self._rank_shapes[operand(node)], axes.along(target.layout.carried + target.layout.partial)
         # In `hybrid_parallel` programs each rank has its own term of an open sum: gradients of the terms need not be
         # equal.
         own, run, back = self.lowered.plan.own is not None, None, None
@@ -246,7 +247,7 @@ class LocalExecutor:
         terms = source.without_partial().with_partial(source.partial)
         total = redistribution(terms, source.without_partial())
         after, local = axes.along(layout.carried), instruction.source.local_shape
-        before = union(*(self._held[operand(node, k)] for k in (0, 1)), after)
+        before = union(*(self._rank_shapes[operand(node, k)] for k in (0, 1)), after)
         run = converting(axes, source, layout, before, after, local)
         back = converting(axes, terms, source.without_partial(), before, after, local)
         if run is None or back is None or self.lowered.plan.own is not None:
@@ -254,10 +255,10 @@ class LocalExecutor:
             run, back = self._listed(instruction.forward, before, after), self._listed(total, before, after)
         return _Ways(instruction.forward, total, run, back), after
 
-    def _listed(self, found: Redistribution, held: RankShape, wanted: RankShape) -> Callable[[Tensor], Tensor]:
+    def _listed(self, found: Redistribution, before: RankShape, wanted: RankShape) -> Callable[[Tensor], Tensor]:
         """A redistribution shard by shard."""
         axes = self.axes
-        return lambda x: axes.stack(convert_list(found, axes.shards(x, held)), wanted)
+        return lambda x: axes.stack(convert_list(found, axes.shards(x, before)), wanted)
 
     def _scattering(self, node: Node) -> Callable[[Tensor], Tensor] | None:
         """The function from a whole tensor to a placeholder's value; None where they are the same."""
@@ -265,19 +266,26 @@ class LocalExecutor:
         layout, shape, axes = instance.layout, instance.value.shape, self.axes
         if layout.is_replicated:
             return None
-        cut = converting(axes, Layout.replicated(axes.devices, len(shape)), layout, (), self._held[node], tuple(shape))
+        cut = converting(
+            axes, Layout.replicated(axes.devices, len(shape)), layout, (), self._rank_shapes[node], tuple(shape)
+        )
         return cut or (lambda whole: _Scatter.apply(whole, layout, axes, axes.sizes))
 
     def _assembling(self, node: Node) -> Callable[[Tensor], Tensor] | None:
         """The function from an output's value to a whole tensor; None where they are the same."""
         instance: PlacedValue = node.meta["instance"]
-        layout, held, axes = instance.layout, self._held[node], self.axes
-        if layout.is_replicated and not held:
+        layout, rank_shape, axes = instance.layout, self._rank_shapes[node], self.axes
+        if layout.is_replicated and not rank_shape:
             return None
         join = converting(
-            axes, layout, Layout.replicated(axes.devices, len(instance.value.shape)), held, (), instance.local_shape
+            axes,
+            layout,
+            Layout.replicated(axes.devices, len(instance.value.shape)),
+            rank_shape,
+            (),
+            instance.local_shape,
         )
-        return join or (lambda x: _Assemble.apply(x, layout, axes, held, False))
+        return join or (lambda x: _Assemble.apply(x, layout, axes, rank_shape, False))
 
     # -- the step of each node --
 
@@ -312,7 +320,7 @@ class LocalExecutor:
         if "instruction" not in node.meta:
             base, index = slots[operand(node)], number_of_result(node)
             return lambda env: env[base][index]
-        call = Call(node, self.axes, self._held, self._terms, self._gradients)
+        call = Call(node, self.axes, self._rank_shapes, self._terms, self._gradients)
         return _on_slots(self._shared(call), [slots[a] for a in call.operands])
 
     def _shared(self, call: Call) -> Callable[[Sequence[Any]], Any]:
@@ -357,17 +365,17 @@ class LocalExecutor:
     def _extreme(self, node: Node) -> Callable[[list[Any]], Any]:
         instruction: GlobalExtreme = node.meta["instruction"]
         ways, operands = self._ways[node], (operand(node, 0), operand(node, 1))
-        held = union(*(self._held[a] for a in (*operands, node)))
+        rank_shape = union(*(self._rank_shapes[a] for a in (*operands, node)))
         reduced, read = (self._slots[a] for a in operands)
-        shapes = [(*held, *instance.local_shape) for instance in (instruction.source, instruction.operand)]
-        dims = tuple(len(held) + d for d in instruction.dims)
+        shapes = [(*rank_shape, *instance.local_shape) for instance in (instruction.source, instruction.operand)]
+        dims = tuple(len(rank_shape) + d for d in instruction.dims)
         forward, count = (ways.convert,), (ways.transpose,)
         return lambda env: ExtremeFunction.apply(
             env[reduced].expand(shapes[0]), env[read].expand(shapes[1]), forward, count, dims
         )
 
 
-def _on_slots(step: Callable[[Sequence[Any]], Any], slots: Sequence[int]) -> Callable[[list[Any]], Any]:
+def _on_slots(step: Callable[[Sequence[Any]], object], slots: Sequence[int]) -> Callable[[list[Any]], Any]:
     """The function ``env -> value`` of a step on the values in these slots."""
     if len(slots) == 1:
         (slot,) = slots
@@ -393,13 +401,13 @@ def _last_uses(nodes: list[Node], slots: dict[Node, int]) -> list[list[int]]:
     """For each call, the slots that no later node reads; their shards can be freed."""
     last: dict[int, int] = {}
     calls = [n for n in nodes if n.op == "call_function"]
-    kept = {slots[a] for a in nodes[-1].all_input_nodes}
+    results = {slots[a] for a in nodes[-1].all_input_nodes}
     for i, node in enumerate(calls):
         for a in node.all_input_nodes:
             last[slots[a]] = i
     out: list[list[int]] = [[] for _ in calls]
     for slot, i in last.items():
-        if slot not in kept:
+        if slot not in results:
             out[i].append(slot)
     return out
 

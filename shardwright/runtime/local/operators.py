@@ -63,7 +63,7 @@ ASKED = 5
 #: Plain call -> longer call: the layers of a model are alike, and so are its programs at one size.
 _KNOWN: dict[Any, Op | None] = {}
 #: The number of calls that are remembered.
-KEPT = 4096
+MOST_KNOWN = 4096
 
 
 def leading(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
@@ -81,7 +81,7 @@ def leading(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
         return None
     key = op.target, find_rule(op), key_of((op.args, op.kwargs)), op.inputs, tuple(led), sizes
     if key not in _KNOWN:
-        if len(_KNOWN) >= KEPT:
+        if len(_KNOWN) >= MOST_KNOWN:
             _KNOWN.clear()
         _KNOWN[key] = _found(op, led, sizes)
     return _KNOWN[key]
@@ -135,11 +135,11 @@ def _run(op: Op, led: Sequence[bool] = (), lead: tuple[int, ...] = ()) -> Op:
     Raises:
         Exception: of any kind, from a shape function that does not support the call.
     """
-    held = {
+    values = {
         v.name: changed(v, shape=(*lead, *v.shape)) if lead and has else v
         for v, has in zip(op.inputs, led or (False,) * len(op.inputs))
     }
-    args, kwargs = map_values((op.args, op.kwargs), lambda v: held[v.name])
+    args, kwargs = map_values((op.args, op.kwargs), lambda v: values[v.name])
     positional, named = map_values((args, kwargs), _meta)
     with torch.no_grad():
         made = op.target(*positional, **named)
@@ -148,7 +148,7 @@ def _run(op: Op, led: Sequence[bool] = (), lead: tuple[int, ...] = ()) -> Op:
         op,
         args=args,
         kwargs=kwargs,
-        inputs=tuple(held[v.name] for v in op.inputs),
+        inputs=tuple(values[v.name] for v in op.inputs),
         outputs=tuple(Value(f"{op.name}.{i}", tuple(x.shape), x.dtype) for i, x in enumerate(made)),
     )
 
@@ -213,7 +213,7 @@ class Call:
     Args:
         node: the node.
         axes: of the program.
-        held: the leading axes of each value.
+        rank_shapes: the leading axes of each value.
         terms: the axes along which the gradients of a value's consumers are terms of a sum, although the value is
             stored once; the backward of broadcasting sums them.
         gradients: the layout of each value's gradient.
@@ -226,15 +226,15 @@ class Call:
         self,
         node: Node,
         axes: Axes,
-        held: Mapping[Node, RankShape],
+        rank_shapes: Mapping[Node, RankShape],
         terms: Mapping[Node, RankShape],
         gradients: Mapping[Node, Layout],
     ) -> None:
-        self.node, self.axes, self.held = node, axes, held
+        self.node, self.axes, self.rank_shapes = node, axes, rank_shapes
         self.terms, self.gradients = terms, gradients
         self.operands = list(node.all_input_nodes)
         self.slots = {a: i for i, a in enumerate(self.operands)}
-        self.out = held[node]
+        self.out = rank_shapes[node]
         self.instruction: LocalOp = node.meta["instruction"]
         self._shapes: dict[Node, RankShape | None] = {}
 
@@ -242,7 +242,7 @@ class Call:
         """A key that is equal for calls of one program with equal steps: the call without its names."""
         node, op, slots = self.node, self.instruction.op, self.slots
         called = key_of((node.args, node.kwargs), lambda a: slots[a] if type(a) is Node else a)
-        operands = [(self._local(a), self.held[a], self.terms.get(a), self.gradients[a]) for a in self.operands]
+        operands = [(self._local(a), self.rank_shapes[a], self.terms.get(a), self.gradients[a]) for a in self.operands]
         values = [(v.shape, v.dtype, v.requires_grad) for v in map(self._value, self.operands)]
         drawn = op.micro, op.fast  # rules only pass the operator's number on, and it is an argument in `called`
         return node.target, called, self.out, tuple(operands), tuple(values), form_of(op), drawn, op.origin is None
@@ -413,7 +413,7 @@ class Call:
         assert isinstance(x, Node) and isinstance(p, float)
         masks, get, scale = self._one_by_one(mask_of), self._get(x), scale_of(p)
 
-        def dropped(tensors: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        def dropped(tensors: Sequence[object]) -> tuple[Tensor, Tensor]:
             mask = masks(tensors)
             return get(tensors) * mask * scale, mask
 
@@ -435,11 +435,11 @@ class Call:
         each = _call(function or plain_function(node), node.args, node.kwargs, shard.__getitem__)
         several = "instance" not in node.meta and function is None
 
-        def run(tensors: Sequence[Any]) -> Any:
+        def run(tensors: Sequence[object]) -> Any:
             shards = []
             for get, shape, places in parts:
-                held = axes.unbind(get(tensors), shape)
-                shards.append([held[k] for k in places])
+                stored = axes.unbind(get(tensors), shape)
+                shards.append([stored[k] for k in places])
             values = list(zip(*shards)) if shards else [()] * len(ranks)
             if profiling():
                 made = [named_when_profiled(each, rank_text(rank))(x) for rank, x in zip(ranks, values)]
@@ -478,27 +478,29 @@ class Call:
         return self._shapes[a]
 
     def _replicas(self, a: Node) -> RankShape | None:
-        held, terms = (s[a] if s.get(a) else (1,) * len(self.out) for s in (self.held, self.terms))
-        shape = union(h if h > 1 or t > 1 else out for h, t, out in zip(held, terms, self.out))
-        return shape if self._value(a).requires_grad and shape != self.held[a] else None
+        shapes, terms = (s[a] if s.get(a) else (1,) * len(self.out) for s in (self.rank_shapes, self.terms))
+        shape = union(h if h > 1 or t > 1 else out for h, t, out in zip(shapes, terms, self.out))
+        return shape if self._value(a).requires_grad and shape != self.rank_shapes[a] else None
 
     @cached_property
     def _expanded(self) -> Node | None:
         """An operand to be expanded along axes that no operand has: the terms of its gradient are all the same."""
-        if union(*(self._checked(a) or self.held[a] for a in self.operands)) == self.out:
+        if union(*(self._checked(a) or self.rank_shapes[a] for a in self.operands)) == self.out:
             return None
-        return next(a for a in self.operands if union(self.held[a], self.terms.get(a, ())) != self.held[a])
+        return next(
+            a for a in self.operands if union(self.rank_shapes[a], self.terms.get(a, ())) != self.rank_shapes[a]
+        )
 
     def _shape(self, a: Node) -> RankShape:
         """The axes of an operand as it is passed to the call."""
-        return self.out if a is self._expanded else self._checked(a) or self.held[a]
+        return self.out if a is self._expanded else self._checked(a) or self.rank_shapes[a]
 
     def _get(self, a: Node) -> Get:
         """The function ``operands -> operand``."""
         slot = self.slots[a]
         get: Get = itemgetter(slot)
         if checked := self._checked(a):
-            alike, how = SameOnAllRanks.apply, (self.axes, self.held[a], checked, self.gradients[a])
+            alike, how = SameOnAllRanks.apply, (self.axes, self.rank_shapes[a], checked, self.gradients[a])
             get = lambda tensors: alike(tensors[slot], *how)
         return _then(get, Tensor.expand, (*self.out, *self._local(a))) if a is self._expanded else get
 
@@ -557,17 +559,17 @@ def _call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operand
         function = partial(function, **kwargs)
     if not 1 <= len(first) <= 3 or _filled(rest, operand) is not None:
         return lambda tensors: function(*filled(tensors))
-    x, *others = map(operand, first)
-    if not others:
+    x, *further = map(operand, first)
+    if not further:
         return lambda tensors: function(x(tensors), *rest)
-    y, *last = others
+    y, *last = further
     if not last:
         return lambda tensors: function(x(tensors), y(tensors), *rest)
     (z,) = last
     return lambda tensors: function(x(tensors), y(tensors), z(tensors), *rest)
 
 
-def _filled(a: Any, operand: Callable[[Node], Get]) -> Get | None:
+def _filled(a: object, operand: Callable[[Node], Get]) -> Get | None:
     """The function ``operands -> a`` with `operand` for each node; None where there is no node in `a`."""
     if isinstance(a, Node):
         return operand(a)
@@ -577,7 +579,7 @@ def _filled(a: Any, operand: Callable[[Node], Get]) -> Get | None:
     if not places:
         return None
 
-    def fill(tensors: Sequence[Any]) -> list[object]:
+    def fill(tensors: Sequence[object]) -> list[object]:
         made = [*a]
         for i, get in places:
             made[i] = get(tensors)
@@ -595,34 +597,34 @@ class SameOnAllRanks(torch.autograd.Function):
     """A value that is the same on all ranks, expanded for each of them. Backward: the ranks' gradients must agree."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axes: Axes, held: RankShape, out: RankShape, gradient: Layout) -> Tensor:
-        ctx.axes, ctx.held, ctx.out, ctx.gradient = axes, held, out, gradient
-        return x.expand(*out, *x.shape[len(held) :])
+    def forward(ctx: Any, x: Tensor, axes: Axes, rank_shape: RankShape, out: RankShape, gradient: Layout) -> Tensor:
+        ctx.axes, ctx.rank_shape, ctx.out, ctx.gradient = axes, rank_shape, out, gradient
+        return x.expand(*out, *x.shape[len(rank_shape) :])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True
-            made = _OneOfAllRanks.apply(gradient, ctx.axes, ctx.held, ctx.out, ctx.gradient)
+            made = _OneOfAllRanks.apply(gradient, ctx.axes, ctx.rank_shape, ctx.out, ctx.gradient)
         else:
-            made = _one_of(gradient, ctx.axes, ctx.held, ctx.out, ctx.gradient)
+            made = _one_of(gradient, ctx.axes, ctx.rank_shape, ctx.out, ctx.gradient)
         return made, None, None, None, None
 
 
-def _one_of(gradient: Tensor, axes: Axes, held: RankShape, out: RankShape, layout: Layout) -> Tensor:
+def _one_of(gradient: Tensor, axes: Axes, rank_shape: RankShape, out: RankShape, layout: Layout) -> Tensor:
     """The value that all ranks have, once."""
     check_replicas(axes.shards(gradient, out), layout)
-    for k, (size, has) in enumerate(zip(out, held or (1,) * len(out))):
+    for k, (size, has) in enumerate(zip(out, rank_shape or (1,) * len(out))):
         if size > has:
             gradient = gradient.narrow(k, 0, 1)
-    return gradient.reshape((*held, *gradient.shape[len(out) :]))
+    return gradient.reshape((*rank_shape, *gradient.shape[len(out) :]))
 
 
 class _OneOfAllRanks(torch.autograd.Function):
     """The transpose of `SameOnAllRanks`, for a gradient that is differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axes: Axes, held: RankShape, out: RankShape, layout: Layout) -> Tensor:
-        ctx.places = axes, held, out, layout
+    def forward(ctx: Any, x: Tensor, axes: Axes, rank_shape: RankShape, out: RankShape, layout: Layout) -> Tensor:
+        ctx.places = axes, rank_shape, out, layout
         return _one_of(x, *ctx.places).clone()
 
     @staticmethod

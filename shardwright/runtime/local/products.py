@@ -123,16 +123,16 @@ def _product_gradients(
         like: shapes and strides of the operands.
         gradient: of the result.
     """
-    held = [t if t is not None else gradient.new_zeros(size) for t, (size, _) in zip((x, w), like)]
+    factors = [t if t is not None else gradient.new_zeros(size) for t, (size, _) in zip((x, w), like)]
     wanted = [w is not None, x is not None]
     with torch.enable_grad():
         # Of their own in the graph: one operand may come of the other.
-        operands = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in held]
+        operands = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in factors]
         names: dict[int, int] = {}  # label -> number, from 0
 
         def taken(labels: Labels, t: Tensor) -> tuple[Tensor, list[int]]:
-            kept = [d for d, size in enumerate(t.shape) if size != 1]
-            return t.reshape([t.shape[d] for d in kept]), [names.setdefault(labels[d], len(names)) for d in kept]
+            dims = [d for d, size in enumerate(t.shape) if size != 1]
+            return t.reshape([t.shape[d] for d in dims]), [names.setdefault(labels[d], len(names)) for d in dims]
 
         (a, left), (b, right) = (taken(ls, t) for ls, t in zip((forward.left, forward.right), operands))
         out = [k for k in forward.out if names.get(k) in {*left, *right}]
@@ -185,11 +185,13 @@ class Contraction:
         self, left: Tensor, right: Tensor, like: Like | None, bias: Tensor | None
     ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
         out = self.out if like is None else tuple(k for k, size in zip(self.out, like[0]) if size != 1)
-        held = [dict(zip(labels, x.shape)) for labels, x in ((self.left, left), (self.right, right))]
+        lengths = [dict(zip(labels, x.shape)) for labels, x in ((self.left, left), (self.right, right))]
         shape = (
             tuple(like[0])
             if like is not None
-            else tuple(found.pop() if len(found := {h[k] for h in held if k in h} - {1}) == 1 else 1 for k in self.out)
+            else tuple(
+                found.pop() if len(found := {h[k] for h in lengths if k in h} - {1}) == 1 else 1 for k in self.out
+            )
         )
         if not left.numel() or not right.numel():
             return lambda left, right, bias: left.new_zeros(shape) if bias is None else left.new_zeros(shape) + bias
@@ -202,8 +204,10 @@ class Contraction:
             return lambda left, right, bias: self(_summed(left, alone[0]), _summed(right, alone[1]), like, bias)
         memory = _extents(*like, self.out, ()) if like is not None else {}
 
-        def order(labels: Sequence[int], held: dict[int, tuple[int, int]]) -> list[int]:
-            return sorted(labels, key=lambda k: (memory if k in memory and memory[k][1] else held)[k][1], reverse=True)
+        def order(labels: Sequence[int], extents: dict[int, tuple[int, int]]) -> list[int]:
+            return sorted(
+                labels, key=lambda k: (memory if k in memory and memory[k][1] else extents)[k][1], reverse=True
+            )
 
         large = a if left.numel() > right.numel() else b
         batch = order([k for k in a if k in b and k in out], large)
@@ -257,11 +261,11 @@ def _strides(labels: Sequence[int], sizes: dict[int, tuple[int, int]]) -> dict[i
     return out
 
 
-def _grouped(held: dict[int, tuple[int, int]], groups: tuple[Sequence[int], ...]) -> Callable[[Tensor], Tensor]:
+def _grouped(extents: dict[int, tuple[int, int]], groups: tuple[Sequence[int], ...]) -> Callable[[Tensor], Tensor]:
     """A function that views a tensor as a matrix, or a batch of matrices: each group of labels becomes one dim,
     an empty first group none."""
     groups = groups if groups[0] else groups[1:]
-    split = [[held[k] for k in group] for group in groups]
+    split = [[extents[k] for k in group] for group in groups]
     shape = [math.prod(size for size, _ in group) for group in split]
     merged = [_merged(group) for group in split]
     strides = [stride for stride in merged if stride is not None]

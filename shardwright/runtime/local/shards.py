@@ -128,12 +128,12 @@ def _gathered_and_cut(redistribution: Redistribution) -> tuple[Redistribution, R
 
 def _without(digits: Digits, moving: Digits) -> Digits:
     """The digits of a dim that precede the first digit in motion."""
-    kept = []
+    still = []
     for digit in digits:
         if overlap((digit,), moving):
             break
-        kept.append(digit)
-    return tuple(kept)
+        still.append(digit)
+    return tuple(still)
 
 
 def reduce_terms(terms: Sequence[Tensor], reduction: str) -> Tensor:
@@ -173,10 +173,10 @@ def _runs(cuts: Sequence[tuple[int, int, Digits]], devices: int) -> tuple[tuple[
 def _cut(shards: Shards, runs: Sequence[tuple[int, int, int, Sequence[int]]], chunk: _Chunk = Tensor.chunk) -> Shards:
     """Every rank's part of its tensor, dim after dim; `runs` as returned by `_runs`."""
     for dim, length, parts, numbers in runs:
-        distinct = {id(x): x for x in shards}
+        distinct = set(shards)
         if len(distinct) * parts <= 2 * len(shards):  # all parts in one call: a third of the time of a narrow each
-            pieces = {key: chunk(x, parts, dim) for key, x in distinct.items()}
-            shards = [pieces[id(x)][number] for x, number in zip(shards, numbers)]
+            pieces = {x: chunk(x, parts, dim) for x in distinct}
+            shards = [pieces[x][number] for x, number in zip(shards, numbers)]
         else:
             shards = [x.narrow(dim, number * length, length) for x, number in zip(shards, numbers)]
     return shards
@@ -215,10 +215,8 @@ def _reduce_scatter(
 
     def run(shards: Shards) -> Shards:
         sums = reduce(shards)
-        pieces = {
-            id(x): _rearrange(x, geometry.pre_view, geometry.pre_perm, geometry.pre_shape).unbind(0) for x in sums
-        }
-        return [pieces[id(x)][number] for x, number in zip(sums, numbers)]
+        pieces = {x: _rearrange(x, geometry.pre_view, geometry.pre_perm, geometry.pre_shape).unbind(0) for x in sums}
+        return [pieces[x][number] for x, number in zip(sums, numbers)]
 
     return run
 
@@ -253,14 +251,14 @@ def _all_gather(
 def _joining(ranges: Sequence[tuple[int, int, Digits]], first: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
     """The way in which pieces join along several dims: (the ranks in the order of the pieces, (dim, pieces) innermost
     first)."""
-    inner = sorted(ranges, key=lambda r: -digits_size(r[2]))  # most pieces first: the fewest calls
+    by_pieces = sorted(ranges, key=lambda r: -digits_size(r[2]))  # most pieces first: the fewest calls
     order = [first]
-    for _, _, digits in inner:
+    for _, _, digits in by_pieces:
         offsets = [0]
         for digit in reversed(digits):
             offsets = [value * digit.stride + o for value in range(digit.size) for o in offsets]
         order = [offset + rank for offset in offsets for rank in order]
-    return order, tuple((dim, digits_size(digits)) for dim, _, digits in inner)
+    return order, tuple((dim, digits_size(digits)) for dim, _, digits in by_pieces)
 
 
 def _join(parts: Shards, joins: Sequence[tuple[int, int]]) -> Tensor:
@@ -324,7 +322,7 @@ def _permutation(
     digits = _rank_digits(step, devices)
     axis = [digits.index(d) for d in step.moved]
     view = [d.size for d in digits]
-    held: list[int] = []  # the axes of the result's dims
+    of_dims: list[int] = []  # the axes of the result's dims
     carried = {axis[j]: axis[i] for i, j in step.permuted}  # axis of a digit in the result <- axis in `view`
     for size, atoms in zip(shape, step.dims):
         for atom in atoms:
@@ -335,11 +333,11 @@ def _permutation(
             if atom.scattered is not None:
                 carried[axis[atom.scattered]] = position
             else:
-                held.append(position)
-        held.append(len(view))
+                of_dims.append(position)
+        of_dims.append(len(view))
         view.append(size)
     ranks = [carried.get(k, k) for k in range(len(digits)) if k in carried or k not in axis]
-    return tuple(view), tuple(ranks + held)
+    return tuple(view), tuple(ranks + of_dims)
 
 
 # -- the border: whole tensors -----------------------------------------------------------------------------------------
@@ -502,14 +500,14 @@ class Axes(NamedTuple):
             self.sizes if numbers is None else union(size if k in numbers else 1 for k, size in enumerate(self.sizes))
         )
 
-    def places(self, held: RankShape) -> list[int]:
+    def places(self, rank_shape: RankShape) -> list[int]:
         """For each rank, the number of its shard among the stored ones."""
-        return _digit_places(self.sizes, held)
+        return _digit_places(self.sizes, rank_shape)
 
-    def unbind(self, x: Tensor, held: RankShape) -> list[Tensor]:
+    def unbind(self, x: Tensor, rank_shape: RankShape) -> list[Tensor]:
         """The stored shards of a value, as views; differentiable."""
-        local = x.shape[len(held) :]
-        sizes = [size for size in held if size > 1]
+        local = x.shape[len(rank_shape) :]
+        sizes = [size for size in rank_shape if size > 1]
         if not sizes:
             return [x.view(local)]
         x = x.view((*sizes, *local))
@@ -521,21 +519,21 @@ class Axes(NamedTuple):
             parts = [piece for part in parts for piece in part.unbind(0)]
         return parts
 
-    def shards(self, x: Tensor, held: RankShape) -> list[Tensor]:
+    def shards(self, x: Tensor, rank_shape: RankShape) -> list[Tensor]:
         """Every rank's shard; ranks along axes of size 1 share one object."""
-        parts = self.unbind(x, held)
-        return [parts[k] for k in self.places(held)]
+        parts = self.unbind(x, rank_shape)
+        return [parts[k] for k in self.places(rank_shape)]
 
-    def stack(self, shards: Sequence[Tensor], held: RankShape) -> Tensor:
+    def stack(self, shards: Sequence[Tensor], rank_shape: RankShape) -> Tensor:
         """A value from every rank's shard; a shard that is stored once is the first rank's."""
-        places = self.places(held)
-        chosen = [shards[places.index(k)] for k in range(math.prod(held))]
-        return self.joined(chosen, held)
+        places = self.places(rank_shape)
+        chosen = [shards[places.index(k)] for k in range(math.prod(rank_shape))]
+        return self.joined(chosen, rank_shape)
 
-    def joined(self, parts: Sequence[Tensor], held: RankShape) -> Tensor:
+    def joined(self, parts: Sequence[Tensor], rank_shape: RankShape) -> Tensor:
         """A value from its stored shards."""
         made = torch.stack(tuple(parts)) if len(parts) > 1 else parts[0]
-        return made.view((*held, *parts[0].shape))
+        return made.view((*rank_shape, *parts[0].shape))
 
 
 def union(*shapes: Iterable[int]) -> RankShape:
@@ -550,11 +548,11 @@ def _union(shapes: tuple[RankShape, ...]) -> RankShape:
 
 
 @lru_cache(maxsize=1 << 12)
-def _digit_places(sizes: tuple[int, ...], held: RankShape) -> list[int]:
+def _digit_places(sizes: tuple[int, ...], rank_shape: RankShape) -> list[int]:
     out = []
     for rank in range(math.prod(sizes)):
         place, scale = 0, 1
-        for size, has in zip(sizes[::-1], held[::-1]):
+        for size, has in zip(sizes[::-1], rank_shape[::-1]):
             rank, value = divmod(rank, size)
             if has > 1:
                 place, scale = place + value * scale, scale * has
@@ -567,7 +565,7 @@ def converting(
     axes: Axes,
     source: Layout,
     target: Layout,
-    held: RankShape,
+    before: RankShape,
     wanted: RankShape,
     local: tuple[int, ...],
     summed: bool = False,
@@ -578,7 +576,7 @@ def converting(
     Args:
         axes: of the program.
         source, target: the layouts.
-        held: the leading axes of the value before.
+        before: the leading axes of the value before.
         wanted: the leading axes to be stored in full afterwards.
         local: the shape of a shard before.
         summed: True where open sums have been taken along axes of size 1; False where every rank there has the same
@@ -589,24 +587,24 @@ def converting(
         None where axes cannot express it: replicas that need not be equal, or digits that are not made of axes.
     """
     carried, after = axes.of_each(source.tensor_dims), axes.of_each(target.tensor_dims)
-    others = axes.of_each((source.partial, target.partial, alike))
-    if carried is None or after is None or others is None:
+    partials = axes.of_each((source.partial, target.partial, alike))
+    if carried is None or after is None or partials is None:
         return None
-    open_, left, same = others
-    had = held or (1,) * len(axes.sizes)
-    narrowed = [k for k in same if had[k] > 1]
-    shape = [1 if k in narrowed else size for k, size in enumerate(had)]
+    open_, partial_after, same = partials
+    rank_shape = before or (1,) * len(axes.sizes)
+    narrowed = [k for k in same if rank_shape[k] > 1]
+    shape = [1 if k in narrowed else size for k, size in enumerate(rank_shape)]
     cut = {k for axes_ in carried for k in axes_}
     if any(size > 1 and k not in cut and k not in open_ for k, size in enumerate(shape)):
         return None
-    kept = tuple(shape)
+    narrow = tuple(shape)
     for k in (*cut, *(() if summed else open_)):
         shape[k] = axes.sizes[k]
-    expanded = None if tuple(shape) == kept else (*shape, *local)
-    sums = [k for k in open_ if k not in left and shape[k] > 1]
+    expanded = None if tuple(shape) == narrow else (*shape, *local)
+    sums = [k for k in open_ if k not in partial_after and shape[k] > 1]
     for k in sums:
         shape[k] = 1
-    moved = _moved(axes, shape, local, carried, after, left)
+    moved = _moved(axes, shape, local, carried, after, partial_after)
     if moved is None:
         return None
     turned, made, result = moved
@@ -641,7 +639,7 @@ def _moved(
     local: tuple[int, ...],
     carried: list[tuple[int, ...]],
     after: list[tuple[int, ...]],
-    left: tuple[int, ...],
+    partial: tuple[int, ...],
 ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, list[int], list[int]] | None:
     """((view, order), axes, shard): ``x.view(view).permute(order).reshape(axes + shard)``; the pair None where nothing
     is permuted. None where two factorings of a dim have no common refinement."""
@@ -649,7 +647,7 @@ def _moved(
     pieces: dict[int, list[int]] = {k: [size] for k, size in enumerate(before)}  # axis, or n + dim -> its parts
     parts: dict[int, list[tuple[int, int]]] = {}  # axis of the result -> (axis, part)
     result, shard = [1] * n, []
-    for k in left:
+    for k in partial:
         parts[k], result[k] = [(k, 0)], before[k]
     for dim, (old_axes, new_axes, size) in enumerate(zip(carried, after, local)):
         whole = size * math.prod(axes.sizes[k] for k in old_axes)

@@ -12,8 +12,8 @@ import shardwright as sw
 from shardwright.errors import CheckpointError
 from shardwright.runtime.distributed.rank_messages import (
     ProcessRanks,
+    error_as_json,
     error_of,
-    error_words,
     exchanged,
     from_first,
     ranks_of_now,
@@ -62,7 +62,7 @@ def test_an_error_that_is_none_of_ours_nor_pythons_arrives_as_its_text() -> None
     for name in ("Unheard", "PACKAGE_FOLDER", "os", "print", "exit", "ExceptionGroup", "UnicodeDecodeError"):
         error = error_of({"kind": name, "message": "text"})
         assert type(error) is RuntimeError and str(error) == f"{name}: text"
-    assert repr(error_of(error_words(ValueError("text")))) == "ValueError('text')"
+    assert repr(error_of(error_as_json(ValueError("text")))) == "ValueError('text')"
 
 
 def two_talks_at_once(rank: int, world: int) -> None:

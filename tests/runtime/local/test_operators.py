@@ -52,7 +52,7 @@ def test_a_call_changes_no_list_of_another() -> None:
 
 def test_an_operand_that_ranks_compute_with_independently_is_expanded_for_each() -> None:
     call = Call.__new__(Call)
-    call.slots, call.held, call.gradients, call.axes = {B: 1}, {B: (1, 2)}, {B: None}, None
+    call.slots, call.rank_shapes, call.gradients, call.axes = {B: 1}, {B: (1, 2)}, {B: None}, None
     call._shapes, call.__dict__["_expanded"] = {B: (4, 2)}, None
     x = torch.randn(1, 2, 3, requires_grad=True)
     made = call._get(B)([None, x])
