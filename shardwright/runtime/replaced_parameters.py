@@ -79,7 +79,7 @@ class Replaced(nn.Parameter):
             raise AttributeError(name)
         return getattr(successor_of(self), name)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # the signature of torch.Tensor
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(successor_of(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

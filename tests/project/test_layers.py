@@ -249,13 +249,14 @@ def test_a_retired_name_is_found() -> None:
     assert retired("given = 1\nclass Fed:\n    _told = 'said'  # said\n") == ["1: given", "2: Fed", "3: _told"]
 
 
-#: Where tables may be keyed by ``id()``. Elsewhere, but for capture, the key is the object itself, an index or a name: an
-#: id belongs to the next object once its owner is gone.
+#: Where tables may be keyed by ``id()``. Elsewhere, but for capture, the key is the object itself, an index or a name:
+#: an id belongs to the next object once its owner is gone.
 BY_ID = {
     "identity_tables.py": "its tables own what they key",
     "verification/verify.py": "the memo of `copy.deepcopy`",
     "parallel/model_copies.py": "likewise",
     "runtime/distributed/gradients.py": "likewise",
+    "runtime/replaced_parameters.py": "likewise",
     "parallel/auto_parallel.py": "passes a table of `capture.guards`, which keeps its keys",
     "autocast.py": "tells the tensors of one call apart, which all live",
 }
