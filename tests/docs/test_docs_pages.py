@@ -281,7 +281,7 @@ def test_pictures_of_reports_show_the_page_of_today(monkeypatch: pytest.MonkeyPa
 
 
 def test_figures_of_the_readme_are_measured() -> None:
-    """Each number in the column "measured", and the number of models, stands where the scripts' figures are kept."""
+    """Each number in the column "measured", below it, and the number of models, stands where the scripts' figures are kept."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     models = (DOCS / "models.md").read_text(encoding="utf-8")
     kept = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8") + models
@@ -289,6 +289,9 @@ def test_figures_of_the_readme_are_measured() -> None:
     rows = [line.split("|")[-2] for line in table.splitlines() if line.startswith("| ")][1:]
     numbers = [number.rstrip(".,") for row in rows for number in re.findall(r"\d[\d.,]*", row)]
     assert len(rows) == 6 and len(numbers) > 10
+    cannot = readme.split("## What it cannot do")[1].split("\n## ")[0]
+    numbers += (found := FIGURE.findall(cannot))
+    assert found == ["84"], "the microseconds of a check at each call"
     assert [number for number in numbers if not re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", kept)] == []
     equal, all_ = re.search(r"(\d+) of (\d+) models are equal", models).groups()
     assert equal == all_ and f"{all_} models of transformers" in readme
