@@ -156,9 +156,9 @@ class Price:
         forward, backward: gathers of stored parameters count as forward, sums of gradients as backward.
         compute, communication: of local operators, and of collectives.
         once: the part of the total that does not grow with the number of micro-batches.
-        by_operator: operator of the user's program -> its cost, with the redistributions that it asks for and the
-            partial sums that it produces; name of an output or buffer -> the cost of the redistributions that it asks
-            for.
+        by_operator: operator of the user's program -> its cost, with the redistributions of its inputs and the
+            partial sums that it produces; name of an output or buffer -> the cost of the redistributions that it
+            needs.
         collectives: each collective, the most expensive first.
         in_time: returns the step in time; None for several micro-batches.
     """

@@ -170,7 +170,7 @@ class _Recursion:
         """The strategies before any level: every operator whole, except where a mark settles more.
 
         A marked operator has its mark. Another operator that consumes a parameter in a marked operator's layout has
-        to ask for the same layout, and so on along shared parameters.
+        to need the same layout, and so on along shared parameters.
         """
         graph, devices, rules = self.described.graph, self.described.devices, self.described.rules
         out = {op.name: rules[op.name][1].whole(devices) for op in graph.ops}

@@ -14,7 +14,7 @@ The file has four parts:
 1. Prices of edges (`EdgeCosts`): the redistributions from a value's producer to its consumers, and of its gradient
    back. The partitioner finds them by the same calls, and none depends on the value's shape.
 2. Prices of operators (`op_cost`): one operator under one strategy, partitioned alone, with its inputs in the layouts
-   that it asks for and its outputs without consumers. Redistribution of its inputs belongs to part 1.
+   that it needs and its outputs without consumers. Redistribution of its inputs belongs to part 1.
 3. Options (`options_of`, `options_among`).
 4. Saved tensors (`keeps`): the inputs, outputs and other tensors of an operator's forward that its backward needs, as
    autograd says for the operator's part of a program alone.
@@ -100,7 +100,7 @@ def redistributions_of(
         gradient: True where the value has a gradient.
 
     Returns:
-        The redistributions; None where a use cannot be served, because it asks for a partial sum of a value without
+        The redistributions; None where a use cannot be served, because it needs a partial sum of a value without
         one.
     """
     if len(uses) == 1 and (use := next(iter(uses))).operator != "output":
