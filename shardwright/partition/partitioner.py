@@ -471,9 +471,9 @@ class Partitioner:
         return candidate
 
     def make(self, value: Value, layout: Layout) -> PlacedValue:
-        instance = PlacedValue(self.name(value.name), value, layout)
-        self.made[value.name] = instance
-        return instance
+        placed = PlacedValue(self.name(value.name), value, layout)
+        self.made[value.name] = placed
+        return placed
 
     def enter(self, value: Value, layout: Layout) -> PlacedValue:
         """A placed input, parameter or buffer; a parameter in its storage dtype, which a redistribution casts for
@@ -507,9 +507,9 @@ class Partitioner:
             k += 1
         self.out.append(LocalOp(op, local.target, tuple(args), kwargs, tuple(outputs), decision.op.name))
         self.producer.update((v.name, decision.op.name) for v in op.outputs if v is not None)
-        for instance in outputs:
-            if instance is not None and instance.layout.partial and instance.layout.reduction != "sum":
-                self.extreme(instance, got[0], bound, decision.op.name)
+        for placed in outputs:
+            if placed is not None and placed.layout.partial and placed.layout.reduction != "sum":
+                self.extreme(placed, got[0], bound, decision.op.name)
         for value, layout in zip((v for v in decision.op.outputs if v is not None), decision.out or ()):
             final = self.now(value)
             if any(v is not None and v.name == final.name for v in op.outputs):
@@ -538,24 +538,24 @@ class Partitioner:
             return None
         return first
 
-    def extreme(self, instance: PlacedValue, operand: PlacedValue, bound: Bound, operator: str) -> None:
+    def extreme(self, placed: PlacedValue, operand: PlacedValue, bound: Bound, operator: str) -> None:
         """Complete a maximum or minimum at once: its gradient needs the winner."""
-        layout = instance.layout.without_partial()
-        target = PlacedValue(self.name(instance.name), instance.value, layout)
+        layout = placed.layout.without_partial()
+        target = PlacedValue(self.name(placed.name), placed.value, layout)
         output_dims = set(bound.outputs[0])
         dims = tuple(d for d, dim in enumerate(bound.inputs[0]) if dim not in output_dims or not dim)
         self.out.append(
             GlobalExtreme(
-                instance,
+                placed,
                 target,
-                redistribution(instance.layout, layout),
+                redistribution(placed.layout, layout),
                 operand,
                 dims,
-                instance.layout.partial if instance.value.requires_grad else None,
+                placed.layout.partial if placed.value.requires_grad else None,
                 operator,
             )
         )
-        self.made[instance.value.name] = target
+        self.made[placed.value.name] = target
 
     def obtain(self, value: Value, use: Use) -> PlacedValue:
         """The value in the layout of a use."""
