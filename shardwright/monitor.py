@@ -197,7 +197,7 @@ class MetricWriter(ABC):
 
     @abstractmethod
     def close(self, failed: bool) -> None:
-        """Bring to disk what is left, and close what the monitor has opened."""
+        """Bring the rest to disk, and close what the monitor has opened."""
 
 
 class _TensorBoard(MetricWriter):
@@ -452,7 +452,7 @@ class Monitor:
             self._clock.begin()
 
     def close(self, failed: bool = False) -> None:
-        """Write the lines that are left, waiting for their losses, and close the writers that the monitor has opened.
+        """Write the remaining lines, waiting for their losses, and close the writers that the monitor has opened.
 
         Args:
             failed: True: the run has failed, as W&B will show.

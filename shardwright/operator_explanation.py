@@ -26,7 +26,7 @@ import numpy as np
 
 from .cluster import Cluster
 from .cost.communication_schedule import own_redistribution
-from .cost.cost_model import CostModel, SentStep, instances
+from .cost.cost_model import CostModel, SentStep, placed_values
 from .graph import Op
 from .layout import Digits, Layout
 from .partition.local_program import Decision, GlobalExtreme, Instruction, LocalOp, Redistribute, made_by, read_by
@@ -81,7 +81,7 @@ def shares_of(plan: Plan, name: str, costs: CostModel) -> tuple[Share, ...]:
 
     A redistribution that several consumers share is a share of the first of them.
     """
-    program, known = plan.program, instances(plan.program)
+    program, known = plan.program, placed_values(plan.program)
     sums: dict[tuple[str, str, str], tuple[list[str], list[float]]] = {}
     for half, instructions in enumerate((program.instructions, plan.backward)):
         for instruction in instructions:

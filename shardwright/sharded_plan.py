@@ -373,11 +373,11 @@ class Plan(CountedOptimizer, SavedPlan):
         program = self.program
         out = {}
         for table in (program.parameters, program.buffers):
-            for name, instance in table.items():
-                value, note = instance.value, program.stored[name].note if name in program.stored else None
+            for name, placed in table.items():
+                value, note = placed.value, program.stored[name].note if name in program.stored else None
                 shape = (self.graph.parameters.get(name) or value).shape
                 out[name] = ParameterPlan(
-                    name, shape, program.used.get(name, instance.layout), instance.layout, value.requires_grad, note
+                    name, shape, program.used.get(name, placed.layout), placed.layout, value.requires_grad, note
                 )
         for alias, name in self.graph.aliases.items():
             if name in out:
@@ -415,8 +415,8 @@ class Plan(CountedOptimizer, SavedPlan):
         `RecomputedInstruction` before the first that needs a dropped tensor.
         """
         program, known = self.program, {}
-        for instance in (*program.inputs, *program.parameters.values(), *program.buffers.values()):
-            known[instance.name] = instance
+        for placed in (*program.inputs, *program.parameters.values(), *program.buffers.values()):
+            known[placed.name] = placed
         for i in program.instructions:
             known.update((o.name, o) for o in made_by(i))
         wanted = regathered_weights(program)
@@ -653,8 +653,8 @@ class Plan(CountedOptimizer, SavedPlan):
     def _lines(self) -> Iterator[str]:
         level = "" if self.hsdp is None else f" {self.hsdp.optimizer_level}"
         yield f"{self.devices} {self.mode}{level}" + ("" if self.comm_memory is None else f" {self.comm_memory}")
-        for instance in (*self.program.inputs, *self.program.parameters.values(), *self.program.buffers.values()):
-            yield f"{instance.name} {instance.value.shape} {instance.value.dtype} {instance.layout}"
+        for placed in (*self.program.inputs, *self.program.parameters.values(), *self.program.buffers.values()):
+            yield f"{placed.name} {placed.value.shape} {placed.value.dtype} {placed.layout}"
         for i in self.program.instructions:
             if isinstance(i, LocalOp):
                 yield f"{i.op.name} {i.target} {i.args} {sorted(i.kwargs.items(), key=str)}"

@@ -370,7 +370,7 @@ class _Pass:
                     blocks.setdefault(block_of(member.name), {}).setdefault(digits, []).append(member)
         before: list[int] = []
         for groups in blocks.values():
-            # The runtime knows where it is in a backward by the weights that the backward asks for.
+            # The runtime knows where it is in a backward by the weights that the backward reads.
             own = [member.moment for members in groups.values() for member in members]
             for digits, members in groups.items():
                 yield members[0].moment, (digits, members, sorted({*before, *own}))

@@ -58,7 +58,7 @@ from .communication_schedule import AUTO, PIECE, CommunicationSchedule, Schedule
 from .memory_timeline import WalkedPlan
 from .primitive_costs import Line, OperatorWork, collective_lines, links_of, signature, work_of
 
-__all__ = ["CostModel", "Price", "PricedCollective", "SentStep", "StepInTime", "StreamSpan", "instances"]
+__all__ = ["CostModel", "Price", "PricedCollective", "SentStep", "StepInTime", "StreamSpan", "placed_values"]
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -156,9 +156,9 @@ class Price:
         forward, backward: gathers of stored parameters count as forward, sums of gradients as backward.
         compute, communication: of local operators, and of collectives.
         once: the part of the total that does not grow with the number of micro-batches.
-        by_operator: operator of the user's program -> its cost, with the redistributions that it asks for and the
-            partial sums that it produces; name of an output or buffer -> the cost of the redistributions that it asks
-            for.
+        by_operator: operator of the user's program -> its cost, with the redistributions of its inputs and the
+            partial sums that it produces; name of an output or buffer -> the cost of the redistributions that it
+            needs.
         collectives: each collective, the most expensive first.
         in_time: returns the step in time; None for several micro-batches.
     """
@@ -345,7 +345,7 @@ class CostModel:
         """Seconds of an instruction of a local program.
 
         Args:
-            known: instances by name; must contain the tensors that a `LocalOp` reads.
+            known: placed values by name; must contain the tensors that a `LocalOp` reads.
         """
         if isinstance(instruction, LocalOp):
             return self._called(instruction, known)[0]
@@ -480,7 +480,7 @@ class _Pricing:
 
     def __init__(self, costs: CostModel, plan: PlannedStep, micro_batches: int) -> None:
         self.costs, self.plan, self.micro_batches = costs, plan, micro_batches
-        self.known = instances(plan.program)
+        self.known = placed_values(plan.program)
         self.sums = {"forward": 0.0, "backward": 0.0, "compute": 0.0, "communication": 0.0, "once": 0.0}
         self.by_operator: dict[str, float] = {}
         self.collectives: list[PricedCollective] = []
@@ -553,7 +553,7 @@ def _causing(step: SentStep, instruction: Instruction) -> str:
 # -- a step in time
 
 
-def instances(program: LocalProgram) -> dict[str, PlacedValue]:
+def placed_values(program: LocalProgram) -> dict[str, PlacedValue]:
     """The tensors of a local program, by name."""
     seed = () if program.seed is None else (program.seed,)
     tables = (program.parameters, program.buffers, program.constants)
@@ -576,7 +576,7 @@ class _Play:
 
     def __init__(self, costs: CostModel, plan: PlannedStep, schedule: CommunicationSchedule, once: bool) -> None:
         self.costs, self.plan, self.schedule, self.once = costs, plan, schedule, once
-        self.known = instances(plan.program)
+        self.known = placed_values(plan.program)
         self.entries = [(i, False) for i in plan.program.instructions] + [(i, True) for i in plan.backward]
         self.now, self.compute = 0.0, 0.0
         self.free = [0.0] * len(costs.cluster.levels)

@@ -314,7 +314,7 @@ class _Walk:
         self.live_ranges = LiveRanges(
             (*program.inputs, *seed, *(i for t in tables for i in t.values())), program.instructions, self.saved
         )
-        self.instances, self.root, self.read = self.live_ranges.instances, self.live_ranges.root, self.live_ranges.read
+        self.tensors, self.root, self.read = self.live_ranges.tensors, self.live_ranges.root, self.live_ranges.read
         for o in (*(o for o in program.outputs if isinstance(o, PlacedValue)), *program.updates.values()):
             self.read[self.root[o.name]] = self.end - 1
         self.out: list[Allocation] = []
@@ -338,18 +338,18 @@ class _Walk:
     def standing(self) -> None:
         """Hold the tensors that are live during the whole step."""
         program = self.program
-        for instance in program.buffers.values():
-            self.hold("parameters", instance.name, 0, self.end, instance.local_bytes)
-        for instance in program.constants.values():
-            self.hold("constants", instance.name, 0, self.end, instance.local_bytes)
-        for instance in program.inputs:
-            self.hold("inputs", instance.name, 0, self.end, instance.local_bytes)
-        for instance in program.parameters.values():
-            self.hold("parameters", instance.name, 0, self.end, instance.local_bytes)
-            if instance.value.requires_grad:
-                self.hold("gradients", instance.name, 0, self.end, instance.local_bytes)
-                elements = instance.local_bytes // instance.value.dtype.itemsize
-                self.hold("optimizer", instance.name, 0, self.end, elements * self.state)
+        for placed in program.buffers.values():
+            self.hold("parameters", placed.name, 0, self.end, placed.local_bytes)
+        for placed in program.constants.values():
+            self.hold("constants", placed.name, 0, self.end, placed.local_bytes)
+        for placed in program.inputs:
+            self.hold("inputs", placed.name, 0, self.end, placed.local_bytes)
+        for placed in program.parameters.values():
+            self.hold("parameters", placed.name, 0, self.end, placed.local_bytes)
+            if placed.value.requires_grad:
+                self.hold("gradients", placed.name, 0, self.end, placed.local_bytes)
+                elements = placed.local_bytes // placed.value.dtype.itemsize
+                self.hold("optimizer", placed.name, 0, self.end, elements * self.state)
 
     def forward_tensors(self) -> None:
         """Hold the forward's tensors, as long as some backward needs them, and the recomputed ones."""
@@ -402,7 +402,7 @@ class _Walk:
             if isinstance(i, Redistribute) and i.cause == "parameter"
         }
         for root, born in self.live_ranges.born.items():
-            nbytes = self.instances[root].local_bytes
+            nbytes = self.tensors[root].local_bytes
             kind, regathered = ("gathered", gathered[root]) if root in gathered else ("activations", False)
             self.hold(kind, root, born, max(self.read[root], stays.get(root, 0)) + 1, nbytes, regathered)
             if root in returns:
@@ -423,7 +423,7 @@ class _Walk:
         ]
 
         def grows(name: str) -> bool:  # a parameter's own gradient is live during the whole step
-            return self.instances[name].value.requires_grad and self.root[name] not in self.live_ranges.inputs
+            return self.tensors[name].value.requires_grad and self.root[name] not in self.live_ranges.inputs
 
-        for name, start, stop in waiting(backward, self.instances, begin, grows):
-            self.hold("backward", name, start, stop, self.instances[name].local_bytes)
+        for name, start, stop in waiting(backward, self.tensors, begin, grows):
+            self.hold("backward", name, start, stop, self.tensors[name].local_bytes)

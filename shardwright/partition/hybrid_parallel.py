@@ -208,19 +208,17 @@ class _Programs:
 
     # -- inputs and parameters --
 
-    def enter(self, instance: PlacedValue) -> PlacedValue:
-        self.made[instance.value.name] = instance
-        return instance
+    def enter(self, placed: PlacedValue) -> PlacedValue:
+        self.made[placed.value.name] = placed
+        return placed
 
     def placed_input(self, value: Value, layout: Layout) -> PlacedValue:
         shape = tuple(size * cut for size, cut in zip(value.shape, layout.cuts))
-        instance = self.enter(
-            PlacedValue(value.name, Value(value.name, shape, value.dtype, value.requires_grad), layout)
-        )
-        self.made[value.name] = PlacedValue(value.name, value, instance.layout)
+        placed = self.enter(PlacedValue(value.name, Value(value.name, shape, value.dtype, value.requires_grad), layout))
+        self.made[value.name] = PlacedValue(value.name, value, placed.layout)
         if value.requires_grad and layout.replicas:
-            self.summed(instance, layout, value)
-        return instance
+            self.summed(placed, layout, value)
+        return placed
 
     def summed(self, source: PlacedValue, layout: Layout, value: Value) -> None:
         """Sum the gradients of a replicated tensor: each rank uses its replica differently."""
@@ -240,7 +238,7 @@ class _Programs:
 
     def parameter(self, value: Value) -> PlacedValue:
         if value.name in self.own.parameters:
-            instance = PlacedValue(
+            placed = PlacedValue(
                 value.name, value.stored, Layout.of(self.devices, (self.all,) + ((),) * (len(value.shape) - 1))
             )
             value = replace(value, shape=value.shape[1:])
@@ -250,7 +248,7 @@ class _Programs:
                 f"{value.name}~own",
                 value.stored,
                 self.apart(value),
-                (instance,),
+                (placed,),
             )
             if value.stored is not value:
                 self.call(
@@ -261,17 +259,17 @@ class _Programs:
                     self.apart(value),
                     (made,),
                 )
-            return instance
-        instance = self.enter(PlacedValue(value.name, value.stored, self.whole(value)))
+            return placed
+        placed = self.enter(PlacedValue(value.name, value.stored, self.whole(value)))
         if value.requires_grad and self.all:
-            self.summed(instance, instance.layout, value)
+            self.summed(placed, placed.layout, value)
         elif value.stored is not value:
-            target = self.enter(PlacedValue(f"{value.name}~cast", value, instance.layout))
+            target = self.enter(PlacedValue(f"{value.name}~cast", value, placed.layout))
             same = redistribution(target.layout, target.layout)
             self.out.append(
-                Redistribute(instance, target, same, same if value.requires_grad else None, "parameter", value.name)
+                Redistribute(placed, target, same, same if value.requires_grad else None, "parameter", value.name)
             )
-        return instance
+        return placed
 
     # -- operators --
 

@@ -111,7 +111,7 @@ class Redistribute:
 
     Args:
         cause: "operator" (it completes an operator's partial sum), "conversion", or "parameter".
-        operator: the consumer, which asks for the target layout.
+        operator: the consumer, which needs the target layout.
         producer: the operator that produced the value, possibly as a partial sum; "" for an input, parameter or
             buffer.
         again: the source is a stored weight; the gathered result is not saved for the backward but gathered again
@@ -251,7 +251,7 @@ class Decision:
         partial: the digits along which the output's sum stays partial, as decided by a planner that prices partial
             sums; None: every partial sum that can pass through the operator does.
         origin: for a propagated strategy, the name of the operator that carries the user's strategy.
-        via: the operator that handed the strategy on; "" where that operator no longer lies on the way.
+        via: the operator that passed the strategy on; "" where that operator no longer lies on the way.
     """
 
     op: Op

@@ -257,7 +257,7 @@ class _Padder:
 
         Args:
             shape: the shape that the consumer needs.
-            want: the layout that the consumer asks for.
+            want: the layout that the consumer needs.
             fill: the number that its padding must hold; None: any.
             flows: True where a gradient comes back from the consumer.
         """

@@ -102,7 +102,7 @@ class ParameterSharding:
     """The storage of one parameter.
 
     Attributes:
-        note: the reason why it is not cut further than its use asks for; None: it is, or it has no replicas.
+        note: the reason why it is not cut further than its use needs; None: it is, or it has no replicas.
         reported: True where `note` belongs in the plan's notes: the user could not expect it.
     """
 

@@ -1,6 +1,6 @@
 """The partitioner: the redistribution on each edge between operators, forward and backward.
 
-1. Edges inside one program (`partition`). A value has one layout at its producer; each consumer asks for a layout; a
+1. Edges inside one program (`partition`). A value has one layout at its producer; each consumer needs a layout; a
    redistribution connects the two, and its transpose is the backward. The steps found here are priced, printed and
    run.
 
@@ -11,7 +11,7 @@
     halos that an op reads          = a redistribution of its own after that of the layout; its backward sends the
                                       gradients of halos back, partial sums as they are
 
-2. Edges between pipeline stages (`handed_on`, `arriving`, `sender`): the layout of a value on both sides.
+2. Edges between pipeline stages (`sent_layout`, `received_layout`, `sender`): the layout of a value on both sides.
 
     stages of one size      position p sends to position p; the layout is that of the producer's stage
     n to r·n devices        position q receives from q div r: the layout's strides times r; r neighbours hold the same
@@ -63,14 +63,14 @@ from .parameter_sharding import OptimizerParallel, ParameterSharding, stored_lay
 __all__ = [
     "Partitioner",
     "Use",
-    "arriving",
     "between",
     "brought",
     "completed_first",
-    "handed_on",
     "neighbours",
     "partition",
+    "received_layout",
     "sender",
+    "sent_layout",
     "wanted_in_two",
 ]
 
@@ -96,7 +96,7 @@ def neighbours(source: int, target: int) -> int:
     return max(1, source // target)
 
 
-def handed_on(layout: Layout, shape: tuple[int, ...], same: int) -> Layout:
+def sent_layout(layout: Layout, shape: tuple[int, ...], same: int) -> Layout:
     """The layout in which a value leaves its stage, nearest to that of its producer.
 
     Args:
@@ -121,11 +121,11 @@ def _above(digit: Digit, stride: int) -> Digit | None:
     return Digit(digit.size * digit.stride // stride, stride)
 
 
-def arriving(layout: Layout, source: int, target: int) -> Layout:
+def received_layout(layout: Layout, source: int, target: int) -> Layout:
     """The layout of a value on the `target` devices of a stage that receives it from `source` devices.
 
     Args:
-        layout: the layout on the sending stage, from `handed_on`.
+        layout: the layout on the sending stage, from `sent_layout`.
     """
     scale = lambda d: Digit(d.size, d.stride * target // source)
     return Layout.of(target, [[scale(d) for d in dim] for dim in layout.dims or ()])
@@ -187,7 +187,7 @@ def brought(source: Layout, input_layout: Layout) -> Redistribution:
 
 
 def wanted_in_two(parameter: Value, one: tuple[Layout, Op], other: tuple[Layout, Op]) -> PlanError:
-    """The error of two operators that ask for a parameter in different layouts."""
+    """The error of two operators that need a parameter in different layouts."""
     (first, a), (second, b) = one, other
     marked = [op for op in (a, b) if op.mark is not None and op.mark.in_strategy is not None]
     return PlanError(
@@ -380,7 +380,7 @@ class Partitioner:
     def output_layout(self, decision: Decision, k: int, value: Value) -> Layout:
         """The layout in which a value goes on to another stage."""
         made = decision.output_layout(k) if decision.out is None else decision.out[k]
-        return handed_on(made, value.shape, self.input_placement.sends_to_next_stage[value.name])
+        return sent_layout(made, value.shape, self.input_placement.sends_to_next_stage[value.name])
 
     def now(self, value: Value) -> Value:
         return self.renamed.get(value.name, value)
@@ -432,7 +432,7 @@ class Partitioner:
         return Use(layout, partial, decision.op.name, halos=halos)
 
     def storage(self, used: dict[str, Layout]) -> dict[str, ParameterSharding]:
-        """The storage of each parameter: as already fixed, or as its consumers ask for it, cut further where
+        """The storage of each parameter: as already fixed, or as its consumers need it, cut further where
         `hsdp` is set."""
         settled = {n: ParameterSharding(self.stored[n]) for n in used if n in self.stored}
         settled |= {
@@ -451,7 +451,7 @@ class Partitioner:
         return settled | stored_layouts(stored, self.hsdp)
 
     def used(self, parameter: Value) -> Layout:
-        """The layout that all consumers of a parameter ask for."""
+        """The layout that all consumers of a parameter need."""
         uses = self.uses.get(parameter.name, [])
         layouts = {use.input_layout: use.operator for use in uses if use.operator != "output"}
         if len(layouts) > 1 and parameter.name in self.stored:
@@ -471,9 +471,9 @@ class Partitioner:
         return candidate
 
     def make(self, value: Value, layout: Layout) -> PlacedValue:
-        instance = PlacedValue(self.name(value.name), value, layout)
-        self.made[value.name] = instance
-        return instance
+        placed = PlacedValue(self.name(value.name), value, layout)
+        self.made[value.name] = placed
+        return placed
 
     def enter(self, value: Value, layout: Layout) -> PlacedValue:
         """A placed input, parameter or buffer; a parameter in its storage dtype, which a redistribution casts for
@@ -507,9 +507,9 @@ class Partitioner:
             k += 1
         self.out.append(LocalOp(op, local.target, tuple(args), kwargs, tuple(outputs), decision.op.name))
         self.producer.update((v.name, decision.op.name) for v in op.outputs if v is not None)
-        for instance in outputs:
-            if instance is not None and instance.layout.partial and instance.layout.reduction != "sum":
-                self.extreme(instance, got[0], bound, decision.op.name)
+        for placed in outputs:
+            if placed is not None and placed.layout.partial and placed.layout.reduction != "sum":
+                self.extreme(placed, got[0], bound, decision.op.name)
         for value, layout in zip((v for v in decision.op.outputs if v is not None), decision.out or ()):
             final = self.now(value)
             if any(v is not None and v.name == final.name for v in op.outputs):
@@ -538,27 +538,27 @@ class Partitioner:
             return None
         return first
 
-    def extreme(self, instance: PlacedValue, operand: PlacedValue, bound: Bound, operator: str) -> None:
+    def extreme(self, placed: PlacedValue, operand: PlacedValue, bound: Bound, operator: str) -> None:
         """Complete a maximum or minimum at once: its gradient needs the winner."""
-        layout = instance.layout.without_partial()
-        target = PlacedValue(self.name(instance.name), instance.value, layout)
+        layout = placed.layout.without_partial()
+        target = PlacedValue(self.name(placed.name), placed.value, layout)
         output_dims = set(bound.outputs[0])
         dims = tuple(d for d, dim in enumerate(bound.inputs[0]) if dim not in output_dims or not dim)
         self.out.append(
             GlobalExtreme(
-                instance,
+                placed,
                 target,
-                redistribution(instance.layout, layout),
+                redistribution(placed.layout, layout),
                 operand,
                 dims,
-                instance.layout.partial if instance.value.requires_grad else None,
+                placed.layout.partial if placed.value.requires_grad else None,
                 operator,
             )
         )
-        self.made[instance.value.name] = target
+        self.made[placed.value.name] = target
 
     def obtain(self, value: Value, use: Use) -> PlacedValue:
-        """The value in the layout that a use asks for."""
+        """The value in the layout of a use."""
         source = self.made[value.name]
         if source.layout.partial and not use.input_layout.partial and self.complete_first(value, source):
             if len({(u.input_layout, u.partial) for u in self.uses.get(value.name, ())}) == 1:

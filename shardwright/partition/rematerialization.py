@@ -168,8 +168,8 @@ def saved_by(local_program: LocalProgram) -> list[SavedTensors]:
         local_program.buffers.values(),
         local_program.constants.values(),
     ]
-    for instance in (i for table in sources for i in table):
-        env[instance.name] = _blank(instance)
+    for placed in (i for table in sources for i in table):
+        env[placed.name] = _blank(placed)
     if local_program.seed is not None:
         env[local_program.seed.name] = _blank(local_program.seed)
     out = []
@@ -187,11 +187,11 @@ def saved_by(local_program: LocalProgram) -> list[SavedTensors]:
     return out
 
 
-def _blank(instance: PlacedValue, stride: tuple[int, ...] | None = None) -> Blank:
-    """A tensor without values in the place of an instance."""
-    shape = instance.local_shape
+def _blank(placed: PlacedValue, stride: tuple[int, ...] | None = None) -> Blank:
+    """A tensor without values in the place of a placed value."""
+    shape = placed.local_shape
     return Blank(
-        shape, _contiguous(shape) if stride is None else stride, instance.value.dtype, instance.value.requires_grad
+        shape, _contiguous(shape) if stride is None else stride, placed.value.dtype, placed.value.requires_grad
     )
 
 
@@ -307,7 +307,7 @@ class LiveRanges:
     """The live ranges of the tensors of a forward.
 
     Attributes:
-        instances: all tensors, by name.
+        tensors: all tensors, by name.
         given: names of the tensors that no instruction produces.
         root: tensor -> the tensor in whose memory it lies.
         born: root -> the index of its producer, for each root that an instruction produces.
@@ -318,9 +318,9 @@ class LiveRanges:
     def __init__(
         self, inputs: Iterable[PlacedValue], program: Sequence[Instruction], saved: Sequence[SavedTensors]
     ) -> None:
-        self.instances = {instance.name: instance for instance in inputs}
-        self.inputs = frozenset(self.instances)
-        self.root = {name: name for name in self.instances}
+        self.tensors = {placed.name: placed for placed in inputs}
+        self.inputs = frozenset(self.tensors)
+        self.root = {name: name for name in self.tensors}
         self.born: dict[str, int] = {}
         self.read: dict[str, int] = {}
         for place, (instruction, found) in enumerate(zip(program, saved)):
@@ -330,7 +330,7 @@ class LiveRanges:
             for name in reads(instruction):
                 self.read[self.root.get(name, name)] = place
             for made in made_by(instruction):
-                self.instances[made.name] = made
+                self.tensors[made.name] = made
                 root = self.root[made.name] = self.root.get(views.get(made.name, ""), made.name)
                 if root not in self.inputs:
                     self.born.setdefault(root, place)
@@ -339,7 +339,7 @@ class LiveRanges:
 
 def waiting(
     backward: Sequence[tuple[int, Instruction]],
-    instances: Mapping[str, PlacedValue],
+    tensors: Mapping[str, PlacedValue],
     begin: Mapping[str, int],
     grows: Callable[[str], bool],
 ) -> Iterator[tuple[str, int, int]]:
@@ -347,7 +347,7 @@ def waiting(
 
     Args:
         backward: (moment, instruction) in the order in which the instructions' backwards run.
-        instances: the tensors by name.
+        tensors: by name.
         begin: the gradients that exist from the start -> the moment.
         grows: True for a tensor whose gradient counts.
     """
@@ -362,7 +362,7 @@ def waiting(
             and not (instruction.backward is not None and instruction.backward.steps)
         )
         for name in reads(instruction):
-            if name in instances and grows(name):
+            if name in tensors and grows(name):
                 if not passes:
                     yield name, at, at + 1
                 waits.setdefault(name, at + 1)

@@ -24,7 +24,7 @@ from ..graph import Graph, Value
 from ..launch.progress import keep, keeper
 from ..layout import Layout
 from ..partition.local_program import InputPlacement, descriptions, find_batch_dims, place_inputs
-from ..partition.partitioner import arriving, neighbours
+from ..partition.partitioner import neighbours, received_layout
 from ..sharded_plan import Plan
 from ..torch_private import pytree
 from .microbatch import split
@@ -185,7 +185,7 @@ def _feeding(
             if source.kind == "stage"
             else producer.plan.program.parameters[source.name].layout
         )
-        layouts.append(arriving(produced, producer.devices, devices))
+        layouts.append(received_layout(produced, producer.devices, devices))
     first = next((layout.dims[0] for layout in input_placement.inputs if layout.dims and layout.dims[0]), ())
     return InputPlacement(
         tuple(layouts), input_placement.per_rank_batch, first if input_placement.per_rank_batch else ()

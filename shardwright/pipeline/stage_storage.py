@@ -23,7 +23,7 @@ from ..cluster import Cluster
 from ..errors import PlanError
 from ..layout import Layout
 from ..partition.parameter_sharding import LEVELS, OptimizerParallel
-from ..partition.partitioner import arriving
+from ..partition.partitioner import received_layout
 from ..planners.plan_search import choose_storage, storages
 from ..sharded_plan import Plan
 from .pipeline_plan import PipelinePlan, Stage, timeline_of
@@ -106,7 +106,7 @@ def stored_by(plan: PipelinePlan, storage: OptimizerParallel | None) -> Pipeline
                 if source.kind == "stage"
                 else producer.plan.program.parameters[source.name].layout
             )
-            layouts.append(arriving(left, producer.devices, stage.devices))
+            layouts.append(received_layout(left, producer.devices, stage.devices))
         placement = replace(stage.plan.input_placement, inputs=tuple(layouts))
         made = replace(stage.plan, hsdp=storage, input_placement=placement)
         _ = made.program  # raises where the plan cannot be partitioned

@@ -6,7 +6,7 @@
     captured       one compressed line: the captured graph, so that a plan is loaded without its model
 
 On loading, each line is checked against the captured graph, and everything derived from the lines (layouts,
-redistributions, costs) is computed again; figures in the document serve its reader only. The captured line also has a
+redistributions, costs) is recomputed; figures in the document serve its reader only. The captured line also has a
 digest of each line's content at the time of writing: a strategy that differs from its digest was edited by hand, and
 is a mark from then on. Example: ``"in_strategy": [[2, 1], [1, 2]]`` edited to ``[[4, 1], [1, 1]]`` makes the operator
 a marked one, with cause "mark".
@@ -463,7 +463,7 @@ class PlanDocument(DocumentHead):
             )
 
     def plan(self, graph: Graph | None = None, input_placement: InputPlacement | None = None) -> Plan:
-        """The plan: every line checked, edited strategies as marks, everything else computed again.
+        """The plan: every line checked, edited strategies as marks, everything else recomputed.
 
         Args:
             graph: the result of `graph`, where the caller has read it.

@@ -7,8 +7,8 @@
 
 1. A value with one consumer needs no node: its edge joins producer and consumer.
 2. A value with several consumers has a node. The partitioner serves equal uses together: the state says the layout in
-   which the value is left, and the one use that is served once for all consumers with that use.
-3. A result that is handed out, or a buffer update, is one more use of its value.
+   which the value is produced, and the one use that is served once for all consumers with that use.
+3. A result of the program, or a buffer update, is one more use of its value.
 4. An operator that no gradient reaches from the results, as one before a `detach`, has no backward, and no gradient of
    its inputs is redistributed.
 
@@ -218,7 +218,7 @@ class _Builder:
     # -- the inputs and outputs of the program --
 
     def _ends(self, input_placement: InputPlacement, batch_dims: Mapping[str, int]) -> dict[str, Uses]:
-        """By value, the uses at the end of the program: results that are handed out, buffers that are updated."""
+        """By value, the uses at the end of the program: results of the program, buffers that are updated."""
         graph, devices = self.graph, self.described.devices
         out: dict[str, set[Use]] = {}
         values = [v for v in graph.outputs if isinstance(v, Value)]
@@ -317,7 +317,7 @@ class _Builder:
         return tuple(usable), tuple(op_costs), np.array([p.seconds for p in op_costs])
 
     def _parameter(self, value: Value) -> None:
-        """Add a parameter's node: its states are the layouts that its consumers can ask for."""
+        """Add a parameter's node: its states are the layouts that its consumers can need."""
         layouts: dict[Layout, None] = {}
         consumers: dict[Use, set[str]] = {}
         for op, i in self.consumers[value.name]:

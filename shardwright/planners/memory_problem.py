@@ -2,7 +2,7 @@
 
 A usage is a number of bytes by state of one node or of two, over the moments [start, stop). Usages by kind:
 
-    moments     forward of operator k of n: k;  results are handed out: n, and their gradients come in: n + 1;
+    moments     forward of operator k of n: k;  the results are returned: n, and their gradients arrive: n + 1;
                 backward of operator k: 2n + 1 - k
     always      parameters, gradients, optimizer state as stored; inputs, buffers, constants
     source      an operator's output in its own layout: up to where its consumer has its own copy; with several

@@ -47,11 +47,11 @@ class _Part:
             )
 
     def bytes_of(self, names: Iterable[str]) -> float:
-        return float(sum(self.live_ranges.instances[name].local_bytes for name in names))
+        return float(sum(self.live_ranges.tensors[name].local_bytes for name in names))
 
     def grows(self, name: str) -> bool:
         """True where a value has a gradient that is counted here."""
-        return name not in self.apart and self.live_ranges.instances[name].value.requires_grad
+        return name not in self.apart and self.live_ranges.tensors[name].value.requires_grad
 
     def forward(self) -> float:
         live_ranges, end = self.live_ranges, len(self.program)
@@ -71,13 +71,11 @@ class _Part:
         for place, instruction in reversed(list(enumerate(self.program))):
             if any(made.name in reached for made in made_by(instruction)):
                 backward.append((len(backward), instruction))
-                reached.update(
-                    name for name in reads(instruction) if name in live_ranges.instances and self.grows(name)
-                )
+                reached.update(name for name in reads(instruction) if name in live_ranges.tensors and self.grows(name))
             until[place] = len(backward)
         spans = [
             (start, stop, self.bytes_of([name]))
-            for name, start, stop in waiting(backward, live_ranges.instances, begin, self.grows)
+            for name, start, stop in waiting(backward, live_ranges.tensors, begin, self.grows)
         ]
         spans += [(0, until[place], self.bytes_of([name])) for name, place in self.saved_at.items()]
         spans += [(0, until[place], float(saved.own_bytes)) for place, saved in enumerate(self.saved)]

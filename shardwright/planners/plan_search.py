@@ -64,7 +64,7 @@ from ..sharded_plan import Plan
 from ..solver.problem import Solution
 from .graph_problem import CostGraph, cost_graph
 from .planning_problem import PLANNERS, PlanningProblem
-from .search_space import EdgeCosts, OperatorTable, Strategy, atoms_of, options_of, strategy_of
+from .search_space import EdgeCosts, OperatorTable, Strategy, options_of, prime_axes, strategy_of
 from .semi_auto import marked_decision, marked_output
 
 __all__ = [
@@ -188,9 +188,9 @@ class Search:
         return out
 
     @cached_property
-    def atoms(self) -> Digits:
+    def axes(self) -> Digits:
         """The digits of the rank that the search assigns to factors."""
-        return atoms_of(self.described.devices, [level.size for level in self.costs.cluster.levels])
+        return prime_axes(self.described.devices, [level.size for level in self.costs.cluster.levels])
 
     @cached_property
     def deliveries(self) -> EdgeCosts:
@@ -198,7 +198,7 @@ class Search:
         return self.problem.deliveries or EdgeCosts(self.costs)
 
     def options(
-        self, known: Iterable[Mapping[str, Decision]] = (), atoms: Digits | None = None
+        self, known: Iterable[Mapping[str, Decision]] = (), axes: Digits | None = None
     ) -> dict[str, tuple[Strategy, ...]]:
         """The strategies of every operator, those of known plans among them.
 
@@ -207,7 +207,7 @@ class Search:
 
         Args:
             known: plans by operator.
-            atoms: the digits to assign; None: `self.atoms`.
+            axes: the digits to assign; None: `self.axes`.
         """
         strategies: dict[Hashable, dict[Strategy, Decision]] = {}
         for plan in known:
@@ -222,7 +222,7 @@ class Search:
             }
             for n in range(most)
         ]
-        return options_of(self.described, self.atoms if atoms is None else atoms, self.fixed, self.outs, several)
+        return options_of(self.described, self.axes if axes is None else axes, self.fixed, self.outs, several)
 
     def _kind(self, name: str) -> Hashable:
         """The key that operators share which may have the same strategies."""

@@ -35,7 +35,7 @@ from .memory_fit import TooLittleMemoryError, fit, fits, limited
 from .memory_problem import add_memory
 from .plan_search import Search
 from .planning_problem import PlanningProblem, planner
-from .search_space import Strategy, atoms_of, options_among
+from .search_space import Strategy, options_among, prime_axes
 
 __all__ = ["recursion", "recursive_programming"]
 
@@ -164,13 +164,13 @@ class _Recursion:
     def levels(self) -> tuple[Digit, ...]:
         """The digits of the levels, the outermost first: all primes."""
         sizes = [level.size for level in self.search.costs.cluster.levels]
-        return atoms_of(self.described.devices, sizes, most=self.described.devices)
+        return prime_axes(self.described.devices, sizes, most=self.described.devices)
 
     def beginning(self) -> dict[str, Assignment]:
         """The strategies before any level: every operator whole, except where a mark settles more.
 
         A marked operator has its mark. Another operator that consumes a parameter in a marked operator's layout has
-        to ask for the same layout, and so on along shared parameters.
+        to need the same layout, and so on along shared parameters.
         """
         graph, devices, rules = self.described.graph, self.described.devices, self.described.rules
         out = {op.name: rules[op.name][1].whole(devices) for op in graph.ops}

@@ -62,7 +62,7 @@ class OperatorMemory:
         grads: True where there is a backward.
         consumers: by value, the operators that consume it, each once, with the first input place.
         made_by: by value, its producer and the number of the output.
-        ends: names of values that are handed out or update a buffer.
+        ends: names of results and of values that update a buffer.
         of_outside_inputs: names of values that are views of inputs, buffers or constants, or views of such views.
     """
 
@@ -456,7 +456,7 @@ class RematStates:
         return self._of_both(value, "sent back", lambda ends: np.where(ends.closed, 0.0, ends.produced))
 
     def received(self, value: Value) -> np.ndarray:
-        """Bytes of a value with one consumer, as that consumer asks for it, where it is sent: by state of producer
+        """Bytes of a value with one consumer, in the consumer's layout, where it is sent: by state of producer
         and consumer."""
         return self._of_both(
             value,

@@ -1,20 +1,20 @@
 """The strategies that a search considers for an operator, and the price and saved tensors of each.
 
-    a strategy = each atom of the rank to one splittable factor of the operator, or to none (replicas)
+    a strategy = each axis of the rank to one splittable factor of the operator, or to none (replicas)
 
-Atoms are digits that together are the whole rank: its prime digits where there are few, else larger digits that keep
-to the cluster's levels. A linear operator may also pass a partial sum through. The options are all strategies that
-the rules allow under these atoms, and no others; but halos are exchanged only where the batch cannot be cut so
+The axes are digits that together are the whole rank: its prime digits where there are few, else larger digits that
+keep to the cluster's levels. A linear operator may also pass a partial sum through. The options are all strategies that
+the rules allow under these axes, and no others; but halos are exchanged only where the batch cannot be cut so
 (`Bound.halos_may_pay`).
 
-8 devices in one level have the atoms 2 @ 4, 2 @ 2, 2 @ 1; a matmul has 3 factors, so at most 4³ = 64 strategies.
+8 devices in one level have the axes 2 @ 4, 2 @ 2, 2 @ 1; a matmul has 3 factors, so at most 4³ = 64 strategies.
 
 The file has four parts:
 
 1. Prices of edges (`EdgeCosts`): the redistributions from a value's producer to its consumers, and of its gradient
    back. The partitioner finds them by the same calls, and none depends on the value's shape.
 2. Prices of operators (`op_cost`): one operator under one strategy, partitioned alone, with its inputs in the layouts
-   that it asks for and its outputs without consumers. Redistribution of its inputs belongs to part 1.
+   that it needs and its outputs without consumers. Redistribution of its inputs belongs to part 1.
 3. Options (`options_of`, `options_among`).
 4. Saved tensors (`keeps`): the inputs, outputs and other tensors of an operator's forward that its backward needs, as
    autograd says for the operator's part of a program alone.
@@ -62,12 +62,12 @@ __all__ = [
     "OperatorTable",
     "Strategy",
     "assignments",
-    "atoms_of",
     "keeps",
     "kind_of_call",
     "op_cost",
     "options_among",
     "options_of",
+    "prime_axes",
     "prime_factors",
     "redistributions_of",
     "saved_inputs",
@@ -84,8 +84,8 @@ def casts_of(source: Layout, uses: frozenset[Use]) -> int:
     """The number of casts of a parameter that is stored in another dtype, to serve all its uses by one operator."""
     if len(uses) < 2:
         return len(uses)
-    router = _router(source, uses, True, Master(torch.float64, torch.float32))
-    return sum(move.casts for move in router.out if isinstance(move, Redistribute))
+    partitioner = _router(source, uses, True, Master(torch.float64, torch.float32))
+    return sum(move.casts for move in partitioner.out if isinstance(move, Redistribute))
 
 
 @lru_cache(maxsize=1 << 20)
@@ -100,17 +100,17 @@ def redistributions_of(
         gradient: True where the value has a gradient.
 
     Returns:
-        The redistributions; None where a use cannot be served, because it asks for a partial sum of a value without
+        The redistributions; None where a use cannot be served, because it needs a partial sum of a value without
         one.
     """
     if len(uses) == 1 and (use := next(iter(uses))).operator != "output":
         return _alone(*_sorted(source, use), gradient)
     try:
-        router = _router(source, uses, gradient)
+        partitioner = _router(source, uses, gradient)
     except LayoutError:
         return None
     out: list[tuple[Redistribution, bool]] = []
-    for move in router.out:
+    for move in partitioner.out:
         if isinstance(move, Redistribute):
             both = (move.forward, False), (move.backward, True)
             out += [(c, back) for c, back in both if c is not None and not c.is_identity]
@@ -125,16 +125,16 @@ def _router(source: Layout, uses: frozenset[Use], gradient: bool, master: Master
     """
     dims = len(source.dims or ())
     value = Value("value", (0,) * dims, torch.float32, gradient, master)
-    router = Partitioner(
+    partitioner = Partitioner(
         Graph((value,), {}, {}, {}, (), ()), {}, InputPlacement((), False), source.devices, {}, {}, None
     )
-    router.enter(value, source)
-    router.producer[value.name] = "producer"
+    partitioner.enter(value, source)
+    partitioner.producer[value.name] = "producer"
     wanted = sorted(uses, key=lambda use: (str(use.input_layout), use.partial))
-    router.uses[value.name] = list(wanted)
+    partitioner.uses[value.name] = list(wanted)
     for use in wanted:
-        router.obtain(value, use)
-    return router
+        partitioner.obtain(value, use)
+    return partitioner
 
 
 def _sorted(source: Layout, use: Use) -> tuple[Layout, Use]:
@@ -269,8 +269,8 @@ class OpCost:
         forward, backward: seconds of the operator and of the redistributions inside it.
         made: bytes that a rank produces in the forward.
         program: the instructions of the operator alone.
-        by_name: by tensor input, the instance that the instructions consume.
-        outputs: by tensor output, the instance that they produce.
+        inputs: by tensor input, the placed value that the instructions consume.
+        outputs: by tensor output, the placed value that they produce.
     """
 
     input_uses: tuple[frozenset[Use], ...]
@@ -310,29 +310,29 @@ def op_cost(decision: Decision, costs: CostModel) -> OpCost:
     op, devices = decision.op, decision.assignment.devices
     inputs = {v.name: v for v in op.inputs}
     graph = Graph(tuple(inputs.values()), {}, {}, {}, (op,), ())
-    router = Partitioner(graph, {op.name: decision}, InputPlacement((), False), devices, {}, {}, None)
-    work = [(decision, *piece) for piece in router.pieces(decision)]
-    router.collect(work, [])
+    partitioner = Partitioner(graph, {op.name: decision}, InputPlacement((), False), devices, {}, {}, None)
+    work = [(decision, *piece) for piece in partitioner.pieces(decision)]
+    partitioner.collect(work, [])
     input_uses = {
         name: frozenset(
             Use(u.input_layout.with_partial(decision.partial) if decision.partial else u.input_layout, u.partial, "")
-            for u in router.uses.get(name, ())
+            for u in partitioner.uses.get(name, ())
         )
         for name in inputs
     }
-    if SEED.name in router.uses:
-        router.make(SEED, Layout.replicated(devices, 1))
+    if SEED.name in partitioner.uses:
+        partitioner.make(SEED, Layout.replicated(devices, 1))
     for name, value in inputs.items():
         targets = sorted((u.input_layout for u in input_uses[name]), key=str)
-        router.make(value, targets[0] if targets else Layout.replicated(devices, len(value.shape)))
-    placed = {name: _padded(instance) for name, instance in router.made.items()}
-    placed_names = {instance.name for instance in placed.values()}
+        partitioner.make(value, targets[0] if targets else Layout.replicated(devices, len(value.shape)))
+    placed = {name: _padded(made) for name, made in partitioner.made.items()}
+    placed_names = {made.name for made in placed.values()}
     known: dict[str, PlacedValue] = {i.name: i for i in placed.values()}
     for piece in work:
-        router.compute(*piece)
+        partitioner.compute(*piece)
     forward = backward = 0.0
     made = 0
-    instructions = tuple(map(_on_padded, router.out) if decision.bound.uneven else router.out)
+    instructions = tuple(map(_on_padded, partitioner.out) if decision.bound.uneven else partitioner.out)
     for i in instructions:
         results = [o for o in i.outputs if o is not None] if isinstance(i, LocalOp) else [i.target]
         known.update((o.name, o) for o in results)
@@ -341,7 +341,7 @@ def op_cost(decision: Decision, costs: CostModel) -> OpCost:
             if any(o.value.requires_grad for o in results):
                 backward += costs.backward(i, known)
             made += sum(o.local_bytes for o in results)
-    returned = tuple(_padded(router.made[router.now(v).name]) for v in op.outputs if v is not None)
+    returned = tuple(_padded(partitioner.made[partitioner.now(v).name]) for v in op.outputs if v is not None)
     once: dict[str, frozenset[Use]] = dict(input_uses)
     return OpCost(
         tuple(once.pop(v.name, frozenset()) for v in op.inputs),
@@ -355,10 +355,10 @@ def op_cost(decision: Decision, costs: CostModel) -> OpCost:
     )
 
 
-def _padded(instance: PlacedValue) -> PlacedValue:
-    """An instance with its value's shape padded to the layout's cuts."""
-    shape = instance.layout.padded(instance.value.shape)
-    return instance if shape == instance.value.shape else replace(instance, value=replace(instance.value, shape=shape))
+def _padded(placed: PlacedValue) -> PlacedValue:
+    """A placed value whose shape is padded to the layout's cuts."""
+    shape = placed.layout.padded(placed.value.shape)
+    return placed if shape == placed.value.shape else replace(placed, value=replace(placed.value, shape=shape))
 
 
 def _on_padded(instruction: Instruction) -> Instruction:
@@ -371,8 +371,8 @@ def _on_padded(instruction: Instruction) -> Instruction:
     return replace(instruction, source=source, target=target)
 
 
-#: Most atoms that a search assigns: an operator has up to (factors + 1) to this power strategies.
-MOST_ATOMS = 3
+#: Most axes that a search assigns: an operator has up to (factors + 1) to this power strategies.
+MOST_AXES = 3
 
 
 def prime_factors(number: int) -> tuple[int, ...]:
@@ -386,13 +386,13 @@ def prime_factors(number: int) -> tuple[int, ...]:
     return (*out, number) if number > 1 else tuple(out)
 
 
-def atoms_of(devices: int, sizes: Sequence[int] = (), most: int = MOST_ATOMS) -> Digits:
+def prime_axes(devices: int, sizes: Sequence[int] = (), most: int = MOST_AXES) -> Digits:
     """Digits that together are the rank, most major first.
 
     Args:
         devices: the number of devices.
         sizes: sizes of the cluster's levels, from the inside out; empty: one level.
-        most: most atoms. With more primes than that, the two smallest of the level with most atoms are joined, of the
+        most: most axes. With more primes than that, the two smallest of the level with most axes are joined, of the
             outermost such level: near devices keep finer cuts.
     """
     levels: list[list[int]] = []
@@ -417,16 +417,16 @@ def atoms_of(devices: int, sizes: Sequence[int] = (), most: int = MOST_ATOMS) ->
     return tuple(reversed(out))
 
 
-def assignments(bound: Bound, devices: int, atoms: Digits) -> Iterator[Assignment]:
-    """The legal ways to give atoms to factors, but for halos that cannot pay; the first gives none."""
+def assignments(bound: Bound, devices: int, axes: Digits) -> Iterator[Assignment]:
+    """The legal ways to give axes to factors, but for halos that cannot pay; the first gives none."""
     factors = [i for i, f in enumerate(bound.factors) if f.splittable and f.size > 1]
-    for chosen in product((None, *factors), repeat=len(atoms)):
+    for chosen in product((None, *factors), repeat=len(axes)):
         digits: dict[int, Digits] = {}
-        for factor, atom in zip(chosen, atoms):
+        for factor, axis in zip(chosen, axes):
             if factor is not None:
-                digits[factor] = (*digits.get(factor, ()), atom)
+                digits[factor] = (*digits.get(factor, ()), axis)
         assignment = bound.cut_by(devices, digits)
-        ways = ((f, atom.size) for f, atom in zip(chosen, atoms) if f is not None)
+        ways = ((f, axis.size) for f, axis in zip(chosen, axes) if f is not None)
         if bound.divides(assignment) and bound.is_consistent(assignment) and bound.halos_may_pay(assignment, ways):
             yield assignment
 
@@ -488,16 +488,16 @@ def strategy_of(decision: Decision) -> Strategy:
 
 def options_of(
     described: OperatorTable,
-    atoms: Digits,
+    axes: Digits,
     fixed: Mapping[str, Decision] = {},
     outs: Mapping[str, tuple[Layout, ...]] = {},
     known: Iterable[Mapping[str, Decision]] = (),
 ) -> dict[str, tuple[Strategy, ...]]:
-    """The strategies of every operator under these atoms. Operators that are alike have the same tuple.
+    """The strategies of every operator under these axes. Operators that are alike have the same tuple.
 
     Args:
         described: the operators.
-        atoms: the digits to assign.
+        axes: the digits to assign.
         fixed: operators that a mark decides.
         outs: by operator, the output layouts that marks settle.
         known: plans whose strategies are to be among the options, so that no search does worse than they.
@@ -507,7 +507,7 @@ def options_of(
     def all_of(op: Op, bound: Bound) -> tuple[Assignment, ...]:
         form = (bound.factors, bound.inputs, bound.outputs)
         if form not in cuts:
-            cuts[form] = tuple(assignments(bound, described.devices, atoms))
+            cuts[form] = tuple(assignments(bound, described.devices, axes))
         return cuts[form]
 
     return options_among(described, all_of, fixed, outs, known)
@@ -683,7 +683,7 @@ def _keeps(program: _Program) -> KeptTensors:
     results = [live_ranges.root[i.name] for i in cost.outputs]
     places = [i.name for i in cost.inputs]
     own = sum(one.own_bytes for one in saved)
-    own += sum(live_ranges.instances[name].local_bytes for name in out - live_ranges.inputs if name not in results)
+    own += sum(live_ranges.tensors[name].local_bytes for name in out - live_ranges.inputs if name not in results)
     return KeptTensors(
         frozenset(places.index(n) for n in out if n in places),
         frozenset(results.index(n) for n in out if n in results and n not in places),
@@ -693,7 +693,7 @@ def _keeps(program: _Program) -> KeptTensors:
 
 
 def _seed(cost: OpCost, known: set[str]) -> PlacedValue | None:
-    """The instance of the seed, where the program consumes one; else None."""
+    """The seed as a placed value, where the program consumes one; else None."""
     names = {name for i in cost.program for name in reads(i)}
     if SEED.name not in names - known:
         return None

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..cluster import Cluster
-from ..cost.cost_model import CostModel, StepInTime, instances
+from ..cost.cost_model import CostModel, StepInTime, placed_values
 from ..identity_tables import IdentityMap
 from ..partition.local_program import Instruction, LocalOp, PlacedValue
 from ..partition.rematerialization import BackwardStep, RecomputedInstruction
@@ -99,7 +99,7 @@ def promised_seconds(plans: Sequence[Plan], micro_batches: int) -> dict[tuple[st
 
 def _computed(plan: Plan) -> Iterator[tuple[BackwardStep, tuple[str, str], float]]:
     """Yield the local operators that a plan runs: (instruction, (operator, half), seconds by the cost model)."""
-    costs, known = CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices), instances(plan.program)
+    costs, known = CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices), placed_values(plan.program)
     for entry in plan.program.instructions:
         if isinstance(entry, LocalOp):
             yield entry, (entry.operator, "forward"), costs.forward(entry, known)

@@ -71,17 +71,17 @@ def tensor_lines(plan: Plan, rank: int) -> Iterator[str]:
         ("constant", program.constants),
     ]
     for kind, table in tables:
-        for instance in table.values():
-            value, shape = plan.graph.parameters.get(instance.value.name, instance.value), instance.local_shape
-            index = true_slice(instance.layout, value.shape, rank)
+        for placed in table.values():
+            value, shape = (plan.graph.parameters.get(placed.value.name, placed.value), placed.local_shape)
+            index = true_slice(placed.layout, value.shape, rank)
             own = tuple(s.stop - s.start for s in index)
             part = ", ".join(f"{s.start}:{s.stop}" for s in index)
             stored = value.stored
             yield (
-                f"# {kind} %{value.name}  {_type(stored, value.shape)}  layout {layout_text(instance.layout)}  "
+                f"# {kind} %{value.name}  {_type(stored, value.shape)}  layout {layout_text(placed.layout)}  "
                 f"{'fed' if kind == 'input' else 'stored'} [{part}] = {_type(stored, own)}"
                 + (f", padded to {_type(stored, shape)}" if own != shape else "")
-                + _used(value, program.used.get(value.name), instance.layout)
+                + _used(value, program.used.get(value.name), placed.layout)
             )
     if program.seed is not None:
         yield f"# seed %{program.seed.value.name}  of the random numbers, drawn at each call, the same on every rank"

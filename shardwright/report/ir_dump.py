@@ -205,8 +205,8 @@ class Execute:
         for i in plan.program.instructions:
             self.known.update((o.name, o) for o in made_by(i))
         self.lines: list[str] = []
-        self.gradients: dict[str, list[str]] = {}  # instance name -> the gradients of its uses so far
-        self.recomputed: dict[str, str] = {}  # instance name -> the number of the recomputed value
+        self.gradients: dict[str, list[str]] = {}  # name of a placed value -> the gradients of its uses so far
+        self.recomputed: dict[str, str] = {}  # name of a placed value -> the number of the recomputed value
         self.schedule, count = self.scheduled(), len(plan.program.instructions)
         self.moments = IdentityMap[object, int]((i, moment) for moment, i in enumerate(plan.program.instructions))
         self.back_moments = IdentityMap[object, int]((i, moment) for moment, i in enumerate(plan.backward, count))
@@ -389,7 +389,7 @@ class Execute:
         self.gradients.setdefault(name, []).append(gradient)
 
     def total(self, name: str) -> str:
-        """The sum of an instance's gradients from all its uses."""
+        """The sum of a placed value's gradients from all its uses."""
         parts = self.gradients[name]
         if len(parts) > 1:
             made = self.names.number()
@@ -660,11 +660,11 @@ class _Staged(Execute):
             )
 
     def leaving(self) -> Iterator[tuple[str, Transfer]]:
-        """The values that the stage sends with every micro-batch: (instance name, transfer)."""
-        for name, instance in zip(self.stage.sent, self.sent):
+        """The values that the stage sends with every micro-batch: (name of the placed value, transfer)."""
+        for name, placed in zip(self.stage.sent, self.sent):
             for t in self.whole.transfers:
                 if (t.kind, t.name, t.source) == ("value", name, self.stage.number):
-                    yield instance.name, t
+                    yield placed.name, t
 
     def takes(self, t: Transfer, name: str, what: str, made: str | None = None) -> None:
         """Write the lines that receive a value under the number `made`, or under its own name where that is None."""

@@ -279,7 +279,7 @@ class Bound:
     def _remembered(self, index: int, assignment: Assignment, output: bool) -> Layout | None:
         """The cached layout of an input or output.
 
-        Equal calls share one `Bound` (`registry.bound_rule`) and ask for the same layouts many times.
+        Equal calls share one `Bound` (`registry.bound_rule`) and need the same layouts many times.
         """
         known, key = self._layouts, (index, assignment, output)
         if key not in known:

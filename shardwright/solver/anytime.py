@@ -16,7 +16,7 @@ Three functions improve given states:
    pass never makes the cost higher. The descent ends when several passes in a row have found nothing. From forbidden
    states it moves towards allowed ones: a forbidden state or pair then costs more than all allowed ones together can.
 2. `wide`: a single such pass, with a cutset that lets the rest be eliminated within a joint of so many entries.
-3. `within`: each node may take one of a few states only; the problem that is left is small enough for HiGHS, with the
+3. `within`: each node may take one of a few states only; the remaining problem is small enough for HiGHS, with the
    memory rows.
 """
 
@@ -181,7 +181,7 @@ def eliminated(
 
 
 class _Search:
-    """The best states, their cost and the bound so far, and the core that is left."""
+    """The best states, their cost and the bound so far, and the remaining core."""
 
     def __init__(self, problem: Problem, made: Tables, until: float) -> None:
         self.whole, self.made, self.until = problem, made, until
@@ -296,7 +296,7 @@ def _bounded(search: _Search, made: Tables, until: float) -> Solution | None:
     while True:
         try:
             search.reduce(compare)
-        except PlanError:  # nothing allowed is left that costs less than the best known
+        except PlanError:  # no allowed assignment costs less than the best known
             search.bound = search.cost
             return search.solution("proved optimal: the bound meets the cost") if search.states is not None else None
         eliminated_core = eliminated(search.core, made, until)
@@ -382,7 +382,7 @@ def within(
     Args:
         problem: with its limit.
         alive: by node, the states to choose from.
-        entries: most entries of the edges that are left.
+        entries: most entries of the remaining edges.
         until: a time of time.monotonic() at which HiGHS ends.
         work: of HiGHS (`milp`), after which it ends.
 

@@ -535,8 +535,8 @@ class Eliminated:
     """The result of an elimination.
 
     Attributes:
-        constant: the least cost, as far as it depends on no node that is left; infinite where nothing is allowed.
-        tables: the tables of the nodes that are left, by scope.
+        constant: the least cost, as far as it depends on no remaining node; infinite where nothing is allowed.
+        tables: the tables of the remaining nodes, by scope.
     """
 
     constant: float

@@ -422,7 +422,7 @@ class Batched:
         return _Steps(size, around, nodes, self._at[nodes], near, out, len(np.unique(written)) == len(written))
 
     def eliminate(self, costs: Sequence[np.ndarray]) -> Problem:
-        """The problem that is left with these costs of the nodes; its tables are the same memory each time."""
+        """The remaining problem with these costs of the nodes; its tables are the same memory each time."""
         own = {size: np.stack([costs[v] for v in mine]) for size, mine in self._members.items()}
         for shape, stacked in self._stacked.items():
             np.copyto(self._tables[shape], stacked)

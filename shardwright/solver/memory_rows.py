@@ -14,7 +14,7 @@ Usages over [0, 3), [1, 2) and [2, 4) have two rows: moment 1 (the first two) an
     shorter         of a run of more than `KEPT` layers those in the middle are left out, and the two sides are joined
                     as neighbouring layers are
     hub             a node that shares tables with nodes of many layers, as a table of positions does: it is joined to
-                    the layers that are left
+                    the remaining layers
 
 A run ends at a moment with a price: prices of memory differ between its two sides.
 

@@ -1,7 +1,7 @@
 """Exact reductions of a problem: states that cannot be, or need not be, chosen, and nodes that are easy to eliminate.
 
 1. Arc consistency (`consistent`). A state of i is removed where its own cost is infinite, or where an edge (i, j)
-   forbids it with every state of j that is left; until nothing changes.
+   forbids it with every remaining state of j; until nothing changes.
 
 2. Dominance (`undominated`). State a of i is removed where b is never worse, whatever the neighbours' states:
 
@@ -70,7 +70,7 @@ class RestrictedProblem:
     """A problem with fewer states.
 
     Attributes:
-        problem: with the states that are left.
+        problem: with the remaining states.
         state_numbers: by node, the numbers of these states in the larger problem.
     """
 
@@ -209,7 +209,7 @@ def consistent(problem: Problem) -> RestrictedProblem:
 def _stay(own: np.ndarray, tables: Sequence[np.ndarray], amounts: Sequence[np.ndarray]) -> np.ndarray:
     """The states (bool) of a node that stay: those that no other staying state dominates.
 
-    A few states of each neighbour rule most pairs out; the pairs that are left are compared over all states.
+    A few states of each neighbour rule most pairs out; the remaining pairs are compared over all states.
 
     Args:
         own: its costs.

@@ -240,23 +240,23 @@ class Comparison:
 
     def record(self, node: Node, shards: Any) -> None:
         self.last = node
-        instruction, instance = _of(node)
-        if instance is None:
+        instruction, placed = _of(node)
+        if placed is None:
             return
         if isinstance(instruction, Redistribute) and instruction.forward.exchanges_halos:
             self.record_halos(instruction, shards)
             return
-        name = self.original.get(instance.value.name)
+        name = self.original.get(placed.value.name)
         if name is None or name not in self.reference.values:
             return  # an intermediate value of an operator that was expanded into several
         if self.found is None:
-            apart, message = self.compare(name, shards, instance.layout)
+            apart, message = self.compare(name, shards, placed.layout)
             precision = self.allowed.value(name)
             if self.differs(apart, precision):
                 self.found = self.at(
                     instruction, "forward", apart, self.ops.get(instruction.operator), message, precision
                 )
-        self.keep(name, shards, instruction, instance)
+        self.keep(name, shards, instruction, placed)
 
     def record_halos(self, instruction: Redistribute, shards: Sequence[Tensor]) -> None:
         """Compare what each rank reads with the elements of the reference that it should read."""
@@ -294,10 +294,10 @@ class Comparison:
         )
         return difference(reference, whole, self.reference.scales.get(name, 0.0)), message
 
-    def keep(self, name: str, shards: Sequence[Tensor], instruction: object, instance: PlacedValue) -> None:
+    def keep(self, name: str, shards: Sequence[Tensor], instruction: object, placed: PlacedValue) -> None:
         """Make the shards of an operator's result retain their gradients."""
         if isinstance(instruction, Redistribute) or (
-            isinstance(instruction, LocalOp) and instance.layout.reduction != "sum"
+            isinstance(instruction, LocalOp) and placed.layout.reduction != "sum"
         ):
             return  # the gradient of a partial maximum is split among ranks: that of the completed one is compared
         if not shards[0].requires_grad or shards[0] in self.seen:
@@ -305,7 +305,7 @@ class Comparison:
         self.seen.update(shards)
         for shard in shards:
             shard.retain_grad()
-        self.made[name] = shards, instance.layout.without_partial()
+        self.made[name] = shards, placed.layout.without_partial()
 
     def true(self, name: str, whole: Tensor) -> Tensor:
         """A value without the padding of dims that their cuts do not divide."""

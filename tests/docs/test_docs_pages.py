@@ -281,7 +281,7 @@ def test_pictures_of_reports_show_the_page_of_today(monkeypatch: pytest.MonkeyPa
 
 
 def test_figures_of_the_readme_are_measured() -> None:
-    """Each number in the column "measured", below it, and the number of models, stands where the scripts' figures are kept."""
+    """Each number in the column "measured", below it, and the number of models, is among the scripts' figures."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     models = (DOCS / "models.md").read_text(encoding="utf-8")
     kept = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8") + models

@@ -24,7 +24,7 @@ from shardwright.graph import Graph
 from shardwright.partition.local_program import place_inputs
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import PlanningProblem, PriceBook
-from shardwright.planners.search_space import Strategy, assignments, atoms_of, prime_factors, strategy_of
+from shardwright.planners.search_space import Strategy, assignments, prime_axes, prime_factors, strategy_of
 from shardwright.planners.semi_auto import semi_auto
 from shardwright.planning import make_plan
 from shardwright.settings import Settings
@@ -172,18 +172,18 @@ def _searched(model: Callable[[], tuple], devices: int) -> Search:
 def test_atoms_are_the_whole_rank_and_keep_to_the_levels() -> None:
     for devices in (1, 2, 6, 7, 8, 12, 48, 1024, 16384):
         for sizes in ((), (8,), (8, 128), (4, 3)):
-            atoms = atoms_of(devices, sizes)
+            atoms = prime_axes(devices, sizes)
             assert math.prod(a.size for a in atoms) == devices and len(atoms) <= 3
             assert all(a.stride == b.stride * b.size for a, b in zip(atoms, atoms[1:]))
-    assert [a.size for a in atoms_of(16, (8, 2), most=9)] == [2, 2, 2, 2]
-    assert 8 in {a.stride for a in atoms_of(1024, (8, 128))}, "no atom straddles nodes"
+    assert [a.size for a in prime_axes(16, (8, 2), most=9)] == [2, 2, 2, 2]
+    assert 8 in {a.stride for a in prime_axes(1024, (8, 128))}, "no atom straddles nodes"
     assert prime_factors(360) == (2, 2, 2, 3, 3, 5)
 
 
 def test_assignments_are_all_that_a_rule_allows() -> None:
     search = searched("mlp")
     _, bound, _ = search.described.rules["linear"]
-    found = set(assignments(bound, 4, atoms_of(4)))
+    found = set(assignments(bound, 4, prime_axes(4)))
     assert len(found) == 16, "two atoms, each to m, k, n or none"
     assert all(bound.is_consistent(a) for a in found) and bound.whole(4) in found
 

@@ -20,7 +20,7 @@ from shardwright.cost.communication_schedule import Fusion
 from shardwright.graph import Graph, Op
 from shardwright.layout import digits_size
 from shardwright.planners.planning_problem import PriceBook
-from shardwright.planners.search_space import assignments, atoms_of
+from shardwright.planners.search_space import assignments, prime_axes
 from shardwright.planning import make_plan
 from shardwright.process_runtime import Runtime
 from shardwright.pytree_objects import opened
@@ -164,7 +164,7 @@ def marked(graph: Graph, name: str, every: int) -> Graph:
     draw, count = random.Random(zlib.crc32(name.encode())), 0
     sources = {v.name for v in (*graph.parameters.values(), *graph.buffers.values())}
     shared = {name for name, uses in graph.consumers().items() if name in sources and len(uses) > 1}
-    atoms = atoms_of(DEVICES)
+    axes = prime_axes(DEVICES)
 
     def mark(op: Op) -> Op:
         nonlocal count
@@ -173,7 +173,7 @@ def marked(graph: Graph, name: str, every: int) -> Graph:
         if described is None or held & shared or (every > 1 and not (weighs or described.is_product(op))):
             return op
         bound = bound_rule(op, described)
-        choices = list(assignments(bound, DEVICES, atoms))
+        choices = list(assignments(bound, DEVICES, axes))
         most = max(digits_size(a.used) for a in choices)
         count += 1
         if most == 1 or (count - 1) % every:
