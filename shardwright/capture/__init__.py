@@ -4,6 +4,7 @@ annotations          marks of the user: shard, recompute, set_stage, no_optimize
 export               one run of the forward through `torch.export`
 recapture            other sizes: a light run of the forward, which follows an exported program
 graph_reader         the exported program, read into a `Graph`
+graph_checks         graphs that are refused: trained constants, buffers that carry gradients
 graph_template       the graph at other sizes, filled into one that was read before
 source_lines         files, lines and modules of the user's code
 mutation             in-place operators, rewritten as a program without writes

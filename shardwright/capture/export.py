@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..autocast import current
 from ..errors import CaptureError, ShardwrightError
 from ..garbage_collection import gc_paused, roomy_stack
-from ..graph import Graph, values_in
+from ..graph import Graph
 from ..launch.progress import Work
 from ..mixed_precision import MixedPrecision, captured_types, casts, masters, with_masters
 from ..pytree_objects import closed, opened
@@ -55,12 +55,14 @@ from ..torch_private import (
 )
 from .annotations import Operator, collect_marks, mark_names, whole_shape
 from .conditions import Conditions, StridesAsked, path_of, watched_conditions
+from .graph_checks import check_constants, check_updates
 from .graph_reader import GraphReader, bare
 from .graph_template import GraphTemplate
 from .guards import Condition, GuardedPlace, Guards
 from .hybrid_models import refused_collective
 from .model_device import check_call, device_of, usable
 from .module_calls import WithLoss, outermost_left_out, scalers_refused, user_functions
+from .observed.attribute_patches import modules_patched
 from .observed.memoised_functions import computed_for_real
 from .observed_state import Observation
 from .recapture import AsExported, Differs, LightRun, Outline, Program, memory_of, outline
@@ -247,27 +249,61 @@ def captures(
         CaptureError: `torch.export` could not follow the model, or a side effect of the forward cannot be repeated at
             each call; with the user's line.
     """
+    with _patches(net, loss_fn):
+        return _graphs(
+            calls,
+            partial(
+                _captured,
+                net,
+                loss_fn=loss_fn,
+                device=device,
+                hooks_around=hooks_around,
+                mixed_precision=mixed_precision,
+            ),
+            recording,
+            [] if programs is None else programs,
+        )
+
+
+@contextlib.contextmanager
+def _patches(net: nn.Module, loss_fn: Any) -> Iterator[None]:
+    """The patches that all runs of a capture share."""
+    functions = [function for _, function in user_functions(net, loss_fn)]
+    with modules_patched(), computed_for_real(_named_modules(net, loss_fn), functions):
+        yield
+
+
+def _graphs(
+    calls: Sequence[tuple[tuple[object, ...], dict[str, Any]]],
+    captured: Callable[..., tuple[list[Captured], Differs | None]],
+    recording: Recording | None,
+    programs: list[Program],
+) -> list[Graph]:
+    """The graphs of several calls, as described in `captures`.
+
+    Args:
+        captured: ``captured(calls, programs=...)`` captures calls of the model.
+    """
     graphs: list[Graph] = []
-    programs = [] if programs is None else programs
     while len(graphs) < len(calls):
         left = calls[len(graphs) :]
         made: list[Captured] = []
         if programs:
             with Work("capture of the model at other sizes"):
-                made, reason = _captured(net, left, loss_fn, device, hooks_around, mixed_precision, programs)
+                made, reason = captured(left, programs=programs)
             if reason is not None:
                 _LOG.info("the model is exported anew: %s", str(reason).partition("\n")[0])
         if len(made) < len(left):
             with Work("capture of the model"):
-                made += _captured(net, [left[len(made)]], loss_fn, device, hooks_around, mixed_precision, ())[0]
+                made += captured([left[len(made)]])[0]
         for one, call in zip(made, left):
             if one.program not in programs or (recording is not None and recording.why):
                 with Work("second run of the model"):
-                    check_again(
-                        one, partial(_captured, net, [call], loss_fn, device, hooks_around, mixed_precision, later=True)
-                    )
+                    check_again(one, partial(captured, [call], later=True))
             if one.program in programs:
                 programs.remove(one.program)
+            for other in programs:
+                other.observation = None
             programs.insert(0, one.program)
             if recording is not None:
                 recording.add(one)
@@ -282,11 +318,12 @@ def captures(
 def _captured(
     net: nn.Module,
     calls: Sequence[tuple[tuple[object, ...], dict[str, Any]]],
+    *,
     loss_fn: Any,
     device: torch.device | str | None,
     hooks_around: bool,
     mixed_precision: MixedPrecision | None,
-    programs: Sequence[Program],
+    programs: Sequence[Program] = (),
     finder: LineFinder | None = None,
     later: bool = False,
 ) -> tuple[list[Captured], Differs | None]:
@@ -336,7 +373,8 @@ def _captured(
         *,
         finder: LineFinder | None,
     ) -> Captured:
-        seen = Observation(modules, functions, later)
+        seen = Observation(modules, functions, later, earlier[-1] if finder is None else None)
+        earlier.append(seen)
         watch, hooks = _Watch(module, seen, counters, finder, bool(programs)), _hooks_on(paths.values())
         with (
             recurrent_weights(module),
@@ -363,7 +401,7 @@ def _captured(
         )
 
         def read(program: Program, nodes: AsExported) -> Captured | None:
-            template = program.template
+            program.observation, template = seen, program.template
             if isinstance(template, GraphTemplate) and not watch.outcome.updates:
                 graph = template.graph(nodes, decisive)
                 if graph is not None:
@@ -390,6 +428,8 @@ def _captured(
             one = traced.followed(read)
         return one
 
+    latest = programs[0].observation if programs else None
+    earlier: list[Observation | None] = [latest if isinstance(latest, Observation) else None]
     made: list[Captured] = []
     try:
         with (
@@ -400,7 +440,6 @@ def _captured(
             cumulative_momentum(module),
             _quiet(),
             _data_detached(),
-            computed_for_real(modules, [function for _, function in functions]),
             scalers_refused(),
             without_cudnn({device.type}),
         ):
@@ -410,8 +449,8 @@ def _captured(
                     opened((tuple(call[0]), call[1])),
                 )
                 one = with_counters(partial(exported, args, kwargs, finder=finder))
-                _check_constants(one.graph)
-                _check_updates(one.graph)
+                check_constants(one.graph)
+                check_updates(one.graph)
                 made.append(one)
         return made, None
     except Differs as reason:
@@ -471,51 +510,6 @@ def _named_modules(net: nn.Module, loss_fn: Any) -> list[tuple[str, nn.Module]]:
         if isinstance(whole, nn.Module)
         for path, module in whole.named_modules()
     ]
-
-
-def _check_constants(graph: Graph) -> None:
-    """Refuse trained tensors that belong to no module of the model.
-
-    Raises:
-        CaptureError: such a tensor, with the line of the operator that reads it.
-    """
-    for name, tensor in graph.constants.items():
-        op = next((op for op in graph.ops if any(v.name == name for v in op.inputs)), None)
-        if tensor.requires_grad and op is not None and torch.is_grad_enabled():
-            raise CaptureError(
-                f"a tensor of shape {list(tensor.shape)} requires a gradient, and is no parameter of the model",
-                source=op.source or None,
-                legal="an nn.Parameter of the model, or of a loss_fn that is a module; or requires_grad_(False)",
-            )
-
-
-def _check_updates(graph: Graph) -> None:
-    """Refuse buffers whose new value would carry gradients from one step into the next.
-
-    One device keeps the autograd graph of the old value, and raises at the second backward where a result depends on
-    it. Where no result depends on it, the values are the same without that graph, which is dropped.
-
-    Raises:
-        CaptureError: a result depends on such a buffer, with the line that produces its new value.
-    """
-    if not torch.is_grad_enabled():
-        return
-    producers, wanted = graph.producers(), {v.name for v in values_in(graph.outputs) if v.requires_grad}
-    carrying = {name: value for name, value in graph.updates.items() if value.requires_grad}
-    if not carrying or not wanted:
-        return
-    for op in reversed(graph.ops):
-        if any(v is not None and v.name in wanted and v.requires_grad for v in op.outputs):
-            wanted.update(v.name for v in op.inputs)
-    for name, value in carrying.items():
-        if name in wanted:
-            producer = producers.get(value.name)
-            raise CaptureError(
-                f"the new value of the buffer {name!r} carries gradients into the next step, where one device "
-                "raises at the second backward",
-                source=producer.source or None if producer else None,
-                legal="a value without them: .detach(), or torch.no_grad()",
-            )
 
 
 #: Hooks of all modules that run at an assignment of a buffer.

@@ -44,6 +44,7 @@ from ..torch_private import (
     storage_id,
 )
 from .annotations import MARK
+from .observed.attribute_patches import module_calls
 from .regions import EDGE, OPAQUE
 from .source_lines import module_path
 
@@ -308,6 +309,7 @@ class Program:
     def __init__(self, exported: Any) -> None:
         self.exported = exported
         self.template: object = None  # the latest graph that was read of it, as a `GraphTemplate`
+        self.observation: object = None  # of the latest run that has followed it, an `Observation`
         self._by_meta: dict[Any, bool | None] = {}
         self._nodes: dict[Any, list[torch.fx.Node]] | None = None
 
@@ -435,8 +437,7 @@ class LightRun:
         with ExitStack() as stack:
             stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)
-            stack.callback(setattr, nn.Module, "__call__", nn.Module.__call__)
-            nn.Module.__call__ = self._entered(nn.Module.__call__)  # type: ignore[method-assign]  # put back at the end
+            stack.enter_context(module_calls(self._entering()))
             stack.enter_context(exporting())
             self._beneath = stack.enter_context(called_above_autograd(self._called))
             made = module(*args, **kwargs)
@@ -462,19 +463,19 @@ class LightRun:
                 reasons.append(reason)
         raise reasons[0]
 
-    def _entered(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """``nn.Module.__call__`` that notes which of the model's modules is running."""
+    def _entering(self) -> Callable[..., Any]:
+        """A function that calls a module, and notes which of the model's modules is running."""
         running, own = self._running, set(map(id, self._modules.values()))
 
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def enter(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # A loss or an activation that the forward makes has no path: its operators belong to the module around it.
             running.append(module if id(module) in own or not running else running[-1])
             try:
-                return plain(module, *args, **kwargs)
+                return call(module, *args, **kwargs)
             finally:
                 running.pop()
 
-        return __call__
+        return enter
 
     def _called(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results of an operator, in its place."""

@@ -57,6 +57,7 @@ from ..torch_private import (
 
 __all__ = [
     "EDGE",
+    "IN_PLACE_OF",
     "OPAQUE",
     "Applied",
     "RecomputeSettings",
@@ -71,6 +72,10 @@ __all__ = [
 ]
 
 _LEGAL = "torch.library.custom_op with register_fake and register_autograd, described by sw.rule"
+
+
+#: Attribute of a function that a capture puts into a class: the value in its place; None where there is none.
+IN_PLACE_OF = "of_shardwright_in_place_of"
 
 
 class Applied:
@@ -168,6 +173,7 @@ def _watch(cls: Any, put_back: contextlib.ExitStack) -> None:
             _mark(ctx, output)
 
     for name, ours in (("forward", forward), *([("setup_context", setup_context)] if apart else [])):
+        vars(ours)[IN_PLACE_OF] = vars(cls).get(name)
         if name in vars(cls):
             put_back.callback(setattr, cls, name, vars(cls)[name])
         else:

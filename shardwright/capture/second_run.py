@@ -84,15 +84,15 @@ def check_again(first: Captured, captured: Callable[..., tuple[list[Captured], D
 
     Args:
         first: the first capture.
-        captured: ``captured(programs, finder)`` captures the call again.
+        captured: ``captured(programs=..., finder=...)`` captures the call again.
 
     Raises:
         CaptureError: the two captures differ, with the line and what both have.
     """
-    made, reason = captured([first.program])
+    made, reason = captured(programs=[first.program])
     if reason is not None:
         _LOG.info("the second run is an export: %s", str(reason).partition("\n")[0])
-        made = captured(())[0]
+        made = captured()[0]
     again = made[0]
     first.seen.follow(again.seen)
     found = difference(first.graph, again.graph)
@@ -111,7 +111,7 @@ def check_again(first: Captured, captured: Callable[..., tuple[list[Captured], D
         if watch is not None:
             finder = LineFinder(watch)
             with contextlib.suppress(ShardwrightError):
-                captured((), finder)
+                captured(finder=finder)
             source = finder.line or ""
     raise CaptureError(
         f"{what}: a value changes by itself, which the captured program would repeat (a clock, a random number, an "

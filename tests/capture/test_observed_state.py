@@ -29,6 +29,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
+from shardwright.capture.export import Recording, capture
+from shardwright.capture.observed_state import Observation
+from shardwright.capture.recapture import Program
 
 pytestmark = pytest.mark.filterwarnings("ignore::shardwright.RecaptureWarning")
 
@@ -480,6 +483,45 @@ def put_back() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(threads)
     assert "getattr" not in globals(), "stand-ins of builtin functions are taken out of the user's files"
+
+
+def reads_of(net: nn.Module, programs: list[Program], rows: int) -> set[str]:
+    """The paths of the places that a capture has read."""
+    recording = Recording()
+    capture(net, (draw(rows, 8),), programs=programs, recording=recording)
+    return {place.path for place in recording.reads.values()}
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["unchanged", "changed"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_further_run_reads_what_a_first_one_reads(name: str, changed: bool) -> None:
+    """A run at a further size takes over the look that an earlier run has taken at the model, where it holds still."""
+    case = CASES[name]
+    net, programs = Net(case.f, case.prepare), []
+    reads_of(net, programs, 8)
+    if changed:
+        case.change(net)
+    apart = [copy.copy(programs[0])]
+    apart[0].observation = apart[0].template = None
+    further, first = reads_of(net, programs, 6), reads_of(net, apart, 6)
+    # The first run meets the class of a dataclass's fields as it reads them; the further run knows it before.
+    assert first <= further and all(path.endswith("._field_type") for path in further - first)
+
+
+def test_a_further_run_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models whose state is as it was, but for numbers and tensors, are not looked at again."""
+    looks: list[str] = []
+    for name in ("_look_at_all", "_take_over"):
+        plain = getattr(Observation, name)
+        monkeypatch.setattr(Observation, name, lambda *a, name=name, plain=plain: looks.append(name) or plain(*a))
+    net, programs = Net(lambda m, h: h * m.k * SCALE, lambda n: setattr(n, "k", 2.0)), []
+    reads_of(net, programs, 8)
+    net.k, net.fc.weight = 3.0, nn.Parameter(torch.ones(8, 8, dtype=D))
+    assert "net.k" in reads_of(net, programs, 6)
+    assert looks == ["_look_at_all", "_take_over", "_take_over"]
+    net.k = torch.tensor(3.0, dtype=D)
+    reads_of(net, programs, 5)
+    assert "_look_at_all" in looks[3:]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,5 +1,6 @@
 """Parts of the observation of a forward's Python state (`observed_state`).
 
+attribute_patches  methods of classes that record the attributes which are read and assigned
 code_names     names in the bytecode of the user's functions
 opaque_state   state of objects without attributes: numpy arrays, byte arrays, context variables, random generators
 named_reads    names in the code of functions that run, as reads

@@ -5,6 +5,9 @@ held       lists, dicts, sets
 places     globals, variables of closures, attributes of classes and of objects with slots
 opaque     objects without attributes (`opaque_state`)
 hooks      tables of forward hooks: a hook that removes itself
+
+A further run of the same forward keeps the same objects (`KeptState.keep_those_of`), where each is as it was: the same
+functions, classes and objects. Numbers, strings and tensors may be others, since no object is reached through them.
 """
 
 from __future__ import annotations
@@ -14,13 +17,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...torch_private import forward_hook_tables, part_tables
+from ..regions import IN_PLACE_OF
+from .memoised_functions import MemoisedStandIn
 from .opaque_state import draws, equal_states, set_state, state_of, watch_state
-from .places import CONTAINERS, MISSING, GuardedPlace, filled, refill, same_content
+from .places import CONTAINERS, MISSING, GuardedPlace, contents, entries, filled, refill, same_content
 
-__all__ = ["Change", "KeptState", "untraced_function"]
+__all__ = ["PLAIN", "Change", "KeptState", "untraced_function"]
 
 
 @dataclass(frozen=True)
@@ -55,23 +61,78 @@ def _equal(old: Any, now: Any) -> bool:
 
 
 def untraced_function(value: Any) -> Any:
-    """The function behind a wrapper that ``torch.fx.wrap`` puts in its place while a model is traced; any other value
-    itself."""
-    if isinstance(value, types.FunctionType) and value.__module__ != __name__ and hasattr(value, "__wrapped__"):
-        file = value.__code__.co_filename
-        if file.endswith("_symbolic_trace.py"):
-            return value.__wrapped__
+    """The function behind a wrapper that a capture, or ``torch.fx.wrap``, puts in its place while a model is traced;
+    any other value itself."""
+    kind = type(value)
+    if kind is types.FunctionType:
+        if value.__module__ != __name__ and hasattr(value, "__wrapped__"):
+            file = value.__code__.co_filename
+            if file.endswith("_symbolic_trace.py"):
+                return value.__wrapped__
+    elif kind is MemoisedStandIn:
+        return value.function
+    elif kind is staticmethod or kind is classmethod:
+        inner = value.__func__
+        if type(inner) is MemoisedStandIn:
+            return inner.function
+        if type(inner) is types.FunctionType:
+            return vars(inner).get(IN_PLACE_OF, value)
     return value
+
+
+#: Types of values through which no other object is reached.
+PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+def _reaches_alike(old: object, new: object) -> bool:
+    """True where the same objects are reached through two values; a tensor of before is noted as `torch.Tensor`."""
+    return (
+        old is new
+        or (type(old) in PLAIN and type(new) in PLAIN)
+        or (old is torch.Tensor and isinstance(new, torch.Tensor))
+    )
+
+
+def _without_tensor(value: object) -> object:
+    return torch.Tensor if isinstance(value, torch.Tensor) else value
 
 
 @dataclass
 class _Kept:
-    """A dict or container, with its contents before the export, and at the beginning of the forward."""
+    """A dict or container, with its contents before the export, and at the beginning of the forward.
+
+    Args:
+        of_tensors: True for a table of parameters or buffers, in which a capture puts tensors of its own.
+    """
 
     owner: Any
     before: Any
     begun: Any
     path: str
+    of_tensors: bool = False
+
+    def forget_tensors(self) -> None:
+        """Keep alive no tensor."""
+        before, self.begun = self.before, None
+        if self.of_tensors:
+            self.before = None
+        elif before and any(issubclass(kind, torch.Tensor) for kind in set(map(type, contents(before)))):
+            if isinstance(before, dict):
+                self.before = {key: _without_tensor(value) for key, value in before.items()}
+            else:
+                self.before = type(before)(map(_without_tensor, before))
+
+    def reaches_alike(self) -> bool:
+        """True where the same objects are reached through the present content."""
+        owner, before = self.owner, self.before
+        if self.of_tensors or same_content(owner, before):
+            return True
+        if isinstance(owner, set) or len(entries(owner)) != len(before):
+            return False
+        if not isinstance(owner, dict):
+            return all(map(_reaches_alike, before, owner))
+        now = filled(owner)
+        return [*now] == [*before] and all(map(_reaches_alike, before.values(), now.values()))
 
 
 class KeptState:
@@ -90,6 +151,7 @@ class KeptState:
         self._opaque: dict[int, tuple[Any, Any, str]] = {}  # id of an object -> itself, its state, its path
         self._replaced: dict[tuple[int, Any], Any] = {}  # a place -> its number, while a counter replaces it
         self._stood_for: list[tuple[GuardedPlace, Any]] = []  # places of stand-ins -> the objects behind them
+        self._present: list[Any] = []  # the values of `_places`, while a further run keeps them
         self._own: set[tuple[int, Any]] = set()  # attributes that torch's layers assign to themselves
 
     def keep_space(self, attributes: dict[str, Any], path: str, module: nn.Module | None = None) -> bool:
@@ -97,11 +159,12 @@ class KeptState:
         if id(attributes) in self._paths:
             return False
         self._paths[id(attributes)] = path
-        tables = [] if module is None else part_tables(module).values()
-        for space in (attributes, *tables):
-            self._spaces[id(space)] = self._kept(space, path)
-        for hooks in [] if module is None else forward_hook_tables(module):
-            self._hooks.append(self._kept(hooks, path))
+        self._spaces[id(attributes)] = self._kept(attributes, path)
+        tables = {} if module is None else part_tables(module)
+        for kind, table in tables.items():
+            self._spaces[id(table)] = self._kept(table, path, of_tensors=kind != "submodules")
+        if module is not None:
+            self.keep_hooks_of(module, path)
         return True
 
     def keep_hooks(self) -> None:
@@ -143,11 +206,17 @@ class KeptState:
             stand_in = staticmethod(stand_in)
         place.set(stand_in)
         self._stood_for.append((place, value))
-        kept = self._spaces.get(id(owner)) or self._held.get(id(owner))
-        if kept is not None:
-            kept.begun[place.key] = stand_in
-        else:
+        if not self.begin_with(owner, place.key, stand_in):
             self._places[place.identity] = place, stand_in
+
+    def begin_with(self, owner: Any, key: Any, value: object) -> bool:
+        """Let the forward begin with another entry of a dict or container; False where it is not kept."""
+        kept = self._spaces.get(id(owner)) or self._held.get(id(owner))
+        if kept is None:
+            return False
+        kept.begun = kept.begun.copy()
+        kept.begun[key] = value
+        return True
 
     def begin(self, numbers: Mapping[GuardedPlace, Any]) -> None:
         """Take the present state for that at the beginning of the forward.
@@ -171,9 +240,53 @@ class KeptState:
                     held[key] = number
         return held
 
-    def _kept(self, owner: Any, path: str) -> _Kept:
+    def _kept(self, owner: Any, path: str, of_tensors: bool = False) -> _Kept:
         before = self._before(owner)
-        return _Kept(owner, before, before if isinstance(owner, set) else before.copy(), path)
+        return _Kept(owner, before, before, path, of_tensors)
+
+    # -- further runs --
+
+    def forget_tensors(self) -> None:
+        """Keep alive no tensor, and no state of an array: the capture has ended."""
+        for kept in (*self._spaces.values(), *self._held.values()):
+            kept.forget_tensors()
+        for place, value in reversed(self._stood_for):
+            if place.identity in self._places:
+                self._places[place.identity] = place, value
+        self._places = {identity: (place, _without_tensor(old)) for identity, (place, old) in self._places.items()}
+        self._opaque = {key: (value, (), path) for key, (value, _, path) in self._opaque.items()}
+        self._hooks.clear()
+        self._replaced.clear()
+        self._stood_for.clear()
+
+    def reaches_alike(self) -> bool:
+        """True where the kept state leads to the same objects as before the capture."""
+        return (
+            all(kept.reaches_alike() for kept in (*self._spaces.values(), *self._held.values()))
+            and all(map(_reaches_alike, (old for _, old in self._places.values()), self._values()))
+            and all(_own_names(cls) == _own_names(names) for cls, names in self._entries)
+        )
+
+    def _values(self) -> list[Any]:
+        """The present values of the kept places."""
+        self._present = [untraced_function(place.get()) for place, _ in self._places.values()]
+        return self._present
+
+    def keep_those_of(self, earlier: KeptState) -> None:
+        """Keep the present state of all that an earlier run of the same forward has kept."""
+        self._paths = dict(earlier._paths)
+        self._spaces = {k: self._kept(kept.owner, kept.path, kept.of_tensors) for k, kept in earlier._spaces.items()}
+        self._held = {k: self._kept(kept.owner, kept.path) for k, kept in earlier._held.items()}
+        present, earlier._present = earlier._present, []
+        self._places = {k: (place, now) for (k, (place, _)), now in zip(earlier._places.items(), present)}
+        self._entries = list(earlier._entries)
+        for value, _, path in earlier._opaque.values():
+            self.keep_opaque(value, path)
+
+    def keep_hooks_of(self, module: nn.Module, path: str) -> None:
+        """Keep the tables of the hooks of a module."""
+        for hooks in forward_hook_tables(module):
+            self._hooks.append(self._kept(hooks, path))
 
     def changes(self) -> Iterator[Change]:
         """The changes by the forward, compared with the present state."""
@@ -232,6 +345,9 @@ class KeptState:
     def _restore(self) -> None:
         for kept in (*self._spaces.values(), *self._held.values()):
             refill(kept.owner, kept.begun)
+        self._restore_places()
+
+    def _restore_places(self) -> None:
         for place, old in self._places.values():
             now = untraced_function(place.get())
             if now is not old and not _equal(old, now):
@@ -244,13 +360,22 @@ class KeptState:
 
     def put_back(self) -> None:
         """Restore the state from before the capture."""
-        self._restore()
+        self._restore_places()
         for place, value in reversed(self._stood_for):
             place.set(value)
         for kept in (*self._spaces.values(), *self._held.values()):
             refill(kept.owner, kept.before)
         for kept in self._hooks:
             _restore_hooks(kept.owner, kept.before)
+
+
+def _own_names(names: type | frozenset[str]) -> frozenset[str]:
+    """The names of a class besides those of the methods that a capture replaces."""
+    return frozenset(vars(names) if isinstance(names, type) else names) - _REPLACED_METHODS
+
+
+#: Methods of a class that a capture replaces.
+_REPLACED_METHODS = {"__getattribute__", "__setattr__"}
 
 
 def _restore_hooks(table: dict[int, Any], before: dict[int, Any]) -> None:

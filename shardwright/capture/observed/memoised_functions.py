@@ -19,7 +19,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import itemgetter, methodcaller
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from ...torch_private import DisableTorchFunction, FakeTensor, pytree, untraced
 from ..source_lines import is_users
 from .places import GuardedPlace
 
-__all__ = ["computed_for_real"]
+__all__ = ["MemoisedStandIn", "computed_for_real"]
 
 _KEEPS = type(functools.lru_cache(len))
 _LEGAL = "a function without functools.lru_cache, or one of numbers alone"
@@ -67,7 +67,7 @@ _FIXED = (types.FunctionType, types.ModuleType, type, staticmethod, classmethod,
 _DEPTH = 3
 
 
-class _StandIn:
+class MemoisedStandIn:
     """A callable in place of a function that caches its results."""
 
     def __init__(self, function: Any) -> None:
@@ -117,12 +117,12 @@ def computed_for_real(modules: list[tuple[str, nn.Module]], functions: list[Any]
         functions: the loss, where it is a function.
     """
     put: list[tuple[GuardedPlace, Any]] = []
-    stand_ins: dict[int, _StandIn] = {}
+    stand_ins: dict[int, MemoisedStandIn] = {}
 
     def stood_for(value: Any) -> Any:
         around = type(value) if isinstance(value, (staticmethod, classmethod)) else None
         function = value if around is None else value.__func__
-        stand_in = stand_ins.setdefault(id(function), _StandIn(function))
+        stand_in = stand_ins.setdefault(id(function), MemoisedStandIn(function))
         return stand_in if around is None else around(stand_in)
 
     try:
@@ -148,23 +148,12 @@ def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> list[
         for name in dict.fromkeys(n for n in names if isinstance(n, str))
         if (module := _users_module(name)) is not None
     ]
-    files = {id(module) for module in waiting}
-    covered: set[type] = set()
-    places: list[GuardedPlace] = []
+    library = _library(waiting)
+    classes.update(library.classes)
+    places = [*library.places]
     closures: list[types.FunctionType] = []
-    while waiting:
-        found = _of_file(waiting.pop())
-        places += found.kept
-        closures += found.closures
-        covered.update(found.own)
-        classes.update(found.classes)
-        for name in found.imported:
-            module = sys.modules.get(name)
-            if module is not None and id(module) not in files:
-                files.add(id(module))
-                waiting.append(module)
     for cls in classes:
-        if cls not in covered:
+        if cls not in library.own:
             kept, further = _read_class(cls)
             places += kept
             closures += further
@@ -176,25 +165,20 @@ def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> list[
             elif kind not in _PLAIN and _keeps(value):
                 places.append(GuardedPlace(vars(m), key, key))
     closures += [function for function in functions if type(function) is types.FunctionType]
-    seen: set[int] = set()
-    for function in closures:
-        places += _cells(function, seen)
-    return places
+    places += _in_closures(closures)[0]
+    return list({place.identity: place for place in places}.values())
 
 
-class _File(NamedTuple):
-    """The objects of a file and its classes, for `_places`.
+class _Entries(NamedTuple):
+    """The entries of files and classes, and those that were read.
+
+    A library of models has hundreds of files and forty thousand entries: no line of Python runs for each.
 
     Args:
-        held: the entries of the file and of its classes: mappings that show every change.
+        held: the entries of each file and each class: mappings that show every change.
         same: picks the entries that have to be the same objects as before: functions, classes, files and simple values.
         others: picks the other entries, which have to be of the same types. These are not kept alive.
         were, types: the objects and the types that were read.
-        kept: the places of functions that cache their results.
-        own: the classes of the file.
-        classes: further classes of users in the file, as the keys of a dict.
-        imported: the names of the users' files that the file's values come from.
-        closures: the functions of its classes that have closures.
     """
 
     held: tuple[Mapping[str, Any], ...]
@@ -202,24 +186,45 @@ class _File(NamedTuple):
     others: Callable[[Sequence[Any]], tuple[Any, ...]]
     were: tuple[Any, ...]
     types: tuple[type, ...]
-    kept: tuple[GuardedPlace, ...]
-    own: tuple[type, ...]
-    classes: dict[type, None]
-    imported: tuple[str, ...]
-    closures: tuple[types.FunctionType, ...]
+
+    @staticmethod
+    def read(held: tuple[Mapping[str, Any], ...]) -> _Entries:
+        """The present entries."""
+        entries = tuple(chain.from_iterable(map(_values, held)))
+        same = [i for i, value in enumerate(entries) if isinstance(value, _FIXED) or type(value) in _SIMPLE]
+        others = sorted(set(range(len(entries))).difference(same))
+        pick, rest = _picking(same), _picking(others)
+        return _Entries(held, pick, rest, pick(entries), tuple(map(type, rest(entries))))
 
     @property
-    def holds(self) -> bool:
-        """True where file and classes are as they were read.
-
-        A library of models has hundreds of files and forty thousand entries: no line of Python runs for each.
-        """
+    def hold(self) -> bool:
+        """True where the entries are those that were read."""
         entries = tuple(chain.from_iterable(map(_values, self.held)))
         return (
             len(entries) == len(self.were) + len(self.types)
             and self.same(entries) == self.were
             and tuple(map(type, self.others(entries))) == self.types
         )
+
+
+class _File(NamedTuple):
+    """The objects of a file and its classes, for `_places`.
+
+    Args:
+        entries: those of the file and of its classes.
+        kept: the places of functions that cache their results.
+        own: the classes of the file.
+        classes: further classes of users in the file, as the keys of a dict.
+        imported: the names of the users' files that the file's values come from.
+        closures: the functions of its classes that have closures.
+    """
+
+    entries: _Entries
+    kept: tuple[GuardedPlace, ...]
+    own: tuple[type, ...]
+    classes: dict[type, None]
+    imported: tuple[str, ...]
+    closures: tuple[types.FunctionType, ...]
 
 
 def _picking(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -238,7 +243,7 @@ _KNOWN: weakref.WeakKeyDictionary[types.ModuleType, _File] = weakref.WeakKeyDict
 def _of_file(file: types.ModuleType) -> _File:
     """The objects of a file and its classes, read anew where they are others than before."""
     known = _KNOWN.get(file)
-    if known is None or not known.holds:
+    if known is None or not known.entries.hold:
         known = _KNOWN[file] = _read_file(file)
     return known
 
@@ -278,22 +283,101 @@ def _read_file(file: types.ModuleType) -> _File:
         further, functions = _read_class(cls)
         kept += further
         closures += functions
-    everything = (held, *map(vars, own))
-    entries = tuple(chain.from_iterable(map(_values, everything)))
-    same = [i for i, value in enumerate(entries) if isinstance(value, _FIXED) or type(value) in _SIMPLE]
-    others = sorted(set(range(len(entries))).difference(same))
-    pick, rest = _picking(same), _picking(others)
-    return _File(
-        everything,
-        pick,
-        rest,
-        pick(entries),
-        tuple(map(type, rest(entries))),
-        tuple(kept),
-        own,
+    return _File(_Entries.read((held, *map(vars, own))), tuple(kept), own, classes, tuple(imported), tuple(closures))
+
+
+class _Library(NamedTuple):
+    """The files from which the code of a model comes, directly or through the imports of other files.
+
+    Args:
+        files: the entries of each file, by its name; None for one that is not imported.
+        entries: the entries of the files and of their classes.
+        places: the places of functions that cache their results.
+        cells: variables of closures with their values; those in `empty` have none.
+        own: the classes of the files.
+        classes: further classes of users in the files, as the keys of a dict.
+    """
+
+    files: dict[str, dict[str, Any] | None]
+    entries: _Entries
+    places: tuple[GuardedPlace, ...]
+    cells: list[types.CellType]
+    contents: list[Any]
+    empty: list[types.CellType]
+    own: frozenset[type]
+    classes: dict[type, None]
+
+    @property
+    def holds(self) -> bool:
+        """True where all is as it was read."""
+        try:
+            return (
+                all(map(is_, map(_entries_of, self.files), self.files.values()))
+                and self.entries.hold
+                and all(map(is_, map(_contents, self.cells), self.contents))
+                and all(cell == _EMPTY for cell in self.empty)
+            )
+        except ValueError:  # a cell is empty now
+            return False
+
+
+_EMPTY = types.CellType()
+_contents = attrgetter("cell_contents")
+
+#: The names of the files of models -> what was read of them and of the files from which they import.
+_LIBRARIES: collections.OrderedDict[tuple[str, ...], _Library] = collections.OrderedDict()
+#: The number of libraries that are remembered.
+_KEPT_LIBRARIES = 8
+
+
+def _entries_of(name: str) -> dict[str, Any] | None:
+    file = sys.modules.get(name)
+    return None if file is None else vars(file)
+
+
+def _library(files: list[types.ModuleType]) -> _Library:
+    """The library of some files, read anew where it is another one than before."""
+    names = tuple(file.__name__ for file in files)
+    known = _LIBRARIES.pop(names, None)
+    if known is None or not known.holds:
+        known = _read_library(files)
+    _LIBRARIES[names] = known
+    while len(_LIBRARIES) > _KEPT_LIBRARIES:
+        _LIBRARIES.popitem(last=False)
+    return known
+
+
+def _read_library(files: list[types.ModuleType]) -> _Library:
+    waiting = list(files)
+    entries: dict[str, dict[str, Any] | None] = {file.__name__: vars(file) for file in files}
+    held: list[Mapping[str, Any]] = []
+    own: set[type] = set()
+    classes: dict[type, None] = {}
+    places: list[GuardedPlace] = []
+    closures: list[types.FunctionType] = []
+    while waiting:
+        found = _of_file(waiting.pop())
+        held += found.entries.held
+        places += found.kept
+        closures += found.closures
+        own.update(found.own)
+        classes.update(found.classes)
+        for name in found.imported:
+            if name not in entries:
+                entries[name] = _entries_of(name)
+                if name in sys.modules:
+                    waiting.append(sys.modules[name])
+    further, cells = _in_closures(closures)
+    filled = [cell for cell in cells if cell != _EMPTY]
+    return _Library(
+        entries,
+        _Entries.read(tuple(held)),
+        (*places, *further),
+        filled,
+        list(map(_contents, filled)),
+        [cell for cell in cells if cell == _EMPTY],
+        frozenset(own),
         classes,
-        tuple(imported),
-        tuple(closures),
     )
 
 
@@ -320,26 +404,31 @@ def _keeps(value: Any) -> bool:
     return code is not None and is_users(code.co_filename)
 
 
-def _cells(function: types.FunctionType, seen: set[int], depth: int = 0) -> list[GuardedPlace]:
-    """The places in a function's closure, and in those of the functions in it, of functions that cache their results.
-
-    Args:
-        seen: ids of the functions that were looked into.
-    """
-    found: list[GuardedPlace] = []
-    if function.__closure__ is None or id(function) in seen or depth > _DEPTH:
-        return found
-    seen.add(id(function))
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__):
-        try:
-            value = cell.cell_contents
-        except ValueError:  # nothing yet
-            continue
-        if type(value) is types.FunctionType:
-            found += _cells(value, seen, depth + 1)
-        elif _keeps(value):
-            found.append(GuardedPlace(cell, name, name))
-    return found
+def _in_closures(functions: list[types.FunctionType]) -> tuple[list[GuardedPlace], list[types.CellType]]:
+    """The places of functions that cache their results in closures, and in those of the functions in these; and the
+    variables of all these closures."""
+    places: list[GuardedPlace] = []
+    cells: list[types.CellType] = []
+    met: set[types.FunctionType] = set()
+    level = functions
+    for _ in range(_DEPTH + 1):
+        inside: list[types.FunctionType] = []
+        for function in level:
+            if function.__closure__ is None or function in met:
+                continue
+            met.add(function)
+            cells += function.__closure__
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__):
+                try:
+                    value = cell.cell_contents
+                except ValueError:  # nothing yet
+                    continue
+                if type(value) is types.FunctionType:
+                    inside.append(value)
+                elif _keeps(value):
+                    places.append(GuardedPlace(cell, name, name))
+        level = inside
+    return places, cells
 
 
 #: Packages whose functions are not part of a model: the libraries beneath it, and test tools.

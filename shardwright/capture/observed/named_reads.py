@@ -94,6 +94,16 @@ class NamedReads(KeptState):
         self._looked_through: set[tuple[int, bool, Any]] = set()  # classes whose special methods count as read
         self._stand_ins: StandIns
         self._inserted: dict[tuple[int, str], dict[str, Any]] = {}  # stand-ins of builtin functions in files
+        # What has decided which objects are in reach, besides the kept state: see `found_alike`.
+        self.repeatable = True
+        self._passed: dict[tuple[int, Any], tuple[GuardedPlace, Any]] = {}  # places that are read and not recorded
+        self._absent: dict[int, tuple[dict[str, Any], set[str]]] = {}  # id of a file's names -> it, names it has not
+        self._listed: dict[int, tuple[dict[str, Any], frozenset[str]]] = {}  # the same, and all of its names
+        self._imports: dict[str, types.ModuleType | None] = {}  # name of a file that is imported -> the file
+        self._functions_replaced: list[GuardedPlace] = []  # places of functions that have stand-ins in some run
+        self._namespaces: dict[tuple[int, Any], GuardedPlace] = {}  # places in namespaces, which count as read
+        #: The reads before the forward begins.
+        self._begun: tuple[dict[tuple[int, Any], GuardedPlace], set[tuple[int, bool, Any]]] = {}, set()
 
     @property
     def reads(self) -> dict[tuple[int, Any], GuardedPlace]:
@@ -154,13 +164,24 @@ class NamedReads(KeptState):
         value = untraced_function(place.get())
         if not is_simple(value):
             guarded_state(value, place.path)
-        stand_in = self._stand_ins.function(value) or self._stand_ins.of_object(value, place.path)
-        if stand_in is not None:
+        if self._stand_ins.may_replace(value):
+            self._functions_replaced.append(place)
+            if self._put_function(place, value):
+                return
+        elif (stand_in := self._stand_ins.of_object(value, place.path)) is not None:
+            self.repeatable = False
             self.put_stand_in(place, value, stand_in)
             return
         self.keep_place(place)
         if scan:
             self._found(value, place.path)
+
+    def _put_function(self, place: GuardedPlace, function: Any) -> bool:
+        """Put the stand-in of a function in its place; False where it has none in this run."""
+        stand_in = self._stand_ins.function(function)
+        if stand_in is not None:
+            self.put_stand_in(place, function, stand_in)
+        return stand_in is not None
 
     def _setting(self, function: Any) -> None:
         """Record the value of a setting of torch."""
@@ -250,22 +271,44 @@ class NamedReads(KeptState):
                 continue
             elif kind == "global" and name in held:
                 self._chain(GuardedPlace(held, name, f"{file}.{name}"), chain)
-            elif kind == "global" and (stand_in := self._stand_ins.of_file(name)) is not None:
-                held[name] = stand_in
-                self._inserted[id(held), name] = held
+            elif kind == "global":
+                self._absent.setdefault(id(held), (held, set()))[1].add(name)
+                self._insert(held, name)
         for module, name in names.imports:
             self._imported(module, name, held)
         if names.words & {"eval", "exec"}:  # the text may name any global
+            self._list(held)
             for name, value in [*held.items()]:
+                if (id(held), name) in self._inserted:
+                    continue
                 if not name.startswith("__") and not isinstance(value, (types.ModuleType, types.FunctionType, type)):
                     self._chain(GuardedPlace(held, name, f"{file}.{name}"), ())
+
+    def _insert(self, held: dict[str, Any], name: str) -> None:
+        """Put the stand-in of a builtin function into a file that names it."""
+        stand_in = self._stand_ins.of_file(name)
+        if stand_in is not None:
+            held[name] = stand_in
+            self._inserted[id(held), name] = held
+
+    def _list(self, names: dict[str, Any]) -> None:
+        """Note that all names of a file count."""
+        if id(names) not in self._listed:
+            put = {name for key, name in self._inserted if key == id(names)}
+            self._listed[id(names)] = names, frozenset(names) - put
+
+    def _pass(self, place: GuardedPlace, value: Any) -> None:
+        """Note the value of a place that is read and not recorded."""
+        self._passed.setdefault(place.identity, (place, value))
 
     def _chain(self, place: GuardedPlace, chain: tuple[str, ...]) -> None:
         """Count a name, and the attributes that are read from it one from the other, as read."""
         value = untraced_function(place.get())
         if isinstance(value, Operator) and not chain:
+            self._pass(place, value)
             return
         if isinstance(value, types.ModuleType):
+            self._pass(place, value)
             if not chain:
                 self._file(value)
         else:
@@ -273,6 +316,7 @@ class NamedReads(KeptState):
         for attribute in chain:
             if isinstance(value, types.ModuleType):
                 if attribute not in vars(value):
+                    self._absent.setdefault(id(vars(value)), (vars(value), set()))[1].add(attribute)
                     if attribute == "__dict__":
                         self._file(value)
                     return
@@ -282,6 +326,7 @@ class NamedReads(KeptState):
                     self._of_library(value, place, found)
                     if not isinstance(found, types.ModuleType):
                         return
+                    self._pass(place, found)
                     value = found
                     continue
             elif isinstance(value, type) and is_users_class(value):
@@ -295,6 +340,7 @@ class NamedReads(KeptState):
                 return
             value = untraced_function(place.get())
             if isinstance(value, types.ModuleType):
+                self._pass(place, value)
                 continue
             self._note(place)
 
@@ -314,13 +360,15 @@ class NamedReads(KeptState):
             full = importlib.util.resolve_name(module, package)
         except ImportError:
             return
-        file = sys.modules.get(full)
+        file = self._imports[full] = sys.modules.get(full)
         if file is None or not is_users_file(file):
             return
         if name in vars(file):
             self._chain(GuardedPlace(vars(file), name, f"{full}.{name}"), ())
         else:
+            self._absent.setdefault(id(vars(file)), (vars(file), set()))[1].add(name)
             inner = sys.modules.get(f"{full}.{name}") if name else file
+            self._imports[f"{full}.{name}" if name else full] = inner
             if inner is not None:
                 self._file(inner)
 
@@ -363,7 +411,8 @@ class NamedReads(KeptState):
         """
         source, self._source = self._source, (code, found_by)
         if isinstance(held, types.ModuleType):
-            self._chain(GuardedPlace(vars(held), name, f"{held.__name__}.{name}"), ())
+            if (id(vars(held)), name) not in self._inserted:
+                self._chain(GuardedPlace(vars(held), name, f"{held.__name__}.{name}"), ())
         else:
             holds = [name in vars(base) for base in held]
             for index, base in enumerate(held):
@@ -374,6 +423,7 @@ class NamedReads(KeptState):
     def _file(self, module: types.ModuleType) -> None:
         """Count the names of a user's file that functions name as read: the file was passed on as a value."""
         if is_users_file(module):
+            self._list(vars(module))
             self._holder(id(module), vars(module), module)
 
     def _lineage(self, cls: type, built: bool = False) -> None:
@@ -384,7 +434,7 @@ class NamedReads(KeptState):
         """
         lineage = self._lineages.get(id(cls))
         if lineage is None:
-            lineage = self._lineages[id(cls)] = tuple(base for base in cls.__mro__ if is_users_class(base))
+            lineage = self._lineages[id(cls)] = _lineage_of(cls)
             for base in lineage:
                 if id(base) not in self._scanned:
                     self._scanned[id(base)] = base
@@ -401,6 +451,49 @@ class NamedReads(KeptState):
             for name, value in [*vars(base).items()] if not issubclass(base, nn.Module) or built else ():
                 if name[:2] == "__" and name not in left_out and user_function(value) is not None:
                     self._note(GuardedPlace(base, name, f"{base.__name__}.{name}"))
+
+    # -- further runs --
+
+    def found_alike(self) -> bool:
+        """True where a further run of the forward would find the same objects to look at, given the kept state."""
+        return (
+            self.repeatable
+            and all(untraced_function(place.get()) is value for place, value in self._passed.values())
+            and all(names.isdisjoint(held) for held, names in self._absent.values())
+            and all(held.keys() == names for held, names in self._listed.values())
+            and all(sys.modules.get(name) is file for name, file in self._imports.items())
+            and all(id(f.__code__) == code for code, reached in self._reached.items() for f in reached.values())
+            and all(lineage == _lineage_of(lineage[0]) for lineage in self._lineages.values() if lineage)
+        )
+
+    def find_those_of(self, earlier: NamedReads) -> None:
+        """Find what an earlier run of the same forward has found."""
+        self._passed, self._imports = dict(earlier._passed), dict(earlier._imports)
+        self._absent = {key: (held, set(names)) for key, (held, names) in earlier._absent.items()}
+        self._listed, self._namespaces = dict(earlier._listed), dict(earlier._namespaces)
+        self._noted = {source: dict(places) for source, places in earlier._noted.items()}
+        read, through = earlier._begun
+        self._noted[SEEN] = read | self._namespaces
+        self._looked_through = {entry for entry in earlier._looked_through if entry[2] != SEEN} | through
+        self._looked_at, self._scanned = set(earlier._looked_at), dict(earlier._scanned)
+        self._reached = {code: dict(functions) for code, functions in earlier._reached.items()}
+        self._words, self._lineages = dict(earlier._words), dict(earlier._lineages)
+        self._holders = {name: list(holders) for name, holders in earlier._holders.items()}
+        self._found_by = {key: set(codes) for key, codes in earlier._found_by.items()}
+        for place in earlier._functions_replaced:
+            self._functions_replaced.append(place)
+            self._put_function(place, place.get())
+        for (_, name), held in earlier._inserted.items():
+            self._insert(held, name)
+
+    def note_begun(self) -> None:
+        """Note the reads before the forward begins, which a further run has too."""
+        self._begun = dict(self._noted[SEEN]), {entry for entry in self._looked_through if entry[2] == SEEN}
+
+
+def _lineage_of(cls: type) -> tuple[type, ...]:
+    """A class and its bases, as far as these are the user's."""
+    return tuple(base for base in cls.__mro__ if is_users_class(base))
 
 
 def is_users_file(module: types.ModuleType) -> bool:

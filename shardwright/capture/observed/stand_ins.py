@@ -199,13 +199,16 @@ class StandIns:
 
     def __init__(self, observer: Observer, later: bool) -> None:
         self._observer, self._later, self._thread = observer, later, threading.get_ident()
-        self._functions: dict[int, tuple[Any, Any]] = {}  # id of a function -> itself, and its stand-in
-        for owner, name, made in (*self._refused(), *self._copies(), *(self._clocks() if later else ())):
+        self._functions: dict[int, tuple[Any, Any]] = {}  # id of a function -> itself, and its stand-in in this run
+        for owner, name, made in (*self._refused(), *self._copies(), *self._clocks()):
             plain = getattr(owner, name, None)
-            if plain is not None:
+            if plain is None:
+                continue
+            stand_in = None
+            if owner is not time or later:
                 stand_in = made(plain)
                 stand_in.of_shardwright_for = plain
-                self._functions[id(plain)] = plain, stand_in
+            self._functions[id(plain)] = plain, stand_in
 
     def _inside(self) -> bool:
         """True while the forward runs; other threads, of a data loader say, go on as ever."""
@@ -260,6 +263,10 @@ class StandIns:
         ):
             for name in names if owner is not None else ():
                 yield owner, name, functools.partial(refused, f"{getattr(owner, '__name__', '')}.{name}", seeded)
+
+    def may_replace(self, value: Any) -> bool:
+        """True for a function that has a stand-in in some run of a capture."""
+        return id(value) in self._functions
 
     def function(self, value: Any) -> Any:
         """The stand-in for a function of Python or numpy; None where the function itself is called."""
