@@ -39,7 +39,7 @@ from ..pytree_objects import opened, with_tensors
 from ..runtime.compilation import Compilation
 from ..runtime.deferred_init import optimizer_finder
 from ..runtime.distributed.requested_gradients import requested
-from ..runtime.optimizer_guard import Accumulation, watch_steps
+from ..runtime.optimizer_guard import Accumulation, expect_first_call, watch_steps
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.saved_tensors import hooks_aside
 from ..runtime.step_program import StepProgram, make_program
@@ -254,6 +254,7 @@ class AutoParallel(KeptPrograms, nn.Module):
         self.__dict__["net"] = net  # from here on, attributes that are not those above are the model's
         self._note_parameters()
         requested(self)
+        expect_first_call(net)
         if step is not None and step.apart:
             del self.__dict__["net"]
             step.begin(self.with_same_settings)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -28,6 +29,7 @@ __all__ = [
     "Accumulation",
     "before_next_step",
     "close_to_steps",
+    "expect_first_call",
     "not_summed",
     "open_to_steps",
     "says_when_it_steps",
@@ -63,6 +65,11 @@ def open_to_steps(parameter: torch.Tensor) -> None:
     """Undo `close_to_steps`."""
     if hasattr(parameter, _CLOSED):
         delattr(parameter, _CLOSED)
+
+
+def expect_first_call(net: nn.Module) -> None:
+    """Note that slices take the places of `net`'s parameters at a call that is to come, until `watch_steps`."""
+    _STEPS.expect(net)
 
 
 def watch_steps(net: nn.Module) -> None:
@@ -124,6 +131,7 @@ class _Steps:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._hooked = False
+        self._expected: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._empty: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
         self._aside = _Aside()
@@ -132,7 +140,13 @@ class _Steps:
 
     def look_at(self, net: nn.Module) -> None:
         with self._lock:
+            self._expected.discard(net)
             self._looked_at.add(net)
+            self._hook()
+
+    def expect(self, net: nn.Module) -> None:
+        with self._lock:
+            self._expected.add(net)
             self._hook()
 
     def put_aside(self, net: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
@@ -153,18 +167,26 @@ class _Steps:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         with self._lock:
-            nets, empty = list(self._looked_at), [ref for refs in self._empty.values() for ref in refs]
+            nets, expected = list(self._looked_at), list(self._expected)
+            empty = [ref for refs in self._empty.values() for ref in refs]
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
 
         def look() -> None:
             for net in nets:
                 _look(optimizer, net)
 
+        losses: list[Any] = []
+
         def closed() -> Any:
-            loss = closure()
+            loss = losses.pop() if losses else closure()
             look()  # at the closure's gradients
             return loss
 
+        if closure is not None and _calls_first(optimizer, expected):
+            with torch.enable_grad():
+                losses.append(closure())
+            with self._lock:
+                nets = list(self._looked_at)
         if closure is None:
             look()
         first = self._first
@@ -191,6 +213,17 @@ class _Steps:
 
 
 _STEPS = _Steps()
+
+
+def _calls_first(optimizer: torch.optim.Optimizer, nets: Sequence[nn.Module]) -> bool:
+    """True where the closure of a step of torch's own may make the first call of one of the models, after which the
+    optimizer has slices. LBFGS looks its parameters up before it calls the closure; with slices the step is that of
+    another optimizer."""
+    made_by = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
+    if not (dist.is_available() and dist.is_initialized()) or made_by not in vars(torch.optim).values():
+        return False
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    return any(p in held for net in nets for p in net.parameters())
 
 
 def _look(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:

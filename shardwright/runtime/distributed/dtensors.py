@@ -12,6 +12,7 @@ Example: a parameter of 5 rows on 4 ranks has padded slices of 2 rows; the ranks
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -21,12 +22,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...capture.annotations import whole_shape
+from ...capture.annotations import CUT, whole_shape
+from ...errors import SettingError
 from ...layout import Digit, Layout
 from ...partition.padded_dims import true_slice
+from ...torch_private import dtensor_handlers, operators
 from .process_groups import ProcessGroups, earlier_worlds
 
 __all__ = [
+    "SlicedParameter",
     "as_dtensor",
     "beginning",
     "gathered",
@@ -44,6 +48,55 @@ def as_dtensor(parameter: Tensor) -> DTensor:
     """The same object: a parameter that is cut is a DTensor, though torch types it as an `nn.Parameter`."""
     assert isinstance(parameter, DTensor), type(parameter)
     return parameter
+
+
+class SlicedParameter(DTensor):
+    """A parameter of which this rank has a slice; `data` that is assigned is written into the slice, which a DTensor of
+    torch keeps as it was."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]  # torch's is an attribute
+        """The values without autograd, as of any tensor."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if values.shape != self.shape or values.dtype != self.dtype:
+            raise SettingError(
+                f"data of shape {tuple(values.shape)} and {values.dtype} is assigned to the parameter "
+                f"{getattr(self, CUT, '')!r} of shape {tuple(self.shape)} and {self.dtype}, of which this rank has a "
+                "slice",
+                legal="values of the same shape and dtype; another shape or dtype before AutoParallel",
+            )
+        with torch.no_grad():
+            if isinstance(values, DTensor):
+                self.copy_(values)
+            else:
+                with_values(self, values)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.__class__ = DTensor  # whose copy is of its own class
+        try:
+            made = copy.deepcopy(self, memo)
+        finally:
+            self.__class__ = SlicedParameter
+        made.__class__ = SlicedParameter
+        return made
+
+
+def _whole_number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The number of a tensor of one element, in whole: torch's own would be that of this rank's slice."""
+    number = args[0]
+    if isinstance(number, DTensor) and not all(isinstance(p, Replicate) for p in number.placements):
+        number = number.redistribute(placements=[Replicate()] * len(number.placements))
+    return operator(number.to_local() if isinstance(number, DTensor) else number)
+
+
+if isinstance(dtensor_handlers, dict):
+    for _number in operators("_local_scalar_dense"):
+        dtensor_handlers.setdefault(_number, _whole_number)
 
 
 def slice_in_buffer(whole: Tensor, layout: Layout, rank: int, device: torch.device) -> Tensor:

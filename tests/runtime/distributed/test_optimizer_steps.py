@@ -195,6 +195,38 @@ for _search in (None, "strong_wolfe"):
 
 
 @scenario
+def the_first_call_is_in_the_closure_of_a_step(rank: int, world: int) -> None:
+    """The parameters are replaced while the step's closure runs: the step is that of the slices all the same."""
+    steps: tuple[tuple[str, Make], ...] = (
+        ("whole", lambda p: optim.LBFGS(p, max_iter=4)),
+        ("whole", lambda p: optim.LBFGS(p, max_iter=4, line_search_fn="strong_wolfe")),
+        ("marks", lambda p: optim.Adam(p, 0.01, fused=True)),
+        ("hsdp", lambda p: optim.Adafactor(p, 0.01)),
+    )
+    for kind, make in steps:
+        net, model, one, call = both(kind)
+        calls = []
+        for inner, f in ((net, model), (one, call)):
+            optimizer, count = make(list(inner.parameters())), [0]
+
+            def closure(f: Any = f, optimizer: optim.Optimizer = optimizer, count: list[int] = count) -> Tensor:
+                count[0] += 1
+                optimizer.zero_grad()
+                loss = f(X, Y)
+                loss.backward()
+                return loss
+
+            losses = [optimizer.step(closure) for _ in range(3)]
+            calls.append((count, torch.stack(losses).detach()))
+        close(calls[0], calls[1], str(make(list(one.parameters()))))
+        close({n: whole(p) for n, p in net.named_parameters()}, dict(one.named_parameters()))
+    net, model, _, _ = both("marks")
+    refused(
+        lambda: optim.LBFGS(net.parameters()).step(lambda: model(X, Y)), "LBFGS.step()", "'a.weight' whole", "AdamW"
+    )
+
+
+@scenario
 def no_step_dispatches_on_dtensors(rank: int, world: int) -> None:
     net, model, _, _ = again("marks")
     for how in ({"foreach": True}, {"foreach": False}, {"fused": True}):
