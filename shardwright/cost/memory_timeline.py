@@ -8,7 +8,8 @@ Live ranges:
     parameters, buffers, constants, inputs    always, in the layouts in which they are stored and fed
     gradients, the optimizer's state          always, in the parameter's storage layout
     a tensor      from its producer to its last consumer in the forward; a saved tensor, to the last backward that
-                  needs it; a recomputed or re-gathered tensor, again from its recomputation to that backward
+                  needs it; a recomputed or re-gathered tensor, again from its recomputation to that backward. What is
+                  saved for a backward that a detach ends: to the detach
     an internal tensor of an operator (a mask, statistics)    from the operator's forward to its backward; recomputed
                                                               likewise
     a gradient    of a tensor: from the backward of its last consumer (of an output: from the start) to that of its
@@ -35,7 +36,7 @@ from torch.optim import Optimizer
 from ..cluster import format_bytes
 from ..errors import SettingError
 from ..identity_tables import IdentityMap
-from ..partition.local_program import Instruction, LocalProgram, PlacedValue, Redistribute
+from ..partition.local_program import Instruction, LocalProgram, PlacedValue, Redistribute, made_by, reads
 from ..partition.rematerialization import (
     BackwardStep,
     LiveRanges,
@@ -59,6 +60,7 @@ __all__ = [
     "optimizer_text",
     "peak",
     "timeline",
+    "trained_parameters",
 ]
 
 #: Optimizer -> its float32 numbers for each element of a parameter.
@@ -282,6 +284,21 @@ def peak(plan: WalkedPlan, optimizer: OptimizerSetting = None) -> float:
     return timeline(plan, optimizer).peak
 
 
+def trained_parameters(program: LocalProgram, backward: Sequence[BackwardStep]) -> frozenset[str]:
+    """The names of the parameters to which a gradient comes: none to one that is used before a detach alone. Without
+    a backward, all that require one.
+
+    Args:
+        backward: of the program's plan.
+    """
+    wanted = {p.name for p in program.parameters.values() if p.value.requires_grad}
+    ran = [i for i in backward if not isinstance(i, (Regather, RecomputedInstruction))]
+    if not ran:
+        return frozenset(wanted)
+    results = {o.name for o in program.outputs if isinstance(o, PlacedValue)}
+    return frozenset(wanted & (results | {name for i in ran for name in reads(i)}))
+
+
 def timeline(plan: WalkedPlan, optimizer: OptimizerSetting = None) -> MemoryTimeline:
     """The memory of a device over a step of a plan.
 
@@ -344,9 +361,10 @@ class _Walk:
             self.hold("constants", placed.name, 0, self.end, placed.local_bytes)
         for placed in program.inputs:
             self.hold("inputs", placed.name, 0, self.end, placed.local_bytes)
+        trained = trained_parameters(program, self.backward)
         for placed in program.parameters.values():
             self.hold("parameters", placed.name, 0, self.end, placed.local_bytes)
-            if placed.value.requires_grad:
+            if placed.name in trained:
                 self.hold("gradients", placed.name, 0, self.end, placed.local_bytes)
                 elements = placed.local_bytes // placed.value.dtype.itemsize
                 self.hold("optimizer", placed.name, 0, self.end, elements * self.state)
@@ -381,8 +399,9 @@ class _Walk:
                 span = returns.setdefault(root, [dropped, until])
                 span[:] = min(span[0], dropped), max(span[1], until)
 
+        detached = self.detached()
         for place, (i, saved) in enumerate(zip(self.instructions, self.saved)):
-            at = self.places.get(i)
+            at = self.places.get(i, detached.get(place))
             if at is None:
                 continue
             for name in saved.values:
@@ -409,6 +428,25 @@ class _Walk:
                 start, stop = returns[root]
                 start = max(start, stays.get(root, 0) + 1)
                 self.hold("gathered" if root in gathered else "recomputed", root, start, stop + 1, nbytes, regathered)
+
+    def detached(self) -> dict[int, int]:
+        """By instruction whose backward a detach ends, the last moment at which autograd has what it saved: that at
+        which the last tensor that was computed from its results, with a gradient to come, is read."""
+        readers: dict[str, list[int]] = {}
+        for place, instruction in enumerate(self.instructions):
+            for name in reads(instruction):
+                readers.setdefault(name, []).append(place)
+        results = {
+            o.name for o in (*self.program.outputs, *self.program.updates.values()) if isinstance(o, PlacedValue)
+        }
+        out: dict[int, int] = {}
+        for place, instruction in reversed(list(enumerate(self.instructions))):
+            names = {made.name for made in made_by(instruction) if made.value.requires_grad}
+            if not names or self.places.get(instruction) is not None:
+                continue
+            places = (max(r, out.get(r, r)) for name in names for r in readers.get(name, ()))
+            out[place] = self.end - 1 if results & names else max(places, default=place)
+        return out
 
     def gradients(self) -> None:
         """Hold the gradients of intermediate tensors: those that wait for their producer's backward, and terms

@@ -197,7 +197,7 @@ class _Builder:
         self.all_options, self.stored, self.hsdp, self.cut, self.known = options, stored, hsdp, cut, known
         self.deliveries = EdgeCosts(costs) if deliveries is None else deliveries
         self.consumers, self.producers = self.graph.consumers(), self.graph.producers()
-        self.reached, self.gradients = _reached(self.graph)
+        self.reached, self.gradients = reached(self.graph)
         self.ends = self._ends(input_placement, batch_dims)
         self.sources = self._sources(input_placement)
         self.node_costs: list[np.ndarray] = []
@@ -581,8 +581,11 @@ class _Builder:
         self.edges[i, j] = self.edges[i, j] + table if (i, j) in self.edges else table
 
 
-def _reached(graph: Graph) -> tuple[set[str], set[str]]:
-    """The operators and the values that a gradient reaches from the results, as in `Plan.backward`."""
+def reached(graph: Graph) -> tuple[set[str], set[str]]:
+    """The operators and the values that a gradient reaches from the results, as in `Plan.backward`.
+
+    A value before a detach requires a gradient, and none comes.
+    """
     values = {v.name for v in graph.outputs if isinstance(v, Value) and v.requires_grad}
     operators = set()
     for op in reversed(graph.ops):

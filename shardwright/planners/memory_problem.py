@@ -160,6 +160,24 @@ class _MemoryProblemBuilder:
         #: By operator that may run again, a value whose recomputation makes it run again.
         self.run_with = {op.name: value for value, ops in self.remat.recompute_sets.items() for op in ops}
 
+        self.detached = self._detached()
+
+    def _detached(self) -> dict[str, int]:
+        """By operator whose backward a detach ends, the last moment at which autograd has what it saved."""
+        out: dict[str, int] = {}
+        for op in reversed(self.graph.ops):
+            values = [v.name for v in op.outputs if v is not None and v.requires_grad]
+            if op.name in self.memory.reached or not values:
+                continue
+            users = {consumer.name for name in values for consumer, _ in self.consumers.get(name, ())}
+            places = (out.get(name, self.place[name]) for name in users)
+            out[op.name] = self.end - 1 if self.ends.keys() & set(values) else max(places, default=self.place[op.name])
+        return out
+
+    def saves_detached(self, op: Op, index: int) -> bool:
+        """True where an operator saves an input for a backward that a detach ends."""
+        return op.name in self.detached and index in self.memory.detached(op)[0].inputs
+
     # -- usages --
 
     def use(self, node: object, start: int, stop: int, amount: np.ndarray, what: str) -> None:
@@ -202,14 +220,15 @@ class _MemoryProblemBuilder:
         used = self.cost_graph.parameters
         for v in self.graph.parameters.values():
             if v.name not in used:
-                fixed += v.stored.nbytes * (2 if v.requires_grad else 1) + int(v.numel * self.state * v.requires_grad)
+                trained = self.memory.has_gradient(v)
+                fixed += v.stored.nbytes * (2 if trained else 1) + int(v.numel * self.state * trained)
         if self.cost_graph.problem.costs:
             self.use(0, 0, self.end, np.full(len(self.cost_graph.problem.costs[0]), float(fixed)), "inputs")
 
     def parameter(self, value: Value) -> None:
         node, states = self.cost_graph.parameters[value.name], self.cost_graph.storages[value.name]
         stored = np.array([self.memory.bytes_of(value.stored, s.stored) for s in states], dtype=np.float64)
-        if value.requires_grad:
+        if self.memory.has_gradient(value):
             stored = stored * (2 + self.state / value.stored.dtype.itemsize)
         self.use(node, 0, self.end, stored, "parameters")
         cut = np.array(
@@ -230,7 +249,7 @@ class _MemoryProblemBuilder:
             self.gathered_earlier(node, consumers, self.back(max(saves)), whole * (cut & reshards))
         else:
             self.use(node, first, last + 1, whole * cut, "gathered")
-        if value.requires_grad and self.grads:
+        if self.memory.has_gradient(value):
             self.use(node, self.back(last), self.back(first) + 1, whole * cut, "backward")
 
     def gathered_earlier(self, node: int, consumers: list[tuple[Op, int]], stop: int, whole: np.ndarray) -> None:
@@ -253,7 +272,9 @@ class _MemoryProblemBuilder:
     def operator(self, op: Op) -> None:
         """Add an operator's own memory, and that of its inputs while it runs."""
         node, place = self.cost_graph.operators[op.name], self.place[op.name]
-        grads = self.grads
+        grads = op.name in self.memory.reached
+        if op.name in self.detached:
+            self.use(node, place, self.detached[op.name] + 1, self.memory.detached(op)[1], "activations")
         if grads:
             self.use(node, place, self.back(place) + 1, self.memory.own(op), "activations")
         forward, backward = self.memory.inside(op)
@@ -348,6 +369,11 @@ class _MemoryProblemBuilder:
         places = [self.place[consumer.name] for consumer, _ in consumers]
         ends, last = value.name in self.ends, max(places, default=place)
         shared = self.cost_graph.shared.get(value.name)
+        savers = [consumer for consumer, i in consumers if self.saves_detached(consumer, i)]
+        if self.detached.get(op.name) and k in self.memory.detached(op)[0].outputs:
+            savers.append(op)
+        until = max((self.detached[saver.name] for saver in savers), default=last)
+        self.use(node, last + 1, until + 1, output_bytes, "activations")
         passed_on = np.zeros(1)
         if ends:  # a result stays to the end; with a redistribution, its source stays for a while
             to = self.ends[value.name]
@@ -355,12 +381,16 @@ class _MemoryProblemBuilder:
                 [float(self.memory.bytes_of(value, to) * (p.output_layouts[k] != to)) for p in self.memory.op_costs(op)]
             )
             self.use(node, self.count, self.end, passed_on, "activations")
-            if self.grads and value.requires_grad:
+            if self.memory.has_gradient(value):
                 self.use(node, self.count + 1, self.count + 2, passed_on, "backward")
         if value.name in self.memory.of_outside_inputs:
             return self.viewing(op, k, value)
-        if self.grads and value.requires_grad and (consumers or ends):
-            start = self.count + 1 if ends else self.back(last) + 1
+        if self.memory.has_gradient(value) and (consumers or ends):
+            first = max(
+                (self.place[consumer.name] for consumer, _ in consumers if consumer.name in self.memory.reached),
+                default=last,
+            )
+            start = self.count + 1 if ends else self.back(first) + 1
             self.use(node, start, self.back(place) + 1, output_bytes, "backward")
         if shared is None and not ends and consumers:
             consumer = consumers[0][0]
@@ -412,7 +442,7 @@ class _MemoryProblemBuilder:
 
         if not self.memory.saves_output(op, k):
             self.use(nodes, at, at + 1, beyond(self.remat.sent(value), False), "activations")
-        if self.grads and value.requires_grad:
+        if self.memory.has_gradient(value):
             self.use(nodes, self.back(at), self.back(at) + 1, beyond(self.remat.sent_back(value), True), "backward")
 
     def viewed(self, op: Op, k: int, value: Value, view: Op) -> None:
@@ -421,7 +451,7 @@ class _MemoryProblemBuilder:
         nodes, at = (self.cost_graph.operators[op.name], self.cost_graph.operators[view.name]), self.place[view.name]
         if not self.memory.saves_output(op, k):
             self.use(nodes, at, at + 1, self.remat.sent(value), "activations")
-        if self.grads and value.requires_grad:
+        if self.memory.has_gradient(value):
             self.use(nodes, self.back(at), self.back(at) + 1, self.remat.viewed_back(value), "backward")
 
     def shared_copies(self, value: Value, node: int, place: int, first: int, stop: int) -> None:

@@ -8,13 +8,14 @@ released after its last use, a saved tensor after the backward that uses it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
+from dataclasses import replace
 from itertools import accumulate
 
-from ..partition.local_program import Instruction, made_by, reads
+from ..partition.local_program import Instruction, LocalOp, PlacedValue, made_by, reads
 from ..partition.rematerialization import LiveRanges, waiting
 from .search_space import OpCost, saved_inside
 
-__all__ = ["inside"]
+__all__ = ["inside", "without_gradients"]
 
 
 def inside(cost: OpCost, from_outside: Set[int]) -> tuple[float, float]:
@@ -91,3 +92,18 @@ def _beyond(spans: Iterable[tuple[int, int, float]], whole: float) -> float:
         changes[start] += count
         changes[stop] -= count
     return max(0.0, max(accumulate(changes)) - whole)
+
+
+def without_gradients(cost: OpCost) -> OpCost:
+    """The cost of an operator to which no gradient comes: it has no backward, and saves nothing."""
+
+    def plain(placed: PlacedValue) -> PlacedValue:
+        return replace(placed, value=replace(placed.value, requires_grad=False))
+
+    def without(instruction: Instruction) -> Instruction:
+        if isinstance(instruction, LocalOp):
+            return replace(instruction, outputs=tuple(o and plain(o) for o in instruction.outputs))
+        return replace(instruction, source=plain(instruction.source), target=plain(instruction.target), backward=None)
+
+    program, inputs, outputs = map(without, cost.program), map(plain, cost.inputs), map(plain, cost.outputs)
+    return replace(cost, backward=0.0, program=tuple(program), inputs=tuple(inputs), outputs=tuple(outputs))

@@ -41,8 +41,8 @@ import numpy as np
 from ..graph import Op, Value
 from ..identity_tables import IdentityCache
 from ..layout import Layout
-from .graph_problem import CostGraph, SharedState, Uses
-from .operator_workspace import inside
+from .graph_problem import CostGraph, SharedState, Uses, reached
+from .operator_workspace import inside, without_gradients
 from .search_space import KeptTensors, OpCost, keeps
 
 __all__ = ["ABSENT", "RECOMPUTED", "SAVED", "Node", "OperatorMemory", "RematStates", "SaveOrRecompute"]
@@ -60,6 +60,7 @@ class OperatorMemory:
     Attributes:
         place: by operator, its number in the program.
         grads: True where there is a backward.
+        reached: names of the operators that have a backward.
         consumers: by value, the operators that consume it, each once, with the first input place.
         made_by: by value, its producer and the number of the output.
         ends: names of results and of values that update a buffer.
@@ -70,6 +71,7 @@ class OperatorMemory:
         self.cost_graph, self.graph = cost_graph, cost_graph.described.graph
         self.place = {op.name: k for k, op in enumerate(self.graph.ops)}
         self.grads = any(isinstance(v, Value) and v.requires_grad for v in self.graph.outputs)
+        self.reached, self._gradients = reached(self.graph)
         self.consumers = {
             name: list({op.name: (op, i) for op, i in reversed(consumers)}.values())[::-1]
             for name, consumers in self.graph.consumers().items()
@@ -88,12 +90,27 @@ class OperatorMemory:
                     outputs[k] for k, i in self.keeps(op).views if self.is_outside_input(op.inputs[i].name)
                 )
 
+    def has_gradient(self, value: Value) -> bool:
+        """True where a gradient comes to a value; none comes to one that is detached alone."""
+        return value.requires_grad and value.name in self._gradients
+
     def is_outside_input(self, name: str) -> bool:
         """True where a value lies in the memory of an input, a buffer or a constant."""
         return name in self.of_outside_inputs or (name not in self.made_by and name not in self.cost_graph.parameters)
 
     def op_costs(self, op: Op) -> tuple[OpCost, ...]:
-        return self.cost_graph.op_costs[op.name]
+        """The costs of an operator; without gradients where none comes to it."""
+        costs = self.cost_graph.op_costs[op.name]
+        if op.name in self.reached:
+            return costs
+        return self.once("without gradients", (costs,), lambda: tuple(map(without_gradients, costs)))
+
+    def detached(self, op: Op) -> tuple[KeptTensors, np.ndarray]:
+        """The tensors that an operator saves for a backward that a detach ends, and the bytes of those that are
+        neither inputs nor outputs, by strategy."""
+        costs = self.cost_graph.op_costs[op.name]
+        own = self.once("detached", (costs,), lambda: np.array([keeps(p).own for p in costs], dtype=np.float64))
+        return self.once("keeps", (costs,), lambda: keeps(costs[0])), own
 
     def keeps(self, op: Op) -> KeptTensors:
         """The tensors that an operator's backward needs under its first strategy."""
@@ -185,7 +202,7 @@ class OperatorMemory:
         """Bytes of an operator while it runs that are not in memory while its inputs are sent before it; or, in the
         backward, while the gradients of its inputs are sent after it. By strategy."""
         costs, outputs = self.op_costs(op), [v for v in op.outputs if v is not None]
-        counted = tuple(k for k, v in enumerate(outputs) if v.requires_grad or not backward)
+        counted = tuple(k for k, v in enumerate(outputs) if self.has_gradient(v) or not backward)
         places = {v.name: i for i, v in reversed(list(enumerate(op.inputs)))}
         alone = tuple(
             i

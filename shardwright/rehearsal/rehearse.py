@@ -45,7 +45,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..cluster import Cluster
 from ..cost.communication_schedule import Fusion
 from ..cost.cost_model import CostModel
-from ..cost.memory_timeline import optimizer_bytes
+from ..cost.memory_timeline import optimizer_bytes, trained_parameters
 from ..errors import PlanError, SettingError
 from ..launch.device_choice import accelerator_count, asked_device
 from ..launch.progress import phase
@@ -426,8 +426,9 @@ class _Rehearsed:
         """The bytes of the optimizer's state for each parameter."""
         each = optimizer_bytes(self.plan.optimizer)
         for plan in self.plans:
+            trained = trained_parameters(plan.program, plan.backward)
             for placed in plan.program.parameters.values():
-                if placed.value.requires_grad and each:
+                if placed.name in trained and each:
                     yield int(placed.local_bytes // placed.value.dtype.itemsize * each)
 
     def _inputs(self) -> Iterator[Tensor]:

@@ -235,6 +235,37 @@ def test_what_is_dropped_is_gone_and_comes_back() -> None:
     assert again.peak < whole.peak
 
 
+class Detached(nn.Module):
+    """A part that no gradient reaches, though its parameters require one."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = mlp(16, *(widths or (64, 64)), 16, act=nn.ReLU, bias=True)
+        self.head = mlp(16, *(widths[1:] or (32,)), 8, act=nn.ReLU, bias=True)
+
+    def forward(self, x):
+        return self.head(self.body(x).detach())
+
+
+def test_nothing_is_kept_for_a_backward_that_a_detach_ends() -> None:
+    net = Detached()
+    plan = sw.plan(net, (torch.randn(64, 16),), devices=1)
+    count = lambda module: sum(p.numel() for p in module.parameters())
+    assert plan.memory(0)["parameters"] == 4 * count(net)
+    assert plan.memory(0)["gradients"] == 4 * count(net.head)
+    assert plan.memory(0)["optimizer"] == 8 * count(net.head)
+    wide = 64 * 64 * 4
+    assert plan.timeline.totals(["activations"])[plan.timeline.forward] < wide
+
+
+def test_a_limit_is_kept_without_what_a_detach_ends() -> None:
+    """The search has counted tensors for backwards that do not come: the least that it found was 457 KB."""
+    net, x = Detached(64, 64, 64), torch.randn(512, 16)
+    within = sw.plan(net, (x,), devices=2, parallel_mode="dynamic_programming", memory="440KB")
+    assert within.peak <= memory_of("440KB", within.cluster) and not within.regions
+
+
 # -- the estimate --
 
 #: How far the search's estimate may be below the walk: what is dropped may be made again from more than its reader's
@@ -248,6 +279,7 @@ def problems():
     nets = {
         "mlp": (mlp(16, 32, 16, 8, act=nn.ReLU, bias=True), (torch.randn(64, 16),)),
         "block": (Blocks(1), (torch.randn(4, 8, 16),)),
+        "detached": (Detached(), (torch.randn(64, 16),)),
     }
     return {(name, devices): searched(net, args, devices) for name, (net, args) in nets.items() for devices in (2,)}
 
@@ -327,7 +359,7 @@ def test_weights_that_are_gathered_for_what_runs_again_are_there_from_its_beginn
     assert np.cumsum(changes).max() >= max(plan.timeline.totals({"gathered"}))
 
 
-@pytest.mark.parametrize("which", ["mlp", "block"])
+@pytest.mark.parametrize("which", ["mlp", "block", "detached"])
 def test_the_estimate_is_the_program_where_nothing_is_converted(which, problems) -> None:
     search, held = problems[which, 2]
     graph = search.described.graph

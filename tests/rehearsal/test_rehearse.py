@@ -75,6 +75,25 @@ def resnet(size: int = 64, **settings: Any) -> Any:
     return sw.plan(net, (x,), nn.CrossEntropyLoss(), y, devices=8, **settings)
 
 
+class Detached(nn.Module):
+    """A part that no gradient reaches, though its parameters require one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.Tanh())]
+        self.body, self.head = nn.Sequential(*layers), nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.body(x).detach())
+        return y
+
+
+def detached(**settings: Any) -> Any:
+    with torch.device("meta"):
+        net, x, y = Detached(), torch.zeros(4096, 128), torch.zeros(4096, 8)
+    return sw.plan(net, (x,), nn.MSELoss(), y, devices=8, **settings)
+
+
 PARTS = {"parallel_mode": "data_parallel", "dataset_strategy": "data_parallel"}
 PLANS: dict[str, Callable[[], Any]] = {
     "data_parallel": lambda: gpt(**PARTS, batch=64),
@@ -87,6 +106,7 @@ PLANS: dict[str, Callable[[], Any]] = {
     "1024 devices": lambda: gpt(**PARTS, devices=1024, batch=16 * 1024),
     "64 x 16 devices": lambda: gpt((64, 8), devices=512, batch=64 * 16),
     "one device": lambda: gpt(devices=1),
+    "detached": lambda: detached(**PARTS),
     "pipeline": lambda: gpt((1, 2), devices=4, layers=4, batch=64, pipeline=PIPELINE),
     "resnet": lambda: resnet(**PARTS),
     "resnet, searched": lambda: resnet(parallel_mode="dynamic_programming", memory="1GB"),

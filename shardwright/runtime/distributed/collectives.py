@@ -299,9 +299,9 @@ def begin_scatter(group: Group, x: Tensor, reduction: str = "sum") -> tuple[Tens
     return out, scatter_flat(group.group, out, x, _SCATTERS[reduction])
 
 
-def begin_reduce(group: Group, x: Tensor, reduction: str = "sum") -> tuple[Tensor, Any]:
-    """A library's all-reduce under way, and its work: the shape stays."""
-    out = x.clone(memory_format=torch.contiguous_format)
+def begin_reduce(group: Group, x: Tensor, reduction: str = "sum", dies: bool = False) -> tuple[Tensor, Any]:
+    """A library's all-reduce under way, and its work: the shape stays. `dies`: nothing reads `x` later."""
+    out = x.data if dies and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     return out, reduce_in_place(group, out, reduction)
 
 
@@ -336,11 +336,11 @@ def _library_scatter(group: Group, x: Tensor, reduction: str) -> Tensor:
     return out
 
 
-def _library_reduce(group: Group, x: Tensor, reduction: str) -> Tensor:
+def _library_reduce(group: Group, x: Tensor, reduction: str, dies: bool = False) -> Tensor:
     """A library's all-reduce: the shape stays."""
     if torch.compiler.is_compiling():
         return functional_wait(functional_all_reduce(x, reduction, group.name))
-    out, work = begin_reduce(group, x, reduction)
+    out, work = begin_reduce(group, x, reduction, dies)
     work.wait()
     return out
 
@@ -461,10 +461,11 @@ def _both(received: Tensor, x: Tensor, reduction: str) -> Tensor:
     return received.add_(x) if reduction == "sum" else reduce_terms((received, x), reduction)
 
 
-def all_reduce(group: Group, reduction: str) -> Callable[[Tensor], Tensor]:
+def all_reduce(group: Group, reduction: str, dies: bool = False) -> Callable[[Tensor], Tensor]:
+    """An all-reduce. `dies`: nothing reads its input later, and a library writes to it."""
     n, exchanges = group.size, group.exchanges
     if not exchanges:
-        return partial(summed, run=partial(_library_reduce, group, reduction=reduction))
+        return partial(summed, run=partial(_library_reduce, group, reduction=reduction, dies=dies))
     gathered, scattered = gather(group), reduce_scatter(group, reduction)
 
     def run(x: Tensor) -> Tensor:

@@ -31,7 +31,8 @@ from ..redistribution_functions import ExtremeFunction, RedistributionFunction, 
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
 from ..second_derivatives import refuse_graph_of_compiled
 from .buckets import Scatter
-from .collectives import Bound, arrangements, bind_all
+from .collectives import Bound, all_reduce, arrangements, bind_all
+from .in_place_sums import sums_in_place
 from .process_groups import ProcessGroups
 from .rank_positions import WaitPoint, noted
 from .scheduled_collectives import (
@@ -101,7 +102,7 @@ class BoundRedistribute(nn.Module):
         """The gradient of a gradient is summed like the value, where it is wanted (create_graph=True)."""
         if not torch.is_grad_enabled():
             return None
-        return (RedistributionFunction.apply(gradients[0], (), self.forward_steps),)
+        return (RedistributionFunction.apply(gradients[0], (), (torch.clone, *self.forward_steps)),)
 
     __call__ = forward  # skips `nn.Module.__call__`: there are no hooks
 
@@ -290,6 +291,8 @@ class RankExecutor:
         self._lines = {op.name: op.source for op in lowered.plan.graph.ops}
         self._instructions = lowered.plan.program.instructions
         self._places = IdentityMap((i, k) for k, i in enumerate(self._instructions))
+        library = self._eager and not groups.exchanges
+        self._in_place = sums_in_place(lowered.plan) if library else (frozenset[int](), frozenset[int]())
         self.scattered: list[Scatter] = []
         self._splits = self.schedule.splits if self._eager else {}
         self._scatter_messages = {m.place: n for n, message in self.schedule.of("scatter") for m in message.members}
@@ -531,8 +534,8 @@ class RankExecutor:
             self._place(steps, instruction, way) if steps is not None and steps.collectives else None
         )
         return SplitRedistribute(
-            SplitSteps(forward, source, self.groups, of(forward, "forward")),
-            SplitSteps(backward, target, self.groups, of(backward, "backward")),
+            SplitSteps(forward, source, self.groups, of(forward, "forward"), self._dies(instruction, "forward")),
+            SplitSteps(backward, target, self.groups, of(backward, "backward"), self._dies(instruction, "backward")),
             str(forward),
             self.lowered.names.redistribution(instruction) or "",
         )
@@ -624,7 +627,17 @@ class RankExecutor:
         """This rank's part of a redistribution. Unless compiled, a part that communicates notes the rank's position for
         the watchdog."""
         bound = bind_all(steps, shape, self.groups.rank, self.groups)
+        if 0 not in shape and self._dies(instruction, way):
+            bound = (all_reduce(self.groups.seen(steps.steps[0].digits), steps.steps[0].reduction, dies=True),)
         return noted(bound, self._place(steps, instruction, way)) if steps.collectives and self._eager else bound
+
+    def _dies(self, instruction: Redistribute | GlobalExtreme, way: str) -> bool:
+        """True where the one step of a redistribution may write to its input: a gradient that a pipeline keeps for
+        the second half of a backward may not be written to."""
+        forward, backward = self._in_place
+        if way == "backward":
+            return not self._stage and self._places.get(instruction) in backward
+        return way == "forward" and self._places.get(instruction) in forward
 
     def _place(
         self, steps: Redistribution, instruction: Redistribute | GlobalExtreme, way: str, more: int = 0

@@ -358,6 +358,7 @@ class SplitSteps:
     Args:
         steps, shape, groups: as `bind_all` takes them; None: no steps.
         place: the wait point; None: there is no collective.
+        dies: True where the only step is an all-reduce, and nothing reads its input later.
 
     Attributes:
         sends: True where there is a collective.
@@ -367,10 +368,14 @@ class SplitSteps:
     """
 
     def __init__(
-        self, steps: Redistribution | None, shape: tuple[int, ...], groups: ProcessGroups, place: WaitPoint | None
+        self,
+        steps: Redistribution | None,
+        shape: tuple[int, ...],
+        groups: ProcessGroups,
+        place: WaitPoint | None,
+        dies: bool = False,
     ) -> None:
-        rank = groups.rank
-        self.place = place
+        rank, self.place = groups.rank, place
         each = () if steps is None or 0 in shape else steps.steps
         shapes = () if steps is None else steps.local_shapes(tuple(shape))
         first = next((k for k, step in enumerate(each) if step.communicates), len(each))
@@ -381,7 +386,10 @@ class SplitSteps:
         if self.sends:
             geometry = each[first].geometry(tuple(shapes[first]))
             self._pieces, self._arranged = arrangements(geometry)
-            self._issue = BEGINNINGS[each[first].pattern](each[first], geometry, rank, groups)
+            issue: Callable[..., tuple[Tensor, Any]] = BEGINNINGS[each[first].pattern](
+                each[first], geometry, rank, groups
+            )
+            self._issue = partial(issue, dies=True) if dies else issue
 
     def begin(self, x: Tensor) -> tuple[Tensor, Any]:
         """Issue the first collective: what is received, and its work; without one, the result."""
@@ -470,7 +478,8 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if _differentiated_again():
             move: SplitRedistribute = ctx.move
-            ctx.halves.again = RedistributionFunction.apply(gradient, (move.send_back,), (move.send,))
+            steps = (torch.clone, move.send_back), (torch.clone, move.send)  # which may write to their input
+            ctx.halves.again = RedistributionFunction.apply(gradient, *steps)
         else:
             ctx.halves.back = ctx.move.begin_back(gradient)
         return gradient.new_empty(0), None, None
@@ -492,16 +501,9 @@ class SplitRedistribute:
         self.end = at(forward.place, forward.end, text + WAIT)
         self.begin_back = at(back.place, back.begin, text + BACKWARD + ISSUE)
         self.end_back = at(back.place, back.end, text + BACKWARD + WAIT)
-
-    def send(self, x: Tensor) -> Tensor:
-        """The forward in one piece."""
-        made: Tensor = self.end(self.begin(x))
-        return made
-
-    def send_back(self, gradient: Tensor) -> Tensor:
-        """The backward in one piece."""
-        made: Tensor = self.end_back(self.begin_back(gradient))
-        return made
+        #: Both directions in one piece.
+        self.send: Bound = lambda x: self.end(self.begin(x))
+        self.send_back: Bound = lambda gradient: self.end_back(self.begin_back(gradient))
 
 
 class IssuedHalf(nn.Module):
