@@ -25,6 +25,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from ..errors import ShardwrightError, did_you_mean, shown
@@ -305,31 +306,46 @@ def _text_of(token: str) -> str:
         return token
 
 
+@dataclass
+class _Container:
+    """An object or a list around a token.
+
+    Attributes:
+        kind: "{" or "[".
+        key: the current key or index; None before the first key of an object.
+        keys: the keys so far.
+    """
+
+    kind: str
+    key: str | int | None
+    keys: set[str] = field(default_factory=set)
+
+
 def _walked(text: str) -> Iterator[tuple[int, str, str, int, bool]]:
     """The tokens of a text: offset, place in the document, token, depth, True for a key that its object has already.
 
     The text is valid up to the first fault that is looked for.
     """
-    around: list[list[Any]] = []  # of each object or list around: its kind, the current key or index, the keys so far
+    around: list[_Container] = []
     names = True  # the next string of an object is a key
     for found in _TOKEN.finditer(text):
         token, twice = found[0], False
-        if around and around[-1][0] == "{" and names and token[:1] == '"':
+        if around and around[-1].kind == "{" and names and token[:1] == '"':
             key = _text_of(token)
-            twice = key in around[-1][2]
-            around[-1][1] = key
-            around[-1][2].add(key)
-        place = "".join(map(step, (key for _, key, _ in around if key is not None))).removeprefix(".")
+            twice = key in around[-1].keys
+            around[-1].key = key
+            around[-1].keys.add(key)
+        place = "".join(map(step, (each.key for each in around if each.key is not None))).removeprefix(".")
         yield found.start(), place, token, len(around) + (token in "[{"), twice
         if token in ("{", "["):
-            around.append([token, None if token == "{" else 0, set()])
+            around.append(_Container(token, None if token == "{" else 0))
             names = True
         elif token in ("}", "]") and around:
             around.pop()
             names = False
         elif token == ",":
             names = True
-            if around and around[-1][0] == "[":
-                around[-1][1] += 1
+            if around and isinstance(index := around[-1].key, int):
+                around[-1].key = index + 1
         elif token == ":":
             names = False

@@ -20,7 +20,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -91,7 +91,7 @@ class _NoForm(Exception):
         self.keys: list[object] = []
 
 
-def _encoded(value: Any) -> object:
+def _encoded(value: object) -> object:
     if type(value) in _LEAVES:
         return value
     if isinstance(value, (tuple, list)):
@@ -124,7 +124,7 @@ def _encoded(value: Any) -> object:
         return {"dtype": dtype_name(value)}
     if isinstance(value, torch.device):
         return {"device": str(value)}
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
+    if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
         tensor = value.detach().cpu().contiguous()
         data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
         return {"tensor": _base64(data), "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
@@ -183,7 +183,7 @@ def _decoded(encoded: object) -> Any:
     return {key: _decoded(content) for key, content in encoded.items()}
 
 
-def _sized(encoded: dict[str, object], text: Any, size: int) -> bytearray:
+def _sized(encoded: dict[str, object], text: str, size: int) -> bytearray:
     """The bytes of a tensor or an array with elements of `size` bytes."""
     data, shape = bytearray(_bytes(text)), encoded["shape"]
     if set(encoded) - {"tensor", "array"} != {"dtype", "shape"} or not is_shape(shape):
@@ -256,11 +256,11 @@ def _bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def _pairs(content: list[Any]) -> dict[object, object]:
+def _pairs(content: Iterable[tuple[object, object]]) -> dict[object, object]:
     return {_decoded(k): _decoded(v) for k, v in content}
 
 
-def _count(content: list[object]) -> collections.Counter[object]:
+def _count(content: Iterable[tuple[object, object]]) -> collections.Counter[object]:
     made = _pairs(content)
     if not all(isinstance(count, (int, float)) for count in made.values()):
         raise ValueError("a counter of what are no numbers")

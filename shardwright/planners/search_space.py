@@ -84,7 +84,7 @@ def casts_of(source: Layout, uses: frozenset[Use]) -> int:
     """The number of casts of a parameter that is stored in another dtype, to serve all its uses by one operator."""
     if len(uses) < 2:
         return len(uses)
-    partitioner = _router(source, uses, True, Master(torch.float64, torch.float32))
+    partitioner = _served(source, uses, True, Master(torch.float64, torch.float32))
     return sum(move.casts for move in partitioner.out if isinstance(move, Redistribute))
 
 
@@ -106,7 +106,7 @@ def redistributions_of(
     if len(uses) == 1 and (use := next(iter(uses))).operator != "output":
         return _alone(*_sorted(source, use), gradient)
     try:
-        partitioner = _router(source, uses, gradient)
+        partitioner = _served(source, uses, gradient)
     except LayoutError:
         return None
     out: list[tuple[Redistribution, bool]] = []
@@ -117,7 +117,7 @@ def redistributions_of(
     return tuple(out)
 
 
-def _router(source: Layout, uses: frozenset[Use], gradient: bool, master: Master | None = None) -> Partitioner:
+def _served(source: Layout, uses: frozenset[Use], gradient: bool, master: Master | None = None) -> Partitioner:
     """A partitioner that has served all uses of one value.
 
     Raises:

@@ -187,7 +187,7 @@ def _parts(span: Span, operators: Mapping[int, Sequence[Moment]]) -> Iterator[tu
 # -- pictures --------------------------------------------------------------------------------------------------------
 
 #: Sizes in pixels: the margin; the heights of a row of spans, of the memory below it, of the gap, of the head.
-MARGIN, ROW, HELD, GAP, HEAD = 16, 26, 22, 10, 66
+MARGIN, ROW, MEMORY_ROW, GAP, HEAD = 16, 26, 22, 10, 66
 
 #: The sizes of text and of text in a narrow span; the width of a character relative to its size.
 FONT, SMALL, WIDE = 11.0, 8.0, 0.58
@@ -227,7 +227,7 @@ class _Picture:
         self.memory = [simulation.memory(group) for group in self.groups]
         self.most = max((simulation.peak(group) for group in self.groups), default=0.0)
         self.holds = self.most > 0
-        self.pitch = ROW + GAP + (HELD if self.holds else 0)
+        self.pitch = ROW + GAP + (MEMORY_ROW if self.holds else 0)
         peaks = [f"peak {size_text(simulation.peak(group))}" for group in self.groups]
         self.labels = list(zip(self.names, peaks if self.holds else [""] * made.groups))
         texts = [*(text for pair in self.labels for text in pair), *self.streams]
@@ -311,7 +311,7 @@ class _Picture:
     def row(self, group: int) -> Iterator[str]:
         top = HEAD + self.pitch * group
         name, peak = self.labels[group]
-        middle = top + (ROW + (HELD if self.holds else 0)) / 2
+        middle = top + (ROW + (MEMORY_ROW if self.holds else 0)) / 2
         yield _text(self.left - 10, middle - 2 if peak else middle + 4, name, anchor="end", weight="bold")
         if peak:
             yield _text(self.left - 10, middle + 12, peak, anchor="end", fill="#444444")
@@ -319,7 +319,7 @@ class _Picture:
         for span in self.simulation.by_group[group]:
             yield from self.box(span, top)
         if self.holds:
-            yield self.area(group, top + ROW, HELD)
+            yield self.area(group, top + ROW, MEMORY_ROW)
 
     def box(self, span: Span, top: float) -> Iterator[str]:
         x, width = self.x(span.start), self.x(span.stop) - self.x(span.start)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -234,14 +235,36 @@ RETIRED = {
 }
 
 
-def retired(text: str) -> list[str]:
-    """The names of a file that are in `RETIRED`, each with its line; leading underscores do not count."""
-    names = (t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.NAME)
-    return [f"{t.start[0]}: {t.string}" for t in names if t.string.lstrip("_").lower() in RETIRED]
+#: The folders whose names have been gone through word by word; with the modules beside the folders they are `LOWER`.
+LOWER_FOLDERS = "cost json_files partition planfile planners redistribution report rules solver verification".split()
+LOWER = [path for path in FILES if path.parent == PACKAGE or path.relative_to(PACKAGE).parts[0] in LOWER_FOLDERS]
+
+#: The same as `RETIRED` for the files of `LOWER`; elsewhere these names still stand.
+RETIRED_BELOW = {
+    "gone": "the noun of what is no longer there",
+    "held": "stored, allocations, content, sharding: the noun of the thing",
+    "here": "a condition by its name: on_one_rank",
+    "instance": "placed, placed_value",
+    "others": "the noun of the rest: metrics, alternatives",
+    "router": "partitioner",
+    "there": "the noun of the place",
+    "who": "the noun: operators, ranks",
+}
+
+
+def retired(text: str, names: Collection[str] = tuple(RETIRED)) -> list[str]:
+    """The names of a file that are among `names`, each with its line; leading underscores do not count."""
+    found = (t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.NAME)
+    return [f"{t.start[0]}: {t.string}" for t in found if t.string.lstrip("_").lower() in names]
 
 
 def test_names_are_those_of_the_field() -> None:
     found = {str(path.relative_to(PACKAGE)): retired(path.read_text(encoding="utf-8")) for path in FILES}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_names_of_the_lower_folders_are_those_of_the_field() -> None:
+    found = {str(path.relative_to(PACKAGE)): retired(path.read_text(encoding="utf-8"), RETIRED_BELOW) for path in LOWER}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
