@@ -3,7 +3,7 @@
 The first call captures the model, plans it, lowers the plan and runs it. Later calls run the program that was built:
 
 1. the inputs' structure, shapes, dtypes and the autocast type select the programs built for such inputs
-   (`kept_programs`);
+   (`program_cache`);
 2. the guards of a program hold: the program runs;
 3. no guards hold: the model is captured and planned anew (`_build`). `_announce` warns of it, but for a mere change
    between training and evaluation.
@@ -59,10 +59,10 @@ from ..sharded_plan import Plan
 from ..solver.search_memory import SearchProgress
 from ..torch_private import MODULE_TABLES, hooks_of, pytree, transforms
 from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch_wrapping
+from .forwarded_attributes import assigned, attribute_of_net, deleted, signed_as_net
 from .graph_cache import GraphCache
-from .kept_programs import KeptPrograms, RecaptureWarning
 from .model_copies import Followers, copied
-from .net_attributes import assigned, attribute_of_net, deleted, signed_as_net
+from .program_cache import ProgramCache, RecaptureWarning
 from .setting_methods import MODEL_KEYWORDS, ProgramSettings
 from .train_step import StepFunction
 from .value_and_grad import called_in_transform
@@ -91,7 +91,7 @@ def observed(observer: Callable[[AutoParallel, tuple[Any, ...], dict[str, Any]],
         _OBSERVER.reset(token)
 
 
-class AutoParallel(KeptPrograms, nn.Module):
+class AutoParallel(ProgramCache, nn.Module):
     """A model trained on all devices, used like the model that it wraps.
 
     ``state_dict``, ``parameters`` and names are those of the wrapped model. An attribute that is not the wrapper's own
