@@ -257,7 +257,7 @@ class PlanCache:
         self, planner: Callable[[Graph, int, InputPlacement, int], Plan], whole: frozenset[str] = frozenset()
     ) -> None:
         self.planner, self.whole = planner, whole
-        self.known: list[tuple[Any, Plan, Graph]] = []  # the graph holds the constants whose ids are in the form
+        self.known: list[tuple[Any, Plan, Graph]] = []  # the graph holds the constants that its form refers to
 
     def __call__(self, graph: Graph, devices: int, input_placement: InputPlacement, number: int) -> Plan:
         """The plan of a stage; that of an equal stage where there is one."""

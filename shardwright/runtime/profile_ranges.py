@@ -208,7 +208,7 @@ def around_backward(made: object, inputs: object, begin: Callable[[], object], e
         _watch(function, begin, end)
 
 
-def _watch(function: Any, begin: Callable[[], Any], end: Callable[[Any], None]) -> None:
+def _watch(function: torch.autograd.graph.Node, begin: Callable[[], Any], end: Callable[[Any], None]) -> None:
     begun: list[Any] = []
 
     def before(*_: object) -> None:
@@ -222,13 +222,13 @@ def _watch(function: Any, begin: Callable[[], Any], end: Callable[[Any], None]) 
     function.register_hook(after)
 
 
-def _functions_between(made: object, inputs: object) -> list[Any]:
+def _functions_between(made: object, inputs: object) -> list[torch.autograd.graph.Node]:
     """The functions of autograd that lie between results and what they were computed from."""
     starts = [x.grad_fn for x in _tensors(made) if x.grad_fn is not None]
     if not starts:
         return []
     seen = {x.grad_fn for x in _tensors(inputs)}
-    out: list[Any] = []
+    out: list[torch.autograd.graph.Node] = []
     while starts and len(out) < FUNCTIONS:
         function = starts.pop()
         if function in seen or "AccumulateGrad" in function.name():

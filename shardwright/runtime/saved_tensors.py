@@ -42,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import SettingError
 from ..identity_tables import IdentityMap
 from ..partition.rematerialization import Region
+from ..sharded_plan import Plan
 from ..torch_private import storage_id, top_saved_tensors_hooks, version_of
 from .lowering import Lowered, Node, number_of_result
 from .profile_ranges import RECOMPUTED, REGATHERED, gather_text, named_when_profiled, profiling, range_of
@@ -351,7 +352,7 @@ class LoweredRegions(Generic[Key]):
             next(((k, self.key(node)) for k, region in enumerate(self.regions) if i in region.own), None),
         )
 
-    def _keep(self, k: int, region: Any, plan: Any) -> None:
+    def _keep(self, k: int, region: Region, plan: Plan) -> None:
         changed = {plan.program.buffers[name].name for name in plan.program.updates}
         wanted = set(region.inputs)
         for i in region.recompute_set:
