@@ -71,7 +71,7 @@ from .whole_model import WholeModel, refuse_calls_of_parts
 __all__ = ["AutoParallel", "RecaptureWarning", "observed"]
 
 #: Called with (model, args, kwargs) before a model is captured, or None.
-_OBSERVER: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar(
+_OBSERVER: contextvars.ContextVar[Callable[..., object] | None] = contextvars.ContextVar(
     "shardwright_observer", default=None
 )
 
@@ -349,7 +349,7 @@ class AutoParallel(ProgramCache, nn.Module):
         with self._entered(entry):
             return self.call_model(*args, **kwargs)
 
-    def _with_global_hooks(self, *args: Any, **kwargs: Any) -> Any:
+    def _with_global_hooks(self, *args: Any, **kwargs: Any) -> object:
         if self.loss_fn is None:
             return hooked(self.net, self.forward, args, kwargs, forward=True, own=False, everyones=True)
         return self.forward(*args, **kwargs)
@@ -369,7 +369,7 @@ class AutoParallel(ProgramCache, nn.Module):
         call = self._running.buckets.padded(self.net, self.loss_fn, args, kwargs, self._agreed_bucket)
         return call.cropped(self._between_hooks(call.args, call.kwargs))
 
-    def _between_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _between_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Run a call with the hooks of the outermost module around it."""
         net = self.net
         hooks = hooks_of(net)

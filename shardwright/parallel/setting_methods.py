@@ -175,7 +175,7 @@ class SettingMethods(_Module):
         def _runtime(self) -> Runtime: ...
 
     #: The library that hands batches to the processes, and its dataset_strategy; None: the user's own loop.
-    _wrapper: tuple[str, Any] | None = None
+    _wrapper: tuple[str, object] | None = None
 
     @known_keywords({"full_batch": '"full_batch" itself, or "data_parallel" for full_batch=False'})
     def dataset_strategy(self, strategy: DatasetStrategy) -> Self:

@@ -160,7 +160,7 @@ class _Steps:
             for net in nets:
                 _look(optimizer, net)
 
-        def closed() -> Any:
+        def closed() -> object:
             loss = closure()
             look()  # at the closure's gradients
             return loss

@@ -79,7 +79,7 @@ class Dropped:
         run.waiting.add(self)
         return self
 
-    def pass_on(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Dropped:
+    def pass_on(self, pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]) -> Dropped:
         """Save the tensor through the surrounding hooks, without dropping it."""
         assert self.tensor is not None
         packed, self.tensor = pack(self.tensor), None
@@ -196,7 +196,7 @@ class Saver(Generic[Key]):
         pending: list[tuple[int, Dropped]] = []
         count = 0
 
-        def pack(x: Tensor) -> Any:
+        def pack(x: Tensor) -> object:
             nonlocal count
             count += 1
             found, dropped = known.get(storage_id(x.untyped_storage())), Dropped(x.detach())
@@ -230,7 +230,7 @@ def _own(key: Hashable, index: int, _: Values, own: Mapping[Hashable, Sequence[T
     return own[key][index]
 
 
-def _lent(key: Hashable, values: Values, _: Values) -> Any:
+def _lent(key: Hashable, values: Values, _: Values) -> object:
     """A value of a region that ran again."""
     return values[key]
 
@@ -239,7 +239,7 @@ def _unpack(packed: Any) -> Tensor:
     return packed.get() if isinstance(packed, Dropped) else packed
 
 
-def _item(made: Any, which: int | None) -> Any:
+def _item(made: Any, which: int | None) -> object:
     """The result number `which`, of one tuple or of each rank's tuple."""
     if which is None:
         return made
@@ -279,7 +279,7 @@ def _drop(
     return True
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> object:
     if isinstance(value, Tensor):
         return change(value)
     return type(value)(_mapped(v, change) for v in value) if isinstance(value, (list, tuple)) else value
@@ -497,7 +497,7 @@ class RegatheredWeights:
             memory = StorageWeakRef(tensor.untyped_storage())
             self._places.setdefault(memory.cdata, (memory, weight, index))
 
-    def _pack(self, x: Tensor) -> Any:
+    def _pack(self, x: Tensor) -> object:
         _, weight, index = self._places.get(storage_id(x.untyped_storage()), (None, None, 0))
         if weight is None:
             return x.detach()  # detached: the graph of an output would hold the output in a cycle

@@ -62,12 +62,12 @@ InputSignature = list[tuple[tuple[int, ...], str]]
 class Portable(Protocol):
     """A result that one rank hands to others: it has a form that `json_values` takes."""
 
-    def encode(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, object]:
         """The result's form."""
         ...
 
     @classmethod
-    def read(cls, encoded: dict[str, Any]) -> Any:
+    def read(cls, encoded: dict[str, object]) -> Any:
         """The result of the form."""
         ...
 
@@ -92,7 +92,7 @@ class _Statement:
     failed: str | None
     program: str | None = None
     settings: str = ""
-    started: dict[str, Any] = field(default_factory=dict)
+    started: dict[str, object] = field(default_factory=dict)
     seed: tuple[int, int, str] | None = None
     data: str = ""
 
@@ -181,9 +181,9 @@ class Agreement:
     def agree(
         self,
         plan: Plan | PipelinePlan,
-        started: dict[str, Any],
+        started: dict[str, object],
         seed: tuple[int, int, str] | None = None,
-        settings: Any = None,
+        settings: object = None,
         data: str = "",
     ) -> list[str]:
         """Check, before anything runs, that all ranks have made the same plan from the same parameters.
