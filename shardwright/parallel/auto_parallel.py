@@ -3,7 +3,7 @@
 The first call captures the model, plans it, lowers the plan and runs it. Later calls run the program that was built:
 
 1. the inputs' structure, shapes, dtypes and the autocast type select the programs built for such inputs
-   (`kept_programs`);
+   (`program_cache`);
 2. the guards of a program hold: the program runs;
 3. no guards hold: the model is captured and planned anew (`_build`). `_announce` warns of it, but for a mere change
    between training and evaluation.
@@ -59,10 +59,10 @@ from ..sharded_plan import Plan
 from ..solver.search_memory import SearchProgress
 from ..torch_private import MODULE_TABLES, hooks_of, pytree, transforms
 from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch_wrapping
+from .forwarded_attributes import assigned, attribute_of_net, deleted, signed_as_net
 from .graph_cache import GraphCache
-from .kept_programs import KeptPrograms, RecaptureWarning
 from .model_copies import Followers, copied
-from .net_attributes import assigned, attribute_of_net, deleted, signed_as_net
+from .program_cache import ProgramCache, RecaptureWarning
 from .setting_methods import MODEL_KEYWORDS, ProgramSettings
 from .train_step import StepFunction
 from .value_and_grad import called_in_transform
@@ -71,7 +71,7 @@ from .whole_model import WholeModel, refuse_calls_of_parts
 __all__ = ["AutoParallel", "RecaptureWarning", "observed"]
 
 #: Called with (model, args, kwargs) before a model is captured, or None.
-_OBSERVER: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar(
+_OBSERVER: contextvars.ContextVar[Callable[..., object] | None] = contextvars.ContextVar(
     "shardwright_observer", default=None
 )
 
@@ -91,7 +91,7 @@ def observed(observer: Callable[[AutoParallel, tuple[Any, ...], dict[str, Any]],
         _OBSERVER.reset(token)
 
 
-class AutoParallel(KeptPrograms, nn.Module):
+class AutoParallel(ProgramCache, nn.Module):
     """A model trained on all devices, used like the model that it wraps.
 
     ``state_dict``, ``parameters`` and names are those of the wrapped model. An attribute that is not the wrapper's own
@@ -350,7 +350,7 @@ class AutoParallel(KeptPrograms, nn.Module):
         with self._entered(entry):
             return self.call_model(*args, **kwargs)
 
-    def _with_global_hooks(self, *args: Any, **kwargs: Any) -> Any:
+    def _with_global_hooks(self, *args: Any, **kwargs: Any) -> object:
         if self.loss_fn is None:
             return hooked(self.net, self.forward, args, kwargs, forward=True, own=False, everyones=True)
         return self.forward(*args, **kwargs)
@@ -370,7 +370,7 @@ class AutoParallel(KeptPrograms, nn.Module):
         call = self._running.buckets.padded(self.net, self.loss_fn, args, kwargs, self._agreed_bucket)
         return call.cropped(self._between_hooks(call.args, call.kwargs))
 
-    def _between_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _between_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Run a call with the hooks of the outermost module around it."""
         net = self.net
         hooks = hooks_of(net)

@@ -285,7 +285,7 @@ def digest_of_parts(inputs: object) -> str:
 
 
 def warn_of_parts(
-    model: SettingMethods, inputs: tuple[tuple[object, ...], dict[str, Any]], digests: Sequence[str]
+    model: SettingMethods, inputs: tuple[tuple[object, ...], dict[str, object]], digests: Sequence[str]
 ) -> None:
     """Warn where ranks feed the same values as different parts of the batch, or different values as one part.
 

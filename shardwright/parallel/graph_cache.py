@@ -202,7 +202,7 @@ class _Numbers:
         args, kwargs = map_leaves(leaf, (op.args, op.kwargs))
         return args, kwargs
 
-    def _leaf(self, a: Any, b: Any, now: Any) -> Any:
+    def _leaf(self, a: Any, b: Any, now: Any) -> object:
         if type(now) is Value:
             return now
         if not type(a) is type(b) is type(now):
@@ -240,7 +240,7 @@ class GraphCache:
     def graphs(
         self,
         casting: Hashable,
-        calls: Sequence[tuple[tuple[object, ...], dict[str, Any]]],
+        calls: Sequence[tuple[tuple[object, ...], dict[str, object]]],
         recording: Recording,
         captures: Callable[..., list[Graph]],
     ) -> list[Graph]:

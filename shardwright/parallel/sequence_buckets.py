@@ -132,7 +132,7 @@ class SequenceBuckets:
     def _is_sequence(self, x: object) -> bool:
         return isinstance(x, Tensor) and x.dim() > self.dim
 
-    def _filled(self, x: Any, name: str, call: PaddedCall, net: nn.Module, loss_fn: Any) -> Any:
+    def _filled(self, x: Any, name: str, call: PaddedCall, net: nn.Module, loss_fn: object) -> object:
         if not self._is_sequence(x) or x.shape[self.dim] != call.length:
             return x
         value = self._fill_of(name, net, loss_fn)
@@ -164,13 +164,13 @@ class PaddedCall:
     length: int
     bucket: int
 
-    def cropped(self, result: object) -> Any:
+    def cropped(self, result: object) -> object:
         """A result of the call, without the positions of the padding. Tensors whose dim `dim` is not of the bucket's
         length stay as they are."""
         if self.bucket == self.length:
             return result
 
-        def crop(x: Any) -> Any:
+        def crop(x: Any) -> object:
             sequence = isinstance(x, Tensor) and x.dim() > self.dim and x.shape[self.dim] == self.bucket
             return x.narrow(self.dim, 0, self.length) if sequence else x
 

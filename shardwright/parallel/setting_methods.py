@@ -7,6 +7,7 @@ replaces one of the two by a changed copy.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from torch import nn
 
 from ..capture.annotations import forget_planned, pipelining
 from ..capture.export import ModelAndLoss
+from ..capture.module_calls import FunctionOfModels
 from ..cost.communication_schedule import Fusion, fusion_of
 from ..errors import SettingError, did_you_mean, known_keywords
 from ..partition.parameter_sharding import OptimizerParallel
@@ -25,6 +27,7 @@ from ..planfile import read_document
 from ..planfile.parameter_file import ParameterStrategies
 from ..planners.planning_problem import PLANNERS
 from ..runtime.compilation import Compilation
+from ..runtime.optimizer_guard import Accumulation
 from ..settings import (
     KEYWORDS_ELSEWHERE,
     DatasetStrategy,
@@ -146,16 +149,16 @@ class SettingMethods(_Module):
     _warned: bool
     _number_changes: Counter[str]  # name of a number that the forward reads -> its changes that were announced
     _graphs: GraphCache
-    _accumulation: Any
+    _accumulation: Accumulation
     _strategy_files: list[Any]
     _awaited: list[Callable[[], None]]
-    _copies: list[Any]
+    _copies: list[weakref.ref[SettingMethods]]
     _whole: Any  # the `WholeModel` that is open, or None
     _first_ranks: dict[str, int]
     _stored: dict[str, Layout] | None
     _used: dict[str, Layout] | None
     _step: Any  # the `StepFunction` that calls run, or None
-    _entry: Any  # the `FunctionOfModels` that is called now, or None
+    _entry: FunctionOfModels | None  # the function that is called now
     _own_parameters: dict[str, nn.Parameter]  # also while functional_call has others in their places
 
     if TYPE_CHECKING:
@@ -172,7 +175,7 @@ class SettingMethods(_Module):
         def _runtime(self) -> Runtime: ...
 
     #: The library that hands batches to the processes, and its dataset_strategy; None: the user's own loop.
-    _wrapper: tuple[str, Any] | None = None
+    _wrapper: tuple[str, object] | None = None
 
     @known_keywords({"full_batch": '"full_batch" itself, or "data_parallel" for full_batch=False'})
     def dataset_strategy(self, strategy: DatasetStrategy) -> Self:

@@ -258,7 +258,7 @@ def _is_written(function: types.FunctionType) -> bool:
     return is_users(file) or (file.startswith("<") and not file.startswith("<frozen"))
 
 
-def _wrapped(function: types.FunctionType) -> Any:
+def _wrapped(function: types.FunctionType) -> object:
     return getattr(function, "__wrapped__", None)
 
 
@@ -266,7 +266,7 @@ def _is_method(attribute: object) -> bool:
     return isinstance(attribute, (types.FunctionType, property, staticmethod, classmethod))
 
 
-def _content(cell: Any) -> Any:
+def _content(cell: Any) -> object:
     try:
         return _MISSING if cell is None else cell.cell_contents
     except ValueError:  # assigned later
@@ -447,7 +447,7 @@ class StepFunction:
 
     # -- calls
 
-    def _call_model(self, main: Wrapper, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_model(self, main: Wrapper, name: str, *args: Any, **kwargs: Any) -> object:
         wrapper = self._of(main, (name,))
         with as_written():
             if self._infers:

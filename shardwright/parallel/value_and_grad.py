@@ -411,7 +411,7 @@ _LEGAL = "torch.func.grad, grad_and_value or vjp of the model, once; or sw.value
 
 def called_in_transform(
     holder: ModelAndLoss, own: dict[str, nn.Parameter], call: Callable[..., object], args: tuple[Any, ...], kwargs: Any
-) -> Any:
+) -> object:
     """The result of a call under a transform of torch.func.
 
     Args:

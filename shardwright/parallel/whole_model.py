@@ -9,8 +9,8 @@ A change is found by comparison with the slices, which are gathered again: `_ver
 parameter that is new or of another shape, values that differ between the ranks. Then, and after an error in the body,
 nothing is written back.
 
-`refuse_calls_of_parts` refuses calls of a module with slices by itself. `net_attributes` decides which attributes of a
-wrapper are those of its model.
+`refuse_calls_of_parts` refuses calls of a module with slices by itself. `forwarded_attributes` decides which
+attributes of a wrapper are those of its model.
 """
 
 from __future__ import annotations

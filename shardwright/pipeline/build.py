@@ -257,7 +257,7 @@ class PlanCache:
         self, planner: Callable[[Graph, int, InputPlacement, int], Plan], whole: frozenset[str] = frozenset()
     ) -> None:
         self.planner, self.whole = planner, whole
-        self.known: list[tuple[Any, Plan, Graph]] = []  # the graph holds the constants whose ids are in the form
+        self.known: list[tuple[Any, Plan, Graph]] = []  # the graph holds the constants that its form refers to
 
     def __call__(self, graph: Graph, devices: int, input_placement: InputPlacement, number: int) -> Plan:
         """The plan of a stage; that of an equal stage where there is one."""
@@ -293,7 +293,7 @@ def _values(graph: Graph) -> Iterator[str]:
         yield from (v.name for v in op.outputs if v is not None)
 
 
-def _form(graph: Graph, input_placement: InputPlacement, devices: int) -> Iterator[Any]:
+def _form(graph: Graph, input_placement: InputPlacement, devices: int) -> Iterator[object]:
     """Everything that decides the plan of a stage, with numbers for names."""
     number = {name: k for k, name in enumerate(_values(graph))}
     calls: dict[int, int] = {}
@@ -348,7 +348,7 @@ def is_split(args: tuple[object, ...], kwargs: dict[str, Any] | None = None) -> 
 
 def micro_calls(
     args: tuple[object, ...], kwargs: dict[str, Any] | None, count: int, setting: PipelineSettings | None = None
-) -> list[tuple[tuple[object, ...], dict[str, Any]]]:
+) -> list[tuple[tuple[object, ...], dict[str, object]]]:
     """Inputs in one micro-batch's shapes, on the meta device.
 
     With several micro-batches, a second entry has twice the rows, for the wide capture of `split`.
@@ -368,7 +368,7 @@ def micro_calls(
 
 def _resized(
     args: tuple[object, ...], kwargs: dict[str, Any], count: int, times: int, setting: PipelineSettings | None
-) -> tuple[tuple[object, ...], dict[str, Any]]:
+) -> tuple[tuple[object, ...], dict[str, object]]:
     rows = rows_of(args, kwargs)
     if rows is None:
         raise SettingError(

@@ -531,7 +531,7 @@ class AutomaticStages:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         captured: Callable[..., Any],
-        before: Any = None,
+        before: object = None,
         first: Callable[[Graph, Any, Callable[[], PipelineSearchResult]], PipelineSearchResult] | None = None,
         per_rank_batch: bool = False,
     ) -> AutomaticStages:
@@ -574,7 +574,7 @@ class AutomaticStages:
         wide: Graph | None,
         splits: tuple[bool, ...],
         devices: int,
-        dataset: Any,
+        dataset: object,
         cluster: Cluster,
         memory: float | None,
         planner: Planner,

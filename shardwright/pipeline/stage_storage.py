@@ -58,9 +58,9 @@ def in_fastest_storage(
     """
     if earlier:
         before = earlier[0]
-        kept = of(before.stages[0].plan.hsdp)
-        if memory is None or kept.peak <= memory:
-            return replace(kept, notes_of_its_own=before.notes_of_its_own)
+        previous = of(before.stages[0].plan.hsdp)
+        if memory is None or previous.peak <= memory:
+            return replace(previous, notes_of_its_own=before.notes_of_its_own)
     searched = replace(setting, optimizer_level=SEARCHED[0])
     try:
         found = of(searched)
@@ -101,12 +101,12 @@ def stored_by(plan: PipelinePlan, storage: OptimizerParallel | None) -> Pipeline
                 layouts.append(layout)
                 continue
             producer = stages[source.index]
-            left = (
+            produced = (
                 producer.outgoing(source.name).layout
                 if source.kind == "stage"
                 else producer.plan.program.parameters[source.name].layout
             )
-            layouts.append(received_layout(left, producer.devices, stage.devices))
+            layouts.append(received_layout(produced, producer.devices, stage.devices))
         placement = replace(stage.plan.input_placement, inputs=tuple(layouts))
         made = replace(stage.plan, hsdp=storage, input_placement=placement)
         _ = made.program  # raises where the plan cannot be partitioned

@@ -561,7 +561,7 @@ class PipelineSearchResult:
     peak: float
     alternatives: tuple[PricedPipeline, ...]
 
-    def encode(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, object]:
         """The same as values that `json_values` takes: one rank sends them to the others, which `read` them."""
         alternatives = [vars(pipeline) for pipeline in self.alternatives]
         return {**vars(self), "stages": [tuple(stage) for stage in self.stages], "alternatives": alternatives}

@@ -480,7 +480,7 @@ def _cut_state(
     old: torch.Tensor,
     new: nn.Parameter,
     cut: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """An optimizer's state for a parameter, cut as the parameter is."""
     state = optimizer.state[old]
     if _is_unmade(state):
@@ -503,6 +503,6 @@ def _is_unmade(state: dict[str, Any]) -> bool:
     return any(isinstance(x, torch.Tensor) and x.is_meta for x in state.values())
 
 
-def _made_anew(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+def _made_anew(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, object]:
     """The state that a newly built optimizer has for a parameter."""
     return type(optimizer)([parameter], **{name: group[name] for name in optimizer.defaults}).state[parameter]

@@ -175,9 +175,9 @@ class _Steps:
             for net in nets:
                 _look(optimizer, net)
 
-        losses: list[Any] = []
+        losses: list[object] = []
 
-        def closed() -> Any:
+        def closed() -> object:
             loss = losses.pop() if losses else closure()
             look()  # at the closure's gradients
             return loss

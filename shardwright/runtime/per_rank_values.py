@@ -43,7 +43,7 @@ def shared(output: Tensor, parts: int) -> Tensor:
 
 def _divided(x: Tensor, parts: int) -> Tensor:
     x.register_hook(lambda gradient: gradient / parts)
-    node: Any = x.grad_fn
+    node: Any = x.grad_fn  # torch's stub has `metadata` as a method
     node.metadata[_SHARED] = True
     return x
 

@@ -31,6 +31,7 @@ from ..errors import SettingError
 from ..graph import Value
 from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
 from ..pipeline.schedules import Action, Schedule, forward_only
+from ..pipeline.stages import StageInput
 from ..process_runtime import of_micro_batch, stream
 from ..pytree_objects import closed, holds_objects
 from ..sharded_plan import Plan
@@ -643,7 +644,7 @@ def _loss(plan: PipelinePlan) -> tuple[int | None, str | None]:
     return None, f"it returns {len(losses)} losses" if losses else "it returns no loss"
 
 
-def _transfer(plan: PipelinePlan, stage: int, source: Any) -> Transfer | None:
+def _transfer(plan: PipelinePlan, stage: int, source: StageInput) -> Transfer | None:
     """The transfer that brings an input of a stage; None where the input is fed."""
     if source.kind == "input":
         return None

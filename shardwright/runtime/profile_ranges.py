@@ -143,7 +143,7 @@ class _OnRank(Protocol):
     def groups(self) -> _Groups: ...
 
 
-def step_range(plan: Plan | PipelinePlan, sharded: _OnRank | None) -> AbstractContextManager[Any]:
+def step_range(plan: Plan | PipelinePlan, sharded: _OnRank | None) -> AbstractContextManager[object]:
     """The range of one call of a program.
 
     Args:
@@ -157,7 +157,7 @@ def step_range(plan: Plan | PipelinePlan, sharded: _OnRank | None) -> AbstractCo
     return range_of(f"step {where}, plan {plan.fingerprint}")
 
 
-def action_range(action: Action) -> AbstractContextManager[Any]:
+def action_range(action: Action) -> AbstractContextManager[object]:
     """The range of an action of a pipeline's schedule."""
     if not profiling():
         return _NOTHING
@@ -208,7 +208,7 @@ def around_backward(made: object, inputs: object, begin: Callable[[], object], e
         _watch(function, begin, end)
 
 
-def _watch(function: Any, begin: Callable[[], Any], end: Callable[[Any], None]) -> None:
+def _watch(function: torch.autograd.graph.Node, begin: Callable[[], object], end: Callable[[Any], None]) -> None:
     begun: list[Any] = []
 
     def before(*_: object) -> None:
@@ -222,13 +222,13 @@ def _watch(function: Any, begin: Callable[[], Any], end: Callable[[Any], None]) 
     function.register_hook(after)
 
 
-def _functions_between(made: object, inputs: object) -> list[Any]:
+def _functions_between(made: object, inputs: object) -> list[torch.autograd.graph.Node]:
     """The functions of autograd that lie between results and what they were computed from."""
     starts = [x.grad_fn for x in _tensors(made) if x.grad_fn is not None]
     if not starts:
         return []
     seen = {x.grad_fn for x in _tensors(inputs)}
-    out: list[Any] = []
+    out: list[torch.autograd.graph.Node] = []
     while starts and len(out) < FUNCTIONS:
         function = starts.pop()
         if function in seen or "AccumulateGrad" in function.name():
@@ -364,7 +364,7 @@ def named_steps(
     return out
 
 
-def _named_step(step: Callable[[Any], object], text: str, read: Sequence[int]) -> Callable[[Any], Any]:
+def _named_step(step: Callable[[Any], object], text: str, read: Sequence[int]) -> Callable[[Any], object]:
     def run(env: Any) -> Any:
         with record_function(PREFIX + text):
             made = step(env)

@@ -42,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import SettingError
 from ..identity_tables import IdentityMap
 from ..partition.rematerialization import Region
+from ..sharded_plan import Plan
 from ..torch_private import storage_id, top_saved_tensors_hooks, version_of
 from .lowering import Lowered, Node, number_of_result
 from .profile_ranges import RECOMPUTED, REGATHERED, gather_text, named_when_profiled, profiling, range_of
@@ -78,7 +79,7 @@ class Dropped:
         run.waiting.add(self)
         return self
 
-    def pass_on(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Dropped:
+    def pass_on(self, pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]) -> Dropped:
         """Save the tensor through the surrounding hooks, without dropping it."""
         assert self.tensor is not None
         packed, self.tensor = pack(self.tensor), None
@@ -195,7 +196,7 @@ class Saver(Generic[Key]):
         pending: list[tuple[int, Dropped]] = []
         count = 0
 
-        def pack(x: Tensor) -> Any:
+        def pack(x: Tensor) -> object:
             nonlocal count
             count += 1
             found, dropped = known.get(storage_id(x.untyped_storage())), Dropped(x.detach())
@@ -229,7 +230,7 @@ def _own(key: Hashable, index: int, _: Values, own: Mapping[Hashable, Sequence[T
     return own[key][index]
 
 
-def _lent(key: Hashable, values: Values, _: Values) -> Any:
+def _lent(key: Hashable, values: Values, _: Values) -> object:
     """A value of a region that ran again."""
     return values[key]
 
@@ -238,7 +239,7 @@ def _unpack(packed: Any) -> Tensor:
     return packed.get() if isinstance(packed, Dropped) else packed
 
 
-def _item(made: Any, which: int | None) -> Any:
+def _item(made: Any, which: int | None) -> object:
     """The result number `which`, of one tuple or of each rank's tuple."""
     if which is None:
         return made
@@ -278,7 +279,7 @@ def _drop(
     return True
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> object:
     if isinstance(value, Tensor):
         return change(value)
     return type(value)(_mapped(v, change) for v in value) if isinstance(value, (list, tuple)) else value
@@ -351,7 +352,7 @@ class LoweredRegions(Generic[Key]):
             next(((k, self.key(node)) for k, region in enumerate(self.regions) if i in region.own), None),
         )
 
-    def _keep(self, k: int, region: Any, plan: Any) -> None:
+    def _keep(self, k: int, region: Region, plan: Plan) -> None:
         changed = {plan.program.buffers[name].name for name in plan.program.updates}
         wanted = set(region.inputs)
         for i in region.recompute_set:
@@ -496,7 +497,7 @@ class RegatheredWeights:
             memory = StorageWeakRef(tensor.untyped_storage())
             self._places.setdefault(memory.cdata, (memory, weight, index))
 
-    def _pack(self, x: Tensor) -> Any:
+    def _pack(self, x: Tensor) -> object:
         _, weight, index = self._places.get(storage_id(x.untyped_storage()), (None, None, 0))
         if weight is None:
             return x.detach()  # detached: the graph of an output would hold the output in a cycle

@@ -51,7 +51,7 @@ def differentiated_once(what: str, legal: str = _LEGAL) -> Callable[..., Any]:
         legal: the alternative.
     """
 
-    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(backward: Callable[..., Any]) -> Callable[..., object]:
         @functools.wraps(backward)
         def run(ctx: Any, *gradients: Any) -> Any:
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():

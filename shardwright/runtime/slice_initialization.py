@@ -65,7 +65,7 @@ __all__ = [
     "parts_of",
     "row_blocks",
     "truncates_by_place",
-    "words_of",
+    "words_drawn",
 ]
 
 # -- numbers of the generator
@@ -171,7 +171,7 @@ def jumped(state: Tensor, words: int) -> Tensor:
 # -- pieces ------------------------------------------------------------------------------------------------------------
 
 
-def words_of(fill: object, dtype: torch.dtype, numel: int) -> int:
+def words_drawn(fill: object, dtype: torch.dtype, numel: int) -> int:
     """The words that a fill of a contiguous tensor takes.
 
     Args:
@@ -222,14 +222,14 @@ class Numbers:
             into: flat memory of the whole, in which the pieces lie; elements beside them may get any values. None: a
                 piece has memory of its own.
         """
-        at, words, each = 0, words_of(fill, dtype, numel), _WORDS[dtype]
+        at, words, each = 0, words_drawn(fill, dtype, numel), _WORDS[dtype]
         for first, last in spans:
             begin, end = _span(fill, numel, first, last)
             self.pending += begin * each - at
             self.arrive()
             drawn = torch.empty(end - begin, dtype=dtype, device="cpu") if into is None else into[begin:end]
             fill(drawn, *args)
-            at = begin * each + (words_of(fill, dtype, end - begin) if end == numel else (end - begin) * each)
+            at = begin * each + (words_drawn(fill, dtype, end - begin) if end == numel else (end - begin) * each)
             yield drawn[first - begin : last - begin]
         self.pending += words - at
 
@@ -254,7 +254,7 @@ class Numbers:
             low, high: the bounds.
         """
         self.arrive()
-        start, words, each = torch.get_rng_state(), words_of(_NORMAL, dtype, numel), _WORDS[dtype]
+        start, words, each = torch.get_rng_state(), words_drawn(_NORMAL, dtype, numel), _WORDS[dtype]
         rounds: list[tuple[Tensor, int]] = []  # the generator's state in each, and the word of the fill that is next
         for first, last in spans:
             values, outside = torch.empty(last - first, dtype=dtype, device="cpu"), None
@@ -266,7 +266,7 @@ class Numbers:
                 self.pending = first * each - at
                 self.arrive()
                 drawn = _NORMAL(torch.empty_like(values), mean, std)
-                some = words_of(_NORMAL, dtype, last - first) if last == numel else (last - first) * each
+                some = words_drawn(_NORMAL, dtype, last - first) if last == numel else (last - first) * each
                 rounds[turn] = torch.get_rng_state(), first * each + some
                 values = drawn if outside is None else torch.where(outside, drawn, values)
                 outside = (values < low) | (values > high)

@@ -142,7 +142,7 @@ def code_written_late() -> Iterator[None]:
     """
     plain = torch.fx.GraphModule.recompile
 
-    def recompile(module: torch.fx.GraphModule) -> Any:
+    def recompile(module: torch.fx.GraphModule) -> object:
         if type(getattr(module.graph, "_codegen", None)) is not torch.fx.CodeGen:
             return plain(module)
 
@@ -266,7 +266,7 @@ def recurrent_states() -> Iterator[None]:
     """
     theirs: Any = getattr(version_lookup.lookup("torch._decomp.decompositions"), "one_layer_lstm", None)
 
-    def one_layer(*args: Any, **kwargs: Any) -> Any:
+    def one_layer(*args: Any, **kwargs: Any) -> object:
         out, states = theirs(*args, **kwargs)
         return out, tuple(x.squeeze(0) if x.dim() == 3 else x for x in states)
 

@@ -48,7 +48,7 @@ def overload_name(target: Any) -> str:
     return name or ""
 
 
-def overload_of(custom_op: object) -> Any:
+def overload_of(custom_op: object) -> object:
     """The overload of a function made with ``torch.library.custom_op``; None for anything else."""
     if isinstance(custom_op, version_lookup.name_of_torch("CustomOpDef")):
         return version_lookup.read_private(custom_op, "_opoverload", "a rule for a torch.library.custom_op")
@@ -65,7 +65,7 @@ def operators(*names: str) -> tuple[Any, ...]:
     return tuple(overload for overload in found if overload is not None)
 
 
-def torch_function(name: str) -> Any:
+def torch_function(name: str) -> object:
     """The function ``torch.NAME`` of torch's C++ part, without a Python layer; None if there is none."""
     return getattr(version_lookup.lookup("torch._C._VariableFunctions"), name, None)
 

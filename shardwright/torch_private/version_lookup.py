@@ -52,7 +52,7 @@ NAMES = {
     "top_saved_tensors_hooks": ("torch._C._autograd._top_saved_tensors_default_hooks", "recomputation inside hooks"),
 }
 #: The names of `NAMES` that were looked up.
-LOOKED_UP: dict[str, Any] = {}
+LOOKED_UP: dict[str, object] = {}
 
 
 def missing_error(path: str, feature: str) -> TorchVersionError:

@@ -19,7 +19,7 @@ from shardwright.runtime.slice_initialization import (
     jumped,
     row_blocks,
     truncates_by_place,
-    words_of,
+    words_drawn,
 )
 
 UNIFORM, NORMAL = torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default
@@ -82,7 +82,7 @@ def test_rows_are_those_of_the_whole(fill: Callable[..., torch.Tensor], dtype: t
             assert into is None or torch.equal(into[begin * width : end * width], part)
             numbers.arrive()
             assert torch.equal(torch.rand(5), after)
-    assert words_of(UNIFORM, torch.float64, 17) == 34
+    assert words_drawn(UNIFORM, torch.float64, 17) == 34
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)

@@ -46,7 +46,9 @@ import torch.distributed as dist
 
 from ...errors import RuntimeMismatchError
 from ...graph import Graph
-from ...partition.local_program import Decisions, PortableDecisions, graph_digest
+from ...partition.local_program import Decisions, LocalOp, PortableDecisions, graph_digest
+from ...pipeline.pipeline_plan import PipelinePlan
+from ...sharded_plan import Plan
 from .rank_messages import error_as_json, error_of, exchanged, from_first
 from .rank_positions import Seen, WaitPoint, explaining, position, spelled, waiting
 from .watchdog import Peers, peers
@@ -60,12 +62,12 @@ InputSignature = list[tuple[tuple[int, ...], str]]
 class Portable(Protocol):
     """A result that one rank hands to others: it has a form that `json_values` takes."""
 
-    def encode(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, object]:
         """The result's form."""
         ...
 
     @classmethod
-    def read(cls, encoded: dict[str, Any]) -> Any:
+    def read(cls, encoded: dict[str, object]) -> Any:
         """The result of the form."""
         ...
 
@@ -90,7 +92,7 @@ class _Statement:
     failed: str | None
     program: str | None = None
     settings: str = ""
-    started: dict[str, Any] = field(default_factory=dict)
+    started: dict[str, object] = field(default_factory=dict)
     seed: tuple[int, int, str] | None = None
     data: str = ""
 
@@ -178,10 +180,10 @@ class Agreement:
 
     def agree(
         self,
-        plan: Any,
-        started: dict[str, Any],
+        plan: Plan | PipelinePlan,
+        started: dict[str, object],
         seed: tuple[int, int, str] | None = None,
-        settings: Any = None,
+        settings: object = None,
         data: str = "",
     ) -> list[str]:
         """Check, before anything runs, that all ranks have made the same plan from the same parameters.
@@ -468,7 +470,7 @@ def begin_refused(mode: str, error: Exception) -> None:
         Agreement(mode, []).missed(error)
 
 
-def counted(plan: Any) -> Callable[[], None] | None:
+def counted(plan: Plan | PipelinePlan) -> Callable[[], None] | None:
     """The function that begins each call of a program that all ranks have just planned; None where ranks are not
     watched."""
     steps = _steps()
@@ -476,15 +478,14 @@ def counted(plan: Any) -> Callable[[], None] | None:
         return None
     number = steps.made()
     what = f"program {number} ({_call_text(plan)})"
-    stages = [stage.plan for stage in plan.stages] if hasattr(plan, "stages") else []
     talks = (
-        bool(stages)
+        isinstance(plan, PipelinePlan)
         or plan.own is not None
-        or any(getattr(i, "forward", None) is not None and i.forward.collectives for i in plan.program.instructions)
+        or any(not isinstance(i, LocalOp) and i.forward.collectives for i in plan.program.instructions)
     )
     return lambda: steps.begin(number, what, talks)
 
 
-def _call_text(plan: Any) -> str:
+def _call_text(plan: Plan | PipelinePlan) -> str:
     signature = ", ".join(f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in plan.graph.inputs)
     return f"plan {plan.fingerprint} of inputs {signature}"

@@ -268,7 +268,7 @@ def summed(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def _options(kind: Any) -> dict[str, Any]:
+def _options(kind: Any) -> dict[str, object]:
     """Reduction -> the options of a process group's method."""
     out = {}
     for name, reduction in _REDUCTIONS.items():

@@ -156,7 +156,7 @@ class _State(dict[str, object]):
             self[name] = default
         return self[name]
 
-    def _as_stored(self, name: str, value: Any) -> Any:
+    def _as_stored(self, name: str, value: object) -> object:
         """A tensor as a DTensor, that of a slice's shape as one that lies as the parameter does."""
         p = self._parameter
         if isinstance(value, DTensor):

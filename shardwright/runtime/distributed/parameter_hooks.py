@@ -167,7 +167,7 @@ class _Exchange:
         for each in self._references(value):
             self.within(each, depth + 1)
 
-    def _references(self, value: Any) -> Iterator[Any]:
+    def _references(self, value: Any) -> Iterator[object]:
         """The objects that an object refers to; old ones among the references are exchanged on the way."""
         if isinstance(value, functools.partial):
             func, args, kwargs = value.func, value.args, value.keywords

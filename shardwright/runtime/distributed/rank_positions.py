@@ -167,7 +167,7 @@ class MeasuredStep(NamedTuple):
     """
 
     read: Callable[[], StepTimes]
-    ready: Any = None
+    ready: object = None
 
 
 class WaitTimes(ABC):
@@ -489,7 +489,7 @@ class Seen:
     seconds: float
     line: str
 
-    def encode(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, object]:
         """The position as a JSON document."""
         return asdict(self)
 

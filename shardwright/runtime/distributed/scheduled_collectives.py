@@ -411,7 +411,8 @@ class SplitSteps:
 #: A collective of each kind on a library, under way: (step, its geometry, rank, process groups) -> a function from the
 #: flat pieces to what is received, and the work.
 BEGINNINGS: dict[
-    CollectiveKind, Callable[[RedistributionStep, Geometry, int, ProcessGroups], Callable[[Tensor], tuple[Tensor, Any]]]
+    CollectiveKind,
+    Callable[[RedistributionStep, Geometry, int, ProcessGroups], Callable[[Tensor], tuple[Tensor, object]]],
 ] = {
     CollectiveKind.ALL_REDUCE: lambda step, geometry, rank, groups: partial(
         begin_reduce, groups.seen(step.digits), reduction=step.reduction
@@ -429,7 +430,7 @@ BEGINNINGS: dict[
 
 def _beginning_permute(
     group: Group, sizes: tuple[tuple[int, ...], tuple[int, ...]]
-) -> Callable[[Tensor], tuple[Tensor, Any]]:
+) -> Callable[[Tensor], tuple[Tensor, object]]:
     return lambda x: begin_exchange(group, x, *sizes)
 
 
@@ -679,13 +680,13 @@ def _chain(gather: torch.fx.Node) -> set[torch.fx.Node] | None:
     return chain
 
 
-def _moves(target: Any) -> bool:
+def _moves(target: object) -> bool:
     """True for an operator that moves or casts elements: a view, a copy, a concatenation."""
     return isinstance(target, OpOverload) and (target.is_view or target.overloadpacket.__name__ in _MOVES)
 
 
 @cache
-def options_ahead() -> dict[str, Any]:
+def options_ahead() -> dict[str, object]:
     """The options of inductor with which gathers travel ahead. Its own search for less memory would bring them back."""
     from ...torch_private import CustomGraphPass  # noqa: PLC0415  loads the compiler
 

@@ -63,7 +63,7 @@ CONNECT_EVERY = 0.1
 GRACE = 4.0
 
 #: The peers of the default process group, with its store: at most one.
-_made: list[tuple[Any, Peers]] = []
+_made: list[tuple[dist.Store, Peers]] = []
 
 
 def peers() -> Peers | None:
@@ -114,8 +114,8 @@ class Peers:
     def __init__(self, store: Any, rank: int, world: int, patience: float, look: float) -> None:
         self.rank, self.world, self.patience, self.look = rank, world, patience, look
         self.verdict: ShardwrightError | None = None
-        self.looks: list[Callable[[Any], None]] = []
-        self.listeners: list[Callable[[Any], None]] = []
+        self.looks: list[Callable[[dist.Store], None]] = []
+        self.listeners: list[Callable[[dist.Store], None]] = []
         # One connection a thread: a request that waits occupies its connection.
         self.store = dist.PrefixStore("shardwright/watch", store.clone())
         self._thread_store = dist.PrefixStore("shardwright/watch", store.clone())
@@ -141,11 +141,11 @@ class Peers:
         if self._thread is not threading.current_thread():
             self._thread.join(2 * LOOK_EVERY)
 
-    def raise_alarm(self, store: Any = None) -> int:
+    def raise_alarm(self, store: dist.Store | None = None) -> int:
         """Let all ranks look; return the number of the alarm."""
         return (store or self.store).add("alarm", 1)
 
-    def everyone(self, store: Any = None) -> dict[int, Seen]:
+    def everyone(self, store: dist.Store | None = None) -> dict[int, Seen]:
         """The present positions of all ranks, by rank, without ranks that do not answer within some looks."""
         store = store or self.store
         alarm, deadline = self.raise_alarm(store), time.monotonic() + (ANSWERS + 1) * self.look
@@ -163,7 +163,7 @@ class Peers:
             time.sleep(self.look / 4)
         return seen
 
-    def decide(self, error: ShardwrightError, store: Any = None) -> ShardwrightError:
+    def decide(self, error: ShardwrightError, store: dist.Store | None = None) -> ShardwrightError:
         """End the run on all ranks with an error; return the error that ends it, which is another rank's where that was
         first."""
         store = store or self.store
@@ -201,7 +201,7 @@ class Peers:
                 raise self.verdict
             pause = min(2 * pause, max(self.look, self.patience / 8))
 
-    def _linger(self, store: Any) -> None:
+    def _linger(self, store: dist.Store) -> None:
         """Wait until all ranks have heard the verdict, for some looks at most: once a rank ends, collectives break, and
         with rank 0 the store may go."""
         deadline = time.monotonic() + (ANSWERS + 1 + (self.rank == 0)) * self.look

@@ -116,7 +116,7 @@ class LocalExecutor:
         self._terms: dict[Node, RankShape] = {}
         self._gradients: dict[Node, Layout] = {}
         self._ways: dict[Node, _Ways] = {}
-        self._calls: dict[Any, Callable[[Sequence[Any]], Any]] = {}  # form of a call -> its step
+        self._calls: dict[Any, Callable[[Sequence[Any]], object]] = {}  # form of a call -> its step
         for node in nodes[:-1]:
             self._lay(node)
         # These redistributions only sum the gradients of a value that is stored once: its consumer sums them already.
@@ -289,7 +289,7 @@ class LocalExecutor:
 
     # -- the step of each node --
 
-    def _saving(self, node: Node, step: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def _saving(self, node: Node, step: Callable[[list[Any]], Any]) -> Callable[[list[Any]], object]:
         """A node's step with its part in recomputation: the values to keep and to drop. The call's regions are last in
         `env`."""
         reads, saver = self._regions.reads.get(node, ()), self._regions.savers.get(node)
@@ -323,7 +323,7 @@ class LocalExecutor:
         call = Call(node, self.axes, self._rank_shapes, self._terms, self._gradients)
         return _on_slots(self._shared(call), [slots[a] for a in call.operands])
 
-    def _shared(self, call: Call) -> Callable[[Sequence[Any]], Any]:
+    def _shared(self, call: Call) -> Callable[[Sequence[Any]], object]:
         """The step of a call: one for all calls of its form, since the layers of a model are often equal."""
         if not call.out:  # a plain call, which is made sooner than found
             return call.step()
@@ -336,7 +336,7 @@ class LocalExecutor:
             known = self._calls[form] = call.step()
         return known
 
-    def _move(self, node: Node) -> Callable[[list[Any]], Any]:
+    def _move(self, node: Node) -> Callable[[list[Any]], object]:
         instruction: Redistribute = node.meta["instruction"]
         source, ways = self._slots[operand(node)], self._ways[node]
         forward, backward = (ways.convert,), (ways.transpose,)
@@ -351,7 +351,7 @@ class LocalExecutor:
 
     def _gathering(
         self, instruction: Redistribute, source: int, ways: _Ways, run: Callable[[list[Any]], Any]
-    ) -> Callable[[list[Any]], Any]:
+    ) -> Callable[[list[Any]], object]:
         """The redistribution of a weight whose gathered value is not kept for the backward."""
         name = instruction.source.value.name
 
@@ -375,7 +375,7 @@ class LocalExecutor:
         )
 
 
-def _on_slots(step: Callable[[Sequence[Any]], object], slots: Sequence[int]) -> Callable[[list[Any]], Any]:
+def _on_slots(step: Callable[[Sequence[Any]], object], slots: Sequence[int]) -> Callable[[list[Any]], object]:
     """The function ``env -> value`` of a step on the values in these slots."""
     if len(slots) == 1:
         (slot,) = slots

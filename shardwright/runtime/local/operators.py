@@ -3,7 +3,7 @@
 The first way that fits is taken:
 
 1. The value is the same on all ranks: the plain call.
-2. A matrix product: `products`.
+2. A matrix product: `matrix_products`.
 3. Elementwise: the plain call, since axes of size 1 broadcast as dims do.
 4. Dims or a shape are among the arguments: the call with the axes as more dims, where a rule keeps these apart
    (`leading`).
@@ -44,7 +44,7 @@ from ...rules.registry import POINTWISE
 from ...torch_private import OpOverload, overload_name, schema_of, torch_function
 from ..lowering import Node
 from ..profile_ranges import named_when_profiled, profiling, rank_text
-from .products import product
+from .matrix_products import product
 from .shards import Axes, RankShape, check_replicas, union
 
 __all__ = ["Call", "leading", "plain_function", "told_of_dims"]

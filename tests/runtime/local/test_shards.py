@@ -17,8 +17,8 @@ from shardwright.errors import LayoutError
 from shardwright.graph import Op, Value
 from shardwright.layout import Digit, Layout, overlap
 from shardwright.redistribution import redistribution, transpose
+from shardwright.runtime.local.matrix_products import product
 from shardwright.runtime.local.operators import SameOnAllRanks, leading, plain_function
-from shardwright.runtime.local.products import product
 from shardwright.runtime.local.shards import Axes, ReplicasDiffer, convert_shards, converting, union
 from shardwright.runtime.lowering import Node
 

@@ -38,7 +38,7 @@ __all__ = ["assigned", "attribute_of_net", "deleted", "signed_as_net"]
 _ON_ALL, _ON_FIRST = frozenset({"generate"}), frozenset({"save_pretrained", "push_to_hub"})
 
 
-def attribute_of_net(model: SettingMethods, name: str) -> Any:
+def attribute_of_net(model: SettingMethods, name: str) -> object:
     """An attribute of the wrapped model. ``generate`` runs under `whole` on every rank; ``save_pretrained`` and
     ``push_to_hub`` run under `whole` on rank 0, and the other ranks wait for it.
 

@@ -20,7 +20,7 @@ from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram
 from .call_planning import CallPlanning
 
-__all__ = ["KeptPrograms", "RecaptureWarning"]
+__all__ = ["ProgramCache", "RecaptureWarning"]
 
 
 class RecaptureWarning(UserWarning):
@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"(.*) was (?:-?[\d.]+(?:e[-+]?\d+)?|-?inf|nan) and is (?:-
 ADVISED = 3
 
 
-class KeptPrograms(CallPlanning):
+class ProgramCache(CallPlanning):
     """The programs of a wrapped model, as a base class: `AutoParallel` has the attributes that are read here."""
 
     def _found(self, feed: tuple[object, ...]) -> StepProgram | PipelineProgram | None:
