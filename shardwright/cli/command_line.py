@@ -111,15 +111,27 @@ class Parser(argparse.ArgumentParser):
 
     def options_near(self, word: str) -> str:
         """The option that a word such as ``--parallel_mode`` may stand for, or all options, as a sentence."""
-        options = [name for action in self.arguments for name in action.option_strings if name.startswith("--")]
-        near = difflib.get_close_matches(word.partition("=")[0], options, 1, 0.55)
-        return (f"did you mean {near[0]}? " if near else "") + f"the options are {', '.join(options)}"
+        near = self.option_near(word)
+        return (f"did you mean {near}? " if near else "") + f"the options are {', '.join(self._options())}"
+
+    def option_near(self, word: str) -> str:
+        """The option that a word such as ``--parallel_mode`` may stand for; "": none."""
+        return "".join(difflib.get_close_matches(word.partition("=")[0], self._options(), 1, 0.55))
+
+    def _options(self) -> list[str]:
+        return [name for action in self.arguments for name in action.option_strings if name.startswith("--")]
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2 and one line."""
         unknown = re.match(r"unrecognized arguments: (--\S+)", message)
         if unknown:
             message += f"; {self.options_near(unknown[1])}"
+        misspelt = re.match(r"argument command: invalid choice: '([^']*)'", message)
+        if misspelt:
+            near = difflib.get_close_matches(misspelt[1], self.commands, 1)
+            known = ", ".join(self.commands)
+            message = f"there is no command {misspelt[1]!r}; " + (f"did you mean {near[0]}? " if near else "")
+            message += f"the commands are {known}"
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 

@@ -64,6 +64,11 @@ __all__ = [
 ]
 
 
+#: The end of the help of commands whose target is a script.
+BEHIND = (
+    "Options may stand behind the target too; what is none of them, and all that stands behind --, is the script's."
+)
+
 #: The exit codes of ``plan diff``.
 EQUAL, DIFFERENT, FAILED = 0, 1, 2
 
@@ -80,8 +85,7 @@ def add_plan_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
         usage="%(prog)s [options] script.py [script arguments]\n"
         "       %(prog)s [options] module:function | file.py:function\n"
         "       %(prog)s diff a.json b.json",
-        epilog="Options may stand behind the target too; what is none of them, and all that stands behind --, is the "
-        "script's.",
+        epilog=BEHIND,
         examples=(
             (
                 "shardwright plan train.py --devices 64 --cluster h100x8x8",
@@ -101,13 +105,14 @@ def add_plan_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
         "arguments that returns the keyword arguments of shardwright.plan as a dict, or "
         "(net, inputs, targets, loss_fn); or diff",
     )
-    parser.add_argument(
+    rest = parser.add_argument(
         "script_args",
         nargs=argparse.REMAINDER,
         metavar="...",
         completes="file",
         help="the script's arguments; with diff, the two plans",
     )
+    rest.required = False  # otherwise argparse names it beside a missing target, though it may be empty
     parser.set_defaults(func=plan, parser=parser)
 
 
@@ -206,6 +211,14 @@ def _with_options_behind(arguments: argparse.Namespace, add_options: Callable[[a
     if unknown is not None and ":" in arguments.target:  # a function, which takes no arguments
         legal = arguments.parser.options_near(unknown)
         raise Nothing(f"{arguments.target} takes no arguments, but got {' '.join(rest)}; {legal}")
+    for word in rest:
+        near = arguments.parser.option_near(word) if word.startswith("--") and arguments.target != "diff" else ""
+        if near:
+            print(
+                f"{arguments.parser.prog}: {word} is for {arguments.target}; that of this command is {near}. Behind -- "
+                "all words are the script's.",
+                file=sys.stderr,
+            )
     arguments.script_args = rest + script_args[end + 1 :]
 
 
@@ -544,6 +557,7 @@ def add_verify_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         "or sends nothing, the report says that nothing was proved.",
         usage="%(prog)s [options] script.py [script arguments]\n"
         "       %(prog)s [options] module:function | file.py:function",
+        epilog=BEHIND,
         examples=(
             ("shardwright verify --devices 8 train.py", "the script's model under its plan, beside one device"),
             ("shardwright verify --devices 4 --cut model.py:build", "a function's model, cut wherever it can be"),
@@ -557,9 +571,10 @@ def add_verify_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         "arguments that returns the keyword arguments of shardwright.verify as a dict, "
         "or (net, inputs, targets, loss_fn)",
     )
-    parser.add_argument(
+    rest = parser.add_argument(
         "script_args", nargs=argparse.REMAINDER, metavar="...", completes="file", help="the script's arguments"
     )
+    rest.required = False  # otherwise argparse names it beside a missing target, though it may be empty
     parser.set_defaults(func=verify, parser=parser)
 
 
@@ -578,8 +593,7 @@ def _add_verify_options(parser: argparse.ArgumentParser) -> None:
 def verify(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code. Errors of the script or function itself are raised as they are."""
     try:
-        if not os.path.isfile(arguments.target):  # behind a script stand its own
-            _with_options_behind(arguments, _add_verify_options)
+        _with_options_behind(arguments, _add_verify_options)
         if os.path.isfile(arguments.target):
             report = verify_script(
                 arguments.target, arguments.script_args, arguments.devices, arguments.steps, arguments.cut

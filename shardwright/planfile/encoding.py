@@ -354,7 +354,8 @@ def _target_of(encoded: Any, name: str, source: str | None) -> object:
             f"there is no operator {encoded} in this process",
             operator=name,
             source=source,
-            legal="import what registers it (torch.library.custom_op, sw.rule) before the plan is read",
+            legal="import what registers it (torch.library.custom_op, sw.rule) before the plan is read; a command "
+            "takes --import MODULE",
         )
     return found
 

@@ -298,13 +298,13 @@ def cheapest_of_modes(
         dearer = plan is not None and made.cost >= plan.cost * (1 - 1e-9)
         if dearer or (memory is not None and made.unscheduled.peak > memory):
             continue
-        text = f"{TAKEN}{mode}, {made.cost * 1e6:.4g} µs a step: the search found "
-        text += f"nothing below {plan.cost * 1e6:.4g} µs" if plan is not None else "none that fits in the memory"
+        text = f"{TAKEN}{mode}, {made.cost * 1e6:.4g} us a step: the search found "
+        text += f"nothing below {plan.cost * 1e6:.4g} us" if plan is not None else "none that fits in the memory"
         known = SearchResult(made.cost, None, len(other.decisions), 0) if best is None else best.found
         assert known is not None
         bound = known.bound
         if bound is not None and made.cost < bound * (1 - 1e-9):
-            text += f", and proved {bound * 1e6:.4g} µs of its own plans alone: nothing is proved of others"
+            text += f", and proved {bound * 1e6:.4g} us of its own plans alone: nothing is proved of others"
             bound = None
         found = replace(
             known,

@@ -104,8 +104,8 @@ def sharding_propagation(problem: PlanningProblem) -> Decisions:
     ours, theirs = price(decisions), price(along)
     if theirs < ours:
         reason = (
-            f"no operator follows a mark: that would take {ours * 1e6:.4g} µs a step, along the batch it takes "
-            f"{theirs * 1e6:.4g} µs"
+            f"no operator follows a mark: that would take {ours * 1e6:.4g} us a step, along the batch it takes "
+            f"{theirs * 1e6:.4g} us"
         )
         marked = next((decision for decision in along.values() if _marked(decision.op)), None)
         if marked is not None:
@@ -325,7 +325,7 @@ class _Prices:
             (self.price(node, s) for s, strategy in enumerate(options) if strategy.assignment == assignment),
             default=float("inf"),
         )
-        return f"{seconds * 1e6:.4g} µs" if seconds < float("inf") else "which its other users do not allow"
+        return f"{seconds * 1e6:.4g} us" if seconds < float("inf") else "which its other users do not allow"
 
     def price(self, node: int, state: int) -> float:
         total = float(self.found.problem.costs[node][state])

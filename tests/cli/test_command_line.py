@@ -146,6 +146,19 @@ def test_help_of_plan_diff(capsys: pytest.CaptureFixture) -> None:
     assert ended.value.code == 0 and "shardwright plan diff plan.json" in capsys.readouterr().out
 
 
+def test_a_misspelt_command(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["explian", "plan.json"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert error.startswith(
+        "shardwright: error: there is no command 'explian'; did you mean explain? the commands are "
+    )
+    with pytest.raises(SystemExit):
+        main.main(["checkpoint", "inf", "runs"])
+    assert "did you mean info? the commands are info, verify, merge, transform (see" in capsys.readouterr().err
+
+
 # -- completion --------------------------------------------------------------------------------------------------------
 
 

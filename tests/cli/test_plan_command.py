@@ -226,6 +226,13 @@ def test_options_behind_the_target(tmp_path: Path, capsys: pytest.CaptureFixture
     assert command("--devices", 2, script, *words) == 0
     assert "['--lr', '3', 'x', '--mode', 'fast']" in capsys.readouterr().out
     assert sw.Plan.load("b.json").devices == 8
+    assert command(script, "--devices", 8, "--parallel_mode", "data_parallel") == 0
+    shown = capsys.readouterr()
+    assert "['--parallel_mode', 'data_parallel']" in shown.out
+    assert f"plan: --parallel_mode is for {script}; that of this command is --mode. " in shown.err
+    assert (
+        command(script, "--devices", 8, "--", "--parallel_mode", "x") == 0 and "is for" not in capsys.readouterr().err
+    )
     assert command(script, "--devices", "none") == 2
     assert "not a number from 1" in capsys.readouterr().err
 
@@ -295,7 +302,7 @@ def test_what_has_no_weights() -> None:
         (("--output", "/nowhere/plan.json", "x:f"), "no folder /nowhere"),
         (("--output", "/", "x:f"), "is a folder"),
         (("--import", "no.where", "x:f"), "no such module: no.where"),
-        ((), "target"),
+        ((), "arguments are required: target ("),
     ],
 )
 def test_nothing_to_plan(words: tuple, message: str, capsys: pytest.CaptureFixture) -> None:

@@ -510,6 +510,14 @@ def test_the_other_examples(monkeypatch, capsys, name):
     assert capsys.readouterr().out.startswith("ok: semi_auto on 8 devices")
 
 
+def test_options_behind_a_script(monkeypatch, capsys):
+    """They are the command's, as those of shardwright plan; what stands behind -- is the script's."""
+    words = ("--batch_size", "16", "--steps", "1", "--", "--dtype", "float64")
+    assert command(monkeypatch, str(EXAMPLES / "operator_objects.py"), *words) == 0
+    out = capsys.readouterr().out
+    assert "against one device, 1 step\n" in out and "float64" in out
+
+
 MODEL = """
 import torch, torch.nn as nn, shardwright as sw
 
