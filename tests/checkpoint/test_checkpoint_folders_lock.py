@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ranks import PATIENCE
 from torch import nn
 
 import shardwright as sw
@@ -102,35 +104,46 @@ def test_a_process_that_is_another_one_of_the_same_number_is_dead(tmp_path) -> N
         assert mine(tmp_path)
 
 
+class Clock:
+    """The clock of the saves and of the file's server, which goes on while a save sleeps. Where it `beats`, the lock's
+    holder touches the lock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, lock: Path, beats: bool = False) -> None:
+        self.now, self.touched, self.lock, self.beats = 0.0, 0.0, lock, beats
+        self.begin = float(int(os.stat(lock).st_mtime))
+        os.utime(lock, (self.begin, self.begin))
+        monkeypatch.setattr(checkpoint_folders, "_now", lambda folder: self.begin + self.now)
+        own = {"monotonic": lambda: self.now, "sleep": self.sleep}
+        monkeypatch.setattr(checkpoint_folders, "time", SimpleNamespace(**vars(time) | own))
+
+    def sleep(self, seconds: float) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.01)
+            return
+        self.now += seconds
+        if self.beats and self.now >= self.touched + checkpoint_folders.BEAT:
+            self.touched = self.now
+            os.utime(self.lock, (self.begin + self.now,) * 2)
+
+
 @pytest.mark.parametrize("words", [b"", b"{", b"[]", b"[" * 4000, b'{"pid": "x"}'])
 def test_a_lock_that_cannot_be_read_goes_by_its_age(tmp_path, words, monkeypatch) -> None:
-    monkeypatch.setattr(checkpoint_folders, "BEAT", 0.2)
-    monkeypatch.setattr(checkpoint_folders, "SILENCE", 0.4)
     (tmp_path / LOCK).write_bytes(words)
+    clock = Clock(monkeypatch, tmp_path / LOCK)
     hold(tmp_path, model := nn.Linear(1, 1))
-    assert mine(tmp_path) and model is not None
+    assert mine(tmp_path) and model is not None and clock.now > checkpoint_folders.SILENCE
 
 
 def test_a_lock_of_another_host_is_good_as_long_as_it_is_touched(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(checkpoint_folders, "BEAT", 0.3)
-    monkeypatch.setattr(checkpoint_folders, "SILENCE", 1.0)
-    monkeypatch.setattr(checkpoint_folders, "_beating", [])  # a thread that beats faster
-    lock, stop = written(tmp_path), threading.Event()
-
-    def beats() -> None:
-        while not stop.wait(0.1):
-            os.utime(lock)
-
-    thread = threading.Thread(target=beats)
-    thread.start()
-    try:
-        with pytest.raises(sw.CheckpointError, match="process 4711 on the host gpu3 saves into this folder since 2026"):
-            hold(tmp_path, nn.Linear(1, 1))
-    finally:
-        stop.set()
-        thread.join()
-    hold(tmp_path, model := nn.Linear(1, 1))  # after a second of silence
+    monkeypatch.setattr(checkpoint_folders, "_beating", [])  # a thread that has this clock
+    lock = written(tmp_path)
+    clock = Clock(monkeypatch, lock, beats=True)
+    with pytest.raises(sw.CheckpointError, match="process 4711 on the host gpu3 saves into this folder since 2026"):
+        hold(tmp_path, nn.Linear(1, 1))
+    clock.beats, heard = False, clock.now
+    hold(tmp_path, model := nn.Linear(1, 1))
     assert mine(tmp_path) and model is not None
+    assert clock.now > heard + checkpoint_folders.SILENCE - checkpoint_folders.BEAT
     before = os.stat(lock).st_mtime_ns
     deadline = time.monotonic() + 60
     while os.stat(lock).st_mtime_ns == before:  # and so does this one, for others
@@ -140,14 +153,11 @@ def test_a_lock_of_another_host_is_good_as_long_as_it_is_touched(tmp_path, monke
 
 def test_a_clock_that_runs_ahead_makes_no_lock_dead(tmp_path, monkeypatch) -> None:
     """The age is the difference of two times of the file's server; this host's own clock is not asked."""
-    monkeypatch.setattr(checkpoint_folders, "BEAT", 0.2)
     lock = written(tmp_path)
+    Clock(monkeypatch, lock, beats=True)
     monkeypatch.setattr(time, "time", lambda: 1e12)
-    timer = threading.Timer(0.2, lambda: os.utime(lock))
-    timer.start()
     with pytest.raises(sw.CheckpointError, match="gpu3"):
         hold(tmp_path, nn.Linear(1, 1))
-    timer.join()
 
 
 def test_a_holder_that_was_taken_for_dead_is_refused(tmp_path, another) -> None:
@@ -219,7 +229,7 @@ def test_of_several_runs_that_find_a_dead_ones_lock_one_gets_the_folder(tmp_path
     processes = [FORK.Process(target=run, args=(rounds, start, answers), daemon=True) for _ in range(runs)]
     for process in processes:
         process.start()
-    got = [answers.get(timeout=120) for _ in range(runs * rounds)]
+    got = [answers.get(timeout=PATIENCE) for _ in range(runs * rounds)]
     for process in processes:
         process.join(60)
     assert [sum(won for number, won in got if number == n) for n in range(rounds)] == [1] * rounds

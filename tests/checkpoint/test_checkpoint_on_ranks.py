@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_runs import CROSS_ENTROPY, PLANS, Net, adamw, alike, batch, marked, sgd, train, unlocked
-from ranks import run_ranks, run_scenarios
+from ranks import PATIENCE, run_ranks, run_scenarios
 from small_networks import D, draw
 from torch import Tensor, nn
 
@@ -154,7 +154,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             assert again.wait() == path / "step-00000004"
             opens, complete = threading.Event(), copies.HostCopies.complete
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(copies.HostCopies, "complete", lambda made: (opens.wait(30), complete(made))[1])
+                patch.setattr(copies.HostCopies, "complete", lambda made: (opens.wait(PATIENCE), complete(made))[1])
                 held = sw.save_checkpoint(model, optimizer, path, step=5, integrated_save=whole, asynchronous=True)
                 if rank in (1, 2):  # slices of one tensor
                     optimizer.state[model.get_parameter("layers.1.weight")]["momentum_buffer"].mul_(1)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def test_a_background_save_has_the_values_of_the_call(
 ) -> None:
     model, optimizer = trained()
     gate, write = threading.Event(), writer.SaveJob.write
-    monkeypatch.setattr(writer.SaveJob, "write", lambda job: (gate.wait(30), write(job))[1])
+    monkeypatch.setattr(writer.SaveJob, "write", lambda job: (gate.wait(PATIENCE), write(job))[1])
     before = {n: t.clone() for n, t in model.state_dict().items()}
     held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, integrated_save=whole, asynchronous=True)
     train(model, optimizer, 1, 2)
@@ -46,7 +47,7 @@ def test_a_background_save_has_the_values_of_the_call(
 def test_a_relative_path_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained()
     gate, write = threading.Event(), writer.SaveJob.write
-    monkeypatch.setattr(writer.SaveJob, "write", lambda job: (gate.wait(30), write(job))[1])
+    monkeypatch.setattr(writer.SaveJob, "write", lambda job: (gate.wait(PATIENCE), write(job))[1])
     monkeypatch.chdir(tmp_path)
     held = sw.save_checkpoint(model, optimizer, "run", step=1, asynchronous=True)
     monkeypatch.chdir("/")
@@ -58,7 +59,7 @@ def test_a_relative_path_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """An event for which a save's thread waits before it copies the optimizer's state."""
     opens, complete = threading.Event(), save.HostCopies.complete
-    monkeypatch.setattr(save.HostCopies, "complete", lambda made: (opens.wait(30), complete(made))[1])
+    monkeypatch.setattr(save.HostCopies, "complete", lambda made: (opens.wait(PATIENCE), complete(made))[1])
     return opens
 
 
@@ -78,29 +79,36 @@ def test_an_optimizer_steps_once_its_state_is_copied(tmp_path: Path, gate: threa
 
 
 def test_a_step_waits_for_a_copy_that_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, opens, versions = threading.Event(), threading.Event(), save._versions
+    begun, opens, waits, versions = threading.Event(), threading.Event(), threading.Event(), save._versions
+
+    class Copied(threading.Event):
+        """The event of complete copies, which says that the thread of the steps waits for it."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            if threading.current_thread() is stepping:
+                waits.set()
+            return super().wait(timeout)
 
     def slow(tensors: Any) -> Any:
         if threading.current_thread().name == "checkpoint of step 1":
             begun.set()
-            opens.wait(600)
+            opens.wait(PATIENCE)
         return versions(tensors)
 
     monkeypatch.setattr(save, "_versions", slow)
+    monkeypatch.setattr(save, "threading", SimpleNamespace(**vars(threading) | {"Event": Copied}))
     model, optimizer = trained()
+    stepping = threading.Thread(target=train, args=(model, optimizer, 1, 2))
     before = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in model.named_parameters()}
     held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, asynchronous=True)
-    assert begun.wait(60)
-    stepping = threading.Thread(target=train, args=(model, optimizer, 1, 2))
+    assert begun.wait(PATIENCE)
     stepping.start()
-    while stepping.is_alive() and not any(p.grad is not None for p in model.parameters()):
+    while stepping.is_alive() and not waits.is_set():
         time.sleep(0.01)
-    stepping.join(0.5)
-    assert stepping.is_alive() and any(p.grad is not None for p in model.parameters()), (
-        "the step waits, its backward does not"
-    )
+    waiting = stepping.is_alive() and any(p.grad is not None for p in model.parameters())
     opens.set()
     stepping.join()
+    assert waiting, "the step waits, its backward does not"
     stored = StoredTensors(held.wait())
     assert all(torch.equal(stored.read(f"optimizer.{n}.momentum_buffer"), t) for n, t in before.items())
 
@@ -248,19 +256,22 @@ def test_what_goes_wrong_in_the_background_is_told_once(tmp_path: Path, monkeypa
 @pytest.mark.long
 def test_the_end_of_the_interpreter_waits_for_it(tmp_path: Path) -> None:
     script = (
-        "import sys, threading, time, torch, shardwright as sw\n"
+        "import atexit, sys, threading, time, torch, shardwright as sw\n"
         "from shardwright.checkpoint import writer\n"
         "write, began = writer.SaveJob.write, threading.Event()\n"
-        "writer.SaveJob.write = lambda job: (began.set(), time.sleep(0.5), write(job))\n"
-        "sw.save_checkpoint(torch.nn.Linear(2, 2), path=sys.argv[1], step=1, asynchronous=True)\n"
+        "writer.SaveJob.write = lambda job: ("
+        "began.set(), threading.main_thread().join(), time.sleep(0.5), write(job))\n"
+        "saving = sw.save_checkpoint(torch.nn.Linear(2, 2), path=sys.argv[1], step=1, asynchronous=True)\n"
         "began.wait()\n"
+        "atexit.register(lambda: print('written:', saving.done))\n"
         "writer.SaveJob.write = None\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE
     )
-    assert not done.returncode and manifest.verify(sw.latest_checkpoint(tmp_path)) == []
-    failed = script.replace("time.sleep(0.5)", "1 / 0").replace("writer.SaveJob.write = None\n", "")
+    assert not done.returncode and "written: True" in done.stdout
+    assert manifest.verify(sw.latest_checkpoint(tmp_path)) == []
+    failed = script.replace("threading.main_thread().join()", "1 / 0").replace("writer.SaveJob.write = None\n", "")
     done = subprocess.run(
         [sys.executable, "-c", failed, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE
     )

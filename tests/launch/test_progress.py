@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import PATIENCE
 
 import shardwright as sw
 from shardwright.launch import progress
@@ -187,7 +188,7 @@ def test_the_thread_shows_what_is_due(monkeypatch):
     token = progress._SHOWN.set(display)
     try:
         with Work("saving", 4, "tensors"):
-            assert written.wait(30)
+            assert written.wait(PATIENCE)
     finally:
         progress._SHOWN.reset(token)
     assert log.getvalue().startswith(f"{PREFIX}saving: 0 of 4 tensors; 0 s")

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launch_scripts import train
@@ -224,15 +225,19 @@ def test_the_first_to_give_up_names_the_missing_nodes_to_all():
 
 def test_a_node_that_is_no_longer_heard_of_ends_the_run(monkeypatch):
     """A lost host tells nobody: the others learn it from its silence, and who is not yet silent is not lost."""
-    monkeypatch.setattr(rendezvous, "SILENT", 0.6)
     three = nodes(3)
     at_once([node.next_rendezvous for node in three])
-    until = time.monotonic() + 1.5
-    while time.monotonic() < until:
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr(rendezvous, "time", clock)
+    for _ in range(5):
         assert [node.heard(now=True) for node in three] == [None] * 3
-        time.sleep(0.05)
-    lost = NodeFailure(2, 1, "nothing was heard of it for 1 s")
-    wait_until(lambda: [node.heard(now=True) for node in three[:2]] == [lost] * 2, "the loss of node 2")
+        now[0] += 0.6 * rendezvous.SILENT  # and so in sum more than that
+    for _ in range(2):
+        assert [node.heard(now=True) for node in three[:2]] == [None] * 2
+        now[0] += 0.6 * rendezvous.SILENT
+    lost = NodeFailure(2, 1, "nothing was heard of it for 20 s")
+    assert [node.heard(now=True) for node in three[:2]] == [lost] * 2
     assert three[2].heard(now=True) == lost  # should it live after all: its run is over
 
 

@@ -23,7 +23,7 @@ from shardwright.redistribution import (
     redistribution,
     transpose,
 )
-from shardwright.runtime.distributed import collectives
+from shardwright.runtime.distributed import collectives, scheduled_collectives
 from shardwright.runtime.distributed.collectives import bind
 from shardwright.runtime.distributed.process_groups import ProcessGroups
 from shardwright.runtime.local import shards
@@ -62,6 +62,11 @@ def one_step(kind):
         pytest.param(primitive_costs.LINES, list(CollectiveKind), id="seconds"),
         pytest.param(shards.EXECUTORS, STEPS, id="all ranks in one process"),
         pytest.param(collectives.EXECUTORS, STEPS, id="one rank of a process group"),
+        pytest.param(
+            scheduled_collectives.BEGINNINGS,
+            [kind for kind in STEPS if kind.travels_alone],
+            id="one rank, begun and waited for later",
+        ),
     ],
 )
 def test_each_kind_has_its_entry(table, kinds):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from work_clock import seconds_of_work
 
 from shardwright.errors import PlanError
 from shardwright.solver import cutting_planes, solve
@@ -17,7 +18,7 @@ from shardwright.solver.lagrangian import Ascent, Batched, PricedProblem
 from shardwright.solver.memory_rows import Rows, binding
 from shardwright.solver.milp import NoAssignmentError, milp, moments
 from shardwright.solver.presolve import consistent
-from shardwright.solver.problem import MemoryUsage, Problem
+from shardwright.solver.problem import MemoryUsage, Problem, Solution
 from shardwright.solver.solve import InfeasibleMemoryError, least_memory, solve_limited
 
 
@@ -117,6 +118,12 @@ def test_binding_moments_say_the_same_as_all(seed, tight, draw):
         )
 
 
+def within_seconds(problem: Problem) -> Solution:
+    """The answer of a search that is given seconds, which are counted in its work here."""
+    with seconds_of_work():
+        return solve_limited(problem, seconds=5)
+
+
 def test_moments_that_cannot_be_broken_are_no_rows():
     usages = (
         MemoryUsage(0, 0, 3, np.array([4.0, 1.0])),
@@ -126,9 +133,9 @@ def test_moments_that_cannot_be_broken_are_no_rows():
     problem = Problem((np.array([0.0, 3.0]), np.array([0.0, 5.0])), {(0, 1): np.zeros((2, 2))}, usages=usages, limit=7)
     _bound, times = binding(problem)
     assert times.tolist() == [2]
-    assert solve_limited(problem, seconds=5).states == (1, 0)
+    assert within_seconds(problem).states == (1, 0)
     assert binding(replace(problem, limit=8))[0].limit is None
-    assert solve_limited(replace(problem, limit=8), seconds=5).states == (0, 0)
+    assert within_seconds(replace(problem, limit=8)).states == (0, 0)
 
 
 def test_a_limit_of_nothing():
@@ -139,7 +146,7 @@ def test_a_limit_of_nothing():
         (MemoryUsage(0, 0, 3, np.array([4.0, 0.0])),),
         0.0,
     )
-    assert solve_limited(problem, seconds=5).states == (1, 0)
+    assert within_seconds(problem).states == (1, 0)
 
 
 @settings(max_examples=30, deadline=None)
@@ -265,10 +272,10 @@ def test_a_limit_that_one_moment_cannot_meet_names_it_and_the_least_limit():
         (np.array([0.0, 3.0]), np.array([0.0, 5.0])), {(0, 1): np.zeros((2, 2))}, ("one", "other"), usages, 29.0
     )
     with pytest.raises(InfeasibleMemoryError, match="limit of 29.*moment 2 .*other") as caught:
-        solve_limited(problem, seconds=5)
+        within_seconds(problem)
     assert caught.value.moments == (2,) and caught.value.enough == caught.value.least == 30
     assert "at least 30" in caught.value.legal
-    assert solve_limited(replace(problem, limit=30.0), seconds=5).cost == 8
+    assert within_seconds(replace(problem, limit=30.0)).cost == 8
 
 
 def test_moments_that_cannot_be_met_together():
@@ -277,7 +284,7 @@ def test_moments_that_cannot_be_met_together():
     either = np.array([[0.0, 0.0], [0.0, np.inf]])
     problem = Problem((np.zeros(2), np.zeros(2)), {(0, 1): either}, (), usages, 30.0)
     with pytest.raises(InfeasibleMemoryError, match="cannot be met at moment") as caught:
-        solve_limited(problem, seconds=5)
+        within_seconds(problem)
     assert 30 < caught.value.least <= caught.value.enough == 40 and len(caught.value.moments) == 1
 
 
@@ -286,7 +293,7 @@ def test_forbidden_whatever_the_memory_is_no_matter_of_memory():
         (np.zeros(1), np.zeros(1)), {(0, 1): np.full((1, 1), np.inf)}, (), (MemoryUsage(0, 0, 1, np.array([5.0])),), 3.0
     )
     with pytest.raises(PlanError) as caught:
-        solve_limited(problem, seconds=5)
+        within_seconds(problem)
     assert not isinstance(caught.value, InfeasibleMemoryError)
 
 

@@ -6,8 +6,10 @@ import contextlib
 import fcntl
 import os
 import re
+import select
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -219,23 +221,12 @@ def test_no_file_and_no_descriptor_is_left() -> None:
     assert left_of(made) == set()
 
 
-def failing(rank: int, world: int, how: str) -> tuple[str, float, str]:
+def failing(rank: int, world: int, how: str) -> list[str]:
     host = SameHost.of(dist.group.WORLD, world, rank, timedelta(seconds=2.5))
     host.gather(torch.ones(3))
-    begun = time.monotonic()
-    pid = os.fork() if how == "a child" and rank == 1 else -1  # which holds the files of its parent
-    if pid == 0:
-        time.sleep(20)
-        os._exit(0)
-    if rank == 1:
-        if how in ("killed", "a child"):
-            dist.barrier()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "silent":
-            time.sleep(6)
-            return "", 0.0, ""
-    elif how in ("killed", "a child"):
+    if how == "silent" and rank == 1:
         dist.barrier()
+        return ["", ""]
     calls: dict[int, Callable[[], Any]] = (
         {1: lambda: host.all_reduce(torch.ones(3), "sum")}
         if how == "another"
@@ -249,7 +240,9 @@ def failing(rank: int, world: int, how: str) -> tuple[str, float, str]:
             calls.get(rank, lambda: host.gather(torch.ones(3)))()
         except RuntimeError as error:
             said[k] = str(error)
-    return said[0], time.monotonic() - begun, said[1]
+    if how == "silent":
+        dist.barrier()  # rank 1 is silent, but not gone, until then
+    return said
 
 
 @pytest.mark.parametrize(
@@ -263,39 +256,76 @@ def failing(rank: int, world: int, how: str) -> tuple[str, float, str]:
 def test_ranks_that_do_not_come_or_come_for_something_else(how: str, message: str) -> None:
     results = run_ranks(failing, WORLD, how)
     assert re.search(message, results[0][0]), results
-    assert "has failed before" in results[0][2]  # what was written then is not taken for something else
+    assert "has failed before" in results[0][1]  # what was written then is not taken for something else
 
 
 @pytest.mark.parametrize("how", ["killed", "a child"])
-def test_the_end_of_a_rank_is_noticed(how: str) -> None:
-    with pytest.raises(RankFailed, match="rank 1 died with exit code -9|process of number 1 of the 4 ranks"):
-        run_ranks(told_of_death, WORLD, how)
+def test_the_end_of_a_rank_is_noticed(how: str, tmp_path: Path) -> None:
+    """By each of the others, and not by the end of their patience."""
+    held, gate = os.pipe()
+    try:
+        with pytest.raises(RankFailed, match="rank 1 died with exit code -9|process of number 1 of the 4 ranks"):
+            run_ranks(told_of_death, WORLD, how, tmp_path, held, gate)
+    finally:
+        os.close(held), os.close(gate)
+    for rank in (0, 2, 3):
+        said = (tmp_path / f"said_{rank}").read_text()
+        assert said == "the process of number 1 of the 4 ranks of a collective has ended"
 
 
-def told_of_death(rank: int, world: int, how: str) -> None:
-    said, seconds, _ = failing(rank, world, how)
-    assert "process of number 1 of the 4 ranks of a collective has ended" in said and seconds < 2.4, (said, seconds)
-    time.sleep(1)
-    raise RuntimeError(said)
+def told_of_death(rank: int, world: int, how: str, folder: Path, held: int, gate: int) -> None:
+    """Rank 1 dies; a child that it has left holds its files until the test has ended."""
+    host = SameHost.of(dist.group.WORLD, world, rank, WAIT)
+    host.gather(torch.ones(3))
+    if rank == 1 and how == "a child" and os.fork() == 0:
+        os.close(gate)
+        os.read(held, 1)
+        os._exit(0)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        host.gather(torch.ones(3))
+    except RuntimeError as error:
+        (folder / f"writes_{rank}").write_text(str(error))
+        (folder / f"writes_{rank}").rename(folder / f"said_{rank}")
+        until = time.monotonic() + 2 * WAIT.total_seconds()
+        while len(list(folder.glob("said_*"))) < world - 1 and time.monotonic() < until:
+            time.sleep(0.02)  # the first that fails ends the others
+        raise
 
 
-def interrupted(rank: int, world: int) -> list[int]:
-    """Signals that come while a rank waits are handled, and it waits on."""
-    host, handled = SameHost.of(dist.group.WORLD, world, rank, WAIT), []
-    signal.signal(signal.SIGALRM, lambda *a: handled.append(1))
+def interrupted(rank: int, world: int, held: int, gate: int) -> None:
+    """Signals that come while a rank waits are handled, and it waits on. Rank 0 comes when the others have handled five
+    each."""
+
+    def handle(number: int, frame: Any) -> None:
+        while frame is not None and frame.f_code is not shared_memory.HostMemory._sleep.__code__:
+            frame = frame.f_back
+        if frame is not None:
+            os.write(gate, bytes([rank]))
+
+    host = SameHost.of(dist.group.WORLD, world, rank, 2 * WAIT)
+    shared_memory._LOOK = WAIT.total_seconds()  # nothing else wakes it
+    signal.signal(signal.SIGALRM, handle)
     if rank:
         signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
     else:
-        time.sleep(1.0)
+        handled: Counter[int] = Counter()
+        while len(handled) < world - 1 or min(handled.values()) < 5:
+            assert select.select([held], [], [], WAIT.total_seconds())[0], f"signals that were handled: {handled}"
+            handled.update(os.read(held, 100))
     total = host.all_reduce(torch.ones(3), "sum")
     signal.setitimer(signal.ITIMER_REAL, 0)
     assert total[0] == world
-    return handled
 
 
 def test_signals_while_a_rank_waits() -> None:
-    results = run_ranks(interrupted, WORLD)
-    assert all(len(handled) >= 5 for handled in results[1:])
+    held, gate = os.pipe()
+    try:
+        run_ranks(interrupted, WORLD, held, gate)
+    finally:
+        os.close(held), os.close(gate)
 
 
 def first_to_end(rank: int, world: int) -> float:

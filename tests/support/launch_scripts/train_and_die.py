@@ -1,7 +1,6 @@
-"""Trains on all workers; worker 1 dies in the third step, and says no more than when."""
+"""Trains on all workers; worker 1 dies in the third step, without a word."""
 
 import os
-import time
 
 import torch
 from torch import nn
@@ -18,7 +17,6 @@ with sw.no_init_parameters():
 model = sw.AutoParallel(net, nn.CrossEntropyLoss()).dataset_strategy("full_batch")
 for step in range(1000):
     if runtime.rank == 1 and step == 2:
-        print(f"dies at {time.time()}", flush=True)
         os._exit(3)
     loss = model(torch.randn(12, 12), torch.arange(12) % 6)
     loss.backward()
