@@ -57,7 +57,7 @@ class SlicedParameter(DTensor):
     __slots__ = ()
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]  # torch's is an attribute
+    def data(self) -> Tensor:
         """The values without autograd, as of any tensor."""
         return self.detach()
 
@@ -77,7 +77,7 @@ class SlicedParameter(DTensor):
                 with_values(self, values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self.__class__ = DTensor  # whose copy is of its own class
+        self.__class__ = DTensor  # type: ignore[assignment]  # its copy is of its own class
         try:
             made = copy.deepcopy(self, memo)
         finally:

@@ -123,7 +123,7 @@ class ShardedState:
                 return whole.to(device)
             placements[old] = places(name, whole)
             made = successors[old] = nn.Parameter(cut(old, whole), requires_grad=old.requires_grad)
-            made.__class__ = SlicedParameter
+            made.__class__ = SlicedParameter  # type: ignore[assignment]
             olds.append(old)
             setattr(made, CUT, name)
             if placements[old] is None:
