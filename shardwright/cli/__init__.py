@@ -1,7 +1,8 @@
 """The command line. Each module of commands adds one, or a family of them.
 
     main                 the parser of the whole command line; completion
-    plan_command         plan, plan diff, explain, report, simulate, verify
+    plan_command         plan, plan diff, explain, report, simulate
+    verify_command       verify
     measuring_commands   calibrate, rehearse, compare-trace
     checkpoint_command   checkpoint info, verify, merge, transform
     doctor_command       doctor

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INTERRUPTED",
+    "OPTIONS_BEHIND",
     "Nothing",
     "Parser",
     "add_import_option",
@@ -56,6 +57,7 @@ __all__ = [
     "rank_number",
     "refused",
     "say",
+    "take_options_behind",
     "without_weights",
 ]
 
@@ -64,6 +66,11 @@ __all__ = [
 
 #: The exit code of a command that Ctrl-C ended: 128 + SIGINT.
 INTERRUPTED = 130
+
+#: The end of the help of commands whose target is a script.
+OPTIONS_BEHIND = (
+    "Options may stand behind the target too; what is none of them, and all that stands behind --, is the script's."
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -298,6 +305,28 @@ def _module(place: str) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def take_options_behind(arguments: argparse.Namespace, add_options: Callable[[argparse.ArgumentParser], None]) -> None:
+    """Take options that stand behind the target out of the script's arguments."""
+    script_args = arguments.script_args
+    end = script_args.index("--") if "--" in script_args else len(script_args)
+    parser = type(arguments.parser)(prog=arguments.parser.prog, add_help=False, allow_abbrev=False)
+    add_options(parser)
+    _, rest = parser.parse_known_args(script_args[:end], arguments)
+    unknown = next((word for word in rest if word.startswith("--")), None)
+    if unknown is not None and ":" in arguments.target:  # a function, which takes no arguments
+        legal = arguments.parser.options_near(unknown)
+        raise Nothing(f"{arguments.target} takes no arguments, but got {' '.join(rest)}; {legal}")
+    for word in rest:
+        near = arguments.parser.option_near(word) if word.startswith("--") and arguments.target != "diff" else ""
+        if near:
+            print(
+                f"{arguments.parser.prog}: {word} is for {arguments.target}; that of this command is {near}. Behind -- "
+                "all words are the script's.",
+                file=sys.stderr,
+            )
+    arguments.script_args = rest + script_args[end + 1 :]
 
 
 @contextlib.contextmanager

@@ -24,7 +24,8 @@ from .checkpoint_command import add_checkpoint_parser
 from .command_line import INTERRUPTED, Parser, failed
 from .doctor_command import add_doctor_parser
 from .measuring_commands import add_calibrate_parser, add_compare_trace_parser, add_rehearse_parser
-from .plan_command import add_explain_parser, add_plan_parser, add_report_parser, add_simulate_parser, add_verify_parser
+from .plan_command import add_explain_parser, add_plan_parser, add_report_parser, add_simulate_parser
+from .verify_command import add_verify_parser
 
 __all__ = ["add_completion_parser", "completion", "main"]
 

@@ -1,15 +1,13 @@
-"""The commands about plans: ``plan``, ``plan diff``, ``explain``, ``simulate``, ``verify`` and ``report``.
+"""The commands about plans: ``plan``, ``plan diff``, ``explain``, ``simulate`` and ``report``.
 
 1. ``shardwright plan``: plan a training script as it stands, or a function's model, for any number of devices. It
    needs no process group, no devices and no weights: the model is built on the meta device.
 2. ``shardwright plan diff``: compare two plans.
 3. ``shardwright explain``: the cost of a plan, and the reasons for an operator's strategy.
 4. ``shardwright simulate``: a step of a plan over time, as text, as a trace and as a picture.
-5. ``shardwright verify``: compare a plan with one device.
-6. ``shardwright report``: a plan, or two side by side, as one HTML file.
+5. ``shardwright report``: a plan, or two side by side, as one HTML file.
 
-For a script, ``plan`` and ``verify`` take the first call of its `AutoParallel` model, with its model, loss, settings
-and batch.
+For a script, ``plan`` takes the first call of its `AutoParallel` model, with its model, loss, settings and batch.
 """
 
 from __future__ import annotations
@@ -19,13 +17,14 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SettingError, ShardwrightError
 from ..launch.progress import keeper, showing
 from .command_line import (
+    OPTIONS_BEHIND,
     Nothing,
     Parser,
     add_import_option,
@@ -38,7 +37,7 @@ from .command_line import (
     positive,
     print_json,
     refused,
-    say,
+    take_options_behind,
     without_weights,
 )
 
@@ -46,28 +45,20 @@ if TYPE_CHECKING:
     from ..parallel.auto_parallel import AutoParallel
     from ..pipeline.pipeline_plan import PipelinePlan
     from ..sharded_plan import Plan
-    from ..verification.verify_report import VerifyReport
 
 __all__ = [
     "add_explain_parser",
     "add_plan_parser",
     "add_report_parser",
     "add_simulate_parser",
-    "add_verify_parser",
     "diff",
     "explain",
     "plan",
     "plan_call",
     "report",
     "simulate",
-    "verify",
 ]
 
-
-#: The end of the help of commands whose target is a script.
-BEHIND = (
-    "Options may stand behind the target too; what is none of them, and all that stands behind --, is the script's."
-)
 
 #: The exit codes of ``plan diff``.
 EQUAL, DIFFERENT, FAILED = 0, 1, 2
@@ -85,7 +76,7 @@ def add_plan_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
         usage="%(prog)s [options] script.py [script arguments]\n"
         "       %(prog)s [options] module:function | file.py:function\n"
         "       %(prog)s diff a.json b.json",
-        epilog=BEHIND,
+        epilog=OPTIONS_BEHIND,
         examples=(
             (
                 "shardwright plan train.py --devices 64 --cluster h100x8x8",
@@ -200,32 +191,10 @@ def _piped(pipeline: object, asked: dict[str, object] | None) -> dict[str, objec
     return {"pipeline": merged | {"stage_config": dict(merged.get("stage_config") or ())}}
 
 
-def _with_options_behind(arguments: argparse.Namespace, add_options: Callable[[argparse.ArgumentParser], None]) -> None:
-    """Take options that stand behind the target out of the script's arguments."""
-    script_args = arguments.script_args
-    end = script_args.index("--") if "--" in script_args else len(script_args)
-    parser = type(arguments.parser)(prog=arguments.parser.prog, add_help=False, allow_abbrev=False)
-    add_options(parser)
-    _, rest = parser.parse_known_args(script_args[:end], arguments)
-    unknown = next((word for word in rest if word.startswith("--")), None)
-    if unknown is not None and ":" in arguments.target:  # a function, which takes no arguments
-        legal = arguments.parser.options_near(unknown)
-        raise Nothing(f"{arguments.target} takes no arguments, but got {' '.join(rest)}; {legal}")
-    for word in rest:
-        near = arguments.parser.option_near(word) if word.startswith("--") and arguments.target != "diff" else ""
-        if near:
-            print(
-                f"{arguments.parser.prog}: {word} is for {arguments.target}; that of this command is {near}. Behind -- "
-                "all words are the script's.",
-                file=sys.stderr,
-            )
-    arguments.script_args = rest + script_args[end + 1 :]
-
-
 def plan(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code. Errors of the script or function itself are raised as they are."""
     try:
-        _with_options_behind(arguments, _add_options)
+        take_options_behind(arguments, _add_options)
         output = arguments.output or Path("plan.json")
         import_modules(arguments.imports)
         if arguments.target == "diff":
@@ -541,124 +510,6 @@ def simulate(arguments: argparse.Namespace) -> int:
     except (ShardwrightError, OSError) as error:
         return failed("simulate", error, 2)
     return 0
-
-
-# -- ``shardwright verify`` ----------------------------------------------------------------------------------------
-
-
-def add_verify_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``verify`` to the commands."""
-    parser = subparsers.add_parser(
-        "verify",
-        allow_abbrev=False,
-        help="compare a plan with one device: losses, gradients, parameters",
-        description="Compare a model under its plan with the same model on one device. Exit code 0: they agree, 1: "
-        "they do not or the model cannot be planned, 2: there is nothing to verify. Where the plan cuts nothing "
-        "or sends nothing, the report says that nothing was proved.",
-        usage="%(prog)s [options] script.py [script arguments]\n"
-        "       %(prog)s [options] module:function | file.py:function",
-        epilog=BEHIND,
-        examples=(
-            ("shardwright verify --devices 8 train.py", "the script's model under its plan, beside one device"),
-            ("shardwright verify --devices 4 --cut model.py:build", "a function's model, cut wherever it can be"),
-        ),
-    )
-    _add_verify_options(parser)
-    parser.add_argument(
-        "target",
-        completes="file",
-        help="a training script that calls an AutoParallel model; or a function without "
-        "arguments that returns the keyword arguments of shardwright.verify as a dict, "
-        "or (net, inputs, targets, loss_fn)",
-    )
-    rest = parser.add_argument(
-        "script_args", nargs=argparse.REMAINDER, metavar="...", completes="file", help="the script's arguments"
-    )
-    rest.required = False  # otherwise argparse names it beside a missing target, though it may be empty
-    parser.set_defaults(func=verify, parser=parser)
-
-
-def _add_verify_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", type=positive, metavar="N", help="how many devices (default: as the target says)")
-    parser.add_argument("--steps", type=positive, metavar="K", help="steps of the optimizer (default: 3)")
-    add_quiet_option(parser)
-    parser.add_argument(
-        "--cut",
-        action="store_true",
-        help="plan on links that are next to free, so that searches cut whatever can be cut",
-    )
-    add_json_option(parser)
-
-
-def verify(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit code. Errors of the script or function itself are raised as they are."""
-    try:
-        _with_options_behind(arguments, _add_verify_options)
-        if os.path.isfile(arguments.target):
-            report = verify_script(
-                arguments.target, arguments.script_args, arguments.devices, arguments.steps, arguments.cut
-            )
-        else:
-            report = verify_function(
-                arguments.target, arguments.script_args, arguments.devices, arguments.steps, arguments.cut
-            )
-    except Nothing as error:
-        return refused(arguments, error)
-    except ShardwrightError as error:
-        return failed("verify", error, 1)
-    if arguments.json:
-        print_json(report.to_dict())
-    else:
-        say(report.summary())
-    return 0 if report.ok else 1
-
-
-def verify_script(
-    script: str, script_args: list[str], devices: int | None, steps: int | None, cut: bool = False
-) -> VerifyReport:
-    """Run a script until it first calls an `AutoParallel` model, and verify that call.
-
-    Args:
-        script: the path of the script.
-        script_args: its arguments.
-        devices: the number of devices; None: as the script says.
-        steps: the number of optimizer steps; None: 3.
-        cut: see `shardwright.verify`.
-
-    Raises:
-        ShardwrightError: the model cannot be planned.
-    """
-    from ..verification.verify import verify_call  # noqa: PLC0415  imports torch
-
-    return first_call(
-        script,
-        script_args,
-        devices,
-        lambda model, args, kwargs: verify_call(model, args, kwargs, devices=devices, steps=steps or 3, cut=cut),
-    )
-
-
-def verify_function(
-    target: str, rest: list[str], devices: int | None, steps: int | None, cut: bool = False
-) -> VerifyReport:
-    """Verify the model that a function returns.
-
-    Args:
-        target: ``module:function`` or ``file.py:function``.
-        rest: the words behind the target, of which there may be none.
-        devices: the number of devices; None: as the function or `shardwright.verify` says.
-        steps: the number of optimizer steps; None: as the function or `shardwright.verify` says.
-        cut: see `shardwright.verify`.
-
-    Raises:
-        ShardwrightError: the model cannot be planned, or the function returns something else.
-    """
-    keywords = arguments_of(target, rest, "shardwright.verify")
-    from ..verification.verify import verify as compare  # noqa: PLC0415  imports torch
-
-    options = (("devices", devices), ("steps", steps), ("cut", cut or None))
-    keywords |= {key: value for key, value in options if value is not None}
-    return compare(**keywords)
 
 
 def add_report_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:

@@ -91,7 +91,7 @@ def test_calls_are_led_elsewhere_and_back() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_a_step_is_verified_like_a_model(tmp_path) -> None:
     """``shardwright verify`` copies the model of a step's function, and finds what its copy computes."""
-    from shardwright.cli.plan_command import verify_script
+    from shardwright.cli.verify_command import verify_script
 
     script = tmp_path / "step.py"
     script.write_text(

@@ -240,7 +240,7 @@ def test_a_reader_that_ends_is_no_traceback(inside: Path) -> None:
     ("words", "target"),
     [
         (["plan", "train.py"], "shardwright.cli.plan_command.planned"),
-        (["verify", "train.py"], "shardwright.cli.plan_command.verify_script"),
+        (["verify", "train.py"], "shardwright.cli.verify_command.verify_script"),
         (["rehearse", "plan.json"], "shardwright.rehearsal.rehearse.rehearse"),
         (["checkpoint", "transform", "runs/4", "runs/one", "--to", "1"], "shardwright.checkpoint.transform.transform"),
     ],
