@@ -28,7 +28,7 @@ from ..errors import SettingError
 from ..graph import Graph, values_in
 from ..torch_private import FakeTensor, buffer_table, parameter_table, version_of
 from .guards import CONTAINERS, Condition, GuardedPlace
-from .recapture import Differs, Outline, memory_of
+from .outlines import Differs, Outline, memory_of
 from .source_lines import calling_line, is_users
 from .watched_calls import Files, in_all_files
 
@@ -214,7 +214,7 @@ def watched_conditions(found: Conditions, running: Callable[[], bool], seen: Fil
         plain = _MODES[name]
 
         def ask() -> bool:
-            if running() and relevant[sys._getframe(1).f_code.co_filename]:
+            if relevant[sys._getframe(1).f_code.co_filename] and running():
                 found.note_mode(name)
             return plain()
 
@@ -224,7 +224,7 @@ def watched_conditions(found: Conditions, running: Callable[[], bool], seen: Fil
         plain: Any = getattr(torch.Tensor, name)
 
         def get(tensor: torch.Tensor) -> Any:
-            if running() and relevant[sys._getframe(1).f_code.co_filename]:
+            if relevant[sys._getframe(1).f_code.co_filename] and running():
                 found.note_gradient(tensor)
                 if name != "requires_grad" and isinstance(tensor, Outline):  # of every outline as of a leaf
                     raise Differs(f"the forward asks for {name}")
@@ -244,7 +244,7 @@ def watched_conditions(found: Conditions, running: Callable[[], bool], seen: Fil
     def of_inference(plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def call(tensor: torch.Tensor) -> Any:
-            if running() and relevant[sys._getframe(1).f_code.co_filename]:
+            if relevant[sys._getframe(1).f_code.co_filename] and running():
                 found.note_mode(_INFERENCE)
             return plain(tensor)
 
@@ -253,7 +253,7 @@ def watched_conditions(found: Conditions, running: Callable[[], bool], seen: Fil
     def of_layout(plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if running() and relevant[sys._getframe(1).f_code.co_filename]:
+            if relevant[sys._getframe(1).f_code.co_filename] and running():
                 found.note_layout(tensor)
             return plain(tensor, *args, **kwargs)
 

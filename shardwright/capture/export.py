@@ -65,7 +65,8 @@ from .module_calls import WithLoss, outermost_left_out, scalers_refused, user_fu
 from .observed.attribute_patches import modules_patched
 from .observed.memoised_functions import computed_for_real
 from .observed_state import Observation
-from .recapture import AsExported, Differs, LightRun, Outline, Program, memory_of, outline
+from .outlines import Differs, Outline, memory_of, outline
+from .recapture import AsExported, LightRun, Program
 from .regions import collect_functions, collect_regions
 from .second_run import Captured, check_again, with_counters
 from .side_effects import Effects, ForwardOutcome, LineFinder, judged

@@ -28,7 +28,8 @@ from .annotations import MARK, Operator
 from .graph_template import GraphTemplate, Step
 from .hybrid_models import refused_collective
 from .mutation import Cell, InPlaceReader, Memory, View, ViewStep, Writer, metas_made, serial, tensors_of
-from .recapture import AsExported, says_nothing, written_names
+from .outlines import says_nothing, written_names
+from .recapture import AsExported
 from .regions import EDGE, OPAQUE, Applied, RecomputeSettings, recomputed_ops, regions, written_out
 from .source_lines import module_path, source_of
 

@@ -28,7 +28,8 @@ from ..autocast import Autocast
 from ..graph import Form, Graph, Op, Value, changed, form_of, share_form, values_in
 from ..torch_private import FakeTensor, OpOverload
 from .mutation import tensors_of
-from .recapture import AsExported, says_nothing
+from .outlines import says_nothing
+from .recapture import AsExported
 
 __all__ = ["GraphTemplate", "Step"]
 

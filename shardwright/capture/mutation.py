@@ -28,7 +28,8 @@ from ..graph import Value, leaves, map_values, values_in
 from ..rules.indexing import assigned, overwritten
 from ..rules.normalization import batch_norm
 from ..torch_private import overload_name, schema_of
-from .recapture import AsExported, memory_of
+from .outlines import memory_of
+from .recapture import AsExported
 from .source_lines import module_path, source_of
 
 __all__ = [

@@ -26,9 +26,7 @@ import torch
 from torch import nn
 from torch.export.graph_signature import InputKind
 
-from ..accelerators import default_device
 from ..autocast import current
-from ..graph import map_leaves
 from ..torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -36,37 +34,32 @@ from ..torch_private import (
     called_above_autograd,
     exporting,
     no_python_dispatcher,
-    no_torch_function,
     parameter_table,
     pytree,
-    schema_of,
-    shell,
     storage_id,
 )
 from .annotations import MARK
 from .observed.attribute_patches import module_calls
+from .outlines import (
+    Differs,
+    Outline,
+    computed,
+    computed_on_meta,
+    facts_of,
+    form_of_arguments,
+    is_same,
+    outlines_of,
+    written_names,
+)
 from .regions import EDGE, OPAQUE
 from .source_lines import module_path
 
-__all__ = [
-    "AsExported",
-    "AsRun",
-    "Differs",
-    "LightRun",
-    "Outline",
-    "Program",
-    "memory_of",
-    "outline",
-    "says_nothing",
-    "written_names",
-]
+__all__ = ["AsExported", "AsRun", "LightRun", "Program"]
 
 aten = torch.ops.aten
 
 Read = TypeVar("Read")
 
-#: Namespaces of operators that are no part of an exported program.
-_BESIDE = ("profiler", "prim")
 #: Operators to which export gives another name.
 _EXPORTED = {aten.lift_fresh.default: aten.lift_fresh_copy.default}
 
@@ -75,225 +68,6 @@ _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device
 
 #: Calls of one operator that `Program.by_meta` compares.
 _COMPARED = 8
-
-META = torch.device("meta")
-
-
-class Differs(Exception):
-    """A light run does not follow an exported program; the message is the reason."""
-
-
-# -- tensors of a light run --------------------------------------------------------------------------------------------
-
-
-class Outline(torch.Tensor):
-    """A tensor of a light run: shape, strides, dtype and device, without elements.
-
-    Attributes:
-        form: shape, strides, dtype and device, as a key.
-        token: what stands for this tensor: torch may make several Python objects of it.
-        memory: what views of one tensor have in common.
-    """
-
-    form: tuple[Any, ...]
-    token: Any
-    memory: Any
-
-    __torch_function__ = no_torch_function
-
-    @staticmethod
-    def made(
-        form: tuple[Any, ...],
-        requires_grad: bool,
-        offset: int = 0,
-        memory: Any = None,
-        token: Any = None,
-        parameter: bool = False,
-    ) -> Outline:
-        made = shell(Outline, (*form, requires_grad), offset, parameter)
-        made.form, made.token = form, object() if token is None else token
-        made.memory = made.token if memory is None else memory
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        x = args[0] if args else None
-        if func is aten.detach.default and type(x) is Outline:  # torch wraps the result of a factory once more
-            return Outline.made(x.form, False, int(x.storage_offset()), x.memory, x.token)
-        raise Differs(f"{func} is called where the light run does not see it")
-
-
-def outline(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool, parameter: bool = False
-) -> Outline:
-    """A contiguous tensor that is an input, a parameter or a buffer of a light run."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return Outline.made((tuple(shape), tuple(reversed(strides)), dtype, device), requires_grad, parameter=parameter)
-
-
-def memory_of(tensor: torch.Tensor) -> Any:
-    """The memory of a tensor: the same for its views, and for no other tensor."""
-    return tensor.memory if type(tensor) is Outline else storage_id(tensor.untyped_storage())
-
-
-def _is(one: Any, other: Any) -> bool:
-    """True where two Python objects are the same tensor."""
-    return one is other or (type(one) is type(other) is Outline and one.token is other.token)
-
-
-# -- operators on tensors without elements -----------------------------------------------------------------------------
-
-
-class _Result(NamedTuple):
-    """A result of an operator, for all calls of one form.
-
-    Args:
-        form, requires_grad, offset: of its outline; the offset counts from that of the tensor which it views.
-        viewed: index of the tensor argument whose memory it shares; None: it has its own.
-        same: True where it is that argument itself.
-    """
-
-    form: tuple[Any, ...]
-    requires_grad: bool
-    offset: int
-    viewed: int | None
-    same: bool
-
-
-def _computed(target: Any, args: Any, kwargs: Mapping[str, Any], device: torch.device | None) -> Any:
-    """The results of an operator as `_Result`s, by a call on stand-ins of its arguments.
-
-    Args:
-        device: the device of the stand-ins; None: that of each argument.
-
-    Raises:
-        Differs: results that are no plain tensors, or an operator that changes the dims of its input.
-    """
-    tensors: list[torch.Tensor] = []
-    stand_ins: list[torch.Tensor] = []
-    named_device: list[torch.device] = []
-
-    def stand_in(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            tensors.append(x)
-            stand_ins.append(
-                torch.empty_strided(
-                    x.shape,
-                    x.stride(),
-                    dtype=x.dtype,
-                    device=x.device if device is None else device,
-                    requires_grad=x.requires_grad and torch.is_grad_enabled(),
-                )
-            )
-            return stand_ins[-1]
-        if type(x) is torch.device:
-            named_device.append(x)
-            return x if device is None else device
-        return x
-
-    positional, named = map_leaves(stand_in, (args, dict(kwargs)))
-    before = [_placed(t) for t in stand_ins] if written_names(target) else []
-    made = target(*positional, **named)
-    if before and [_placed(t) for t in stand_ins] != before:
-        raise Differs(f"{target} changes the dims of its input")
-    memories = [storage_id(t.untyped_storage()) for t in stand_ins]
-
-    def result(x: Any) -> Any:
-        if x is None:
-            return None
-        if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_conj() or x.is_neg():
-            raise Differs(f"{target} gives what no outline can hold")
-        itself = next((i for i, t in enumerate(stand_ins) if t is x), None)
-        memory = storage_id(x.untyped_storage())
-        viewed = next((i for i, m in enumerate(memories) if m == memory), None) if itself is None else itself
-        on = x.device if device is None else _common_device(tensors, named_device)
-        form, offset = (tuple(x.shape), x.stride(), x.dtype, on), int(x.storage_offset())
-        return _Result(form, x.requires_grad, offset, viewed, itself is not None)
-
-    return map_leaves(result, made)
-
-
-def _common_device(tensors: Sequence[torch.Tensor], named: Sequence[torch.device]) -> torch.device:
-    """The device of a result: the one that is named, or that of the arguments with dims."""
-    if named:
-        return named[0]
-    return next((t.device for t in tensors if t.dim()), tensors[0].device if tensors else default_device())
-
-
-def _outlines(results: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The outlines of an operator's results. A result that is an argument is that argument.
-
-    Args:
-        results: `_Result`s.
-        tensors: the tensors among the arguments, in order.
-    """
-    if type(results) is _Result:
-        if results.viewed is None:
-            return Outline.made(results.form, results.requires_grad)
-        viewed = tensors[results.viewed]
-        if results.same and type(viewed) is Outline:
-            return viewed
-        offset = results.offset + int(viewed.storage_offset())
-        return Outline.made(results.form, results.requires_grad, offset, memory_of(viewed))
-    return None if results is None else type(results)([_outlines(r, tensors) for r in results])
-
-
-def _form(x: Any, tensors: list[torch.Tensor]) -> Any:
-    """An argument as a key: equal for calls with equal results, but for the tensors themselves.
-
-    Args:
-        tensors: receives the tensors in the argument.
-    """
-    kind = type(x)
-    if kind is Outline:
-        tensors.append(x)
-        return x.form, x.requires_grad
-    if isinstance(x, torch.Tensor):
-        tensors.append(x)
-        return (tuple(x.shape), x.stride(), x.dtype, x.device), x.requires_grad
-    if isinstance(x, (list, tuple)):
-        return kind, tuple([_form(y, tensors) for y in x])
-    return kind, x
-
-
-def _placed(x: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(x.shape), x.stride(), x.storage_offset(), storage_id(x.untyped_storage())
-
-
-class _Facts(NamedTuple):
-    """Facts of an operator's schema: see `written_names` and `says_nothing`. The operator keeps its id."""
-
-    target: Any
-    written: tuple[str, ...]
-    silent: bool
-    beside: bool
-
-
-#: Id of an operator -> its facts. Hashing an operator itself takes longer.
-_FACTS: dict[int, _Facts] = {}
-
-
-def _facts(target: Any) -> _Facts:
-    known = _FACTS.get(id(target))
-    if known is None:
-        schema = schema_of(target)
-        written = tuple([a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write])
-        known = _Facts(target, written, not schema.returns and not written, target.namespace in _BESIDE)
-        _FACTS[id(target)] = known
-    return known
-
-
-def written_names(target: Any) -> tuple[str, ...]:
-    """The names of the arguments into which an operator writes."""
-    return _facts(target).written
-
-
-def says_nothing(target: Any) -> bool:
-    """True for an operator without results, such as an assertion of export."""
-    return _facts(target).silent
 
 
 # -- exported programs -------------------------------------------------------------------------------------------------
@@ -345,7 +119,7 @@ def _traced_arguments(node: torch.fx.Node) -> tuple[Any, Any]:
 def _called_as(node: torch.fx.Node) -> Any:
     """A key that is equal for calls with arguments and results of one form; the node itself where there is none."""
     try:
-        form = _form((*_traced_arguments(node), node.meta.get("val")), [])
+        form = form_of_arguments((*_traced_arguments(node), node.meta.get("val")), [])
         hash(form)
     except (RuntimeError, TypeError):  # what cannot be looked up, such as a slice
         return node
@@ -357,9 +131,9 @@ def _agrees(node: torch.fx.Node) -> bool:
     args, kwargs = _traced_arguments(node)
     tensors: list[torch.Tensor] = []
     try:
-        _form((args, tuple(kwargs.values())), tensors)
+        form = form_of_arguments(args, tensors), form_of_arguments(tuple(kwargs.items()), tensors) if kwargs else ()
         with torch.no_grad():
-            computed = _computed(node.target, args, kwargs, META)
+            found = computed_on_meta(node.target, args, kwargs, form, tensors)
     except (Differs, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return False
     memories = [storage_id(t.untyped_storage()) for t in tensors]
@@ -374,7 +148,7 @@ def _agrees(node: torch.fx.Node) -> bool:
             memory not in memories if result.viewed is None else memory == memories[result.viewed]
         )
 
-    return same(computed, node.meta.get("val"))
+    return same(found, node.meta.get("val"))
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -385,7 +159,7 @@ class OperatorCall(NamedTuple):
 
     Args:
         target, args, kwargs: as called.
-        made, results: the results: outlines, and the `_Result`s, which calls of one form share.
+        made, results: the results: outlines, and the `OperatorResult`s, which calls of one form share.
         module, grad, casting: the innermost module that was running, True where gradients were on, and autocast.
     """
 
@@ -479,7 +253,7 @@ class LightRun:
 
     def _called(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results of an operator, in its place."""
-        facts = _facts(target)
+        facts = facts_of(target)
         if facts.beside:
             with self._beneath():
                 return target(*args, **kwargs)
@@ -488,17 +262,17 @@ class LightRun:
             args = self._lifted(args)
         tensors: list[torch.Tensor] = []
         try:
-            form = _form(args, tensors), _form(tuple(kwargs.items()), tensors) if kwargs else ()
+            form = form_of_arguments(args, tensors), form_of_arguments(tuple(kwargs.items()), tensors) if kwargs else ()
             if target is MARK or target is EDGE:  # the number of a call changes nothing
                 form = form[0][1][:1]
             key = id(target), form, grad, casting.dtypes, torch.get_default_dtype()
             results = self._known.get(key)
             if results is None:
-                results = self._known[key] = self._results(target, args, kwargs)
+                results = self._known[key] = self._results(target, args, kwargs, form, tensors)
         except Exception as error:  # operators raise anything on tensors without elements
             self._failed = self._failed or f"{target}: {type(error).__name__}: {error}"
             raise
-        made = _outlines(results, tensors)
+        made = outlines_of(results, tensors)
         if grad and facts.written and any(t.requires_grad for t in tensors):
             for x in made if isinstance(made, (list, tuple)) else (made,):
                 if x is not None and x.dtype.is_floating_point:
@@ -519,8 +293,10 @@ class LightRun:
                 return (held,)
         return args
 
-    def _results(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The results of an operator as `_Result`s."""
+    def _results(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], form: Any, tensors: Sequence[torch.Tensor]
+    ) -> Any:
+        """The results of an operator as `OperatorResult`s."""
         with ExitStack() as stack:
             stack.enter_context(self._beneath())
             agreements = [] if current(*self._device_types) else [p.by_meta(target) for p in self._programs]
@@ -530,7 +306,9 @@ class LightRun:
             if not by_meta:
                 fakes = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 fakes.cache_enabled = False  # no operator comes twice
-            return _computed(target, args, kwargs, META if by_meta else None)
+            if by_meta:
+                return computed_on_meta(target, args, kwargs, form, tensors)
+            return computed(target, args, kwargs, None)
 
 
 # -- arguments and results of the nodes of an exported program ---------------------------------------------------------
@@ -555,7 +333,9 @@ class AsExported:
         """The results of a node, as tensors without elements."""
         return node.meta.get("val")
 
-    results: Any = None  # the `_Result`s of the latest operator, which calls of one form share, where they are known
+    results: Any = (
+        None  # the `OperatorResult`s of the latest operator, which calls of one form share, where they are known
+    )
 
     def passed(self, node: torch.fx.Node, made: Any) -> None:
         """Note the results of a node that is no operator."""
@@ -642,7 +422,7 @@ class AsRun(AsExported):
         if type(mine) in _PLAIN and type(theirs) in _PLAIN:
             return theirs
         if isinstance(mine, torch.fx.Node):
-            if not _is(self._made.get(mine), theirs) and not self._is_constant(mine, theirs):
+            if not is_same(self._made.get(mine), theirs) and not self._is_constant(mine, theirs):
                 raise Differs(f"{node.target} is called on another tensor")
             return mine
         if isinstance(theirs, torch.Tensor):
@@ -691,7 +471,7 @@ class AsRun(AsExported):
             raise Differs("the forward returns another number of values")
         for node, made in zip(nodes, self._outputs):
             if isinstance(node, torch.fx.Node):
-                if not _is(self._made.get(node), made) and not self._is_constant(node, made):
+                if not is_same(self._made.get(node), made) and not self._is_constant(node, made):
                     raise Differs("the forward returns another tensor")
             elif isinstance(made, torch.Tensor):
                 raise Differs("the forward returns another tensor")

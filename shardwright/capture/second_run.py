@@ -24,7 +24,8 @@ from .annotations import Operator
 from .conditions import Conditions
 from .observed.places import is_simple, same, spelled
 from .observed_state import Observation
-from .recapture import Differs, Program
+from .outlines import Differs
+from .recapture import Program
 from .regions import Applied
 from .side_effects import Blamed, ForwardOutcome, LineFinder, counter, depends, numbered
 from .source_lines import calling_line

@@ -524,6 +524,34 @@ def test_a_further_run_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "_look_at_all" in looks[3:]
 
 
+def by_many_names(m: Any, h: Tensor) -> Tensor:
+    """A file, a name that is not there yet, a file that is imported inside."""
+    from watched_module import K
+
+    return h * watched_module.K * K if "SHARDWRIGHT_TEST" not in os.environ else h * LATER  # noqa: F821
+
+
+@pytest.mark.parametrize(
+    ("names", "name", "value"),
+    [
+        (globals(), "watched_module", types.ModuleType("another")),
+        (globals(), "LATER", 1.0),
+        (sys.modules, "watched_module", types.ModuleType("watched_module")),
+        (sys.modules, "watched_module", None),
+    ],
+    ids=["another file", "a name that appears", "another import", "no import"],
+)
+def test_names_decide_which_objects_are_found(
+    names: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, programs = Net(by_many_names, None), []
+    reads_of(net, programs, 8)
+    observation = programs[0].observation
+    assert isinstance(observation, Observation) and observation.found_alike()
+    monkeypatch.setitem(names, name, value)
+    assert not observation.found_alike()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_change_is_seen(name: str) -> None:
     case = CASES[name]

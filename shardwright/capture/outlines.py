@@ -1,0 +1,289 @@
+"""Outlines: the tensors of a light run, with shape, strides, dtype and device and without elements; and operators on
+them (`recapture`).
+
+The result of an operator is an outline too. A call on tensors without elements gives its shape, once for all calls of
+one form:
+
+    linear(f32[8, 16], f32[32, 16])     computed on the meta device: f32[8, 32]
+    linear(f32[8, 16], f32[32, 16])     of the next layer: the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..accelerators import default_device
+from ..graph import map_leaves
+from ..torch_private import no_torch_function, schema_of, shell, storage_id
+
+__all__ = [
+    "META",
+    "Differs",
+    "OperatorResult",
+    "Outline",
+    "computed",
+    "computed_on_meta",
+    "facts_of",
+    "form_of_arguments",
+    "is_same",
+    "memory_of",
+    "outline",
+    "outlines_of",
+    "says_nothing",
+    "written_names",
+]
+
+aten = torch.ops.aten
+
+#: Namespaces of operators that are no part of an exported program.
+_BESIDE = ("profiler", "prim")
+#: Calls of one operator on the meta device that are remembered.
+_REMEMBERED = 256
+
+META = torch.device("meta")
+
+
+class Differs(Exception):
+    """A light run does not follow an exported program; the message is the reason."""
+
+
+# -- tensors of a light run --------------------------------------------------------------------------------------------
+
+
+class Outline(torch.Tensor):
+    """A tensor of a light run: shape, strides, dtype and device, without elements.
+
+    Attributes:
+        form: shape, strides, dtype and device, as a key.
+        token: what stands for this tensor: torch may make several Python objects of it.
+        memory: what views of one tensor have in common.
+    """
+
+    form: tuple[Any, ...]
+    token: Any
+    memory: Any
+
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def made(
+        form: tuple[Any, ...],
+        requires_grad: bool,
+        offset: int = 0,
+        memory: Any = None,
+        token: Any = None,
+        parameter: bool = False,
+    ) -> Outline:
+        made = shell(Outline, (*form, requires_grad), offset, parameter)
+        made.form, made.token = form, object() if token is None else token
+        made.memory = made.token if memory is None else memory
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        x = args[0] if args else None
+        if func is aten.detach.default and type(x) is Outline:  # torch wraps the result of a factory once more
+            return Outline.made(x.form, False, int(x.storage_offset()), x.memory, x.token)
+        raise Differs(f"{func} is called where the light run does not see it")
+
+
+def outline(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool, parameter: bool = False
+) -> Outline:
+    """A contiguous tensor that is an input, a parameter or a buffer of a light run."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return Outline.made((tuple(shape), tuple(reversed(strides)), dtype, device), requires_grad, parameter=parameter)
+
+
+def memory_of(tensor: torch.Tensor) -> Any:
+    """The memory of a tensor: the same for its views, and for no other tensor."""
+    return tensor.memory if type(tensor) is Outline else storage_id(tensor.untyped_storage())
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """True where two Python objects are the same tensor."""
+    return one is other or (type(one) is type(other) is Outline and one.token is other.token)
+
+
+# -- operators on tensors without elements -----------------------------------------------------------------------------
+
+
+class OperatorResult(NamedTuple):
+    """A result of an operator, for all calls of one form.
+
+    Args:
+        form, requires_grad, offset: of its outline; the offset counts from that of the tensor which it views.
+        viewed: index of the tensor argument whose memory it shares; None: it has its own.
+        same: True where it is that argument itself.
+    """
+
+    form: tuple[Any, ...]
+    requires_grad: bool
+    offset: int
+    viewed: int | None
+    same: bool
+
+
+def computed(target: Any, args: Any, kwargs: Mapping[str, Any], device: torch.device | None) -> Any:
+    """The results of an operator as `OperatorResult`s, by a call on stand-ins of its arguments.
+
+    Args:
+        device: the device of the stand-ins; None: that of each argument.
+
+    Raises:
+        Differs: results that are no plain tensors, or an operator that changes the dims of its input.
+    """
+    tensors: list[torch.Tensor] = []
+    stand_ins: list[torch.Tensor] = []
+    named_device: list[torch.device] = []
+
+    def stand_in(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            tensors.append(x)
+            stand_ins.append(
+                torch.empty_strided(
+                    x.shape,
+                    x.stride(),
+                    dtype=x.dtype,
+                    device=x.device if device is None else device,
+                    requires_grad=x.requires_grad and torch.is_grad_enabled(),
+                )
+            )
+            return stand_ins[-1]
+        if type(x) is torch.device:
+            named_device.append(x)
+            return x if device is None else device
+        return x
+
+    positional, named = map_leaves(stand_in, (args, dict(kwargs)))
+    before = [_placed(t) for t in stand_ins] if written_names(target) else []
+    made = target(*positional, **named)
+    if before and [_placed(t) for t in stand_ins] != before:
+        raise Differs(f"{target} changes the dims of its input")
+    memories = [storage_id(t.untyped_storage()) for t in stand_ins]
+
+    def result(x: Any) -> Any:
+        if x is None:
+            return None
+        if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_conj() or x.is_neg():
+            raise Differs(f"{target} gives what no outline can hold")
+        itself = next((i for i, t in enumerate(stand_ins) if t is x), None)
+        memory = storage_id(x.untyped_storage())
+        viewed = next((i for i, m in enumerate(memories) if m == memory), None) if itself is None else itself
+        on = x.device if device is None else _common_device(tensors, named_device)
+        form, offset = (tuple(x.shape), x.stride(), x.dtype, on), int(x.storage_offset())
+        return OperatorResult(form, x.requires_grad, offset, viewed, itself is not None)
+
+    return map_leaves(result, made)
+
+
+def _common_device(tensors: Sequence[torch.Tensor], named: Sequence[torch.device]) -> torch.device:
+    """The device of a result: the one that is named, or that of the arguments with dims."""
+    if named:
+        return named[0]
+    return next((t.device for t in tensors if t.dim()), tensors[0].device if tensors else default_device())
+
+
+def outlines_of(results: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The outlines of an operator's results. A result that is an argument is that argument.
+
+    Args:
+        results: `OperatorResult`s.
+        tensors: the tensors among the arguments, in order.
+    """
+    if type(results) is OperatorResult:
+        if results.viewed is None:
+            return Outline.made(results.form, results.requires_grad)
+        viewed = tensors[results.viewed]
+        if results.same and type(viewed) is Outline:
+            return viewed
+        offset = results.offset + int(viewed.storage_offset())
+        return Outline.made(results.form, results.requires_grad, offset, memory_of(viewed))
+    return None if results is None else type(results)([outlines_of(r, tensors) for r in results])
+
+
+def form_of_arguments(x: Any, tensors: list[torch.Tensor]) -> Any:
+    """An argument as a key: equal for calls with equal results, but for the tensors themselves.
+
+    Args:
+        tensors: receives the tensors in the argument.
+    """
+    kind = type(x)
+    if kind is Outline:
+        tensors.append(x)
+        return x.form, x.requires_grad
+    if isinstance(x, torch.Tensor):
+        tensors.append(x)
+        return (tuple(x.shape), x.stride(), x.dtype, x.device), x.requires_grad
+    if isinstance(x, (list, tuple)):
+        return kind, tuple([form_of_arguments(y, tensors) for y in x])
+    return kind, x
+
+
+def _placed(x: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(x.shape), x.stride(), x.storage_offset(), storage_id(x.untyped_storage())
+
+
+class _Facts(NamedTuple):
+    """Facts of an operator's schema: see `written_names` and `says_nothing`. The operator keeps its id."""
+
+    target: Any
+    written: tuple[str, ...]
+    silent: bool
+    beside: bool
+    on_meta: dict[Any, Any]  # the form of a call on the meta device -> its results, for operators of torch
+
+
+#: Id of an operator -> its facts. Hashing an operator itself takes longer.
+_FACTS: dict[int, _Facts] = {}
+
+
+def facts_of(target: Any) -> _Facts:
+    known = _FACTS.get(id(target))
+    if known is None:
+        schema = schema_of(target)
+        written = tuple([a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write])
+        known = _Facts(target, written, not schema.returns and not written, target.namespace in _BESIDE, {})
+        _FACTS[id(target)] = known
+    return known
+
+
+def computed_on_meta(
+    target: Any, args: Any, kwargs: Mapping[str, Any], form: Any, tensors: Sequence[torch.Tensor]
+) -> Any:
+    """The results of an operator as `OperatorResult`s, by a call on the meta device, which the process remembers.
+
+    Args:
+        form, tensors: the key of the arguments, and the tensors in them.
+    """
+    known = facts_of(target).on_meta
+    key = form, torch.is_grad_enabled(), torch.get_default_dtype()
+    try:
+        results = known.get(key)
+    except TypeError:  # what cannot be looked up, such as a slice
+        return computed(target, args, kwargs, META)
+    # Without tensors a result is on the device of the process; another operator's function may be the user's.
+    if results is None and (not tensors or target.namespace != "aten"):
+        return computed(target, args, kwargs, META)
+    if results is None:
+        results = computed(target, args, kwargs, META)
+        if len(known) >= _REMEMBERED:
+            known.clear()
+        known[key] = results
+    return results
+
+
+def written_names(target: Any) -> tuple[str, ...]:
+    """The names of the arguments into which an operator writes."""
+    return facts_of(target).written
+
+
+def says_nothing(target: Any) -> bool:
+    """True for an operator without results, such as an assertion of export."""
+    return facts_of(target).silent
