@@ -1,9 +1,9 @@
 """Parameter objects that a model had before its first call, when slices have taken their places.
 
 A script may hold such an object: ``params = list(net.parameters())``, then ``clip_grad_norm_(params, 1.0)`` after each
-backward. The object becomes a `Replaced`: each function of torch that is called on it is called on its successor. An
-optimizer of such objects is still refused (`optimizer_guard`), since its state would belong to none of the model's
-parameters.
+backward. The object becomes a `Replaced`: each function of torch that is called on it is called on its successor. A
+gradient that a backward has for such an object itself, of a value from before, is refused. An optimizer of such objects
+is refused too (`optimizer_guard`), since its state would belong to none of the model's parameters.
 
 Tensors that are not exactly an `nn.Parameter`, as those of quantization libraries, stay as they are.
 """
@@ -11,7 +11,8 @@ Tensors that are not exactly an `nn.Parameter`, as those of quantization librari
 from __future__ import annotations
 
 import copy
-from typing import Any
+import functools
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -45,7 +46,17 @@ def successor_of(parameter: torch.Tensor) -> torch.Tensor:
 def stand_for_successor(old: torch.Tensor) -> None:
     """Let each function that is called on `old`, which `replace_noted` has marked, be called on its successor."""
     if type(old) is nn.Parameter:
+        if old.requires_grad:
+            old.register_hook(functools.partial(_refuse, replaced_name(old)))
         old.__class__ = Replaced
+
+
+def _refuse(name: str | None, gradient: torch.Tensor) -> NoReturn:
+    raise SettingError(
+        f"a gradient of a value that was computed of the parameter {name!r} before the first call of the model, which "
+        "has slices in its place since: the gradient would be lost",
+        legal="such a value, a penalty for example, computed after the first call",
+    )
 
 
 class Replaced(nn.Parameter):

@@ -166,6 +166,37 @@ def a_plain_tensor_beside_slices_is_an_error(rank: int, world: int) -> None:
     assert "after the first call" in caught.value.legal and "whole()" in caught.value.legal
 
 
+@scenario
+def a_gradient_of_a_value_from_before_the_first_call_is_an_error(rank: int, world: int) -> None:
+    net = network()
+    model = wrapped(net)
+    penalty = sum(p.square().sum() for p in net.parameters())
+    loss = model(X[0]).square().mean() + penalty
+    with pytest.raises(
+        sw.SettingError, match=r"a value that was computed of the parameter '2\.bias' before the"
+    ) as caught:
+        loss.backward()
+    assert "after the first call" in caught.value.legal
+
+
+@scenario
+def a_penalty_is_added_outside_of_the_model(rank: int, world: int) -> None:
+    """In whole, or by a backward of its own, as the page says."""
+    net = network()
+    one = copy.deepcopy(net)
+    model = wrapped(net)
+    backward(model, X[0]), backward(one, X[0])
+    for apart in (False, True):
+        for call, inner in ((model, net), (one, one)):
+            inner.zero_grad()
+            loss, penalty = call(X[1]).square().mean(), sum(p.abs().sum() for p in inner.parameters())
+            if apart:
+                loss.backward(), (0.01 * penalty).backward()
+            else:
+                (loss + 0.01 * (penalty.full_tensor() if isinstance(penalty, DTensor) else penalty)).backward()
+        close(*({n: whole(p.grad) for n, p in inner.named_parameters()} for inner in (net, one)))
+
+
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, str | None]]:
     sw.init(devices=2)

@@ -63,18 +63,22 @@ class SlicedParameter(DTensor):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        if values.shape != self.shape or values.dtype != self.dtype:
+        shape = tuple(self.shape if isinstance(values, DTensor) else whole_shape(self))
+        if tuple(values.shape) != shape or values.dtype != self.dtype:
             raise SettingError(
                 f"data of shape {tuple(values.shape)} and {values.dtype} is assigned to the parameter "
-                f"{getattr(self, CUT, '')!r} of shape {tuple(self.shape)} and {self.dtype}, of which this rank has a "
+                f"{getattr(self, CUT, '')!r} of shape {shape} and {self.dtype}, of which this rank has a "
                 "slice",
                 legal="values of the same shape and dtype; another shape or dtype before AutoParallel",
             )
         with torch.no_grad():
-            if isinstance(values, DTensor):
-                self.copy_(values)
-            else:
-                with_values(self, values)
+            self.copy_(values)
+
+    def copy_(self, values: Tensor, non_blocking: bool = False) -> Tensor:  # type: ignore[override]
+        """Write values into the slice: those of a DTensor, or of the whole parameter, as a plain tensor."""
+        if isinstance(values, DTensor) or (torch.is_grad_enabled() and self.requires_grad):
+            return super().copy_(values, non_blocking)
+        return with_values(self, values.detach().expand(whole_shape(self)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self.__class__ = DTensor  # type: ignore[assignment]  # its copy is of its own class

@@ -93,6 +93,20 @@ def data_is_assigned(rank: int, world: int) -> None:
 
 
 @scenario
+def whole_values_are_copied(rank: int, world: int) -> None:
+    net, model, one = begun()
+    for each in (net, one):
+        with torch.no_grad():
+            each[0].weight.copy_(torch.arange(128, dtype=D).view(16, 8) / 128)
+            each[2].weight.copy_(torch.full((16,), 0.1))  # of another dtype, and for every row
+            each[2].bias.copy_(torch.ones(4, dtype=D))
+        each.zero_grad()
+    still_trains(net, model, one)
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        net[0].weight.copy_(torch.zeros(16, 8, dtype=D))
+
+
+@scenario
 def parameters_become_a_vector_and_back(rank: int, world: int) -> None:
     net, model, one = begun()
     for each in (net, one):
