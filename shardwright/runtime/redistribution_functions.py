@@ -74,7 +74,7 @@ class RedistributionFunction(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             if ctx.parameter:
                 refuse_graph(ctx.parameter)
-            # The steps may write to their input (`distributed.in_place_sums`), and that of a further backward is read.
+            # The steps may write to their input (`partition.in_place_sums`), and that of a further backward is read.
             back, there = ((torch.clone, *steps) if steps else () for steps in (ctx.steps, ctx.forwards))
             return RedistributionFunction.apply(gradient, back, there), None, None, None
         return run_steps(gradient, ctx.steps), None, None, None

@@ -4,7 +4,6 @@ rank_executor        the program on one rank
 scheduled_collectives      collectives in two parts, issued and waited for where the schedule says; compiled programs
 process_groups       the ranks that differ from this one in some digits alone
 collectives          the steps of a redistribution as collectives
-in_place_sums        the redistributions that sum in the memory of their input
 shared_memory        collectives of the ranks of one host, through memory that they share
 parameters, dtensors          parameters: DTensors outside, plain tensors inside
 gradients, buckets            gradients: DTensors of the parameters, summed in buckets

@@ -20,6 +20,7 @@ from ...cost.communication_schedule import CommunicationSchedule, ScheduledMessa
 from ...graph import map_leaves
 from ...identity_tables import IdentityMap
 from ...layout import Digits, group_of, merge
+from ...partition.in_place_sums import sums_in_place
 from ...partition.local_program import GlobalExtreme, Redistribute
 from ...redistribution import CollectiveKind, Redistribution, redistribution
 from ...torch_private import module_table
@@ -32,7 +33,6 @@ from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver,
 from ..second_derivatives import refuse_graph_of_compiled
 from .buckets import Scatter
 from .collectives import Bound, all_reduce, arrangements, bind_all
-from .in_place_sums import sums_in_place
 from .process_groups import ProcessGroups
 from .rank_positions import WaitPoint, noted
 from .scheduled_collectives import (
@@ -291,8 +291,8 @@ class RankExecutor:
         self._lines = {op.name: op.source for op in lowered.plan.graph.ops}
         self._instructions = lowered.plan.program.instructions
         self._places = IdentityMap((i, k) for k, i in enumerate(self._instructions))
-        library = self._eager and not groups.exchanges
-        self._in_place = sums_in_place(lowered.plan) if library else (frozenset[int](), frozenset[int]())
+        library, plan = self._eager and not groups.exchanges, lowered.plan
+        self._in_place = sums_in_place(plan.program, plan.regions) if library else (frozenset[int](), frozenset[int]())
         self.scattered: list[Scatter] = []
         self._splits = self.schedule.splits if self._eager else {}
         self._scatter_messages = {m.place: n for n, message in self.schedule.of("scatter") for m in message.members}

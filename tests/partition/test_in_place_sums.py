@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
+from shardwright.partition.in_place_sums import sums_in_place
 from shardwright.partition.local_program import LocalOp, LocalProgram, Redistribute, Ref
-from shardwright.runtime.distributed.in_place_sums import sums_in_place
 
 #: They cannot be cut: what has no mark is whole.
 ROWS = 7
@@ -113,7 +112,7 @@ def of_block(name: str = "result", change: Any = None) -> tuple[LocalProgram, fr
     """The program of a block, changed, and the places that are in place."""
     plan = sw.plan(Block(BLOCKS[name], 8), (torch.zeros(ROWS, 64, dtype=D).requires_grad_(),), devices=8)
     program = plan.program if change is None else change(plan.program)
-    return program, *sums_in_place(SimpleNamespace(program=program, regions=()))  # type: ignore[arg-type]
+    return program, *sums_in_place(program, ())
 
 
 def test_what_is_read_later_is_copied() -> None:
@@ -130,13 +129,13 @@ def test_what_is_read_later_is_copied() -> None:
     assert of_block(change=with_reader(summed))[1] == {place}
     assert not of_block(change=with_reader(terms))[1]  # an instruction reads the terms later
     assert not of_block(change=lambda p: replace(p, outputs=(*p.outputs, terms)))[1]  # a result
-    maker = next(k for k, i in enumerate(instructions) if isinstance(i, LocalOp) and terms in i.outputs)
+    producer = next(k for k, i in enumerate(instructions) if isinstance(i, LocalOp) and terms in i.outputs)
 
     def saves_its_result(p: LocalProgram) -> LocalProgram:
         changed = replace(
-            p.instructions[maker], target=torch.ops.aten.relu.default, args=p.instructions[maker].args[:1]
+            p.instructions[producer], target=torch.ops.aten.relu.default, args=p.instructions[producer].args[:1]
         )
-        return replace(p, instructions=(*p.instructions[:maker], changed, *p.instructions[maker + 1 :]))
+        return replace(p, instructions=(*p.instructions[:producer], changed, *p.instructions[producer + 1 :]))
 
     assert not of_block(change=saves_its_result)[1]
     # The gradient of a sum goes to both of its terms.
@@ -156,7 +155,7 @@ def test_a_block_copies_nothing_before_its_sums(monkeypatch: pytest.MonkeyPatch)
     counts = []
     for plain in (False, True):
         if plain:
-            monkeypatch.setattr(rank_executor, "sums_in_place", lambda plan: (frozenset(), frozenset()))
+            monkeypatch.setattr(rank_executor, "sums_in_place", lambda *_: (frozenset(), frozenset()))
         with rank_of_eight(rank=3):
             model = sw.AutoParallel(Block(BLOCKS["gated"], 8)).dataset_strategy("full_batch")
             counts.append(copies_of(model, (torch.ones(ROWS, 64, dtype=D),), ROWS * 64))

@@ -16,11 +16,12 @@ What the backward runs again, and a backward that is differentiated again, copie
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from ...partition.local_program import LocalOp, PlacedValue, Redistribute, reads
-from ...partition.rematerialization import LiveRanges, saved_by
-from ...sharded_plan import Plan
+from .local_program import LocalOp, LocalProgram, PlacedValue, Redistribute, reads
+from .rematerialization import LiveRanges, Region, saved_by
 
 __all__ = ["sums_in_place"]
 
@@ -41,20 +42,24 @@ PRODUCTS = {
 FRESH = {*PRODUCTS, _aten.embedding.default, _own.embedding_part.default, _aten.sum.default, _aten.sum.dim_IntList}
 
 
-def sums_in_place(plan: Plan) -> tuple[frozenset[int], frozenset[int]]:
-    """The places of the redistributions whose input may be written to: in the forward, and in the backward."""
-    program = plan.program
+def sums_in_place(program: LocalProgram, regions: Sequence[Region]) -> tuple[frozenset[int], frozenset[int]]:
+    """The places of the redistributions whose input may be written to: in the forward, and in the backward.
+
+    Args:
+        program: the program of a rank.
+        regions: those of it that the backward recomputes.
+    """
     instructions = program.instructions
     saved = saved_by(program)
     seed = () if program.seed is None else (program.seed,)
     tables = (program.parameters, program.buffers, program.constants)
     ranges = LiveRanges((*program.inputs, *seed, *(i for t in tables for i in t.values())), instructions, saved)
     results = [*(o for o in program.outputs if isinstance(o, PlacedValue)), *program.updates.values()]
-    again = {place for region in plan.regions for place in region.recompute_set}
+    again = {place for region in regions for place in region.recompute_set}
     kept = {ranges.root[o.name] for o in results}
     for found in saved:
         kept.update(ranges.root[name] for name in found.values)
-    for region in plan.regions:
+    for region in regions:
         kept.update(ranges.root[name] for name in (*region.inputs, *region.dropped))
     consumers: dict[str, list[int]] = {}
     for place, instruction in enumerate(instructions):
@@ -65,8 +70,8 @@ def sums_in_place(plan: Plan) -> tuple[frozenset[int], frozenset[int]]:
         if not isinstance(instruction, Redistribute) or instruction.casts or place in again:
             continue
         root = ranges.root[instruction.source.name]
-        maker = instructions[ranges.born[root]] if root in ranges.born else None
-        made_fresh = isinstance(maker, LocalOp) and maker.target in FRESH
+        producer = instructions[ranges.born[root]] if root in ranges.born else None
+        made_fresh = isinstance(producer, LocalOp) and producer.target in FRESH
         if instruction.forward.is_all_reduce and made_fresh and ranges.read[root] == place and root not in kept:
             forward.add(place)
         target = instruction.target.name
