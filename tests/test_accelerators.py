@@ -134,15 +134,15 @@ def test_a_graph_of_random_numbers_is_refused(module: Module) -> None:
     sw.init(devices=2)
     model = sw.AutoParallel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), parallel_mode="data_parallel")
     model(torch.ones(4, 4))
-    before = sw.process.stream.calls
+    before = sw.process_runtime.stream.calls
     module.capturing = True
     with pytest.raises(sw.SettingError, match=r"records a graph.*\n.*eval\(\)"):
         model(torch.ones(4, 4))
-    assert sw.process.stream.calls == before
+    assert sw.process_runtime.stream.calls == before
     model.eval()(torch.ones(4, 4))
     module.capturing = False
     model.train()(torch.ones(4, 4))
-    assert sw.process.stream.calls == before + 1
+    assert sw.process_runtime.stream.calls == before + 1
 
 
 def test_the_beginnings_are_summed_in_what_the_device_has() -> None:

@@ -181,7 +181,8 @@ def test_outputs_are_those_of_the_model_its_cache_included(name: str) -> None:
     if name != "bert":
         assert type(got.past_key_values) is transformers.DynamicCache
         assert got.past_key_values.get_seq_length() == 8
-        ours, theirs = (opened(output.past_key_values).held["layers"][1].held for output in (got, expected))
+        caches = [opened(output.past_key_values).opened_attributes for output in (got, expected)]
+        ours, theirs = (cache["layers"][1].opened_attributes for cache in caches)
         close(ours, theirs, "cache")
     got.loss.backward(), expected.loss.backward()
     for (parameter, ours), theirs in zip(net.named_parameters(), one.parameters()):

@@ -149,6 +149,12 @@ def test_alternatives_of_a_large_plan_are_priced_without_a_search(
     assert all('data-head="alone"' in part and "plan.explain(" in part for part in explained)
 
 
+def test_a_page_counts_the_operators_that_it_omits(monkeypatch: pytest.MonkeyPatch, plan: sw.Plan) -> None:
+    assert "are not listed" not in page([plan])
+    monkeypatch.setattr(report_content, "MOST_OPERATORS", 2)
+    assert re.search(r">\d+ further operators are not listed", page([plan])) is not None
+
+
 def test_layers_that_are_split_alike_keep_their_lines(monkeypatch: pytest.MonkeyPatch, plan: sw.Plan) -> None:
     """Two parts of unlike layers may read the same, and parts are indented."""
     lines = ["layer 0: in parts", "    up: data 8", "layer 1: in parts", "    up: data 8"]
