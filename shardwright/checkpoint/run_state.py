@@ -43,7 +43,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -73,6 +73,7 @@ __all__ = [
     "Box",
     "CheckpointedModel",
     "LocalTensor",
+    "Resumable",
     "TensorPlacement",
     "check_generators",
     "check_settings",
@@ -291,6 +292,14 @@ class CheckpointedModel:
             return None, 0, False
         ranks = getattr(planned, "ranks", None)
         return planned.storage.without_partial(), 0 if ranks is None else ranks.start, False
+
+
+class Resumable(Protocol):
+    """An object that a run continues with: a scheduler, or the position in the data."""
+
+    def state_dict(self) -> Mapping[str, object]: ...
+
+    def load_state_dict(self, state: object, /) -> object: ...
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
