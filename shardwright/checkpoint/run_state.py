@@ -267,7 +267,7 @@ class CheckpointedModel:
         layout = Layout.replicated(1, tensor.dim()) if mesh.size() == 1 else layout_of(tensor)
         if layout is None:
             raise CheckpointError(
-                f"a DTensor of somebody else's making: {tensor.placements} on {mesh}",
+                f"a DTensor that another library made: {tensor.placements} on {mesh}",
                 source=name,
                 legal="a model that shardwright alone has distributed",
             )
@@ -369,7 +369,7 @@ def _state(
         return LocalTensor(called, dtype, place, value.detach().unsqueeze(0) if stacks else value.detach(), value)
     if value.dim() and isinstance(parameter, DTensor):
         raise CheckpointError(
-            f"a plain tensor of shape {tuple(value.shape)}, of a parameter that is cut: nobody can tell how it lies",
+            f"a plain tensor of shape {tuple(value.shape)}, of a parameter that is cut: its placement is unknown",
             source=called,
             legal="an optimizer whose state is made by torch.zeros_like",
         )
