@@ -15,7 +15,7 @@
    lock. Example: of two hosts that run the same script by mistake, the second says ``process 4711 on the host gpu3
    saves into this folder since 2026-11-24 10:31``.
 
-3. A lock of a run that died blocks nobody.
+3. A lock of a run that died blocks no other run.
 
     on its own host      there is no process of this number that started at this time
     on another host      the file has not been touched for `SILENCE` seconds by the clock of the file's own server: a

@@ -30,6 +30,7 @@ from ..runtime.distributed.rank_messages import ProcessRanks, SingleRank, ranks_
 from .run_state import (
     STATE,
     CheckpointedModel,
+    Resumable,
     TensorPlacement,
     check_generators,
     check_settings,
@@ -364,7 +365,14 @@ def load_checkpoint(
         return None
     loaded, error = None, None
     try:
-        loaded = _Loaded(seen, CheckpointedModel(model, ranks), optimizer, several(schedulers), data, strict)
+        loaded = _Loaded(
+            seen,
+            CheckpointedModel(model, ranks),
+            optimizer,
+            several(schedulers),
+            cast("Resumable | None", data),
+            strict,
+        )
     except Exception as raised:  # agreed on below, so that all ranks raise it
         error = raised
     ranks.agreed(error)
@@ -390,8 +398,8 @@ class _Loaded:
         seen: SeenCheckpoint,
         subject: CheckpointedModel,
         optimizer: torch.optim.Optimizer | None,
-        schedulers: Sequence[Any],
-        data: Any,
+        schedulers: Sequence[Resumable],
+        data: Resumable | None,
         strict: bool,
     ) -> None:
         self.stored, self.folder = seen.stored, seen.folder
@@ -431,7 +439,7 @@ class _Loaded:
                     group[key] = value
         for scheduler, state in zip(self.schedulers, self.scheduled):
             self._give(scheduler.load_state_dict, state, type(scheduler).__name__)
-        if self.position is not None:
+        if self.data is not None and self.position is not None:
             self._give(self.data.load_state_dict, self.position["state"], type(self.data).__name__)
         for name, value in self.modules.items():
             self._give(subject.extra[name].set_extra_state, value, name)

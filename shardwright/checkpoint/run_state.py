@@ -43,7 +43,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -73,6 +73,7 @@ __all__ = [
     "Box",
     "CheckpointedModel",
     "LocalTensor",
+    "Resumable",
     "TensorPlacement",
     "check_generators",
     "check_settings",
@@ -266,7 +267,7 @@ class CheckpointedModel:
         layout = Layout.replicated(1, tensor.dim()) if mesh.size() == 1 else layout_of(tensor)
         if layout is None:
             raise CheckpointError(
-                f"a DTensor of somebody else's making: {tensor.placements} on {mesh}",
+                f"a DTensor that another library made: {tensor.placements} on {mesh}",
                 source=name,
                 legal="a model that shardwright alone has distributed",
             )
@@ -291,6 +292,14 @@ class CheckpointedModel:
             return None, 0, False
         ranks = getattr(planned, "ranks", None)
         return planned.storage.without_partial(), 0 if ranks is None else ranks.start, False
+
+
+class Resumable(Protocol):
+    """An object that a run continues with: a scheduler, or the position in the data."""
+
+    def state_dict(self) -> Mapping[str, object]: ...
+
+    def load_state_dict(self, state: object, /) -> object: ...
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
@@ -360,7 +369,7 @@ def _state(
         return LocalTensor(called, dtype, place, value.detach().unsqueeze(0) if stacks else value.detach(), value)
     if value.dim() and isinstance(parameter, DTensor):
         raise CheckpointError(
-            f"a plain tensor of shape {tuple(value.shape)}, of a parameter that is cut: nobody can tell how it lies",
+            f"a plain tensor of shape {tuple(value.shape)}, of a parameter that is cut: its placement is unknown",
             source=called,
             legal="an optimizer whose state is made by torch.zeros_like",
         )

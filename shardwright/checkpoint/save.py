@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ from ..runtime.optimizer_guard import before_next_step, says_when_it_steps
 from ..torch_private import version_of
 from . import checkpoint_folders as folders
 from .manifest import new_id
-from .run_state import CheckpointedModel, LocalTensor, generators, optimizer_state, state_names
+from .run_state import CheckpointedModel, LocalTensor, Resumable, generators, optimizer_state, state_names
 from .tensor_files import WrittenBox, descriptions_of, written_boxes
 from .writer import CONFIG, SaveJob, located
 
@@ -290,7 +290,7 @@ class _Queue(NamedTuple):
     """
 
     device: torch.device
-    ended: Any
+    ended: torch.Event
     due: list[_Later]
     tensors: list[Tensor]
 
@@ -398,7 +398,7 @@ def save_checkpoint(
                 keep_checkpoint_max,
                 extra,
                 several(schedulers),
-                data,
+                cast("Resumable | None", data),
             )
             if asynchronous:
                 copies = HostCopies(
@@ -434,9 +434,11 @@ def _complete(copies: HostCopies, job: SaveJob) -> None:
     job.write()
 
 
-def several(objects: Any) -> list[object]:
+def several(objects: object) -> list[Resumable]:
     """The given object as a list: one object with a ``state_dict``, or several."""
-    return [objects] if hasattr(objects, "state_dict") else list(objects or ())
+    if hasattr(objects, "state_dict"):
+        return [cast(Resumable, objects)]
+    return list(cast(Iterable[Resumable], objects or ()))
 
 
 def _check(path: object, step: object, keep: object) -> None:
@@ -460,8 +462,8 @@ def _collected(
     whole: bool,
     keep: int | None,
     extra: object,
-    schedulers: Sequence[Any],
-    data: Any,
+    schedulers: Sequence[Resumable],
+    data: Resumable | None,
 ) -> tuple[SaveJob, dict[str, Tensor]]:
     """The job of this rank, and the tensors of the optimizer's state in it by name.
 

@@ -481,7 +481,7 @@ class SaveJob:
 
     @property
     def _several(self) -> ProcessRanks:
-        """The ranks, where there are several: one rank has nobody to send to."""
+        """The ranks, where there are several; a single rank sends nothing."""
         return cast("ProcessRanks", self.ranks)
 
     def _joints(self) -> list[Joint]:

@@ -3,7 +3,7 @@
     hugging_face         Trainer, Seq2SeqTrainer, TrainerMixin and HuggingFaceMonitor, for transformers
     accelerate           Accelerator
     lightning            ShardwrightStrategy and LightningMonitor, for Lightning's Trainer
-    monitored_loop       what they have in common: the check of the batches, and a Monitor that a library drives
+    monitored_loop       shared: the check of the batches, and a Monitor that a library drives
 
 Each module imports its library; none is imported with the package.
 """

@@ -1,7 +1,9 @@
 """``Trainer`` of Hugging Face's transformers around a parallel model.
 
-    from shardwright.integrations.hugging_face import Trainer Trainer(model=sw.AutoParallel(net),
-    args=TrainingArguments(…), train_dataset=…).train(resume_from_checkpoint=…)
+    from shardwright.integrations.hugging_face import Trainer
+
+    trainer = Trainer(model=sw.AutoParallel(net), args=TrainingArguments(…), train_dataset=…)
+    trainer.train(resume_from_checkpoint=…)
 
 The differences from `transformers.Trainer` follow from the `AutoParallel`: the model is not wrapped, its loss and
 gradients are those of the whole batch, parameters and optimizer state are slices. Checkpoints hold the model in the

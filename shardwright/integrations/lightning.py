@@ -2,7 +2,8 @@
 
     class Task(L.LightningModule):
         def __init__(self):
-            super().__init__() self.model = sw.AutoParallel(net, nn.CrossEntropyLoss())
+            super().__init__()
+            self.model = sw.AutoParallel(net, nn.CrossEntropyLoss())
         def training_step(self, batch, index):
             return self.model(*batch)
         def configure_optimizers(self):

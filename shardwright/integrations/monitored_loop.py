@@ -1,5 +1,5 @@
-"""The part that the training loops of other libraries have in common: the check of the batches that they hand to
-processes, and a `Monitor` that they drive.
+"""Shared by the training loops of other libraries: the check of the batches that they give to processes, and a
+`Monitor` that they drive.
 
     loss        of a step: the sum of its micro-batches' losses, which the libraries divide by their number
     samples     rows of ``input_ids``, or else of the first tensor of a batch

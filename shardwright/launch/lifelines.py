@@ -165,7 +165,7 @@ class Lifelines:
         while self._listener is not None:
             try:
                 self._unnamed.append(_Line(self._listener.accept()[0]))
-            except OSError:  # nobody is waiting, or no descriptor is left
+            except OSError:  # no rank is waiting, or no descriptor is left
                 break
         for line in list(self._unnamed):
             messages, ended = line.read()

@@ -126,10 +126,10 @@ def admitted(store: Store, token: str, first: bool, where: str) -> Store:
     """The part of a store that those find who know the run's token.
 
     All keys have a prefix made of the token. A process that knows another token, or none, is told so here: it would
-    otherwise meet nobody, and wait.
+    otherwise meet no other node, and wait.
 
     Args:
-        store: that of the run. torch's server itself asks nobody for a password.
+        store: that of the run. torch's server itself asks for no password.
         token: that of this process; "": none.
         first: True for the process that opens the store to others.
         where: the run and the address, for errors.

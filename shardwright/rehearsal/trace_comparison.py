@@ -286,7 +286,7 @@ def _length(spans: Sequence[tuple[float, float]]) -> float:
 # -- the comparison
 
 
-#: Names around operators and messages, whose own time is nobody's.
+#: Names of ranges around operators and messages; their own time belongs to no operator.
 _AROUND = re.compile(r"step (rank|\d+ ranks?) .*|stage \d+, micro-batch -?\d+, .*|rank \d+|")
 
 #: The numbers of unknown names that an error lists.

@@ -3,7 +3,7 @@
 lowering             a plan as a `torch.fx` program
 step_program         one call of a planned model
 profile_ranges       names of operators, redistributions and buckets in a profile; the paths of operators
-saved_tensors        recomputed regions, and weights gathered again in the backward
+saved_tensors        recomputed regions, and weights regathered in the backward
 deferred_init        parameters that are planned before they have values, and created as slices
 slice_initialization parts of parameters that a rank draws alone, with the numbers of one device
 compilation          torch.compile of planned programs

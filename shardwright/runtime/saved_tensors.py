@@ -1,4 +1,4 @@
-"""Saved tensors that are not kept from the forward to the backward: recomputed regions, and weights gathered again.
+"""Saved tensors that do not stay in memory until the backward: recomputed regions, and regathered weights.
 
 1. Recomputation (`LoweredRegions`, `RegionRun`, `Saver`, `Dropped`). Autograd saves tensors through hooks around the
    nodes that save a dropped value. A tensor that lies in the memory of a dropped value is saved as a `Dropped`
@@ -12,13 +12,13 @@
 
     forward     a weight is gathered, used, freed; where an operator saves a tensor in its memory, only the place
                 is saved
-    backward    the first consumer of such a tensor gathers the weight again; the others share it; after the last
-                it is freed
+    backward    the first consumer of such a tensor regathers the weight; the other consumers share it; after the
+                last one it is freed
 
 These are two mechanisms, because their hooks span different code: those of 1 a single node, whose results have known
 memory only after it has run; those of 2 the whole call, in which any operator may save a view of a weight. Their
 tensors live differently too: each recomputed tensor is freed with its own backward, while all consumers of a weight
-share one memory, which is freed after the last of them and gathered again for a further backward.
+share one memory, which is freed after the last consumer and regathered for a further backward.
 
 Private name of torch used here: ``_top_saved_tensors_default_hooks``, the hooks around a node (a user's, or those of
 `RegatheredWeights`), which receive the tensors that are not dropped.
@@ -163,7 +163,7 @@ class RegionRun:
             env[key] = value.get() if isinstance(value, Dropped) else value
             if key in self.versions and [version_of(x) for x in _tensors(value)] != self.versions[key]:
                 raise RuntimeError(
-                    f"{key}, of which a part of the model is to be computed again, has been changed in place "
+                    f"{key}, of which a part of the model is to be recomputed, has been changed in place "
                     "after the forward"
                 )
         values, own = self.recompute(env)
@@ -429,7 +429,7 @@ def keep(runs: list[RegionRun] | None, region: int, key: Hashable, value: Any, c
         runs[region].keep(key, value, copy)
 
 
-# -- gathered weights that are not kept for the backward
+# -- weights that are regathered in the backward
 
 
 class _Weight:

@@ -518,7 +518,7 @@ def parts_of(
                 (parts[key],) = some
             elif any(each.shape != rows for each in some):  # weights that are tied, and cut in several ways
                 parts[key] = DrawnPart(rows, (0, rows[0]))
-            else:  # of what nobody asks for, such as a weight that was tied to another, no row
+            else:  # a weight that no rank asks for, such as one that was tied to another: no row
                 begin, end = min((p.rows[0] for p in some), default=0), max((p.rows[1] for p in some), default=0)
                 parts[key] = DrawnPart(rows, (begin, end))
     return parts

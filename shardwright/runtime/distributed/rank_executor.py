@@ -120,8 +120,8 @@ class BoundWeight(BoundRedistribute):
     Attributes:
         taken: the weight in the message with which it is gathered, and its number there; None: it is gathered by
             itself.
-        regathered: None: the gathered weight is kept for the backward. Otherwise the backward gathers it again.
-        again: the steps of the gather in the backward.
+        regathered: None: the gathered weight is saved for the backward. Otherwise the backward regathers it.
+        regather_steps: the steps of the gather in the backward.
         later: the message of that gather, and the weight's number in it; None: by itself.
         parameter: in a list, so that it is not registered as the module's.
     """
@@ -154,7 +154,7 @@ class BoundWeight(BoundRedistribute):
 
 
 class CompiledGather(BoundRedistribute):
-    """A weight that is not kept for the backward, in a compiled program, whose backward gathers again by itself."""
+    """The gather of a weight in a compiled program whose backward regathers the weight by itself."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
@@ -423,7 +423,7 @@ class RankExecutor:
 
         Args:
             env: a node of the lowered program -> the node here.
-            by_blocks: False where weights that are gathered again are gathered one by one.
+            by_blocks: False where regathered weights are gathered one by one.
         """
         events: list[_Event] = []
         nodes = {self._places[n.meta["instruction"]]: n for n in self.lowered.nodes if "instruction" in n.meta}

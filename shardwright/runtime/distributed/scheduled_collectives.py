@@ -20,7 +20,7 @@
 
 4. A compiled program has parts of its own.
 
-   Gathers that run again (`regathered_in_backward`): the gather of a weight that is not kept for the backward. It is a
+   Regathers (`regathered_in_backward`): the gather of a weight that is not saved for the backward. It is a
    checkpointed region whose results must be recomputed: the compiler's partitioner then puts the gather into the
    backward, too.
 

@@ -300,7 +300,7 @@ _calls = (
 if _calls is not None:
     _CLOCK = time.CLOCK_REALTIME
     _wait: Callable[..., int] = ctypes.CDLL(None).sem_timedwait
-    with contextlib.suppress(AttributeError):  # a clock that nobody sets, if the C library has it
+    with contextlib.suppress(AttributeError):  # a clock that is never set back, if the C library has it
         _CLOCK, _wait = time.CLOCK_MONOTONIC, _on_the_clock(ctypes.CDLL(None).sem_clockwait)
 
 

@@ -352,7 +352,7 @@ class LocalExecutor:
     def _gathering(
         self, instruction: Redistribute, source: int, ways: _Ways, run: Callable[[list[Any]], Any]
     ) -> Callable[[list[Any]], object]:
-        """The redistribution of a weight whose gathered value is not kept for the backward."""
+        """The redistribution of a weight that is regathered in the backward."""
         name = instruction.source.value.name
 
         def gather(env: list[Any]) -> Any:
