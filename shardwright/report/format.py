@@ -28,6 +28,7 @@ __all__ = [
     "ROUNDING",
     "ValueNumbers",
     "arguments",
+    "cost_text",
     "count_text",
     "details_of",
     "halo_text",
@@ -230,13 +231,24 @@ def count_text(count: int) -> str:
 ROUNDING = 1e-12
 
 
-def time_text(seconds: float) -> str:
-    """Seconds: ``1.23 ms``, in s, ms, us or ns; rounding alone is ``0 us``."""
+def time_text(seconds: float, digits: int = 3) -> str:
+    """Seconds: ``1.23 ms``, in s, ms, us or ns; rounding alone is ``0 us``.
+
+    Args:
+        digits: how many are shown.
+    """
+    rounded = 1 - 0.5 * 10.0**-digits  # 999.6 us have three digits as 1 ms, not as 1e+03 us
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)):
-        # 999.6 us have three digits as 1 ms, not as 1e+03 us
-        if abs(seconds) >= factor * 0.9995:
-            return f"{seconds / factor:.3g} {unit}" if abs(seconds) < 999.5 else f"{seconds:.0f} s"
-    return "0 us" if abs(seconds) < ROUNDING else f"{seconds / 1e-9:.3g} ns"
+        if abs(seconds) >= factor * rounded:
+            return f"{seconds / factor:.{digits}g} {unit}" if abs(seconds) < 999.5 else f"{seconds:.0f} s"
+    return "0 us" if abs(seconds) < ROUNDING else f"{seconds / 1e-9:.{digits}g} ns"
+
+
+def cost_text(cost: float, bound: float | None = None, gap: float | None = None) -> str:
+    """The cost of a plan and what was proved of it: ``cost 1.23 ms, lower bound 1.22 ms, gap 0.821%``, with six
+    digits, by which the two differ."""
+    proved = "" if bound is None or gap is None else f", lower bound {time_text(bound, 6)}, gap {gap:.3%}"
+    return f"cost {time_text(cost, 6)}{proved}"
 
 
 def link_text(level: Level) -> str:

@@ -26,7 +26,7 @@ from . import tables
 from .console_tables import UNLIMITED, console_of
 from .description import cluster_line, describe, inputs_line
 from .explanations import alternatives_table, because, cause, decided, difference, next_best, shares_table
-from .format import count_text, layout_text, size_text, time_text
+from .format import cost_text, count_text, layout_text, size_text, time_text
 from .html_elements import (
     KIND_COLOURS,
     Branch,
@@ -183,9 +183,9 @@ class PlanContent:
         if isinstance(plan, PipelinePlan):
             grids = () if plan.chosen is None else (Grid.of(alternatives_of(plan.chosen), "priced pipelines"),)
             return Section(
-                (f"cost {plan.cost:.6g} s",), grids, missing="no lower bound was proved: stages are planned one by one"
+                (cost_text(plan.cost),), grids, missing="no lower bound was proved: stages are planned one by one"
             )
-        lines = [f"cost {plan.cost:.6g} s"]
+        lines = [cost_text(plan.cost, plan.bound, plan.gap)]
         if plan.found is not None:
             within = (
                 "without a limit of memory" if plan.found.limit is None else f"within {size_text(plan.found.limit)}"
@@ -200,8 +200,6 @@ class PlanContent:
                 if plan.found is None
                 else "no lower bound was proved",
             )
-        assert plan.gap is not None
-        lines[0] = f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}"
         lines.append(
             "no other plan of the searched strategies costs less than the bound, by the prices of this cluster"
         )

@@ -26,7 +26,7 @@ from ..rules.dims import send
 from ..sharded_plan import Plan
 from .console_tables import UNLIMITED, console_of, saying, show, table
 from .description import cluster_line, describe, inputs_line, numbers_text
-from .format import link_text, size_text, time_text
+from .format import cost_text, link_text, size_text, time_text
 from .operator_names import OperatorNames
 from .table_elements import (
     DEAREST,
@@ -152,7 +152,7 @@ def bound_line(plan: Plan) -> str:
     if plan.bound is None:
         searched = plan.found is not None
         return "no lower bound was proved" if searched else "nothing was searched, so there is no lower bound"
-    return f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}"
+    return cost_text(plan.cost, plan.bound, plan.gap)
 
 
 def memory(kinds: dict[str, float], peak: float, cluster: Cluster, optimizer: OptimizerSetting) -> Table:

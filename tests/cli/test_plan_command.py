@@ -19,7 +19,7 @@ from shardwright import process_runtime as process
 from shardwright.cli import main
 from shardwright.cli.command_line import without_weights
 from shardwright.layout import digits_size
-from shardwright.report.format import size_text
+from shardwright.report.format import cost_text, size_text
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +116,7 @@ def test_a_function_s_model(model: Path, capsys: pytest.CaptureFixture) -> None:
 def test_a_search_says_how_far_it_is_from_the_best(model: Path, capsys: pytest.CaptureFixture) -> None:
     assert command("--devices", 8, "--mode", "dynamic_programming", "--output", "best.json", f"{model}:as_tuple") == 0
     plan = sw.Plan.load("best.json")
-    assert f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}" in capsys.readouterr().out
+    assert cost_text(plan.cost, plan.bound, plan.gap) in capsys.readouterr().out
 
 
 def test_a_search_keeps_the_memory_or_says_the_least(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

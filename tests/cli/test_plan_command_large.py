@@ -10,7 +10,7 @@ from test_plan_command import _as_a_process_of_its_own, command  # noqa: F401  a
 
 import shardwright as sw
 from shardwright.layout import digits_size
-from shardwright.report.format import size_text, time_text
+from shardwright.report.format import cost_text, size_text, time_text
 from shardwright.report.operator_names import OperatorNames
 from shardwright.report.table_elements import operators_text
 
@@ -47,7 +47,7 @@ def shown(plan: sw.Plan, out: str) -> None:
     assert lines[step].startswith(f"a step takes {time_text(price.total)}: forward {time_text(price.forward)}, ")
     assert lines[step + 1].startswith("with messages beside computation, as on a library such as NCCL, a step takes ")
     assert lines[step + 2].startswith("waited for longest: ")
-    assert lines[step + 3] == f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}"
+    assert lines[step + 3] == cost_text(plan.cost, plan.bound, plan.gap)
     assert {"parameters", "gradients", "optimizer", "activations"} <= kinds.keys()
     for kind, count in (*kinds.items(), ("all together", sum(kinds.values()))):
         (line,) = (line for line in lines if line.startswith(f" {kind}"))

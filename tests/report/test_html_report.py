@@ -104,11 +104,11 @@ def test_figures_are_those_of_the_plan(mode: str) -> None:
     assert set(parts) == {"summary", "layers", "parameters", "certificate", "memory", "communication", "timeline"}
     for line in str(made.describe()).splitlines()[1:]:
         assert " ".join(line.split()) in parts["summary"]
-    assert f"cost {made.cost:.6g} s" in parts["certificate"]
+    assert f"cost {time_text(made.cost, 6)}" in parts["certificate"]
     if made.bound is None:
         assert "no lower bound" in parts["certificate"]
     else:
-        assert f"lower bound {made.bound:.6g} s, gap {made.gap:.3%}" in parts["certificate"]
+        assert f"lower bound {time_text(made.bound, 6)}, gap {made.gap:.3%}" in parts["certificate"]
 
 
 def test_every_operator_and_parameter_is_there_once(plan: sw.Plan) -> None:

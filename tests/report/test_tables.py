@@ -20,7 +20,7 @@ from shardwright.cli.main import main
 from shardwright.errors import PlanError
 from shardwright.operator_explanation import explained
 from shardwright.report.explanations import costs, explanation
-from shardwright.report.format import size_text, time_text
+from shardwright.report.format import cost_text, size_text, time_text
 from shardwright.report.ir_dump import write_dumps
 from shardwright.report.plan_diff import difference
 from shardwright.report.tables import explain, summary
@@ -347,3 +347,5 @@ def test_seconds_have_the_unit_in_which_they_are_read() -> None:
         1234.5: "1234 s",
     }
     assert {seconds: time_text(seconds) for seconds in shown} == shown
+    assert cost_text(5.534e-5) == "cost 55.34 us"
+    assert cost_text(0.450296, 0.449653, 0.00143) == "cost 450.296 ms, lower bound 449.653 ms, gap 0.143%"
