@@ -24,6 +24,7 @@ from functools import cached_property
 
 import numpy as np
 
+from .capture.graph_reader import MarkUse
 from .cluster import Cluster
 from .cost.communication_schedule import own_redistribution
 from .cost.cost_model import CostModel, SentStep, placed_values
@@ -37,11 +38,21 @@ from .planners.limited_alternatives import PricedStrategies, Row, Within, row_ab
 from .planners.memory_fit import ENOUGH
 from .planners.plan_search import Search
 from .planners.planning_problem import PlanningProblem
-from .planners.search_space import Strategy, strategy_of
+from .planners.search_space import EdgeCosts, Strategy, strategy_of
 from .sharded_plan import Plan
 from .solver.solve import marginals
 
-__all__ = ["Alternative", "Explanation", "Holder", "Share", "explained", "partial_sums", "seconds_of", "shares_of"]
+__all__ = [
+    "Alternative",
+    "Explanation",
+    "Holder",
+    "SearchesOfPlan",
+    "Share",
+    "explained",
+    "partial_sums",
+    "seconds_of",
+    "shares_of",
+]
 
 
 # -- shares
@@ -255,27 +266,98 @@ class Explanation:
         return next((a.holder for a in self.alternatives if a.alone > 0 and a.holder is not None), None)
 
 
-def explained(plan: Plan | PipelinePlan, name: str, count: int = 3, memory: float | None = None) -> Explanation:
+class SearchesOfPlan:
+    """The searches around operators of one plan, for several explanations. Operators without a mark have one search and
+    one cost graph: in each of their searches every strategy but a marked one is open.
+
+    Args:
+        plan: the plan; in a pipeline, that of a stage.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.costs = CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
+        passing = partial_sums(plan)
+        self.decisions = {n: replace(d, partial=passing[n]) for n, d in plan.decisions.items()}
+        self._deliveries = EdgeCosts(self.costs)
+        self._searches: dict[str | None, Search] = {}
+        self._graphs: dict[str | None, CostGraph] = {}
+
+    @classmethod
+    def of(cls, plan: Plan, known: dict[int, SearchesOfPlan] | None) -> SearchesOfPlan:
+        """The searches of a plan among those that are known, which receive them."""
+        if known is None:
+            return cls(plan)
+        if id(plan) not in known:
+            known[id(plan)] = cls(plan)
+        return known[id(plan)]
+
+    def around(self, name: str) -> Search:
+        """The search in which an operator's own strategy is open."""
+        plan = self.plan
+        marks = {op.name: _kept_mark(op, plan.decisions[op.name]) for op in plan.graph.ops}
+        mark = marks[name]
+        key = None if mark is None else name
+        if key not in self._searches:
+            if mark is not None:  # its out_strategy stays: its own strategy is the question
+                marks[name] = replace(mark, in_strategy=None)
+            problem = PlanningProblem(
+                plan.graph.with_ops(tuple(replace(op, mark=marks[op.name]) for op in plan.graph.ops)),
+                plan.devices,
+                plan.input_placement,
+                "replicate",
+                plan.stored,
+                any(d.bound.uneven for d in plan.decisions.values()),
+                self.costs,
+                plan.hsdp,
+                deliveries=self._deliveries,
+            )
+            self._searches[key] = Search.of(problem)
+        return self._searches[key]
+
+    def cost_graph(self, name: str) -> CostGraph:
+        """The cost graph of the search around an operator."""
+        search = self.around(name)
+        key = name if name in self._searches else None
+        if key not in self._graphs:
+            self._graphs[key] = search.cost_graph(search.options([self.decisions]), [self.decisions])
+        return self._graphs[key]
+
+
+def _kept_mark(op: Op, decision: Decision) -> MarkUse | None:
+    """The mark of an operator; None where the plan does not keep it, as in data_parallel."""
+    return None if decision.cause != "mark" and decision.out is None else op.mark
+
+
+def explained(
+    plan: Plan | PipelinePlan,
+    name: str,
+    count: int = 3,
+    memory: float | None = None,
+    searches: dict[int, SearchesOfPlan] | None = None,
+) -> Explanation:
     """Explain one operator of a plan; in a pipeline, within its stage and for one micro-batch.
 
     Args:
         name: as `Plan.operator` takes it.
         count: the number of alternatives.
         memory: bytes that a device may hold; None: the limit of the plan's search.
+        searches: the searches of earlier explanations, by the id of the plan or of the stage's; receives those that it
+            lacks.
 
     Raises:
         PlanError: there is no such operator, or several.
     """
     if isinstance(plan, PipelinePlan):
         stage = plan.stage_of(name)
-        return replace(explained(stage.plan, name, count, memory), stage=stage.number)
+        return replace(explained(stage.plan, name, count, memory, searches), stage=stage.number)
     name = plan.operator(name).name
     costs = CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
     decision, shares = plan.decisions[name], shares_of(plan, name, costs)
     if plan.own is not None:
         reason = f"in {plan.mode} every operator runs as it stands"
         return Explanation(plan, decision, shares, plan.cost, plan.cost, (), 1, True, missing=reason)
-    neighbourhood = _Neighbourhood(plan, name, costs, memory)
+    neighbourhood = _Neighbourhood(SearchesOfPlan.of(plan, searches), name, memory)
     missing = neighbourhood.missing()
     if missing is not None:
         return Explanation(plan, decision, shares, plan.cost, plan.cost, (), 1, True, missing=missing)
@@ -297,24 +379,18 @@ def partial_sums(plan: Plan) -> dict[str, Digits]:
 class _Neighbourhood:
     """The search's problem around one operator of a plan."""
 
-    def __init__(self, plan: Plan, name: str, costs: CostModel, memory: float | None) -> None:
-        self.plan, self.name = plan, name
+    def __init__(self, searches: SearchesOfPlan, name: str, memory: float | None) -> None:
+        plan = self.plan = searches.plan
+        self.name = name
         self.limit = memory or (plan.found.limit if plan.found is not None else None)
-        graph = plan.graph.with_ops(
-            tuple(replace(op, mark=self._mark(op, plan.decisions[op.name])) for op in plan.graph.ops)
-        )
-        uneven, placed = any(d.bound.uneven for d in plan.decisions.values()), plan.input_placement
-        self.search = Search.of(
-            PlanningProblem(graph, plan.devices, placed, "replicate", plan.stored, uneven, costs, plan.hsdp)
-        )
-        self.passing = partial_sums(plan)
-        self.decisions = {n: replace(d, partial=self.passing[n]) for n, d in plan.decisions.items()}
+        self.decisions = searches.decisions
         self.chosen: dict[str, Strategy] = {n: strategy_of(d) for n, d in self.decisions.items()}
-        self.made: CostGraph = self.search.cost_graph(self._options(), [self.decisions])
+        self.search = searches.around(name)
+        self.made = self._cost_graph(searches)
         self.problem, self.node = self.made.problem, self.made.operators[name]
 
-    def _options(self) -> dict[str, tuple[Strategy, ...]]:
-        return self.search.options([self.decisions])
+    def _cost_graph(self, searches: SearchesOfPlan) -> CostGraph:
+        return searches.cost_graph(self.name)
 
     @cached_property
     def states(self) -> tuple[int, ...]:
@@ -332,16 +408,6 @@ class _Neighbourhood:
             if strategy not in self.made.options[name]:
                 return f"the strategy of {name} is not among the {len(self.made.options[name])} of the search"
         return None if np.isfinite(self.cost) else "the search allows no plan like this one, and has no price for it"
-
-    def _mark(self, op: Op, decision: Decision) -> object:
-        """The part of a mark that stays fixed.
-
-        None where the plan does not keep the mark, as in data_parallel. For the explained operator only the
-        out_strategy stays: its own strategy is the question.
-        """
-        if op.mark is None or (decision.cause != "mark" and decision.out is None):
-            return None
-        return replace(op.mark, in_strategy=None) if op.name == self.name else op.mark
 
     def explanation(self, shares: tuple[Share, ...], count: int) -> Explanation:
         """The explanation; with alternatives within the limit, where there is one."""

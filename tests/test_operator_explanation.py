@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.cli import main
 from shardwright.cost.cost_model import CostModel
-from shardwright.operator_explanation import Holder, _Neighbourhood, explained, partial_sums, shares_of
+from shardwright.operator_explanation import Holder, SearchesOfPlan, _Neighbourhood, explained, partial_sums, shares_of
 from shardwright.planners.plan_search import Search
 from shardwright.planners.planning_problem import PlanningProblem
 from shardwright.planners.search_space import strategy_of
@@ -237,7 +237,7 @@ def test_the_search_prices_no_gradient_that_a_detach_ends(beside: bool) -> None:
     assert not any("the search found" in note for note in plan.found.notes)
     assert bool(plan.backward) == beside and plan.gap == pytest.approx(0.0, abs=1e-12)
     for name in plan.decisions:
-        assert _Neighbourhood(plan, name, CostModel(plan.cluster, 4), None).cost == pytest.approx(plan.cost, rel=1e-12)
+        assert _Neighbourhood(SearchesOfPlan(plan), name, None).cost == pytest.approx(plan.cost, rel=1e-12)
         said = explained(plan, name)
         assert said.cost == said.least == pytest.approx(plan.cost, rel=1e-12)
         for other in said.alternatives:
@@ -375,7 +375,7 @@ def test_memory_holds_it() -> None:
 def test_a_plan_that_cannot_be_compared_says_why() -> None:
     """The plan has a strategy that is none of the search's."""
     plan = planned("mlp")
-    neighbourhood = _Neighbourhood(plan, "relu", CostModel(plan.cluster, plan.devices), None)
+    neighbourhood = _Neighbourhood(SearchesOfPlan(plan), "relu", None)
     assert neighbourhood.missing() is None
     options = neighbourhood.made.options
     lost = tuple(s for s in options["linear"] if s != neighbourhood.chosen["linear"])

@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..cluster import Cluster
-from ..cost.cost_model import CostModel
-from ..operator_explanation import Alternative, _Neighbourhood
+from ..operator_explanation import Alternative, SearchesOfPlan, _Neighbourhood
 from ..pipeline.pipeline_plan import PipelinePlan
-from ..planners.search_space import Strategy
+from ..planners.graph_problem import CostGraph
 from ..sharded_plan import Plan
 
 __all__ = ["local_alternatives"]
 
 
-def local_alternatives(plan: Plan | PipelinePlan, name: str, count: int = 3) -> tuple[Alternative, ...]:
+def local_alternatives(
+    plan: Plan | PipelinePlan, name: str, count: int = 3, searches: dict[int, SearchesOfPlan] | None = None
+) -> tuple[Alternative, ...]:
     """The alternatives of an operator that cost least where no other operator changes. Memory is not looked at.
 
     Args:
         plan: the plan; of a pipeline, the operator's stage counts, with one micro-batch.
         name: as `Plan.operator` takes it.
         count: the number of alternatives, one for each way to cut.
+        searches: as `explained` takes them.
 
     Returns:
         The cheapest first, at most `count`: `alone` and `more` are the additional seconds, `total` the whole cost.
@@ -35,21 +36,21 @@ def local_alternatives(plan: Plan | PipelinePlan, name: str, count: int = 3) -> 
         PlanError: there is no such operator, or several.
     """
     if isinstance(plan, PipelinePlan):
-        return local_alternatives(plan.stage_of(name).plan, name, count)
+        return local_alternatives(plan.stage_of(name).plan, name, count, searches)
     name = plan.operator(name).name
     if plan.own is not None:
         return ()
-    around = _Alone(plan, name, CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices), None)
+    around = _Alone(SearchesOfPlan.of(plan, searches), name, None)
     return () if around.missing() is not None else around.cheapest(count)
 
 
 class _Alone(_Neighbourhood):
     """The search's problem around one operator, in which the others have one strategy each."""
 
-    def _options(self) -> dict[str, tuple[Strategy, ...]]:
-        options = super()._options()
+    def _cost_graph(self, searches: SearchesOfPlan) -> CostGraph:
+        options = self.search.options([self.decisions])
         unchanged = {name: (own,) for name, own in self.chosen.items() if name != self.name and own in options[name]}
-        return options | unchanged
+        return self.search.cost_graph(options | unchanged, [self.decisions])
 
     def cheapest(self, count: int) -> tuple[Alternative, ...]:
         """The alternatives that cost least, one for each way to cut."""

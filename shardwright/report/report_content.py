@@ -18,7 +18,7 @@ from ..cost.memory_timeline import MemoryTimeline
 from ..errors import ShardwrightError
 from ..graph import short_dtype
 from ..layout import Digits, Layout, digits_size
-from ..operator_explanation import Explanation, explained, seconds_of, shares_of
+from ..operator_explanation import Explanation, SearchesOfPlan, explained, seconds_of, shares_of
 from ..pipeline.pipeline_plan import PipelinePlan, moments, timeline_of
 from ..redistribution import CollectiveKind
 from ..sharded_plan import Collective, OperatorPlan, ParameterPlan, Plan
@@ -94,6 +94,7 @@ class PlanContent:
         self.clusters = {stage: Cluster.of(each.cluster, each.devices) for stage, each in self.plans.items()}
         self.explain = EXPLAINED if explain is None else explain
         self.searches = explain is not None or self.is_cheap
+        self._of_plans: dict[int, SearchesOfPlan] = {}
 
     @property
     def is_cheap(self) -> bool:
@@ -367,7 +368,7 @@ class PlanContent:
         try:
             if not self.searches:
                 return self._beside(name)
-            explanation = explained(self.plan, name)
+            explanation = explained(self.plan, name, searches=self._of_plans)
         except ShardwrightError as error:
             return f"Its alternatives cannot be priced: {error.message}", False, None
         if explanation.missing is not None:
@@ -380,7 +381,7 @@ class PlanContent:
 
     def _beside(self, name: str) -> tuple[tuple[str, ...], bool, Grid | None]:
         """Sentences on the alternatives of an operator while nothing else changes, and their table."""
-        found = local_alternatives(self.plan, name)
+        found = local_alternatives(self.plan, name, searches=self._of_plans)
         if not found:
             return ("There is no other way to cut it, or this plan is none of the search's.",), True, None
         best, label = found[0], "next best" if found[0].alone >= 0 else "better"

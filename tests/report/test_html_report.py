@@ -25,6 +25,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.cluster import Cluster, format_bytes
 from shardwright.operator_explanation import seconds_of
+from shardwright.planners.plan_search import Search
 from shardwright.report import html_report, report_content
 from shardwright.report.format import count_text, size_text, time_text
 from shardwright.report.html_elements import Branch, Grid, Leaf, SlicePictures, gathered, html_table, unfolded
@@ -109,6 +110,15 @@ def test_figures_are_those_of_the_plan(mode: str) -> None:
         assert "no lower bound" in parts["certificate"]
     else:
         assert f"lower bound {time_text(made.bound, 6)}, gap {made.gap:.3%}" in parts["certificate"]
+
+
+def test_a_page_prices_the_strategies_of_a_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    priced: list[Search] = []
+    price = Search.cost_graph
+    monkeypatch.setattr(Search, "cost_graph", lambda search, *given: (priced.append(search), price(search, *given))[1])
+    made = sw.plan(Chain(), (torch.ones(32, 16),), nn.MSELoss(), torch.ones(32, 16), devices=4)
+    text = page([made], explain=3)
+    assert text.count("Alternatives") + text.count("alternatives") >= 3 and len(priced) == 1
 
 
 def test_every_operator_and_parameter_is_there_once(plan: sw.Plan) -> None:

@@ -16,10 +16,10 @@ from shardwright.report.plan_diff import strategy_text
 
 @pytest.mark.parametrize("mode", ["semi_auto", "dynamic_programming"])
 def test_prices_are_those_of_a_full_explanation(mode: str) -> None:
-    plan = gpt_plan(mode, layers=1)
+    plan, searches = gpt_plan(mode, layers=1), {}
     for name in sorted(plan.decisions, key=lambda n: -plan.price.by_operator.get(n, 0.0))[:3]:
         found = local_alternatives(plan, name, 50)
-        theirs = {strategy_text(a.decision): a for a in explained(plan, name, 50).alternatives}
+        theirs = {strategy_text(a.decision): a for a in explained(plan, name, 50, searches=searches).alternatives}
         assert found and [a.alone for a in found] == sorted(a.alone for a in found)
         both = [(a, theirs[strategy_text(a.decision)]) for a in found if strategy_text(a.decision) in theirs]
         assert any(mine.alone == pytest.approx(other.alone) and mine.holder == other.holder for mine, other in both)

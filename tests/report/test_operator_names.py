@@ -16,7 +16,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.cli import main
-from shardwright.operator_explanation import explained, seconds_of
+from shardwright.operator_explanation import SearchesOfPlan, explained, seconds_of
 from shardwright.report.console_tables import table
 from shardwright.report.explanations import costs, tell
 from shardwright.report.operator_names import OperatorNames
@@ -96,8 +96,13 @@ def test_ends_that_are_split_differently_are_told_apart() -> None:
 def test_a_layer_has_one_cost_in_all_tables(plan: sw.Plan) -> None:
     """The cost of an operator in its explanation is that in the table of the plan, and those of a layer add up."""
     assert sum(plan.price.by_operator.values()) == pytest.approx(plan.cost)
+    searches: dict[int, SearchesOfPlan] = {}
     for name in ("blocks.1.up", "blocks.1.down", "blocks.1.attention.out"):
-        assert explained(plan, name).seconds == plan.price.by_operator[name] == seconds_of(plan, (name,))
+        assert (
+            explained(plan, name, searches=searches).seconds
+            == plan.price.by_operator[name]
+            == seconds_of(plan, (name,))
+        )
     text = words(shown(costs, plan, width=200))
     inside = [o.name for o in plan.operators if o.module.startswith("blocks.")]
     together = re.search(r"blocks 0-2 .*? 3 ([\d.]+) (us|ms)", text)
