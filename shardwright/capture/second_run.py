@@ -94,16 +94,16 @@ def check_again(first: Captured, captured: Callable[..., tuple[list[Captured], D
     if reason is not None:
         _LOG.info("the second run is an export: %s", str(reason).partition("\n")[0])
         made = captured()[0]
-    again = made[0]
-    first.seen.follow(again.seen)
-    found = difference(first.graph, again.graph)
+    second = made[0]
+    first.seen.follow(second.seen)
+    found = difference(first.graph, second.graph)
     what, source = (None, "") if found is None else found
     if what is None:
         made_once = first.outcome.effects.assigned  # a second run finds the assignments made
         effect = (
             None
             if made_once
-            else _text_difference(first.outcome.effects.described(), again.outcome.effects.described())
+            else _text_difference(first.outcome.effects.described(), second.outcome.effects.described())
         )
         if effect is None:
             return
@@ -150,10 +150,10 @@ def difference(first: Graph, second: Graph) -> ProgramDifference | None:
         if outputs:
             return ProgramDifference(_both(f"{a.kind} gives {outputs[0][0]}", str(outputs[0][1])), a.source)
         for x, y in zip(a.inputs, b.inputs):
-            held, now = first.constants.get(x.name), second.constants.get(y.name)
-            if held is not None and now is not None and not _equal(held, now):
+            constant, other_constant = first.constants.get(x.name), second.constants.get(y.name)
+            if constant is not None and other_constant is not None and not _equal(constant, other_constant):
                 return ProgramDifference(
-                    _both(f"{a.kind} is called on the constant {_text(held)}", _text(now)), a.source
+                    _both(f"{a.kind} is called on the constant {_text(constant)}", _text(other_constant)), a.source
                 )
     if len(first.ops) != len(second.ops):
         longer = max(first.ops, second.ops, key=len)
@@ -211,7 +211,7 @@ def _first_unlike(a: Any, b: Any) -> tuple[Any, Any] | None:
     elif isinstance(a, dict) and isinstance(b, dict):
         if a.keys() != b.keys():
             return a, b
-        pairs = [(held, b[key]) for key, held in a.items()]
+        pairs = [(value, b[key]) for key, value in a.items()]
     elif isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return None if _equal(a, b) else (a, b)
     else:

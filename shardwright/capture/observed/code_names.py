@@ -3,7 +3,7 @@
 def forward(self, x):                  global  scale, with the chain ()
     from .layers import gate           import  ``.layers``, gate
     return gate(x) * scale * cfg.k     global  cfg, with the chain ("k",)
-                                       words   gate, scale, cfg, k, layers
+                                       identifiers   gate, scale, cfg, k, layers
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Names(NamedTuple):
     Args:
         reads: the names that it refers to, each with its longest chain.
         imports: (module, name) of each import inside of the function; leading dots are of relative imports.
-        words: the names of attributes and globals, and texts that may be such names.
+        identifiers: the names of attributes and globals, and texts that may be such names.
     """
 
     reads: tuple[NameRead, ...]
     imports: tuple[tuple[str, str], ...]
-    words: frozenset[str]
+    identifiers: frozenset[str]
 
 
 #: Id of a code object -> itself, and the names in it. Hashing a code object takes longer than a walk of its names.
@@ -90,16 +90,16 @@ def names_of(code: types.CodeType) -> Names:
 def _names_in(code: types.CodeType) -> Names:
     found: dict[NameRead, None] = {}
     imports: dict[tuple[str, str], None] = {}
-    words = {*code.co_names, *(each for each in code.co_consts if isinstance(each, str) and each.isidentifier())}
+    identifiers = {*code.co_names, *(each for each in code.co_consts if isinstance(each, str) and each.isidentifier())}
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
             names = names_of(each)
-            inner = (read for read in names.reads if read.kind != "argument")
+            reads = (read for read in names.reads if read.kind != "argument")
             found.update(
-                dict.fromkeys(read for read in inner if read.kind == "global" or read.name in code.co_freevars)
+                dict.fromkeys(read for read in reads if read.kind == "global" or read.name in code.co_freevars)
             )
             imports.update(dict.fromkeys(names.imports))
-            words |= names.words
+            identifiers |= names.identifiers
     first = code.co_varnames[:1] if code.co_argcount else ()
     current: NameRead | None = None
     before: tuple[Any, Any] = 0, None  # the last two constants: level and names of an import
@@ -130,4 +130,4 @@ def _names_in(code: types.CodeType) -> Names:
             current = NameRead("argument", last, ()) if last in first else None
     if current is not None:
         found[current] = None
-    return Names(tuple(found), tuple(imports), frozenset(words))
+    return Names(tuple(found), tuple(imports), frozenset(identifiers))

@@ -1,7 +1,7 @@
 """State in reach of a forward, copied when it is first seen, compared after the forward, and restored at the end.
 
 spaces     dicts of attributes, and the tables of modules
-held       lists, dicts, sets
+containers lists, dicts, sets
 places     globals, variables of closures, attributes of classes and of objects with slots
 opaque     objects without attributes (`opaque_state`)
 hooks      tables of forward hooks: a hook that removes itself
@@ -72,11 +72,11 @@ def untraced_function(value: Any) -> Any:
     elif kind is MemoisedStandIn:
         return value.function
     elif kind is staticmethod or kind is classmethod:
-        inner = value.__func__
-        if type(inner) is MemoisedStandIn:
-            return inner.function
-        if type(inner) is types.FunctionType:
-            return vars(inner).get(IN_PLACE_OF, value)
+        function = value.__func__
+        if type(function) is MemoisedStandIn:
+            return function.function
+        if type(function) is types.FunctionType:
+            return vars(function).get(IN_PLACE_OF, value)
     return value
 
 
@@ -98,7 +98,7 @@ def _without_tensor(value: object) -> object:
 
 
 @dataclass
-class _Kept:
+class _Snapshot:
     """A dict or container, with its contents before the export, and at the beginning of the forward.
 
     Args:
@@ -143,9 +143,9 @@ class KeptState:
 
     def __init__(self) -> None:
         self._paths: dict[int, str] = {}  # id of a dict of attributes, one of `_spaces` -> the path of its object
-        self._spaces: dict[int, _Kept] = {}
-        self._held: dict[int, _Kept] = {}
-        self._hooks: list[_Kept] = []
+        self._spaces: dict[int, _Snapshot] = {}
+        self._containers: dict[int, _Snapshot] = {}
+        self._hooks: list[_Snapshot] = []
         self._places: dict[tuple[int, Any], tuple[GuardedPlace, Any]] = {}
         self._entries: list[tuple[type, frozenset[str]]] = []  # classes, and the names of their attributes
         self._opaque: dict[int, tuple[Any, Any, str]] = {}  # id of an object -> itself, its state, its path
@@ -159,10 +159,10 @@ class KeptState:
         if id(attributes) in self._paths:
             return False
         self._paths[id(attributes)] = path
-        self._spaces[id(attributes)] = self._kept(attributes, path)
+        self._spaces[id(attributes)] = self._snapshot(attributes, path)
         tables = {} if module is None else part_tables(module)
         for kind, table in tables.items():
-            self._spaces[id(table)] = self._kept(table, path, of_tensors=kind != "submodules")
+            self._spaces[id(table)] = self._snapshot(table, path, of_tensors=kind != "submodules")
         if module is not None:
             self.keep_hooks_of(module, path)
         return True
@@ -170,13 +170,13 @@ class KeptState:
     def keep_hooks(self) -> None:
         """Keep the tables of the hooks of all modules."""
         for hooks in forward_hook_tables(None):
-            self._hooks.append(self._kept(hooks, "all modules"))
+            self._hooks.append(self._snapshot(hooks, "all modules"))
 
     def keep_content(self, container: Any, path: str) -> bool:
         """Keep a list, dict or set; False where it is kept already."""
-        if id(container) in self._held:
+        if id(container) in self._containers:
             return False
-        self._held[id(container)] = self._kept(container, path)
+        self._containers[id(container)] = self._snapshot(container, path)
         return True
 
     def keep_place(self, place: GuardedPlace) -> None:
@@ -211,11 +211,11 @@ class KeptState:
 
     def begin_with(self, owner: Any, key: Any, value: object) -> bool:
         """Let the forward begin with another entry of a dict or container; False where it is not kept."""
-        kept = self._spaces.get(id(owner)) or self._held.get(id(owner))
-        if kept is None:
+        snapshot = self._spaces.get(id(owner)) or self._containers.get(id(owner))
+        if snapshot is None:
             return False
-        kept.begun = kept.begun.copy()
-        kept.begun[key] = value
+        snapshot.begun = snapshot.begun.copy()
+        snapshot.begun[key] = value
         return True
 
     def begin(self, numbers: Mapping[GuardedPlace, Any]) -> None:
@@ -228,28 +228,28 @@ class KeptState:
             self._replaced[place.identity] = place.get()
             self._places.setdefault(place.identity, (place, place.get()))
             place.set(value)
-        for kept in (*self._spaces.values(), *self._held.values(), *self._hooks):
-            kept.begun = self._before(kept.owner)  # torch.export has put its own tensors into the model
+        for snapshot in (*self._spaces.values(), *self._containers.values(), *self._hooks):
+            snapshot.begun = self._before(snapshot.owner)  # torch.export has put its own tensors into the model
 
     def _before(self, owner: Any) -> Any:
         """A copy of a dict or container as it was before the forward."""
-        held = filled(owner)
+        copied = filled(owner)
         if isinstance(owner, dict):
             for (owned, key), number in self._replaced.items():
-                if owned == id(owner) and key in held:
-                    held[key] = number
-        return held
+                if owned == id(owner) and key in copied:
+                    copied[key] = number
+        return copied
 
-    def _kept(self, owner: Any, path: str, of_tensors: bool = False) -> _Kept:
+    def _snapshot(self, owner: Any, path: str, of_tensors: bool = False) -> _Snapshot:
         before = self._before(owner)
-        return _Kept(owner, before, before, path, of_tensors)
+        return _Snapshot(owner, before, before, path, of_tensors)
 
     # -- further runs --
 
     def forget_tensors(self) -> None:
         """Keep alive no tensor, and no state of an array: the capture has ended."""
-        for kept in (*self._spaces.values(), *self._held.values()):
-            kept.forget_tensors()
+        for snapshot in (*self._spaces.values(), *self._containers.values()):
+            snapshot.forget_tensors()
         for place, value in reversed(self._stood_for):
             if place.identity in self._places:
                 self._places[place.identity] = place, value
@@ -262,7 +262,7 @@ class KeptState:
     def reaches_alike(self) -> bool:
         """True where the kept state leads to the same objects as before the capture."""
         return (
-            all(kept.reaches_alike() for kept in (*self._spaces.values(), *self._held.values()))
+            all(snapshot.reaches_alike() for snapshot in (*self._spaces.values(), *self._containers.values()))
             and all(map(_reaches_alike, (old for _, old in self._places.values()), self._values()))
             and all(_own_names(cls) == _own_names(names) for cls, names in self._entries)
         )
@@ -275,8 +275,13 @@ class KeptState:
     def keep_those_of(self, earlier: KeptState) -> None:
         """Keep the present state of all that an earlier run of the same forward has kept."""
         self._paths = dict(earlier._paths)
-        self._spaces = {k: self._kept(kept.owner, kept.path, kept.of_tensors) for k, kept in earlier._spaces.items()}
-        self._held = {k: self._kept(kept.owner, kept.path) for k, kept in earlier._held.items()}
+        self._spaces = {
+            k: self._snapshot(snapshot.owner, snapshot.path, snapshot.of_tensors)
+            for k, snapshot in earlier._spaces.items()
+        }
+        self._containers = {
+            k: self._snapshot(snapshot.owner, snapshot.path) for k, snapshot in earlier._containers.items()
+        }
         present, earlier._present = earlier._present, []
         self._places = {k: (place, now) for (k, (place, _)), now in zip(earlier._places.items(), present)}
         self._entries = list(earlier._entries)
@@ -286,19 +291,19 @@ class KeptState:
     def keep_hooks_of(self, module: nn.Module, path: str) -> None:
         """Keep the tables of the hooks of a module."""
         for hooks in forward_hook_tables(module):
-            self._hooks.append(self._kept(hooks, path))
+            self._hooks.append(self._snapshot(hooks, path))
 
     def changes(self) -> Iterator[Change]:
         """The changes by the forward, compared with the present state."""
-        for kept in self._spaces.values():
-            if not same_content(kept.owner, kept.begun):
-                for change in _of_dict(kept, "{0}.{1}"):
+        for snapshot in self._spaces.values():
+            if not same_content(snapshot.owner, snapshot.begun):
+                for change in _of_dict(snapshot, "{0}.{1}"):
                     if change.place.identity not in self._own:
                         yield change
         for place, old in self._places.values():
             new = untraced_function(place.get())
             looked_at = isinstance(place.owner, dict) and (
-                id(place.owner) in self._paths or id(place.owner) in self._held
+                id(place.owner) in self._paths or id(place.owner) in self._containers
             )
             if new is not old and not looked_at and not _equal(old, new):
                 yield Change(place, old, new)
@@ -306,25 +311,25 @@ class KeptState:
             for name in vars(cls).keys() - names:
                 if (id(cls), name) not in self._places and not name.startswith("__"):
                     yield Change(GuardedPlace(cls, name, f"{cls.__name__}.{name}"), MISSING, vars(cls)[name])
-        for kept in self._held.values():
-            held, before = kept.owner, kept.begun
-            if same_content(held, before):
+        for snapshot in self._containers.values():
+            container, before = snapshot.owner, snapshot.begun
+            if same_content(container, before):
                 continue
-            found = list(_of_dict(kept, "{0}[{1!r}]")) if isinstance(held, dict) else []
+            found = list(_of_dict(snapshot, "{0}[{1!r}]")) if isinstance(container, dict) else []
             yield from found
             if not found:
-                yield Change(GuardedPlace(held, None, kept.path), tuple(before), tuple(held))
+                yield Change(GuardedPlace(container, None, snapshot.path), tuple(before), tuple(container))
         for value, before, path in self._opaque.values():
             if not draws(value) and not equal_states(state_of(value), before):
                 yield Change(GuardedPlace(value, None, path), (), ())
-        for kept in self._hooks:
-            for number, hook in kept.begun.items():
-                if number not in kept.owner:
-                    yield Change(GuardedPlace(kept.owner, number, f"a hook of {kept.path}"), hook, MISSING)
+        for snapshot in self._hooks:
+            for number, hook in snapshot.begun.items():
+                if number not in snapshot.owner:
+                    yield Change(GuardedPlace(snapshot.owner, number, f"a hook of {snapshot.path}"), hook, MISSING)
 
     def is_hook(self, place: GuardedPlace) -> bool:
         """True for an entry of a table of hooks."""
-        return any(place.owner is kept.owner for kept in self._hooks)
+        return any(place.owner is snapshot.owner for snapshot in self._hooks)
 
     def drawn(self) -> tuple[str, Callable[[], Callable[[], bool]]] | None:
         """A random number generator from which the forward has drawn, and a function that starts to watch it.
@@ -338,13 +343,13 @@ class KeptState:
 
     def restore(self) -> None:
         """Restore the state from before the forward. Hooks that the forward has registered stay."""
-        for kept in self._hooks:
-            _restore_hooks(kept.owner, kept.begun)
+        for snapshot in self._hooks:
+            _restore_hooks(snapshot.owner, snapshot.begun)
         self._restore()
 
     def _restore(self) -> None:
-        for kept in (*self._spaces.values(), *self._held.values()):
-            refill(kept.owner, kept.begun)
+        for snapshot in (*self._spaces.values(), *self._containers.values()):
+            refill(snapshot.owner, snapshot.begun)
         self._restore_places()
 
     def _restore_places(self) -> None:
@@ -363,10 +368,10 @@ class KeptState:
         self._restore_places()
         for place, value in reversed(self._stood_for):
             place.set(value)
-        for kept in (*self._spaces.values(), *self._held.values()):
-            refill(kept.owner, kept.before)
-        for kept in self._hooks:
-            _restore_hooks(kept.owner, kept.before)
+        for snapshot in (*self._spaces.values(), *self._containers.values()):
+            refill(snapshot.owner, snapshot.before)
+        for snapshot in self._hooks:
+            _restore_hooks(snapshot.owner, snapshot.before)
 
 
 def _own_names(names: type | frozenset[str]) -> frozenset[str]:
@@ -383,9 +388,9 @@ def _restore_hooks(table: dict[int, Any], before: dict[int, Any]) -> None:
         refill(table, before | filled(table))
 
 
-def _of_dict(kept: _Kept, path: str) -> Iterator[Change]:
+def _of_dict(snapshot: _Snapshot, path: str) -> Iterator[Change]:
     """The entries of a dict that have changed."""
-    for key in {**kept.begun, **filled(kept.owner)}:
-        old, new = kept.begun.get(key, MISSING), dict.get(kept.owner, key, MISSING)
+    for key in {**snapshot.begun, **filled(snapshot.owner)}:
+        old, new = snapshot.begun.get(key, MISSING), dict.get(snapshot.owner, key, MISSING)
         if old is not new:
-            yield Change(GuardedPlace(kept.owner, key, path.format(kept.path, key)), old, new)
+            yield Change(GuardedPlace(snapshot.owner, key, path.format(snapshot.path, key)), old, new)

@@ -154,8 +154,8 @@ def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> list[
     closures: list[types.FunctionType] = []
     for cls in classes:
         if cls not in library.own:
-            kept, further = _read_class(cls)
-            places += kept
+            of_class, further = _read_class(cls)
+            places += of_class
             closures += further
     for _, m in modules:
         for key, value in vars(m).items():
@@ -175,31 +175,31 @@ class _Entries(NamedTuple):
     A library of models has hundreds of files and forty thousand entries: no line of Python runs for each.
 
     Args:
-        held: the entries of each file and each class: mappings that show every change.
+        mappings: the entries of each file and each class: mappings that show every change.
         same: picks the entries that have to be the same objects as before: functions, classes, files and simple values.
         others: picks the other entries, which have to be of the same types. These are not kept alive.
         were, types: the objects and the types that were read.
     """
 
-    held: tuple[Mapping[str, Any], ...]
+    mappings: tuple[Mapping[str, Any], ...]
     same: Callable[[Sequence[Any]], tuple[Any, ...]]
     others: Callable[[Sequence[Any]], tuple[Any, ...]]
     were: tuple[Any, ...]
     types: tuple[type, ...]
 
     @staticmethod
-    def read(held: tuple[Mapping[str, Any], ...]) -> _Entries:
+    def read(mappings: tuple[Mapping[str, Any], ...]) -> _Entries:
         """The present entries."""
-        entries = tuple(chain.from_iterable(map(_values, held)))
+        entries = tuple(chain.from_iterable(map(_values, mappings)))
         same = [i for i, value in enumerate(entries) if isinstance(value, _FIXED) or type(value) in _SIMPLE]
         others = sorted(set(range(len(entries))).difference(same))
         pick, rest = _picking(same), _picking(others)
-        return _Entries(held, pick, rest, pick(entries), tuple(map(type, rest(entries))))
+        return _Entries(mappings, pick, rest, pick(entries), tuple(map(type, rest(entries))))
 
     @property
     def hold(self) -> bool:
         """True where the entries are those that were read."""
-        entries = tuple(chain.from_iterable(map(_values, self.held)))
+        entries = tuple(chain.from_iterable(map(_values, self.mappings)))
         return (
             len(entries) == len(self.were) + len(self.types)
             and self.same(entries) == self.were
@@ -212,7 +212,7 @@ class _File(NamedTuple):
 
     Args:
         entries: those of the file and of its classes.
-        kept: the places of functions that cache their results.
+        places: those of functions that cache their results.
         own: the classes of the file.
         classes: further classes of users in the file, as the keys of a dict.
         imported: the names of the users' files that the file's values come from.
@@ -220,7 +220,7 @@ class _File(NamedTuple):
     """
 
     entries: _Entries
-    kept: tuple[GuardedPlace, ...]
+    places: tuple[GuardedPlace, ...]
     own: tuple[type, ...]
     classes: dict[type, None]
     imported: tuple[str, ...]
@@ -249,12 +249,12 @@ def _of_file(file: types.ModuleType) -> _File:
 
 
 def _read_file(file: types.ModuleType) -> _File:
-    kept: list[GuardedPlace] = []
+    places: list[GuardedPlace] = []
     classes: dict[type, None] = {}
     imported: dict[str, None] = {}
     known: dict[Any, types.ModuleType | None] = {}  # many values come from few files
-    held = vars(file)
-    for key, value in list(held.items()):
+    file_names = vars(file)
+    for key, value in list(file_names.items()):
         kind = type(value)
         if kind in _PLAIN:
             continue
@@ -264,7 +264,7 @@ def _read_file(file: types.ModuleType) -> _File:
             name = value.__name__
         else:
             if _keeps(value):
-                kept.append(GuardedPlace(held, key, key))
+                places.append(GuardedPlace(file_names, key, key))
             if kind is not _KEEPS:
                 continue
             name = value.__module__
@@ -276,14 +276,16 @@ def _read_file(file: types.ModuleType) -> _File:
         if issubclass(kind, type):
             classes.setdefault(value)
         imported.setdefault(module.__name__)
-    own = tuple([cls for cls in classes if cls.__module__ == file.__name__ and held.get(cls.__name__) is cls])
+    own = tuple([cls for cls in classes if cls.__module__ == file.__name__ and file_names.get(cls.__name__) is cls])
     closures: list[types.FunctionType] = []
     for cls in own:
         del classes[cls]
         further, functions = _read_class(cls)
-        kept += further
+        places += further
         closures += functions
-    return _File(_Entries.read((held, *map(vars, own))), tuple(kept), own, classes, tuple(imported), tuple(closures))
+    return _File(
+        _Entries.read((file_names, *map(vars, own))), tuple(places), own, classes, tuple(imported), tuple(closures)
+    )
 
 
 class _Library(NamedTuple):
@@ -350,15 +352,15 @@ def _library(files: list[types.ModuleType]) -> _Library:
 def _read_library(files: list[types.ModuleType]) -> _Library:
     waiting = list(files)
     entries: dict[str, dict[str, Any] | None] = {file.__name__: vars(file) for file in files}
-    held: list[Mapping[str, Any]] = []
+    mappings: list[Mapping[str, Any]] = []
     own: set[type] = set()
     classes: dict[type, None] = {}
     places: list[GuardedPlace] = []
     closures: list[types.FunctionType] = []
     while waiting:
         found = _of_file(waiting.pop())
-        held += found.entries.held
-        places += found.kept
+        mappings += found.entries.mappings
+        places += found.places
         closures += found.closures
         own.update(found.own)
         classes.update(found.classes)
@@ -371,7 +373,7 @@ def _read_library(files: list[types.ModuleType]) -> _Library:
     filled = [cell for cell in cells if cell != _EMPTY]
     return _Library(
         entries,
-        _Entries.read(tuple(held)),
+        _Entries.read(tuple(mappings)),
         (*places, *further),
         filled,
         list(map(_contents, filled)),
@@ -383,15 +385,15 @@ def _read_library(files: list[types.ModuleType]) -> _Library:
 
 def _read_class(cls: type) -> tuple[list[GuardedPlace], list[types.FunctionType]]:
     """The places in a class of functions that cache their results, and the functions that have closures."""
-    kept: list[GuardedPlace] = []
+    places: list[GuardedPlace] = []
     closures: list[types.FunctionType] = []
     for key, value in vars(cls).items():
         if type(value) is types.FunctionType:
             if value.__closure__ is not None:
                 closures.append(value)
         elif type(value) not in _PLAIN and _keeps(value):
-            kept.append(GuardedPlace(cls, key, key))
-    return kept, closures
+            places.append(GuardedPlace(cls, key, key))
+    return places, closures
 
 
 def _keeps(value: Any) -> bool:

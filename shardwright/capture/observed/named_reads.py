@@ -86,7 +86,7 @@ class NamedReads(KeptState):
         self._reached: dict[int, dict[int, Any]] = {}  # id of code -> functions too deep to be scanned before it runs
         self._waiting: collections.deque[tuple[types.FunctionType, int]] = collections.deque()  # still to be scanned
         self._depth = -1  # of the function that is being scanned
-        self._words: dict[int | None, frozenset[str]] = {}  # id of a function's code -> the names in it
+        self._identifiers: dict[int | None, frozenset[str]] = {}  # id of a function's code -> the names in it
         self._lineages: dict[int, tuple[type, ...]] = {}  # id of a class -> its bases of the user, itself the first
         #: Name -> the classes, each with its bases, and the files that have it, and the function that has found each.
         self._holders: dict[str, list[tuple[int | None, Any]]] = {}
@@ -141,8 +141,8 @@ class NamedReads(KeptState):
 
     def take_out(self) -> None:
         """Take the stand-ins of builtin functions out of the user's files."""
-        for (_, name), held in self._inserted.items():
-            held.pop(name, None)
+        for (_, name), file_names in self._inserted.items():
+            file_names.pop(name, None)
 
     def _found(self, value: Any, path: str) -> None:
         """Watch a value in reach of the forward."""
@@ -236,7 +236,7 @@ class NamedReads(KeptState):
             code, function.__globals__, {name: (cells[name], f"{name}, which {named} closes over,") for name in cells}
         )
         if self._depth <= _NEAR:
-            self._named(names_of(code).words)
+            self._named(names_of(code).identifiers)
 
     def trace(self, frame: types.FrameType, event: str, arg: Any) -> None:
         """Note the code of a function of the user that begins to run: a function for `sys.settrace`."""
@@ -248,7 +248,7 @@ class NamedReads(KeptState):
                 if self.running:
                     self._runs(code, frame.f_globals)
 
-    def _runs(self, code: types.CodeType, held: dict[str, Any]) -> None:
+    def _runs(self, code: types.CodeType, file_names: dict[str, Any]) -> None:
         """Count the globals in code that runs as read, and the attributes of classes that it names."""
         source, depth, self._source = self._source, self._depth, (id(code), None)
         self._depth = _DEPTH  # what runs is seen to run: no function is followed
@@ -256,40 +256,40 @@ class NamedReads(KeptState):
             self._scan_reached(id(code))
             if id(code) not in self._scanned:
                 self._scanned[id(code)] = code
-                self._scan_code(code, held, {})
-            self._named(names_of(code).words)
+                self._scan_code(code, file_names, {})
+            self._named(names_of(code).identifiers)
         finally:
             self._source, self._depth = source, depth
 
-    def _scan_code(self, code: types.CodeType, held: dict[str, Any], cells: dict[str, tuple[Any, str]]) -> None:
-        names, file = names_of(code), held.get("__name__", "")
+    def _scan_code(self, code: types.CodeType, file_names: dict[str, Any], cells: dict[str, tuple[Any, str]]) -> None:
+        names, file = names_of(code), file_names.get("__name__", "")
         for kind, name, chain in names.reads:
             if kind == "cell" and name in cells:
                 cell, path = cells[name]
                 self._chain(GuardedPlace(cell, name, path), chain)
-            elif kind == "global" and (id(held), name) in self._inserted:
+            elif kind == "global" and (id(file_names), name) in self._inserted:
                 continue
-            elif kind == "global" and name in held:
-                self._chain(GuardedPlace(held, name, f"{file}.{name}"), chain)
+            elif kind == "global" and name in file_names:
+                self._chain(GuardedPlace(file_names, name, f"{file}.{name}"), chain)
             elif kind == "global":
-                self._absent.setdefault(id(held), (held, set()))[1].add(name)
-                self._insert(held, name)
+                self._absent.setdefault(id(file_names), (file_names, set()))[1].add(name)
+                self._insert(file_names, name)
         for module, name in names.imports:
-            self._imported(module, name, held)
-        if names.words & {"eval", "exec"}:  # the text may name any global
-            self._list(held)
-            for name, value in [*held.items()]:
-                if (id(held), name) in self._inserted:
+            self._imported(module, name, file_names)
+        if names.identifiers & {"eval", "exec"}:  # the text may name any global
+            self._list(file_names)
+            for name, value in [*file_names.items()]:
+                if (id(file_names), name) in self._inserted:
                     continue
                 if not name.startswith("__") and not isinstance(value, (types.ModuleType, types.FunctionType, type)):
-                    self._chain(GuardedPlace(held, name, f"{file}.{name}"), ())
+                    self._chain(GuardedPlace(file_names, name, f"{file}.{name}"), ())
 
-    def _insert(self, held: dict[str, Any], name: str) -> None:
+    def _insert(self, file_names: dict[str, Any], name: str) -> None:
         """Put the stand-in of a builtin function into a file that names it."""
         stand_in = self._stand_ins.of_file(name)
         if stand_in is not None:
-            held[name] = stand_in
-            self._inserted[id(held), name] = held
+            file_names[name] = stand_in
+            self._inserted[id(file_names), name] = file_names
 
     def _list(self, names: dict[str, Any]) -> None:
         """Note that all names of a file count."""
@@ -353,9 +353,9 @@ class NamedReads(KeptState):
             if place.key in _SETTINGS and module is torch:
                 self._setting(value)
 
-    def _imported(self, module: str, name: str, held: dict[str, Any]) -> None:
+    def _imported(self, module: str, name: str, file_names: dict[str, Any]) -> None:
         """Count a name that is imported inside of a function as read."""
-        package = held.get("__package__") or str(held.get("__name__", "")).rpartition(".")[0]
+        package = file_names.get("__package__") or str(file_names.get("__name__", "")).rpartition(".")[0]
         try:
             full = importlib.util.resolve_name(module, package)
         except ImportError:
@@ -367,28 +367,28 @@ class NamedReads(KeptState):
             self._chain(GuardedPlace(vars(file), name, f"{full}.{name}"), ())
         else:
             self._absent.setdefault(id(vars(file)), (vars(file), set()))[1].add(name)
-            inner = sys.modules.get(f"{full}.{name}") if name else file
-            self._imports[f"{full}.{name}" if name else full] = inner
-            if inner is not None:
-                self._file(inner)
+            submodule = sys.modules.get(f"{full}.{name}") if name else file
+            self._imports[f"{full}.{name}" if name else full] = submodule
+            if submodule is not None:
+                self._file(submodule)
 
-    def _named(self, words: frozenset[str]) -> None:
+    def _named(self, identifiers: frozenset[str]) -> None:
         """Count the attributes of classes and files that the present function names as read."""
         code = self._source[0]
-        if code in self._words:
+        if code in self._identifiers:
             return
-        self._words[code] = words
-        for word in words & self._holders.keys():
-            for found_by, held in [*self._holders[word]]:
-                self._members(code, found_by, held, word)
+        self._identifiers[code] = identifiers
+        for word in identifiers & self._holders.keys():
+            for found_by, holder in [*self._holders[word]]:
+                self._members(code, found_by, holder, word)
 
-    def _holder(self, key: int, names: Iterable[str], held: Any) -> None:
+    def _holder(self, key: int, names: Iterable[str], holder: Any) -> None:
         """Count the attributes of a class, or the names of a file, that functions name as read.
 
         Args:
             key: the id of the class or file.
             names: its names.
-            held: the file, or the class and its bases.
+            holder: the file, or the class and its bases.
         """
         found_by = self._source[0]
         if found_by in self._found_by.setdefault(key, set()) or None in self._found_by[key]:
@@ -396,12 +396,12 @@ class NamedReads(KeptState):
         self._found_by[key].add(found_by)
         names = {name for name in names if name[:2] != "__"}
         for name in names:
-            self._holders.setdefault(name, []).append((found_by, held))
-        for code, words in [*self._words.items()]:
-            for word in words & names:
-                self._members(code, found_by, held, word)
+            self._holders.setdefault(name, []).append((found_by, holder))
+        for code, identifiers in [*self._identifiers.items()]:
+            for word in identifiers & names:
+                self._members(code, found_by, holder, word)
 
-    def _members(self, code: int | None, found_by: int | None, held: Any, name: str) -> None:
+    def _members(self, code: int | None, found_by: int | None, holder: Any, name: str) -> None:
         """Count a name of a file as read; or an attribute of a class, and that the classes which come before it have
         none of this name.
 
@@ -410,12 +410,12 @@ class NamedReads(KeptState):
             found_by: the function by which the file or class was found.
         """
         source, self._source = self._source, (code, found_by)
-        if isinstance(held, types.ModuleType):
-            if (id(vars(held)), name) not in self._inserted:
-                self._chain(GuardedPlace(vars(held), name, f"{held.__name__}.{name}"), ())
+        if isinstance(holder, types.ModuleType):
+            if (id(vars(holder)), name) not in self._inserted:
+                self._chain(GuardedPlace(vars(holder), name, f"{holder.__name__}.{name}"), ())
         else:
-            holds = [name in vars(base) for base in held]
-            for index, base in enumerate(held):
+            holds = [name in vars(base) for base in holder]
+            for index, base in enumerate(holder):
                 if holds[index] or not any(holds[:index]):
                     self._note(GuardedPlace(base, name, f"{base.__name__}.{name}"))
         self._source = source
@@ -459,8 +459,8 @@ class NamedReads(KeptState):
         return (
             self.repeatable
             and all(untraced_function(place.get()) is value for place, value in self._passed.values())
-            and all(names.isdisjoint(held) for held, names in self._absent.values())
-            and all(held.keys() == names for held, names in self._listed.values())
+            and all(names.isdisjoint(file_names) for file_names, names in self._absent.values())
+            and all(file_names.keys() == names for file_names, names in self._listed.values())
             and all(sys.modules.get(name) is file for name, file in self._imports.items())
             and all(id(f.__code__) == code for code, reached in self._reached.items() for f in reached.values())
             and all(lineage == _lineage_of(lineage[0]) for lineage in self._lineages.values() if lineage)
@@ -469,7 +469,7 @@ class NamedReads(KeptState):
     def find_those_of(self, earlier: NamedReads) -> None:
         """Find what an earlier run of the same forward has found."""
         self._passed, self._imports = dict(earlier._passed), dict(earlier._imports)
-        self._absent = {key: (held, set(names)) for key, (held, names) in earlier._absent.items()}
+        self._absent = {key: (file_names, set(names)) for key, (file_names, names) in earlier._absent.items()}
         self._listed, self._namespaces = dict(earlier._listed), dict(earlier._namespaces)
         self._noted = {source: dict(places) for source, places in earlier._noted.items()}
         read, through = earlier._begun
@@ -477,14 +477,14 @@ class NamedReads(KeptState):
         self._looked_through = {entry for entry in earlier._looked_through if entry[2] != SEEN} | through
         self._looked_at, self._scanned = set(earlier._looked_at), dict(earlier._scanned)
         self._reached = {code: dict(functions) for code, functions in earlier._reached.items()}
-        self._words, self._lineages = dict(earlier._words), dict(earlier._lineages)
+        self._identifiers, self._lineages = dict(earlier._identifiers), dict(earlier._lineages)
         self._holders = {name: list(holders) for name, holders in earlier._holders.items()}
         self._found_by = {key: set(codes) for key, codes in earlier._found_by.items()}
         for place in earlier._functions_replaced:
             self._functions_replaced.append(place)
             self._put_function(place, place.get())
-        for (_, name), held in earlier._inserted.items():
-            self._insert(held, name)
+        for (_, name), file_names in earlier._inserted.items():
+            self._insert(file_names, name)
 
     def note_begun(self) -> None:
         """Note the reads before the forward begins, which a further run has too."""
