@@ -323,7 +323,7 @@ def draws(width: int, rounds: int) -> list[float]:
         rows = (width // 2, width // 2 + width // part)
         keep = lambda name, old, whole: whole[slice(*rows) if part > 1 else slice(None)].clone()
         asked = (lambda name, old: (slice(*rows), slice(width))) if part > 1 else (lambda name, old: None)
-        return host_seconds(lambda: materialize(net, lambda *given: keep(*given)[:0], real=False, part=asked))
+        return host_seconds(lambda: materialize(net, lambda *sizes: keep(*sizes)[:0], real=False, part=asked))
 
     return [seconds(RANKS) / seconds(1) for _ in range(rounds)]
 
@@ -333,28 +333,28 @@ def on_one_device(results: Results, device: torch.device, quick: bool) -> None:
     rounds = 5 if quick else 15
     width = 1024 if real else 256
 
-    def said(section: str, name: str, values: list[float], most: float | None = None) -> None:
+    def noted(section: str, name: str, values: list[float], most: float | None = None) -> None:
         results.figures.append(Figure(section, name, Spread.of(values), at_most=most if real else None))
 
     with playing(Runtime(False, 1, 0, device)):
         for compile in (False, True):
             steps = alone(device, width, compile)
             values = ratios(device, steps["ours"], steps["plain"], 3 * rounds)
-            said("a step on one device", f"ours / plain, {'compiled' if compile else 'eager'}", values, ALONE)
+            noted("a step on one device", f"ours / plain, {'compiled' if compile else 'eager'}", values, ALONE)
             if not compile:
                 for name, step in steps.items():
-                    said("kernels of a step on one device", name, [kernels(device, step)])
-    said("exact dropout", "ours / torch's", dropout(device, 8192 if real else 512, rounds), DROPOUT)
-    said("a save", "its call / all of it", save(device, 64 if real else 16, rounds), SAVE)
-    said("parameters at the start", "an eighth / the whole", draws(4096, 1 if quick else 3))
+                    noted("kernels of a step on one device", name, [kernels(device, step)])
+    noted("exact dropout", "ours / torch's", dropout(device, 8192 if real else 512, rounds), DROPOUT)
+    noted("a save", "its call / all of it", save(device, 64 if real else 16, rounds), SAVE)
+    noted("parameters at the start", "an eighth / the whole", draws(4096, 1 if quick else 3))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("accelerator.json"))
-    given = parser.parse_args()
-    rounds, times = (7, 100) if given.quick else (41, 700)
+    arguments = parser.parse_args()
+    rounds, times = (7, 100) if arguments.quick else (41, 700)
     torch.set_num_threads(1)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     results = Results()
@@ -384,8 +384,8 @@ def main() -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     with contextlib.redirect_stdout(sys.stderr):
-        on_one_device(results, device, given.quick)
-    return results.finish(Console(), given.output)
+        on_one_device(results, device, arguments.quick)
+    return results.finish(Console(), arguments.output)
 
 
 if __name__ == "__main__":

@@ -122,13 +122,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     entries = [*(f"ours {size} MB" for size in SIZES), *DDP] if args.buckets else [OURS, *DDP]
     console, results = Console(), Results()
-    makers: dict[str, Callable[[str], Contender]] = {section: partial(contender, section) for section in SECTIONS}
+    contenders: dict[str, Callable[[str], Contender]] = {section: partial(contender, section) for section in SECTIONS}
     for section in args.only:
         for devices in args.devices:
             name = f"{section}, {devices} processes"
             with console.status(name):
                 results.times[name] = run_race(
-                    devices, makers[section], partial(check, section), entries, 15 if args.quick else args.steps
+                    devices, contenders[section], partial(check, section), entries, 15 if args.quick else args.steps
                 )
             if not args.buckets:
                 results.compare(name, OURS, results.fastest(name, "DDP"), at_most=1.0)

@@ -129,7 +129,7 @@ def read_contest(path: str | Path) -> Contest:
     try:
         data = path.read_bytes()
         text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        given = json.loads(text)
+        document = json.loads(text)
     except OSError as error:
         if isinstance(error, gzip.BadGzipFile):
             raise PlanError(f"the file is damaged: {error}", source=str(path), legal="the whole file") from None
@@ -149,7 +149,7 @@ def read_contest(path: str | Path) -> Contest:
     except UnicodeDecodeError as error:
         raise PlanError(f"not JSON: {error}", source=str(path)) from None
     try:
-        return _contest(given)
+        return _contest(document)
     except PlanError as error:
         raise error.located(source=str(path)) from None
 
@@ -159,13 +159,13 @@ def write_assignment(path: str | Path, assignment: Sequence[int]) -> None:
     Path(path).write_text(json.dumps([int(state) for state in assignment]) + "\n")
 
 
-def _field(given: Any, name: str, kind: type, *, of: str) -> Any:
+def _field(document: Any, name: str, kind: type, *, of: str) -> Any:
     """The field of a JSON object; `of` names the object in errors."""
-    if not isinstance(given, dict) or name not in given:
+    if not isinstance(document, dict) or name not in document:
         raise PlanError(f"{of} has no field {name!r}")
-    if not isinstance(given[name], kind):
-        raise PlanError(f"{of}.{name} is {type(given[name]).__name__}", legal=kind.__name__)
-    return given[name]
+    if not isinstance(document[name], kind):
+        raise PlanError(f"{of}.{name} is {type(document[name]).__name__}", legal=kind.__name__)
+    return document[name]
 
 
 def _numbers(values: Any, what: str, count: int | None = None) -> np.ndarray:
@@ -187,10 +187,10 @@ def _numbers(values: Any, what: str, count: int | None = None) -> np.ndarray:
     return out
 
 
-def _contest(given: Any) -> Contest:
+def _contest(document: Any) -> Contest:
     """The problem of the file's JSON."""
-    given = _field(given, "problem", dict, of="the file")
-    nodes, edges = (_field(given, name, dict, of="problem") for name in ("nodes", "edges"))
+    document = _field(document, "problem", dict, of="the file")
+    nodes, edges = (_field(document, name, dict, of="problem") for name in ("nodes", "edges"))
     own, usages, intervals = (_field(nodes, name, list, of="nodes") for name in ("costs", "usages", "intervals"))
     named, paid = (_field(edges, name, list, of="edges") for name in ("nodes", "costs"))
     if not len(own) == len(usages) == len(intervals):
@@ -200,7 +200,7 @@ def _contest(given: Any) -> Contest:
         )
     if len(named) != len(paid):
         raise PlanError(f"edges has {len(named):,} nodes and {len(paid):,} costs", legal="one of each an edge")
-    limit = given.get("usage_limit")
+    limit = document.get("usage_limit")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
         raise PlanError("problem.usage_limit is not a number")
     costs, uses = [], []

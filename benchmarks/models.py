@@ -205,7 +205,7 @@ def images() -> tuple[Tensor, Tensor]:
     return torch.randn(32, 3, 32, 32, generator=generator), torch.randint(0, 10, (32,), generator=generator)
 
 
-def own_part() -> tuple[Tensor, Tensor]:
+def per_rank_batch() -> tuple[Tensor, Tensor]:
     x, y = images()
     part = len(x) // DEVICES
     rows = slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
@@ -220,7 +220,7 @@ def mean(loss: Tensor) -> Tensor:
 
 def resnet_ours() -> Contender:
     model = sw.AutoParallel(make_resnet(), loss_fn=nn.CrossEntropyLoss(), parallel_mode="data_parallel")
-    x, y = own_part()
+    x, y = per_rank_batch()
     kept = copy.deepcopy(dict(model.named_buffers()))
     model(x, y)
     for name, buffer in model.named_buffers():
@@ -230,7 +230,7 @@ def resnet_ours() -> Contender:
 
 def resnet_ddp() -> Contender:
     model = nn.parallel.DistributedDataParallel(make_resnet())
-    x, y = own_part()
+    x, y = per_rank_batch()
     return trained(model.parameters(), lambda: F.cross_entropy(model(x), y), whole=mean)
 
 
@@ -243,7 +243,7 @@ def resnet_fsdp() -> Contender:
         if isinstance(module, resnet50.Bottleneck):
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    x, y = own_part()
+    x, y = per_rank_batch()
     return trained(model.parameters(), lambda: F.cross_entropy(model(x), y), whole=mean)
 
 

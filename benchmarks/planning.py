@@ -64,11 +64,14 @@ class Clock:
 
 def measure(layers: int, devices: int, cluster: str, memory: float) -> dict[str, float]:
     """Plan so many of GPT-3's layers, part by part."""
-    clock, given = Clock(), gpt3(layers, BATCH * max(devices // 1024, 1))
-    inputs = (*given["inputs"], given["targets"])
-    graph = clock.of("capture", lambda: capture(given["net"], inputs, None, loss_fn=given["loss_fn"]))
-    fed, costs = place_inputs(graph, devices, "full_batch"), CostModel(Cluster.of(cluster, devices), devices)
-    problem = PlanningProblem(graph, devices, fed, cost_model=costs)
+    clock, model = Clock(), gpt3(layers, BATCH * max(devices // 1024, 1))
+    inputs = (*model["inputs"], model["targets"])
+    graph = clock.of("capture", lambda: capture(model["net"], inputs, None, loss_fn=model["loss_fn"]))
+    input_placement, costs = (
+        place_inputs(graph, devices, "full_batch"),
+        CostModel(Cluster.of(cluster, devices), devices),
+    )
+    problem = PlanningProblem(graph, devices, input_placement, cost_model=costs)
     search = Search.of(problem)
     made = clock.of("costs", lambda: search.cost_graph(search.options()))
     found = clock.of("search", lambda: solve(made.problem))
@@ -85,7 +88,11 @@ def measure(layers: int, devices: int, cluster: str, memory: float) -> dict[str,
         held = clock.of(
             "costs, limited",
             lambda: add_memory(
-                search.cost_graph(search.options(), cut=CUT), fed, search.batch_dims, memory, optimizer_bytes("adam")
+                search.cost_graph(search.options(), cut=CUT),
+                input_placement,
+                search.batch_dims,
+                memory,
+                optimizer_bytes("adam"),
             ),
         )
         found = clock.of("search, limited", lambda: solve(held.cost_graph.problem, gap=ENOUGH))
@@ -111,19 +118,21 @@ def main() -> int:
         help='of a device, for the search with a limit: "80GB", bytes, "cluster" (the default) or 0: no such search',
     )
     parser.add_argument("--output", type=Path, default=Path("planning.json"))
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    cluster = given.cluster or f"h200x8x{max(given.devices // 8, 1)}"
-    memory = 0.0 if given.memory == "0" else memory_of(given.memory, Cluster.of(cluster, given.devices)) or 0.0
-    counts = (12, 24) if given.quick else (12, 24, 48, 96)
-    rows = [measure(layers, given.devices, cluster, memory) for layers in counts]
+    cluster = arguments.cluster or f"h200x8x{max(arguments.devices // 8, 1)}"
+    memory = (
+        0.0 if arguments.memory == "0" else memory_of(arguments.memory, Cluster.of(cluster, arguments.devices)) or 0.0
+    )
+    counts = (12, 24) if arguments.quick else (12, 24, 48, 96)
+    rows = [measure(layers, arguments.devices, cluster, memory) for layers in counts]
     table = Table(
         "layers",
         *(str(row["layers"]) for row in rows),
         "target",
         "",
         box=box.SIMPLE,
-        title=f"GPT-3's layers on {given.devices} devices ({cluster}), CPU seconds",
+        title=f"GPT-3's layers on {arguments.devices} devices ({cluster}), CPU seconds",
         title_justify="left",
     )
     missed = False
@@ -131,18 +140,18 @@ def main() -> int:
         if name == "layers":
             continue
         target, last = TARGETS.get(name), rows[-1][name]
-        ok = target is None or given.quick or last <= target
+        ok = target is None or arguments.quick or last <= target
         missed |= not ok
         table.add_row(
             name,
             *(f"{row[name]:.4g}" for row in rows),
             "" if target is None else f"<= {target:g}",
-            "" if target is None or given.quick else "ok" if ok else "MISSED",
+            "" if target is None or arguments.quick else "ok" if ok else "MISSED",
         )
     Console().print(table)
-    said = {"machine": machine(), "devices": given.devices, "cluster": cluster, "memory": memory, "rows": rows}
-    given.output.write_text(json.dumps(said, indent=1))
-    print(f"written to {given.output}")
+    figures = {"machine": machine(), "devices": arguments.devices, "cluster": cluster, "memory": memory, "rows": rows}
+    arguments.output.write_text(json.dumps(figures, indent=1))
+    print(f"written to {arguments.output}")
     return int(missed)
 
 

@@ -57,17 +57,17 @@ def main() -> int:
     parser.add_argument("--cluster", default="h200x8x128")
     parser.add_argument("--micro-batches", type=int, help="default: chosen too")
     parser.add_argument("--output", type=Path, default=Path("planning_auto.json"))
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     seconds: dict[str, float] = {}
     planning.capture_micro = timed(seconds, "capture", planning.capture_micro)
     stage_search.StageSearch.run = timed(seconds, "choose", stage_search.StageSearch.run)
     begin, wall = time.process_time(), time.perf_counter()
     plan = sw.plan(
-        **gpt3(given.layers, BATCH),
-        devices=given.devices,
-        cluster=given.cluster,
-        pipeline={"stages": "auto", "micro_batches": given.micro_batches or "auto"},
+        **gpt3(arguments.layers, BATCH),
+        devices=arguments.devices,
+        cluster=arguments.cluster,
+        pipeline={"stages": "auto", "micro_batches": arguments.micro_batches or "auto"},
     )
     step, peak = plan.cost, plan.peak
     total, wall = time.process_time() - begin, time.perf_counter() - wall
@@ -83,12 +83,12 @@ def main() -> int:
     )
     missed = total > TARGET
     print(f"target {TARGET:g} s: {'MISSED' if missed else 'ok'}")
-    given.output.write_text(
+    arguments.output.write_text(
         json.dumps(
             {
                 "machine": machine(),
-                "layers": given.layers,
-                "devices": given.devices,
+                "layers": arguments.layers,
+                "devices": arguments.devices,
                 "seconds": seconds,
                 "total": total,
                 "step": step,

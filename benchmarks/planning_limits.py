@@ -130,13 +130,13 @@ def measure(name: str, layers: int, mode: str, limit: float, search_memory: str 
     return out | {"seconds": time.process_time() - begin, "grown MB": grown * 1024 / 1e6}
 
 
-def apart(*given: Any) -> dict[str, Any]:
+def apart(*case: Any) -> dict[str, Any]:
     """The same in a process of its own."""
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
         with os.fdopen(send, "w") as file:
-            file.write(json.dumps(measure(*given)))
+            file.write(json.dumps(measure(*case)))
         os._exit(0)
     os.close(send)
     with os.fdopen(receive) as file:
@@ -145,7 +145,7 @@ def apart(*given: Any) -> dict[str, Any]:
     return (
         json.loads(text)
         if text
-        else dict(zip(("model", "layers", "mode", "GB"), given)) | {"error": f"ended by {status}"}
+        else dict(zip(("model", "layers", "mode", "GB"), case)) | {"error": f"ended by {status}"}
     )
 
 
@@ -157,15 +157,15 @@ def main() -> int:
     parser.add_argument("--limits", nargs="+", type=float, help="GB a device; 0: none (default: those of each model)")
     parser.add_argument("--search-memory", metavar="SIZE")
     parser.add_argument("--output", type=Path, default=Path("planning_limits.json"))
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    for name in given.models:
-        for mode in given.modes:
-            for limit in given.limits or LIMITS[name]:
-                rows.append(apart(name, given.layers, mode, limit, given.search_memory))
+    for name in arguments.models:
+        for mode in arguments.modes:
+            for limit in arguments.limits or LIMITS[name]:
+                rows.append(apart(name, arguments.layers, mode, limit, arguments.search_memory))
                 print(json.dumps(rows[-1]), flush=True)
-                given.output.write_text(json.dumps(rows, indent=1))
+                arguments.output.write_text(json.dumps(rows, indent=1))
     return int(any("error" in row and "ended by" in row["error"] for row in rows))
 
 

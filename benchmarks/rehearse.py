@@ -61,15 +61,15 @@ def seconds(run: Callable[[], Any], device: torch.device, rounds: int = 7) -> fl
 def cluster_of(device: torch.device, devices: int) -> sw.Cluster:
     """A cluster of devices like this one, between links of an H100's."""
     size, copied = (1024, 1 << 24) if device.type == "cpu" else (8192, 1 << 29)
-    said = sw.Cluster.of(f"h100x{devices}").to_dict()
+    figures = sw.Cluster.of(f"h100x{devices}").to_dict()
     x = torch.randn(size, size, device=device)
-    said["peak"] = {"float32": 2 * size**3 / seconds(lambda: x @ x, device)}
+    figures["peak"] = {"float32": 2 * size**3 / seconds(lambda: x @ x, device)}
     y = torch.randn(copied, device=device)
     z = torch.empty_like(y)
-    said["memory_bandwidth"] = 8 * copied / seconds(lambda: z.copy_(y), device)
+    figures["memory_bandwidth"] = 8 * copied / seconds(lambda: z.copy_(y), device)
     small = torch.randn(8, device=device)
-    said["overhead"] = seconds(lambda: [small + small for _ in range(100)], device) / 100
-    return sw.Cluster.from_dict(said | {"name": f"8 x this {device.type}"})
+    figures["overhead"] = seconds(lambda: [small + small for _ in range(100)], device) / 100
+    return sw.Cluster.from_dict(figures | {"name": f"8 x this {device.type}"})
 
 
 def gpt(big: bool, marks: tuple[int, int] | None = None, **settings: Any) -> Any:

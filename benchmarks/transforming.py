@@ -62,13 +62,13 @@ class Loss(torch.nn.Module):
         return self.cross_entropy(scores.flatten(0, 1), target.flatten())
 
 
-def plan(size: tuple[int, int, int], devices: int, dp: int, mp: int, **given: Any) -> sw.Plan:
+def plan(size: tuple[int, int, int], devices: int, dp: int, mp: int, **settings: Any) -> sw.Plan:
     vocabulary, width, layers = size
     with torch.device("meta"):
         net, loss = GPT(vocabulary, 1024, layers, width, width // 64), Loss()
     mark(net, loss, dp, mp)
     tokens = torch.empty(8, 1024, dtype=torch.int64, device="meta")
-    return sw.plan(net, (tokens,), loss, tokens, devices=devices, **given)
+    return sw.plan(net, (tokens,), loss, tokens, devices=devices, **settings)
 
 
 def turned(strategies: ParameterStrategies) -> ParameterStrategies:
@@ -140,10 +140,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="96 MiB")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--output", type=Path, default=Path("transforming.json"))
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    size = QUICK if given.quick else FULL
-    with tempfile.TemporaryDirectory(dir=given.folder) as name:
+    size = QUICK if arguments.quick else FULL
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         plan(size, 8, 2, 4, hsdp={"threshold": 64}).save(folder / "eight.json")
         turned(ParameterStrategies.of(plan(size, 4, 1, 4))).save(folder / "four.json")
@@ -178,7 +178,7 @@ def main() -> int:
         )
     Console().print(table)
     print(f"every tensor as it was: {same}; {'ok' if ok else 'MISSED'}")
-    said = {
+    figures = {
         "machine": machine(),
         "bytes": total,
         "largest": largest,
@@ -187,8 +187,8 @@ def main() -> int:
         "rows": rows,
         "ok": ok,
     }
-    given.output.write_text(json.dumps(said, indent=1))
-    print(f"written to {given.output}")
+    arguments.output.write_text(json.dumps(figures, indent=1))
+    print(f"written to {arguments.output}")
     return int(not ok)
 
 

@@ -76,13 +76,13 @@ class Browser:
         os.close(self.write)
         self.folder.cleanup()
 
-    def call(self, method: str, **given: Any) -> dict[str, Any]:
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """The answer to a command of the protocol."""
         self.number += 1
-        said: dict[str, Any] = {"id": self.number, "method": method, "params": given}
+        request: dict[str, Any] = {"id": self.number, "method": method, "params": parameters}
         if self.session:
-            said["sessionId"] = self.session
-        os.write(self.write, json.dumps(said).encode() + b"\0")
+            request["sessionId"] = self.session
+        os.write(self.write, json.dumps(request).encode() + b"\0")
         while (answer := self._next()).get("id") != self.number:
             self.seen.append(answer.get("method", ""))
         if "error" in answer:

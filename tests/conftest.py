@@ -54,11 +54,11 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 @pytest.fixture(autouse=True)
 def no_runtime_of_another_test():
     """A test that calls `sw.init`, or a command that is told ``--devices``, does not decide where the next one runs."""
-    told = os.environ.get("SHARDWRIGHT_DEVICES")
+    reported = os.environ.get("SHARDWRIGHT_DEVICES")
     yield
     os.environ.pop("SHARDWRIGHT_DEVICES", None)
-    if told is not None:
-        os.environ["SHARDWRIGHT_DEVICES"] = told
+    if reported is not None:
+        os.environ["SHARDWRIGHT_DEVICES"] = reported
     runtime = sys.modules.get("shardwright.process_runtime")
     if runtime is not None:
         runtime._current.clear()

@@ -134,4 +134,4 @@ def one_rank_feeds_no_values(rank: int, world: int) -> str:
 
 
 def test_a_rank_without_values_is_an_error_on_every_rank() -> None:
-    assert all("input 0 is on the meta device" in said for said in run_ranks(one_rank_feeds_no_values, 2))
+    assert all("input 0 is on the meta device" in text for text in run_ranks(one_rank_feeds_no_values, 2))

@@ -68,8 +68,8 @@ def two_linears(mark: bool = False) -> nn.Sequential:
 def test_two_products(mode: str, dtype: torch.dtype) -> None:
     net = two_linears(mark=mode == "sharding_propagation")
     one, (x, y) = copy.deepcopy(net), torch.randn(2, 8, 8)
-    fed = "data_parallel" if mode in ("data_parallel", "hybrid_parallel") else "full_batch"
-    model = parallel(net, F.mse_loss, devices=4, mode=mode, dataset=fed)
+    feeding = "data_parallel" if mode in ("data_parallel", "hybrid_parallel") else "full_batch"
+    model = parallel(net, F.mse_loss, devices=4, mode=mode, dataset=feeding)
     with torch.autocast("cpu", dtype):
         got, expected = model(x, y), F.mse_loss(one(x), y)
     got.backward(), expected.backward()

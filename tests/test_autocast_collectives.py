@@ -132,9 +132,9 @@ def test_as_without_autocast(name: str) -> None:
 def test_the_plan_has_the_bytes_that_are_sent(name: str) -> None:
     with rank_of_eight(rank=0):
         forward, backward, plan = step(name, BF16)
-        said = plan.collectives(0)
-    before = [c for c in said if c.phase in ("forward", "storage") and not c.again]
-    after = [c for c in said if c.phase in ("backward", "gradient") or c.again]
+        text = plan.collectives(0)
+    before = [c for c in text if c.phase in ("forward", "storage") and not c.again]
+    after = [c for c in text if c.phase in ("backward", "gradient") or c.again]
     for log, collectives in ((forward, before), (backward, after)):
         for kind in {s.kind for s in log.sent}:
             assert sum(c.bytes for c in collectives if c.op == kind) == log.bytes(kind), (kind, log.sent)

@@ -280,7 +280,7 @@ def test_an_axis_of_several_digits():
 
 
 @pytest.mark.parametrize(
-    "make, said, legal",
+    "make, text, legal",
     [
         (lambda: Layout((2, 4), ("dp", "")), r"axis 1 of size 4 has no name: alias_name=\('dp', ''\)", '"dp"'),
         (lambda: Layout((2, 4), ("dp", " ")), "axis 1 of size 4 has no name", '"dp"'),
@@ -289,7 +289,7 @@ def test_an_axis_of_several_digits():
         (lambda: Layout((2, 4), ("dp", "None")), "'None' is reserved: it means a dim that is not cut", "another name"),
     ],
 )
-def test_names_that_are_missing_or_reserved(make, said, legal):
-    with pytest.raises(LayoutError, match=said) as error:
+def test_names_that_are_missing_or_reserved(make, text, legal):
+    with pytest.raises(LayoutError, match=text) as error:
         make()
     assert legal in error.value.legal and error.value.source.startswith("test_layout.py")

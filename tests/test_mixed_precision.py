@@ -494,9 +494,11 @@ def test_verify_compares_under_the_policy(monkeypatch) -> None:
     assert pipe.ok
     right = local_executor.convert_shards
 
-    def wrong_sums(conversion: Any, shards: Tensor, run: Any) -> Tensor:
-        made = right(conversion, shards, run)
-        return made * 2 if made.dtype == D and conversion.source.partial else made  # of a gradient, in the type of sums
+    def wrong_sums(redistribution: Any, shards: Tensor, run: Any) -> Tensor:
+        made = right(redistribution, shards, run)
+        return (
+            made * 2 if made.dtype == D and redistribution.source.partial else made
+        )  # of a gradient, in the type of sums
 
     monkeypatch.setattr(local_executor, "convert_shards", wrong_sums)
     wrong = sw.verify(Net(marks=4), inputs, target, mixed_precision=sw.MixedPrecision(torch.float32, D, D), **given)

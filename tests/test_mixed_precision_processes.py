@@ -61,7 +61,7 @@ def feeding(dataset: str) -> Callable[[Tensor], Tensor]:
 @contextlib.contextmanager
 def log() -> Iterator[list[tuple[str, torch.dtype]]]:
     """The collectives of programs that are made and run meanwhile: (kind, type), one entry a collective."""
-    said: list[tuple[str, torch.dtype]] = []
+    text: list[tuple[str, torch.dtype]] = []
     before = {name: getattr(collectives, name) for name in ("gather", "reduce_scatter", "all_reduce")}
     turns, inside = SumInTurns.__call__, [False]
 
@@ -72,7 +72,7 @@ def log() -> Iterator[list[tuple[str, torch.dtype]]]:
             def noted(x: Tensor) -> Tensor:
                 if inside[0]:  # an all-reduce may be made of the other two
                     return run(x)
-                said.append((name, x.dtype))
+                text.append((name, x.dtype))
                 inside[0] = True
                 try:
                     return run(x)
@@ -84,14 +84,14 @@ def log() -> Iterator[list[tuple[str, torch.dtype]]]:
         return made
 
     def sums(self: SumInTurns, x: Tensor, rides: bool = False) -> Iterator:
-        said.append(("bucket", x.dtype))
+        text.append(("bucket", x.dtype))
         return turns(self, x, rides)
 
     try:
         for name, make in before.items():
             setattr(collectives, name, watched(name, make))
         SumInTurns.__call__ = sums
-        yield said
+        yield text
     finally:
         for name, make in before.items():
             setattr(collectives, name, make)
@@ -173,27 +173,27 @@ def travels(rank: int, world: int) -> None:
         for level in (None, "level1", "level3"):
             if policy is ALL_BF16 and level == "level3":
                 continue
-            with log() as said:
+            with log() as text:
                 model = wrapped(Net(tied=False), policy, level=level)
                 loss = model(*batch)
-                forward = said[:]
-                said.clear()
+                forward = text[:]
+                text.clear()
                 loss.backward()
             gathers = [entry for entry in forward if entry[0] == "gather"]
             assert len([e for e in forward if e[0] == "all_reduce"]) <= 2, forward  # of the loss
             if level is None:
-                assert not gathers and said == [("bucket", summed)], (policy, said)
+                assert not gathers and text == [("bucket", summed)], (policy, text)
                 continue
             assert gathers == [("gather", low)] * 8, forward
-            scatters = [entry for entry in said if entry[0] == "reduce_scatter"]
-            again = [entry for entry in said if entry[0] == "gather"]
-            assert scatters == [("reduce_scatter", summed)] * 8, said
-            assert set(again) == ({("gather", low)} if level == "level3" else set()), said
-            assert len(said) == len(scatters) + len(again)
-        with log() as said:
+            scatters = [entry for entry in text if entry[0] == "reduce_scatter"]
+            again = [entry for entry in text if entry[0] == "gather"]
+            assert scatters == [("reduce_scatter", summed)] * 8, text
+            assert set(again) == ({("gather", low)} if level == "level3" else set()), text
+            assert len(text) == len(scatters) + len(again)
+        with log() as text:
             model = wrapped(Net(tied=False), policy).comm_fusion(allreduce=[4])
             model(*batch).backward()
-        assert [e for e in said if e[0] == "bucket"] == [("bucket", summed)] * 2, said
+        assert [e for e in text if e[0] == "bucket"] == [("bucket", summed)] * 2, text
     # What the plan says of it.
     plan = model.plan
     assert (
@@ -352,9 +352,9 @@ SCENARIOS: dict[int, dict[str, Callable[[int, int], None]]] = {
 @lru_cache
 def results(world: int) -> dict[str, str | None]:
     """The message of every scenario on the first rank that it fails on."""
-    told = run_ranks(run_scenarios, world, SCENARIOS[world])
+    reported = run_ranks(run_scenarios, world, SCENARIOS[world])
     return {
-        name: next((f"rank {r}:\n{of[name]}" for r, of in enumerate(told) if of[name] is not None), None)
+        name: next((f"rank {r}:\n{of[name]}" for r, of in enumerate(reported) if of[name] is not None), None)
         for name in SCENARIOS[world]
     }
 

@@ -55,9 +55,11 @@ def planned(name: str, mode: str = MODE, devices: int = 4, **options: Any) -> sw
     )
 
 
-def text(said: Any) -> str:
+def text(explained_operator: Any) -> str:
     file = io.StringIO()
-    (explanations.costs if isinstance(said, sw.Plan) else explanations.explanation)(said, file)
+    (explanations.costs if isinstance(explained_operator, sw.Plan) else explanations.explanation)(
+        explained_operator, file
+    )
     return file.getvalue()
 
 
@@ -133,7 +135,7 @@ def held(problem: Problem, node: int, state: int) -> Problem:
 def test_alternatives_are_the_best_there_are(name: str, operator: str) -> None:
     """By solving the whole once for each strategy of the operator."""
     plan = planned(name)
-    said = explained(plan, operator)
+    explained_operator = explained(plan, operator)
     made, chosen = problem_of(plan)
     bound, node, options = plan.decisions[operator].bound, made.operators[operator], made.options[operator]
     best: dict[tuple, float] = {}
@@ -144,10 +146,12 @@ def test_alternatives_are_the_best_there_are(name: str, operator: str) -> None:
         except sw.PlanError:
             continue  # nothing allows it
     own = plan.decisions[operator].assignment
-    assert said.exact and said.strategies == len(options)
-    assert said.least == pytest.approx(best.pop((bound.in_strategy(own), chosen[operator].partial)), rel=1e-9)
-    assert [a.total for a in said.alternatives] == pytest.approx(sorted(best.values())[:3], rel=1e-9)
-    for other in said.alternatives:
+    assert explained_operator.exact and explained_operator.strategies == len(options)
+    assert explained_operator.least == pytest.approx(
+        best.pop((bound.in_strategy(own), chosen[operator].partial)), rel=1e-9
+    )
+    assert [a.total for a in explained_operator.alternatives] == pytest.approx(sorted(best.values())[:3], rel=1e-9)
+    for other in explained_operator.alternatives:
         form = bound.in_strategy(other.decision.assignment), other.decision.partial
         assert other.total == pytest.approx(best[form], rel=1e-9)
         assert other.more == pytest.approx(other.total - plan.found.cost, abs=1e-15) and other.more >= -1e-15
@@ -171,9 +175,11 @@ def test_an_alternative_as_a_mark_costs_what_is_said() -> None:
 def test_a_plan_that_is_not_the_best() -> None:
     """The search's alternatives are better than a plan along the batch."""
     plan = planned("wide", "semi_auto")
-    said = explained(plan, "linear")
-    assert said.cost == pytest.approx(plan.cost, rel=1e-9)
-    assert said.alternatives[0].more < 0 and said.alternatives[0].total == pytest.approx(planned("wide").cost, rel=1e-9)
+    explained_operator = explained(plan, "linear")
+    assert explained_operator.cost == pytest.approx(plan.cost, rel=1e-9)
+    assert explained_operator.alternatives[0].more < 0 and explained_operator.alternatives[0].total == pytest.approx(
+        planned("wide").cost, rel=1e-9
+    )
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -192,19 +198,24 @@ def test_no_alternative_is_said_to_be_below_the_proved_bound(made: Any, devices:
         patch.setattr(
             sys.modules["shardwright.solver.solve"], "elimination_order", partial(elimination_order, most=most)
         )
-        said = explained(plan, name, 5)
+        explained_operator = explained(plan, name, 5)
     least = plan.bound * (1 - 1e-12)
-    assert said.bound is not None and said.bound >= least and said.least >= least
-    for other in said.alternatives:
+    assert (
+        explained_operator.bound is not None and explained_operator.bound >= least and explained_operator.least >= least
+    )
+    for other in explained_operator.alternatives:
         assert other.total >= least and other.more >= -plan.gap * plan.cost - 1e-12 * plan.cost
-        if said.is_better(other):
-            assert min(other.total if said.exact else math.inf, said.cost + other.alone) < said.cost
-    out = " ".join(text(said).split())
-    assert ("better by the search" in out) == any(map(said.is_better, said.alternatives))
-    assert said.exact or not said.alternatives or "in all, at least" in out
+        if explained_operator.is_better(other):
+            assert (
+                min(other.total if explained_operator.exact else math.inf, explained_operator.cost + other.alone)
+                < explained_operator.cost
+            )
+    out = " ".join(text(explained_operator).split())
+    assert ("better by the search" in out) == any(map(explained_operator.is_better, explained_operator.alternatives))
+    assert explained_operator.exact or not explained_operator.alternatives or "in all, at least" in out
     assert not re.search(r"-0 us|e\+0|\d%", out)
-    figures = operator_figures(said)
-    assert figures["bound"] == said.bound and figures["exact"] == said.exact
+    figures = operator_figures(explained_operator)
+    assert figures["bound"] == explained_operator.bound and figures["exact"] == explained_operator.exact
     assert all(one["total"] >= least for one in figures["alternatives"])
 
 
@@ -238,10 +249,12 @@ def test_the_search_prices_no_gradient_that_a_detach_ends(beside: bool) -> None:
     assert bool(plan.backward) == beside and plan.gap == pytest.approx(0.0, abs=1e-12)
     for name in plan.decisions:
         assert _Neighbourhood(SearchesOfPlan(plan), name, None).cost == pytest.approx(plan.cost, rel=1e-12)
-        said = explained(plan, name)
-        assert said.cost == said.least == pytest.approx(plan.cost, rel=1e-12)
-        for other in said.alternatives:
-            assert other.more == other.total - said.cost >= -1e-12 * plan.cost and not said.is_better(other)
+        explanation = explained(plan, name)
+        assert explanation.cost == explanation.least == pytest.approx(plan.cost, rel=1e-12)
+        for other in explanation.alternatives:
+            assert other.more == other.total - explanation.cost >= -1e-12 * plan.cost and not explanation.is_better(
+                other
+            )
 
 
 def test_a_plan_that_costs_less_than_the_cost_graph_says() -> None:
@@ -249,17 +262,21 @@ def test_a_plan_that_costs_less_than_the_cost_graph_says() -> None:
     plan = planned("wide")
     less = 0.9 * plan.found.cost
     plan = replace(plan, found=replace(plan.found, cost=less, bound=less))
-    said = explained(plan, "linear")
-    assert said.cost == said.least == less
-    assert said.alternatives and all(a.more == a.total - less > 0 for a in said.alternatives)
+    explained_operator = explained(plan, "linear")
+    assert explained_operator.cost == explained_operator.least == less
+    assert explained_operator.alternatives and all(
+        a.more == a.total - less > 0 for a in explained_operator.alternatives
+    )
 
 
 def test_a_lower_bound_is_no_better_plan() -> None:
     """Bounds of the problem around an operator are below the proved bound of the whole, which this plan reaches."""
     plan = planned("wide")
-    said = explained(plan, "linear")
+    explained_operator = explained(plan, "linear")
     low = replace(
-        said, exact=False, alternatives=tuple(replace(a, total=plan.cost, more=0.0) for a in said.alternatives)
+        explained_operator,
+        exact=False,
+        alternatives=tuple(replace(a, total=plan.cost, more=0.0) for a in explained_operator.alternatives),
     )
     out = " ".join(text(low).split())
     assert "next best: " in out and "at least +0 us a step if all else is chosen anew, not proved to be reached" in out
@@ -274,17 +291,20 @@ def test_a_lower_bound_is_no_better_plan() -> None:
 def test_a_mark_that_is_lifted_may_cost_more_than_the_bound() -> None:
     """The bound of a plan is proved under its marks."""
     plan = between(((1, 4), (4, 1)))
-    said = explained(plan, "first")
-    assert plan.bound == pytest.approx(plan.cost) and said.bound is None
-    assert said.is_better(said.alternatives[0]) and said.alternatives[0].total < plan.bound
-    assert "better by the search: " in text(said)
+    explained_operator = explained(plan, "first")
+    assert plan.bound == pytest.approx(plan.cost) and explained_operator.bound is None
+    assert (
+        explained_operator.is_better(explained_operator.alternatives[0])
+        and explained_operator.alternatives[0].total < plan.bound
+    )
+    assert "better by the search: " in text(explained_operator)
 
 
 def test_differences_are_times_with_units() -> None:
-    said = explained(planned("wide"), "linear")
+    explained_operator = explained(planned("wide"), "linear")
     for seconds, shown in ((1.33e-3, "+1.33 ms"), (-9.02e-5, "-90.2 us"), (2.0, "+2 s"), (-1e-21, "+0 us")):
-        other = replace(said.alternatives[0], more=seconds)
-        assert shown in text(replace(said, alternatives=(other,)))
+        other = replace(explained_operator.alternatives[0], more=seconds)
+        assert shown in text(replace(explained_operator, alternatives=(other,)))
 
 
 # -- what holds it there -----------------------------------------------------------------------------------------------
@@ -311,12 +331,14 @@ def between(strategy: Any = None, mode: str = MODE) -> sw.Plan:
 
 
 def test_marked_neighbours_hold_it() -> None:
-    said = explained(between(((4, 1), (1, 1))), "relu")
-    assert said.decision.bound.in_strategy(said.decision.assignment) == ((4, 1),)
-    columns = next(a for a in said.alternatives if a.decision.bound.in_strategy(a.decision.assignment) != ((1, 1),))
+    explained_operator = explained(between(((4, 1), (1, 1))), "relu")
+    assert explained_operator.decision.bound.in_strategy(explained_operator.decision.assignment) == ((4, 1),)
+    columns = next(
+        a for a in explained_operator.alternatives if a.decision.bound.in_strategy(a.decision.assignment) != ((1, 1),)
+    )
     assert columns.holder.operators and set(columns.holder.operators) <= {"first", "second"}
     assert columns.holder.marked == columns.holder.operators and columns.holder.more > 0
-    assert "(marked)" in text(said)
+    assert "(marked)" in text(explained_operator)
 
 
 def test_its_own_work_holds_it() -> None:
@@ -325,10 +347,10 @@ def test_its_own_work_holds_it() -> None:
     plan = sw.plan(
         net, (x.requires_grad_(),), squares_of, x.detach(), parallel_mode=MODE, devices=4, cluster=slow_devices(4)
     )
-    said = explained(plan, "relu")
+    explained_operator = explained(plan, "relu")
     whole = next(a for a in explained(plan, "relu", 20).alternatives if not a.decision.assignment.used)
     assert whole.holder.value == "" and whole.holder.more > 0
-    assert said.decision.assignment.used
+    assert explained_operator.decision.assignment.used
 
 
 def squares_of(x: Tensor, y: Tensor) -> Tensor:
@@ -337,29 +359,35 @@ def squares_of(x: Tensor, y: Tensor) -> Tensor:
 
 def test_a_shared_weight_holds_it() -> None:
     """Under another layout of the weight that the embedding shares, the head cannot be alone."""
-    said = explained(planned("tied", "semi_auto"), "linear_1")
-    first = said.alternatives[0]
+    explained_operator = explained(planned("tied", "semi_auto"), "linear_1")
+    first = explained_operator.alternatives[0]
     assert math.isinf(first.alone) and math.isinf(first.holder.more)
     assert first.holder.value == "tokens.weight" and first.holder.operators == ("embedding",)
-    assert said.holder == first.holder and "cannot be" in text(said)
+    assert explained_operator.holder == first.holder and "cannot be" in text(explained_operator)
 
 
 def test_a_mark_holds_it() -> None:
     plan = between(((1, 4), (4, 1)))
-    said = explained(plan, "first")
-    assert said.decision.cause == "mark" and said.alternatives[0].more < 0  # rows would be better
-    assert "the mark holds it there" in text(said) and "test_operator_explanation.py" in text(said)
-    assert said.alternatives[0].decision.bound.in_strategy(said.alternatives[0].decision.assignment) != ((1, 4), (4, 1))
+    explained_operator = explained(plan, "first")
+    assert (
+        explained_operator.decision.cause == "mark" and explained_operator.alternatives[0].more < 0
+    )  # rows would be better
+    assert "the mark holds it there" in text(explained_operator) and "test_operator_explanation.py" in text(
+        explained_operator
+    )
+    assert explained_operator.alternatives[0].decision.bound.in_strategy(
+        explained_operator.alternatives[0].decision.assignment
+    ) != ((1, 4), (4, 1))
 
 
 def test_memory_holds_it() -> None:
     """The plan may hold no more than it does; the alternatives that alone hold more say at which moment."""
     plan = planned("wide")
     limit = plan.timeline.peak
-    said = explained(plan, "linear", 8, limit)
-    assert said.exact and all(a.row is None for a in explained(plan, "linear", 8).alternatives)
+    explained_operator = explained(plan, "linear", 8, limit)
+    assert explained_operator.exact and all(a.row is None for a in explained(plan, "linear", 8).alternatives)
     rows = 0
-    for other in said.alternatives:
+    for other in explained_operator.alternatives:
         if math.isinf(other.alone):
             assert other.row is None
             continue
@@ -369,7 +397,7 @@ def test_memory_holds_it() -> None:
             rows += 1
             assert other.row.allocated == walked.peak and other.row.limit == limit
             assert other.row.moment.removeprefix("the forward of ").removeprefix("the backward of ") in walked.moments
-    assert rows and "does not fit" in text(said)
+    assert rows and "does not fit" in text(explained_operator)
 
 
 def test_a_plan_that_cannot_be_compared_says_why() -> None:
@@ -385,8 +413,10 @@ def test_a_plan_that_cannot_be_compared_says_why() -> None:
 
 def test_an_out_strategy_is_kept() -> None:
     plan = sw.plan(Marked(out=((4, 2),)), (draw(16, 8),), parallel_mode=MODE, devices=8, cluster=slow_devices(8))
-    said = explained(plan, "matmul2")
-    assert said.alternatives and all(a.decision.out == plan.decisions["matmul2"].out for a in said.alternatives)
+    explained_operator = explained(plan, "matmul2")
+    assert explained_operator.alternatives and all(
+        a.decision.out == plan.decisions["matmul2"].out for a in explained_operator.alternatives
+    )
 
 
 # -- plans of every mode -----------------------------------------------------------------------------------------------
@@ -407,23 +437,27 @@ def test_sums_that_pass_through() -> None:
     plan = sw.plan(Net(), (draw(16, 16),), devices=4, cluster=slow_devices(4))
     passing = partial_sums(plan)
     assert passing["reshape"] and passing["transpose"] and not passing["product"]
-    said = explained(plan, "transpose")
-    assert said.missing is None and said.cost == pytest.approx(plan.cost, rel=1e-9)
+    explained_operator = explained(plan, "transpose")
+    assert explained_operator.missing is None and explained_operator.cost == pytest.approx(plan.cost, rel=1e-9)
 
 
 @pytest.mark.parametrize("mode", ["data_parallel", "recursive_programming", "sharding_propagation", "stand_alone"])
 def test_every_mode(mode: str) -> None:
     x = draw(16, 8)
     plan = sw.plan(Marked(first=((8, 1), (1, 1))), (x,), parallel_mode=mode, devices=8, cluster=slow_devices(8))
-    said = explained(plan, "matmul1")
-    assert said.missing is None and said.cost == pytest.approx(plan.cost, rel=1e-9)
-    assert text(said) and text(plan)
+    explained_operator = explained(plan, "matmul1")
+    assert explained_operator.missing is None and explained_operator.cost == pytest.approx(plan.cost, rel=1e-9)
+    assert text(explained_operator) and text(plan)
 
 
 def test_what_runs_as_it_stands_has_no_alternatives() -> None:
     plan = sw.plan(nn.Linear(8, 8), (torch.empty(16, 8),), parallel_mode="hybrid_parallel", devices=4)
-    said = explained(plan, "linear")
-    assert not said.alternatives and said.missing and said.missing in text(said)
+    explained_operator = explained(plan, "linear")
+    assert (
+        not explained_operator.alternatives
+        and explained_operator.missing
+        and explained_operator.missing in text(explained_operator)
+    )
 
 
 def test_a_value_that_several_read_is_named_with_its_producer_and_its_readers() -> None:
@@ -437,13 +471,13 @@ def test_a_value_that_several_read_is_named_with_its_producer_and_its_readers() 
             return self.q(x) + self.k(x) + self.v(x)
 
     plan = sw.plan(Net(), (torch.empty(16, 8),), parallel_mode="dynamic_programming", devices=4)
-    said = explained(plan, "q")
+    explained_operator = explained(plan, "q")
     act = plan.operator("act").name
     value = next(name for name, op in plan.graph.producers().items() if op.name == act)
     for readers, named in ((("k", "v"), "k, v read too"), (("v",), "v reads too")):
         operators = tuple(plan.operator(name).name for name in (*readers, "act"))  # the producer need not be the first
-        held = replace(said.alternatives[0], alone=1e-4, holder=Holder(value, operators, (), 1e-4))
-        out = " ".join(text(replace(said, alternatives=(held,))).split())
+        held = replace(explained_operator.alternatives[0], alone=1e-4, holder=Holder(value, operators, (), 1e-4))
+        out = " ".join(text(replace(explained_operator, alternatives=(held,))).split())
         assert f"held there by the result of act, which {named}: +100 us" in out
         assert f"since the redistribution of the result of act, which {named}, takes +100 us" in out
 
@@ -470,9 +504,9 @@ def test_command_line(tmp_path: Path, capsys: Any) -> None:
     )
     assert main.main(["explain", path, "relu", "--alternatives", "2"]) == 0
     out = capsys.readouterr().out
-    said = explained(plan, "relu", 2)
+    explained_operator = explained(plan, "relu", 2)
     assert "the search decided; held there by" in out and out.count("+") >= 2
-    for other in said.alternatives:
+    for other in explained_operator.alternatives:
         assert explanations.strategy_text(other.decision) in out
     assert main.main(["explain", path, "nosuch"]) == 2 and "nosuch" in capsys.readouterr().err
     assert main.main(["explain", str(tmp_path / "none.json")]) == 2 and "none.json" in capsys.readouterr().err

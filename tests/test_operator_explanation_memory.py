@@ -123,11 +123,16 @@ def test_a_user_s_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 def test_an_alternative_costs_what_the_search_finds_with_it(operator: str) -> None:
     """Within the same limit, the operator marked so; and none that is not shown is better."""
     plan = limited()
-    said = explained(plan, operator, 20)
-    assert said.limit == limit() and said.exact and said.over is None and said.cost == plan.found.cost
-    assert said.tried[0] == said.tried[1] >= len(said.alternatives)
-    assert {bool(a.refused) for a in said.alternatives} == {True, False}, "some fit, and some do not"
-    for other in said.alternatives:
+    explanation = explained(plan, operator, 20)
+    assert (
+        explanation.limit == limit()
+        and explanation.exact
+        and explanation.over is None
+        and explanation.cost == plan.found.cost
+    )
+    assert explanation.tried[0] == explanation.tried[1] >= len(explanation.alternatives)
+    assert {bool(a.refused) for a in explanation.alternatives} == {True, False}, "some fit, and some do not"
+    for other in explanation.alternatives:
         marks = {operator: other.decision.assignment}
         assert other.aside == pytest.approx(planned(marks=marks).cost, rel=1e-9)
         if other.refused:
@@ -140,9 +145,11 @@ def test_an_alternative_costs_what_the_search_finds_with_it(operator: str) -> No
         # Each is within the search's own gap of the best.
         assert other.total == pytest.approx(marked.found.cost, rel=2e-3)
         assert other.bound <= other.total and other.bound <= marked.found.cost * (1 + 1e-9)
-        assert other.more >= -1e-3 * said.cost, "better than the plan that was searched"
-    totals = [a.total for a in said.alternatives if not a.refused]
-    assert [bool(a.refused) for a in said.alternatives] == sorted(bool(a.refused) for a in said.alternatives)
+        assert other.more >= -1e-3 * explanation.cost, "better than the plan that was searched"
+    totals = [a.total for a in explanation.alternatives if not a.refused]
+    assert [bool(a.refused) for a in explanation.alternatives] == sorted(
+        bool(a.refused) for a in explanation.alternatives
+    )
     few = [a.total for a in explained(plan, operator, 2).alternatives if not a.refused]
     assert totals == sorted(totals) and few == pytest.approx(totals[:2], rel=2e-3)
 
@@ -164,10 +171,14 @@ def test_what_the_operator_would_be_without_the_limit() -> None:
             assert held.over.allocated == pytest.approx(max(totals))
     assert changed
     roomy = planned(2 * free().peak)
-    said = explained(roomy, "linear")
-    assert said.unlimited is None and said.limit == 2 * free().peak and all(a.over is None for a in said.alternatives)
+    explanation = explained(roomy, "linear")
+    assert (
+        explanation.unlimited is None
+        and explanation.limit == 2 * free().peak
+        and all(a.over is None for a in explanation.alternatives)
+    )
     totals = [a.total for a in explained(free(), "linear").alternatives]
-    assert [a.total for a in said.alternatives] == pytest.approx(totals)
+    assert [a.total for a in explanation.alternatives] == pytest.approx(totals)
 
 
 def test_what_the_search_chose_beside_strategies_is_chosen_anew() -> None:
@@ -186,9 +197,11 @@ def test_what_the_search_chose_beside_strategies_is_chosen_anew() -> None:
 
 
 def test_a_limit_that_nothing_keeps() -> None:
-    said = explained(free(), "linear", 3, 1000.0)
-    assert said.over is not None and math.isinf(said.least) and said.alternatives
-    assert all(a.refused and math.isinf(a.total) and "no plan fits in 1.00 KB" in a.refused for a in said.alternatives)
+    explanation = explained(free(), "linear", 3, 1000.0)
+    assert explanation.over is not None and math.isinf(explanation.least) and explanation.alternatives
+    assert all(
+        a.refused and math.isinf(a.total) and "no plan fits in 1.00 KB" in a.refused for a in explanation.alternatives
+    )
 
 
 def test_other_errors_are_no_missing_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,8 +267,8 @@ def test_an_edited_line_leaves_the_limit(tmp_path: Path) -> None:
     path.write_text(json.dumps(words))
     loaded = sw.Plan.load(path)
     assert loaded.operator(name).cause == "mark" and loaded.bound is None and loaded.found.limit == limit()
-    said = explained(loaded, name)
-    assert (said.over is not None) == (loaded.peak > limit()) and said.limit == limit()
+    explanation = explained(loaded, name)
+    assert (explanation.over is not None) == (loaded.peak > limit()) and explanation.limit == limit()
 
 
 @pytest.mark.parametrize("value", [0, -1, "2MB", True, [], math.nan, math.inf])

@@ -208,8 +208,8 @@ def test_an_instance_of_65_335_nodes_in_a_few_seconds(tmp_path, capsys):
     path, out = SHARED / "iopddl/asplos-2025-iopddl-P.json.gz", tmp_path / "out.json"
     with seconds_of_work(look=1.0):  # about as long as each of its steps takes
         assert main([str(path), "--seconds", "14", "--output", str(out)]) == 0
-    said = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
-    cost, bound = (int(said[name].replace(",", "")) for name in ("cost", "bound"))
+    spoken = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    cost, bound = (int(spoken[name].replace(",", "")) for name in ("cost", "bound"))
     given, states = json.loads(gzip.decompress(path.read_bytes())), json.loads(out.read_text())
     problem = given["problem"]
     assert len(states) == len(problem["nodes"]["costs"]) == 65_335
@@ -218,5 +218,5 @@ def test_an_instance_of_65_335_nodes_in_a_few_seconds(tmp_path, capsys):
     assert fullest(given, states) <= problem["usage_limit"]
     best = best_known("P")
     assert 0 < bound <= best and bound <= cost, "whose assignment keeps the limit too"
-    assert float(said["gap"].rstrip(" %")) == pytest.approx(100 * (cost - bound) / cost, rel=1e-3)
+    assert float(spoken["gap"].rstrip(" %")) == pytest.approx(100 * (cost - bound) / cost, rel=1e-3)
     assert cost < 2 * best

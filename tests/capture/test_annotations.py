@@ -52,12 +52,12 @@ def test_an_operator_may_be_marked_again_and_wrapped_again() -> None:
 def test_marked_models_can_be_copied_and_pickled() -> None:
     net = Marked()
     sw.shard(net.head, ((2, 1), (4, 1), (4,)))
-    twin = copy.deepcopy(net)
-    twin.matmul1.shard(((8, 1), (1, 1))), twin.head.shard(((8, 1), (1, 1), (1,)))
+    counterpart = copy.deepcopy(net)
+    counterpart.matmul1.shard(((8, 1), (1, 1))), counterpart.head.shard(((8, 1), (1, 1), (1,)))
     assert planned(net).operator("matmul1").in_strategy == ((2, 4), (4, 1))
     assert planned(net).operator("head").in_strategy == ((2, 1), (4, 1), (4,))
-    assert planned(twin).operator("matmul1").in_strategy == ((8, 1), (1, 1))
-    assert planned(twin).operator("head").in_strategy == ((8, 1), (1, 1), (1,))
+    assert planned(counterpart).operator("matmul1").in_strategy == ((8, 1), (1, 1))
+    assert planned(counterpart).operator("head").in_strategy == ((8, 1), (1, 1), (1,))
     read = pickle.loads(pickle.dumps(net))
     assert planned(read).operator("head").in_strategy == ((2, 1), (4, 1), (4,))
     assert planned(read).fingerprint == planned(net).fingerprint

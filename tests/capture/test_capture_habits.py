@@ -381,7 +381,7 @@ def test_one_line_says_what_has_changed() -> None:
     model = parallel(Habit(reads), devices=4)
     x = batches()[0]
     model(x)
-    said = {
+    words = {
         set_beta: "net.beta was 2.0 and is 5.0",
         set_config: "net.config.beta was 2.0 and is 5.0",
         set_entry: "net.scales holds something else",
@@ -390,7 +390,7 @@ def test_one_line_says_what_has_changed() -> None:
         set_dropout: "net.drop.p was 0.0 and is 1.0",
         set_method: "net.scale was missing and is set_method.<locals>.<lambda>",
     }
-    for change, text in said.items():
+    for change, text in words.items():
         for step in range(4):
             change(model.net, step) if not (change is set_beta and step == 3) else None
         with pytest.warns(sw.RecaptureWarning) as caught:

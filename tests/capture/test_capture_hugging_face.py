@@ -254,6 +254,6 @@ def test_a_mark_on_a_whole_layer_says_what_may_be_marked() -> None:
     sw.shard(net.model.layers[0].mlp, ((2, 1, 1),))
     with pytest.raises(sw.CaptureError) as raised:
         sw.plan(net, (TOKENS,), devices=8)
-    said = str(raised.value)
-    assert "this one holds 5: linear, silu, linear, mul, linear" in said
-    assert "model.layers.0.mlp.up_proj (linear)" in said
+    text = str(raised.value)
+    assert "this one holds 5: linear, silu, linear, mul, linear" in text
+    assert "model.layers.0.mlp.up_proj (linear)" in text

@@ -225,12 +225,12 @@ LAYOUTS: dict[str, Callable[[Tensor], Any]] = {
 
 
 class Strided(nn.Module):
-    def __init__(self, asks: Callable[[Tensor], Any]) -> None:
+    def __init__(self, condition: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.layer, self.asks = nn.Linear(8, 8, dtype=D), asks
+        self.layer, self.condition = nn.Linear(8, 8, dtype=D), condition
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x if self.asks(x) else x * 3)
+        return self.layer(x if self.condition(x) else x * 3)
 
 
 @pytest.mark.parametrize("contiguous_first", [True, False])

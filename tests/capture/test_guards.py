@@ -277,11 +277,11 @@ def test_planning_alone_changes_nothing() -> None:
 def test_copies_check_for_themselves() -> None:
     model = parallel(Net(), devices=2)
     model(X)
-    twin = copy.deepcopy(model)
-    twin.net.beta = 5.0
-    expected = copy.deepcopy(twin.net)(X)
-    close(twin(X), expected)
-    assert (model.net.calls, twin.net.calls, model.net.beta) == (1, 2, 2.0)
+    counterpart = copy.deepcopy(model)
+    counterpart.net.beta = 5.0
+    expected = copy.deepcopy(counterpart.net)(X)
+    close(counterpart(X), expected)
+    assert (model.net.calls, counterpart.net.calls, model.net.beta) == (1, 2, 2.0)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -309,9 +309,9 @@ def raised(call: Callable[[], Any]) -> Exception | None:
 
 
 def alike_on_all(error: Exception | None) -> None:
-    said: list[Any] = [None, None]
-    dist.all_gather_object(said, str(error))
-    assert error is not None and said[0] == said[1], said
+    text: list[Any] = [None, None]
+    dist.all_gather_object(text, str(error))
+    assert error is not None and text[0] == text[1], text
 
 
 @scenario
@@ -408,8 +408,8 @@ def results() -> list[dict[str, str | None]]:
 @pytest.mark.filterwarnings("ignore::shardwright.RecaptureWarning")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_on_two_ranks(results: list[dict[str, str | None]], name: str) -> None:
-    for rank, said in enumerate(results):
-        assert said[name] is None, f"rank {rank}: {said[name]}"
+    for rank, text in enumerate(results):
+        assert text[name] is None, f"rank {rank}: {text[name]}"
 
 
 def one_rank_changes(rank: int, world: int) -> str:
@@ -424,9 +424,9 @@ def one_rank_changes(rank: int, world: int) -> str:
 @pytest.mark.filterwarnings("ignore::shardwright.RecaptureWarning")
 def test_one_rank_changes() -> None:
     """An error on both ranks, which says what has changed; nobody hangs."""
-    for said in run_ranks(one_rank_changes, 2):
-        assert said.startswith("RuntimeMismatchError"), said
-        assert "call 2 of rank 1 is the planning of a model: net.beta was 2.0 and is 5.0" in said, said
+    for text in run_ranks(one_rank_changes, 2):
+        assert text.startswith("RuntimeMismatchError"), text
+        assert "call 2 of rank 1 is the planning of a model: net.beta was 2.0 and is 5.0" in text, text
 
 
 class Plain:

@@ -490,8 +490,8 @@ def test_the_log_says_why_a_model_is_exported_anew(kind, reason, caplog):
     with caplog.at_level(logging.INFO, "shardwright.capture"):
         for rows in (3, 4, 6):
             capture(net, (draw(rows, 8),), programs=programs)
-    (said,) = [r.getMessage() for r in caplog.records if r.name == "shardwright.capture"]
-    assert said.startswith("the model is exported anew: ") and reason in said and "\n" not in said
+    (text,) = [r.getMessage() for r in caplog.records if r.name == "shardwright.capture"]
+    assert text.startswith("the model is exported anew: ") and reason in text and "\n" not in text
 
 
 @pytest.mark.parametrize("owner, name", [("graph_template.GraphTemplate", "_filled"), ("recapture.AsRun", "_matched")])

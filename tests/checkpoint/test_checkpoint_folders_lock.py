@@ -32,14 +32,14 @@ def another() -> Iterator[Callable[..., Any]]:
     started = []
 
     def begun(act: Callable[[], None]) -> Any:
-        done, said = FORK.Pipe(duplex=False)
+        done, text = FORK.Pipe(duplex=False)
 
         def run() -> None:
             try:
                 act()
-                said.send(None)
+                text.send(None)
             except BaseException as error:
-                said.send(f"{type(error).__name__}: {error}")
+                text.send(f"{type(error).__name__}: {error}")
             time.sleep(600)
 
         process = FORK.Process(target=run, daemon=True)

@@ -77,9 +77,9 @@ def refused(what: str, call: Callable[[], Any]) -> CheckpointError:
     with pytest.raises(CheckpointError) as caught:
         call()
     assert what in str(caught.value), str(caught.value)
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, str(caught.value))
-    assert len(set(said)) == 1, said
+    text: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(text, str(caught.value))
+    assert len(set(text)) == 1, text
     return caught.value
 
 
@@ -296,13 +296,13 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         tensor_files.WholeFiles.write_run = noted
         try:
             saving = save(model, optimizer, path, True)
-            said: list[Any] = [None] * world
-            dist.all_gather_object(said, written)
+            text: list[Any] = [None] * world
+            dist.all_gather_object(text, written)
             for name in ("model.layers.1.weight", "optimizer.layers.1.weight.momentum_buffer"):
-                runs = sorted(r[1:] for theirs in said for r in theirs if r[0] == name)
+                runs = sorted(r[1:] for theirs in text for r in theirs if r[0] == name)
                 assert runs == [(32 * i, 32) for i in range(8)], name
-                assert all(len([r for r in theirs if r[0] == name]) == 2 for theirs in said), "each rank a share"
-            assert all("layers.1.weight" in r[0] for theirs in said for r in theirs), "the others are in rows already"
+                assert all(len([r for r in theirs if r[0] == name]) == 2 for theirs in text), "each rank a share"
+            assert all("layers.1.weight" in r[0] for theirs in text for r in theirs), "the others are in rows already"
             expected = StoredTensors(of("rows and columns")[0] / "step-00000002")
             stored = StoredTensors(saving.wait())
             assert all(torch.equal(stored.read(name), expected.read(name)) for name in expected.names)

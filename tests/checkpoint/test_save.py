@@ -349,7 +349,7 @@ def test_which_boxes_are_joined() -> None:
         "rows": (8, 2**13),
     }
     tensors = {name: (shape, "float32", None) for name, shape in shapes.items()}
-    said = [
+    message = [
         {
             "columns": ((0, 2**11 * r), (6, 2**11)),
             "blocks": ((2 * (r // 2), 2**13 * (r % 2)), (2, 2**13)),
@@ -359,7 +359,7 @@ def test_which_boxes_are_joined() -> None:
         }
         for r in range(4)
     ]
-    joints = writer.joints_of(tensors, said, 2**16)
+    joints = writer.joints_of(tensors, message, 2**16)
     assert [(j.name, j.ranks, j.dims, j.first, j.rows) for j in joints] == [
         ("columns", (0, 1, 2, 3), 1, 0, 6),
         ("blocks", (0, 1), 1, 0, 2),
@@ -378,8 +378,8 @@ def test_which_boxes_are_joined() -> None:
             "each its own, in order"
         )
     assert all(now[other] == now[rank] for now in rounds for rank in now for other in now[rank][0].ranks), "all at once"
-    del said[2]["columns"]
-    assert "columns" not in {j.name for j in writer.joints_of(tensors, said, 2**16)}, (
+    del message[2]["columns"]
+    assert "columns" not in {j.name for j in writer.joints_of(tensors, message, 2**16)}, (
         "rows of which a part is not there"
     )
 

@@ -273,9 +273,11 @@ def test_whatever_the_layouts_not_a_bit_changes(data: st.DataObject, tmp_path_fa
 
 def test_info(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("info", run) == 0
-    told = capsys.readouterr().out
-    assert "step 3, parts, saved by 1 rank\n" in told and manifest.read(run / "step-00000003").plan in told
-    rows = {line.split()[0]: line.split()[1:] for line in told.splitlines() if line.startswith(" ") and line.strip()}
+    reported = capsys.readouterr().out
+    assert "step 3, parts, saved by 1 rank\n" in reported and manifest.read(run / "step-00000003").plan in reported
+    rows = {
+        line.split()[0]: line.split()[1:] for line in reported.splitlines() if line.startswith(" ") and line.strip()
+    }
     assert rows["model.layers.1.weight"] == ["16x16", "float64", "1x4", "of", "4", "1", "2.0", "KiB"]
     equal = ["16", "float64", "1", "of", "4", "2", "256", "B"]
     assert rows["model.layers.{1-2}.bias"] == equal, "equal layers once"
@@ -284,11 +286,11 @@ def test_info(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert command("info", tmp_path / "new") == 0
     assert "1x1 of 2 from rank 2" in capsys.readouterr().out
     assert command("info", "--json", "--step", 2, run) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["step"], said["kind"], said["world"]) == (2, "integrated", 1)
-    assert said["tensors"]["model.layers.0.weight"]["shape"] == [16, 16]
-    assert said["bytes"] == sum(t["bytes"] for t in said["tensors"].values())
-    assert set(said["files"]) == {p.name for p in (run / "step-00000002").iterdir()} - {"manifest.json"}
+    message = json.loads(capsys.readouterr().out)
+    assert (message["step"], message["kind"], message["world"]) == (2, "integrated", 1)
+    assert message["tensors"]["model.layers.0.weight"]["shape"] == [16, 16]
+    assert message["bytes"] == sum(t["bytes"] for t in message["tensors"].values())
+    assert set(message["files"]) == {p.name for p in (run / "step-00000002").iterdir()} - {"manifest.json"}
 
 
 def test_the_commands_make_what_they_say(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,8 +401,8 @@ def test_strategies_of_another_model(
 def test_what_cannot_be(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(code: int, says: str, *words: object) -> None:
         assert command(*words) == code
-        told = capsys.readouterr().err
-        assert says in told and "Traceback" not in told, told
+        reported = capsys.readouterr().err
+        assert says in reported and "Traceback" not in reported, reported
         assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "here"]
 
     (tmp_path / "here").mkdir()

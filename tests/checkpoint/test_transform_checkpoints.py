@@ -148,9 +148,9 @@ def test_a_whole_model(step: int, run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, said", [("columns", "plan"), ("level1", "inferred"), ("two stages", "file"), ("two stages", "inferred")]
+    "name, text", [("columns", "plan"), ("level1", "inferred"), ("two stages", "file"), ("two stages", "inferred")]
 )
-def test_the_slices_of_a_rank(name: str, said: str, run: Path, tmp_path: Path) -> None:
+def test_the_slices_of_a_rank(name: str, text: str, run: Path, tmp_path: Path) -> None:
     sw.init(devices=4)
     model = PLANS[name](4).save_param_strategy_file(tmp_path / "file").save_operator_strategy_file(tmp_path / "plan")
     inferred = model.infer_layout(*batch(0))
@@ -158,7 +158,7 @@ def test_the_slices_of_a_rank(name: str, said: str, run: Path, tmp_path: Path) -
     with torch.device("meta"):
         unborn = Net()
     for rank, network in ((0, emptied(Net())), (3, emptied(Net())), (1, unborn)):
-        sw.load_distributed_checkpoint(network, run, inferred if said == "inferred" else tmp_path / said, rank_id=rank)
+        sw.load_distributed_checkpoint(network, run, inferred if text == "inferred" else tmp_path / text, rank_id=rank)
         for called, parameter in network.named_parameters():
             assert torch.equal(parameter, expected[called][inferred[called].slice(rank)]), called
             assert isinstance(parameter, nn.Parameter) and parameter.requires_grad
@@ -205,13 +205,13 @@ def test_what_both_have_is_loaded_where_that_is_asked_for(run: Path, tmp_path: P
     "change, says",
     [
         (
-            lambda net, said: setattr(net, "head", nn.Linear(16, 9, dtype=torch.float64)),
+            lambda net, text: setattr(net, "head", nn.Linear(16, 9, dtype=torch.float64)),
             "the network's 'head.weight' is [9, 16]",
         ),
-        (lambda net, said: said.pop("head.bias"), "the predict_strategy says nothing of 'head.bias'"),
-        (lambda net, said: delattr(net, "norm") or setattr(net, "extra", nn.Linear(2, 2)), "it has no 'extra.weight'"),
-        (lambda net, said: setattr(net, "head", nn.Identity()), "it has 'head.weight', which the network does not"),
-        (lambda net, said: net.head.float(), "its 'head.weight' is torch.float64, the network's torch.float32"),
+        (lambda net, text: text.pop("head.bias"), "the predict_strategy says nothing of 'head.bias'"),
+        (lambda net, text: delattr(net, "norm") or setattr(net, "extra", nn.Linear(2, 2)), "it has no 'extra.weight'"),
+        (lambda net, text: setattr(net, "head", nn.Identity()), "it has 'head.weight', which the network does not"),
+        (lambda net, text: net.head.float(), "its 'head.weight' is torch.float64, the network's torch.float32"),
     ],
 )
 def test_slices_of_another_model(change: Callable, says: str, run: Path) -> None:
@@ -272,14 +272,14 @@ def test_a_list_of_files_stands_for_their_folder(run: Path, tmp_path: Path) -> N
         for name, parameter in network.named_parameters():
             cut = inferred[name].slice(rank) if "predict_strategy" in given else ()
             assert torch.equal(parameter, expected[name][cut]), name
-    for wrong, said in (
+    for wrong, text in (
         ([], r"checkpoint=\[\]"),
         (None, "checkpoint=None"),
         ([files[0], 3], "checkpoint="),
         ([run / "step-00000001" / "state.json", files[0]], "2 files of the list are in 2 folders: .*step-00000001"),
         ([*files, folder / "rank_9.ckpt"], "rank_9.ckpt: there is no such file"),
     ):
-        with pytest.raises(CheckpointError, match=said) as raised:
+        with pytest.raises(CheckpointError, match=text) as raised:
             sw.load_distributed_checkpoint(Net(), wrong)
         assert "folder" in raised.value.legal or "files of" in raised.value.legal
     with pytest.raises(SettingError, match="no argument 'unified_safetensors_dir'") as raised:

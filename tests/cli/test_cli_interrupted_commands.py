@@ -323,9 +323,9 @@ def test_a_transform_leaves_nothing(
     monkeypatch.setattr(StoredTensors, "read", second)
     more = ["--to", "1"] if command == "transform" else []
     assert main.main(["checkpoint", command, str(tmp_path / "run"), str(tmp_path / "new"), *more]) == 130
-    said = capsys.readouterr().err
-    assert said.startswith(f"shardwright checkpoint {command}: stopped by Ctrl-C in {command}: writing: ")
-    assert said.endswith(" KB, after 0 s; nothing is left of the new checkpoint\n")
+    text = capsys.readouterr().err
+    assert text.startswith(f"shardwright checkpoint {command}: stopped by Ctrl-C in {command}: writing: ")
+    assert text.endswith(" KB, after 0 s; nothing is left of the new checkpoint\n")
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 

@@ -288,9 +288,9 @@ def test_figures_of_a_plan_as_json(inside: Path, capsys: pytest.CaptureFixture) 
 def test_figures_of_an_operator_as_json(inside: Path, capsys: pytest.CaptureFixture) -> None:
     plan = sw.Plan.load("plan.json")
     name = next(iter(plan.decisions))
-    found, told = as_json(capsys, "explain", "plan.json", name), explained(plan, name)
-    assert found["name"] == name and found["least"] == told.least and found["cost"] == told.cost
-    assert [a["total"] for a in found["alternatives"]] == [a.total for a in told.alternatives] != []
+    found, explanation = as_json(capsys, "explain", "plan.json", name), explained(plan, name)
+    assert found["name"] == name and found["least"] == explanation.least and found["cost"] == explanation.cost
+    assert [a["total"] for a in found["alternatives"]] == [a.total for a in explanation.alternatives] != []
     assert sum(part["own"] for part in found["parts"]) == pytest.approx(found["seconds"])
 
 

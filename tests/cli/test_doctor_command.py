@@ -72,11 +72,11 @@ def test_text_fits_80_columns_without_colours(capsys: pytest.CaptureFixture[str]
 
 def test_json_is_one_object_with_the_same_findings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["doctor", "--quick", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] is True and told["problems"] == 0
-    names = {(row["area"], row["check"]) for row in told["findings"]}
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["ok"] is True and reported["problems"] == 0
+    names = {(row["area"], row["check"]) for row in reported["findings"]}
     assert {("versions", "torch"), ("devices", "this process"), ("host", "ports"), ("host", "clock")} <= names
-    assert not [row for row in told["findings"] if (row["state"] == "ok") and row["mend"]]
+    assert not [row for row in reported["findings"] if (row["state"] == "ok") and row["mend"]]
 
 
 @pytest.mark.parametrize("json_too", [False, True])
@@ -305,7 +305,7 @@ def test_the_place_that_a_launcher_gives(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("variables", "check", "state", "told"),
+    ("variables", "check", "state", "reported"),
     [
         ({"RANK": "1"}, "environment", "problem", "WORLD_SIZE"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "environment", "problem", "RANK=x"),
@@ -317,12 +317,12 @@ def test_the_place_that_a_launcher_gives(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_variables_that_mislead(
-    variables: dict[str, str], check: str, state: str, told: str, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], check: str, state: str, reported: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     found = only(doctor_command.launcher(), check)
-    assert found.state == state and told in found.found and found.mend
+    assert found.state == state and reported in found.found and found.mend
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
@@ -453,10 +453,10 @@ def test_a_host_name_that_is_not_resolved(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(socket, "getaddrinfo", raises(socket.gaierror(-2, "Name or service not known")))
     (found,) = doctor_command.host_name()
     assert found.state == "warning" and "Name or service not known" in found.found and "/etc/hosts" in found.mend
-    for address, told in (("127.0.1.1", "loopback"), ("10.0.0.7", "resolves to an address")):
+    for address, reported in (("127.0.1.1", "loopback"), ("10.0.0.7", "resolves to an address")):
         monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **named: [(2, 1, 6, "", (address, 0))])
         (found,) = doctor_command.host_name()
-        assert found.state == "ok" and told in found.found and address not in found.found
+        assert found.state == "ok" and reported in found.found and address not in found.found
 
 
 def test_rank_0s_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -399,7 +399,7 @@ def test_the_estimate_of_each_strategy_is_the_program(act, loss, targets) -> Non
     problem, several = held.cost_graph.problem, 0
     for op in search.described.graph.ops:
         node = held.cost_graph.operators[op.name]
-        for state, footprint in enumerate(held.cost_graph.op_costs[op.name]):
+        for state, op_cost in enumerate(held.cost_graph.op_costs[op.name]):
             costs = list(problem.costs)
             costs[node] = np.where(np.arange(len(costs[node])) == state, costs[node], np.inf)
             for name, kept in held.remat_nodes.items():
@@ -410,7 +410,7 @@ def test_the_estimate_of_each_strategy_is_the_program(act, loss, targets) -> Non
             peak = planned(search, held, states).peak
             # what a view reads and the view may both be counted
             assert peak <= held.peak(states) <= peak * (1.15 if op.name in ("broadcast_tensors", "mse_loss") else 1.01)
-            several += len(footprint.program) > 2
+            several += len(op_cost.program) > 2
     assert several > 3
 
 
@@ -466,8 +466,8 @@ def test_the_cheapest_of_all_plans() -> None:
     weights, ops = list(graph.parameters), [op.name for op in graph.ops][1:-1]
     every = []
     for ways in product(("whole", "kept", "again"), repeat=len(weights)):
-        said = {way: frozenset(w for w, mine in zip(weights, ways) if mine == way) for way in ("whole", "kept")}
-        hsdp = replace(CUT, whole=said["whole"], kept=said["kept"])
+        text = {way: frozenset(w for w, mine in zip(weights, ways) if mine == way) for way in ("whole", "kept")}
+        hsdp = replace(CUT, whole=text["whole"], kept=text["kept"])
         for names in chain.from_iterable(combinations(ops, k) for k in range(len(ops) + 1)):
             if {"gelu", "linear_1"} <= set(names):
                 continue

@@ -37,7 +37,7 @@ def wrapped(made: nn.Module, **given: Any) -> sw.AutoParallel:
     return sw.AutoParallel(made, LOSS, **given).dataset_strategy("full_batch").hsdp(threshold=0)
 
 
-def said(model: sw.AutoParallel, capsys: pytest.CaptureFixture[str]) -> str:
+def text(model: sw.AutoParallel, capsys: pytest.CaptureFixture[str]) -> str:
     capsys.readouterr()
     model.explain()
     out = capsys.readouterr().out
@@ -89,16 +89,16 @@ def test_the_optimizer_that_is_there(capsys: pytest.CaptureFixture[str]) -> None
     model = wrapped(made)
     model(X, T)
     held = model.plan.memory(0)
-    assert held["optimizer"] == held["parameters"] and "optimizer 560 B (as for Adam)" in said(model, capsys)
+    assert held["optimizer"] == held["parameters"] and "optimizer 560 B (as for Adam)" in text(model, capsys)
     assert held["parameters"] == 560
     sgd = torch.optim.SGD(made.parameters(), lr=0.1)
-    assert model.plan.memory(0)["optimizer"] == 0 and "optimizer 0 B (SGD)" in said(model, capsys)
+    assert model.plan.memory(0)["optimizer"] == 0 and "optimizer 0 B (SGD)" in text(model, capsys)
     del sgd
     gc.collect()
     adam = torch.optim.AdamW(made.parameters())
     for _ in range(2):  # before its first step, and after it
         assert model.plan.memory(0)["optimizer"] == 2 * 560
-        assert "optimizer 1.1 KiB (AdamW)" in said(model, capsys)
+        assert "optimizer 1.1 KiB (AdamW)" in text(model, capsys)
         model(X, T).backward()
         adam.step()
 
@@ -108,10 +108,10 @@ def test_a_given_optimizer_is_the_one_that_counts(capsys: pytest.CaptureFixture[
     optimizer = torch.optim.SGD(made.parameters())
     model = wrapped(made, optimizer="momentum")
     model(X, T)
-    assert model.plan.memory(0)["optimizer"] == 560 // 2 and "(momentum)" in said(model, capsys)
+    assert model.plan.memory(0)["optimizer"] == 560 // 2 and "(momentum)" in text(model, capsys)
     model = wrapped(net(), optimizer=3)
     model(X, T)
-    assert "(3 B an element)" in said(model, capsys) and optimizer.param_groups
+    assert "(3 B an element)" in text(model, capsys) and optimizer.param_groups
 
 
 def test_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,9 +27,9 @@ LOOPS += ["lightning.LightningMonitor"]
 
 def run(example: str, names: dict[str, Any], name: str) -> None:
     test = doctest.DocTestParser().get_doctest(example, names, name, None, 0)
-    said: list[str] = []
-    doctest.DocTestRunner(optionflags=FLAGS).run(test, out=said.append, clear_globs=False)
-    assert not said, "".join(said)
+    message: list[str] = []
+    doctest.DocTestRunner(optionflags=FLAGS).run(test, out=message.append, clear_globs=False)
+    assert not message, "".join(message)
     names.update(test.globs)
 
 

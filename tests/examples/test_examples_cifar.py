@@ -93,10 +93,10 @@ def test_pieces_of_photographs():
 
 
 @pytest.mark.parametrize(
-    ("size", "limit", "said"), [(0, None, "batch_size is 0"), (1001, None, "1 to 1000"), (4, -1, "limit is -1")]
+    ("size", "limit", "text"), [(0, None, "batch_size is 0"), (1001, None, "1 to 1000"), (4, -1, "limit is -1")]
 )
-def test_sizes_that_do_not_fit(size, limit, said):
-    with pytest.raises(ValueError, match=said):
+def test_sizes_that_do_not_fit(size, limit, text):
+    with pytest.raises(ValueError, match=text):
         images(size, limit=limit)
 
 

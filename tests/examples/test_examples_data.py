@@ -104,7 +104,7 @@ def test_a_damaged_gzip_file_is_an_error_that_names_it(tmp_path, damage):
 
 
 @pytest.mark.parametrize(
-    "content, dims, said",
+    "content, dims, message",
     [
         (idx(np.zeros(4)), 3, "the magic number is 0x00000801, not 0x00000803"),  # labels for images
         (idx(np.zeros((2, 3, 3))), 1, "the magic number is 0x00000803, not 0x00000801"),  # images for labels
@@ -112,9 +112,9 @@ def test_a_damaged_gzip_file_is_an_error_that_names_it(tmp_path, damage):
         (gzip.compress(idx(np.zeros(4)), mtime=0), 1, "the magic number is 0x1f8b"),  # gzip without .gz
     ],
 )
-def test_a_wrong_magic_number_is_an_error(tmp_path, content, dims, said):
+def test_a_wrong_magic_number_is_an_error(tmp_path, content, dims, message):
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(ValueError, match=f"file: {said}"):
+    with pytest.raises(ValueError, match=f"file: {message}"):
         read_idx(tmp_path / "file", dims)
 
 

@@ -335,24 +335,25 @@ def test_pipelines_train_as_on_one_device(ours: list[dict[str, Any]], folder: st
 def test_pipelines_are_refused_before_anything_runs(ours: list[dict[str, Any]]) -> None:
     for result in (rank["pipelines"] for rank in ours):
         for library in ("Trainer", "accelerate", "Lightning"):
-            said = result["errors"][library]
+            message = result["errors"][library]
             assert (
-                "hands each process its own part of a batch" in said and 'legal: dataset_strategy("full_batch")' in said
+                "hands each process its own part of a batch" in message
+                and 'legal: dataset_strategy("full_batch")' in message
             )
         assert "ModelCheckpoint(save_weights_only=True)" in result["errors"]["ModelCheckpoint"]
         assert result["ran"] == [0, 0]
 
 
 def test_settings_that_change_after_the_model_was_handed_over_are_refused(ours: list[dict[str, Any]]) -> None:
-    for said in (rank["pipelines"]["late"] for rank in ours):
+    for message in (rank["pipelines"]["late"] for rank in ours):
         for library in ("Trainer", "accelerate", "accelerate, then whole", "Lightning"):
             assert (
                 "hands each process its own part of a batch, and a pipeline's stages work on the same one"
-                in said[library]
+                in message[library]
             )
-            assert 'legal: dataset_strategy("full_batch")' in said[library]
-        assert "given dataset_strategy('full_batch') since" in said["accelerate, whole alone"]
-        assert "legal: dataset_strategy before accelerate is given the model" in said["accelerate, whole alone"]
+            assert 'legal: dataset_strategy("full_batch")' in message[library]
+        assert "given dataset_strategy('full_batch') since" in message["accelerate, whole alone"]
+        assert "legal: dataset_strategy before accelerate is given the model" in message["accelerate, whole alone"]
 
 
 def test_a_pipeline_in_half_precision_trains_as_on_one_device(ours: list[dict[str, Any]], folder: str) -> None:

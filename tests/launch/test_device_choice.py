@@ -157,13 +157,13 @@ def test_the_cpu_is_never_taken_without_a_word(monkeypatch) -> None:
     cpu, remark = torch.device("cpu"), device_choice.cpu_remark
     host = Host(monkeypatch, 8)
     host.index = 5
-    said = remark(cpu, False)
-    assert said is not None and "compute on the CPU: the process group is one of Gloo" in said and "number 5" in said
+    text = remark(cpu, False)
+    assert text is not None and "compute on the CPU: the process group is one of Gloo" in text and "number 5" in text
     assert remark(cpu, True) is None and remark(torch.device("cuda", 5), False) is None
     Host(monkeypatch, 0)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=True: torch.device("cuda"))
-    said = remark(cpu, False)
-    assert said is not None and "torch is built for cuda and sees no accelerator" in said
+    text = remark(cpu, False)
+    assert text is not None and "torch is built for cuda and sees no accelerator" in text
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=True: None)
     assert remark(cpu, False) is None
 
@@ -253,8 +253,8 @@ def test_devices_of_two_kinds_are_an_error_on_every_rank() -> None:
 def test_a_rank_without_a_device_is_an_error_on_every_rank() -> None:
     """Ranks of other hosts do not wait for a host that has too few devices."""
     few = sw.SettingError("8 processes run on the host b, which shows 4 accelerators", legal="4 processes")
-    said = alike(together(["cuda:0", few, "cuda:2"], ["a", "b", "c"]))
-    assert "which shows 4 accelerators (on rank 1)" in said and "4 processes" in said
+    text = alike(together(["cuda:0", few, "cuda:2"], ["a", "b", "c"]))
+    assert "which shows 4 accelerators (on rank 1)" in text and "4 processes" in text
 
 
 def one_of_two_hosts(rank: int, port: int, sender: Any) -> None:
@@ -281,12 +281,12 @@ def test_a_host_with_too_few_devices_is_an_error_on_the_other_hosts_too() -> Non
         process_.start()
     try:
         assert all(receiver.poll(PATIENCE) for receiver, _ in pipes), "an error, not a wait for the timeout"
-        said = [receiver.recv() for receiver, _ in pipes]
+        text = [receiver.recv() for receiver, _ in pipes]
     finally:
         for process_ in ranks:
             process_.kill()
             process_.join()
-    assert said[0] == said[1] and "which shows 2 accelerators (on rank 1)" in said[0]
+    assert text[0] == text[1] and "which shows 2 accelerators (on rank 1)" in text[0]
 
 
 def on_one_device(rank: int, world: int) -> str:
@@ -304,8 +304,8 @@ def on_one_device(rank: int, world: int) -> str:
 
 
 def test_two_ranks_of_a_users_group_on_one_device_are_an_error_on_every_rank() -> None:
-    said = run_ranks(on_one_device, 2)
-    assert said[0] == said[1] and "have the same device cuda:0" in said[0] and "set_device_index" in said[0]
+    text = run_ranks(on_one_device, 2)
+    assert text[0] == text[1] and "have the same device cuda:0" in text[0] and "set_device_index" in text[0]
 
 
 def on_two_devices(rank: int, world: int) -> str:
@@ -323,8 +323,8 @@ def on_two_devices(rank: int, world: int) -> str:
 
 
 def test_a_model_on_two_devices_is_an_error_on_every_rank() -> None:
-    said = run_ranks(on_two_devices, 2)
-    assert all("the model is on several devices: 0.weight is on cpu, scale on cuda" in each for each in said)
+    text = run_ranks(on_two_devices, 2)
+    assert all("the model is on several devices: 0.weight is on cpu, scale on cuda" in each for each in text)
 
 
 @pytest.mark.parametrize("backends, named", [("cuda:nccl", "eth7"), ("cpu:gloo,cuda:nccl", None)])

@@ -109,7 +109,7 @@ def test_strangers_are_turned_away(three) -> None:
     place = json.loads(three[0]._store.get(lifelines._KEY))
     key = place["key"]
     before = dict(three[0]._lines)
-    for said in (
+    for text in (
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff\n",
@@ -123,23 +123,23 @@ def test_strangers_are_turned_away(three) -> None:
         b"x" * 10_000,
     ):
         with socket.create_connection(("127.0.0.1", place["port"])) as stranger:
-            stranger.sendall(said)
+            stranger.sendall(text)
             stranger.setblocking(False)
-            if said:
+            if text:
                 look(three[:1], lambda: closed(stranger))
             else:
                 look(three[:1], lambda: three[0]._unnamed)
         look(three[:1], lambda: not three[0]._unnamed)
-        assert three[0]._lines == before and three[0].ended == {}, said
+        assert three[0]._lines == before and three[0].ended == {}, text
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_holds_no_line(three) -> None:
     """The line would stay open after the rank was killed."""
-    ready, told = os.pipe()
+    ready, reported = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(told, b"1" if any(line.connection.fileno() >= 0 for line in three[2]._lines.values()) else b"0")
+        os.write(reported, b"1" if any(line.connection.fileno() >= 0 for line in three[2]._lines.values()) else b"0")
         time.sleep(600)
         os._exit(0)
     try:
@@ -149,7 +149,7 @@ def test_a_forked_child_holds_no_line(three) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        os.close(ready), os.close(told)
+        os.close(ready), os.close(reported)
 
 
 def test_without_a_port_the_ranks_go_on_without_lifelines(monkeypatch) -> None:

@@ -311,7 +311,7 @@ def test_the_launcher_shows_the_work_of_rank_0(tmp_path, monkeypatch):
     shown = console.Progress(settings, out)  # type: ignore[arg-type]  # only its logs are asked for
     shown.started({0: 11, 1: 12})
     assert out.getvalue().startswith("started 2 workers")
-    for text, said in (
+    for text, message in (
         ("hello\n", ""),
         (
             f"{PREFIX}calibration: 1 of 2 levels of links; 10 s\n",
@@ -324,7 +324,7 @@ def test_the_launcher_shows_the_work_of_rank_0(tmp_path, monkeypatch):
         before = out.getvalue()
         clock.now += 1.5
         shown.look()
-        assert out.getvalue().removeprefix(before) == said
+        assert out.getvalue().removeprefix(before) == message
     assert shown._state().endswith("running: 0-1  calibration: 1 of 2 levels of links; 10 s")
     clock.now += 0.5  # looks once a second
     log.write_text("hello\n")

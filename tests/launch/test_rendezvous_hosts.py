@@ -117,25 +117,25 @@ def test_two_hosts_train_as_one_device_and_a_death_on_one_ends_both(hosts, tmp_p
             "three steps of four ranks",
             patience=300,
         )  # six processes that import torch
-        told = [json.loads(file.read_text()) for file in sorted(facts.glob("*.json"))]
-        if len(told) == 4:
-            os.kill(told[3]["pid"], signal.SIGKILL)
+        reported = [json.loads(file.read_text()) for file in sorted(facts.glob("*.json"))]
+        if len(reported) == 4:
+            os.kill(reported[3]["pid"], signal.SIGKILL)
         here, there = (launcher.end() for launcher in launchers)
     finally:
         for launcher in launchers:
             launcher.process.kill()
 
-    assert len(told) == 4, here.out + there.out
+    assert len(reported) == 4, here.out + there.out
     losses, weight = train.on_one_device()
     for rank in range(4):
-        assert (told[rank]["rank"], told[rank]["size"], told[rank]["processes"]) == (rank, 4, True)
-        assert told[rank]["losses"] == pytest.approx(losses, abs=1e-12) and told[rank]["local"] == [24, 6]
-        assert [*chain(*told[rank]["weight"])] == pytest.approx([*chain(*weight)], abs=1e-12)
-        assert told[rank]["interface"] == f"cable{1 + rank // 2}"  # that of the host's own name leads nowhere
+        assert (reported[rank]["rank"], reported[rank]["size"], reported[rank]["processes"]) == (rank, 4, True)
+        assert reported[rank]["losses"] == pytest.approx(losses, abs=1e-12) and reported[rank]["local"] == [24, 6]
+        assert [*chain(*reported[rank]["weight"])] == pytest.approx([*chain(*weight)], abs=1e-12)
+        assert reported[rank]["interface"] == f"cable{1 + rank // 2}"  # that of the host's own name leads nowhere
     assert (here.code, there.code) == (137, 137), here.out + there.out
     assert "worker 3 failed (exit code 137, SIGKILL), last lines of log_output/worker_3.log:" in there.out
     assert "the run failed on node 1: worker 3 failed (exit code 137, SIGKILL)" in here.out
-    assert not any(alive(rank["pid"]) for rank in told)
+    assert not any(alive(rank["pid"]) for rank in reported)
 
 
 @pytest.mark.long
@@ -312,9 +312,9 @@ def test_those_who_know_the_token_are_taken_and_nobody_else(ours, theirs):
 
 def test_a_node_without_the_token_is_told_so_and_the_others_meet():
     port = free_port()
-    said: list[str] = []
+    words: list[str] = []
     three = [
-        Nodes(RunSettings("", (), 2, 1, "127.0.0.1", port, node, "", 60, None, token=token), said.append)
+        Nodes(RunSettings("", (), 2, 1, "127.0.0.1", port, node, "", 60, None, token=token), words.append)
         for node, token in ((0, TOKENS[0]), (1, TOKENS[0]), (1, ""))
     ]
     infos = at_once([node.next_rendezvous for node in three])
@@ -324,15 +324,15 @@ def test_a_node_without_the_token_is_told_so_and_the_others_meet():
     )
     stranger = TCPStore("127.0.0.1", port, is_master=False)
     assert not stranger.check(["shardwright/0/nodes"]) and stranger.get("shardwright/proof") not in (b"", TOKENS[0])
-    assert not any("can join" in line for line in said)
+    assert not any("can join" in line for line in words)
     at_once([nodes(1)[0].next_rendezvous])
 
 
 def test_a_run_of_several_nodes_without_a_token_says_so():
-    said: list[str] = []
-    node = Nodes(RunSettings("", (), 2, 1, "127.0.0.1", free_port(), 0, "", 1, None), said.append)
+    words: list[str] = []
+    node = Nodes(RunSettings("", (), 2, 1, "127.0.0.1", free_port(), 0, "", 1, None), words.append)
     at_once([node.next_rendezvous])
-    assert any("no SHARDWRIGHT_RUN_TOKEN is set: whoever reaches 127.0.0.1:" in line for line in said)
+    assert any("no SHARDWRIGHT_RUN_TOKEN is set: whoever reaches 127.0.0.1:" in line for line in words)
 
 
 def test_the_interface_that_leads_to_an_address():
@@ -345,7 +345,7 @@ def test_the_interface_that_leads_to_an_address():
 def test_the_interface_of_a_host(hosts):
     for host, name in zip(hosts, ("cable1", "cable2")):
         for other in hosts:
-            said = subprocess.run(
+            words = subprocess.run(
                 host.command(
                     sys.executable,
                     "-c",
@@ -357,4 +357,4 @@ def test_the_interface_of_a_host(hosts):
                 text=True,
                 timeout=60,
             )
-            assert said.stdout.strip() == name, said.stderr
+            assert words.stdout.strip() == name, words.stderr

@@ -52,8 +52,8 @@ L = sw.Layout((2, 2, 2), ("dp", "sp", "mp"))
 @pytest.mark.parametrize("mode", ["data_parallel", "semi_auto"])
 def test_dataset_strategies(mode, dataset) -> None:
     for loss_fn, batches in ((CROSS_ENTROPY, BATCHES), (None, [b[:1] for b in BATCHES])):
-        fed = dataset[: len(batches[0])] if isinstance(dataset, tuple) else dataset
-        assert_as_one_device(Marked(), *batches[:2], loss_fn=loss_fn, mode=mode, dataset=fed)
+        feeding = dataset[: len(batches[0])] if isinstance(dataset, tuple) else dataset
+        assert_as_one_device(Marked(), *batches[:2], loss_fn=loss_fn, mode=mode, dataset=feeding)
 
 
 @pytest.mark.parametrize("mean", [True, False])
@@ -448,10 +448,10 @@ def test_state_and_attributes_are_those_of_the_model() -> None:
 def test_a_wrapper_can_be_copied_and_moved() -> None:
     model = parallel(Marked(), CROSS_ENTROPY)
     model(X, T)
-    twin = copy.deepcopy(model)
-    nn.init.zeros_(twin.w1)
-    close(twin(X, T), CROSS_ENTROPY(twin.net(X), T))
-    assert twin.w1 is not model.w1 and twin.w1 is twin.net.w1
+    counterpart = copy.deepcopy(model)
+    nn.init.zeros_(counterpart.w1)
+    close(counterpart(X, T), CROSS_ENTROPY(counterpart.net(X), T))
+    assert counterpart.w1 is not model.w1 and counterpart.w1 is counterpart.net.w1
     single = model.to(torch.float32)
     torch.testing.assert_close(single(X.float(), T), CROSS_ENTROPY(model.net(X.float()), T))
 

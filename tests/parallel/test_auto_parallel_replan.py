@@ -178,10 +178,10 @@ def test_where_a_model_is_not_planned_anew() -> None:
 
 
 def test_models_of_a_step_that_calls_them_by_themselves() -> None:
-    maker, judge = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
+    generator, judge = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
 
     def step(x: Tensor, t: Tensor) -> Tensor:
-        return LOSS(judge(maker(x).detach()), t) + maker(x).square().mean()
+        return LOSS(judge(generator(x).detach()), t) + generator(x).square().mean()
 
     sw.init(devices=4)
     model = sw.AutoParallel(step).dataset_strategy("full_batch")
@@ -239,8 +239,8 @@ def test_a_mode_that_ignores_marks_says_so_once(mode: str) -> None:
         UserWarning, match=r"ignores the strategies of product \(test_auto_parallel_replan.py:\d+\), SHARED|matmul"
     ) as w:
         model(X)
-    (said,) = (str(one.message) for one in w if "ignores" in str(one.message))
-    assert f'parallel_mode="{mode}"' in said and "semi_auto, sharding_propagation" in said
+    (text,) = (str(one.message) for one in w if "ignores" in str(one.message))
+    assert f'parallel_mode="{mode}"' in text and "semi_auto, sharding_propagation" in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(X)

@@ -162,7 +162,7 @@ def test_one_line_says_what_has_changed() -> None:
 
 def test_a_copy_has_attributes_of_its_own() -> None:
     model = parallel(Net(), devices=2)
-    twin = copy.deepcopy(model)
-    twin.beta = 5.0
-    assert (model.net.beta, twin.net.beta) == (1.0, 5.0)
-    close(twin(X), twin.net(X))
+    counterpart = copy.deepcopy(model)
+    counterpart.beta = 5.0
+    assert (model.net.beta, counterpart.net.beta) == (1.0, 5.0)
+    close(counterpart(X), counterpart.net(X))

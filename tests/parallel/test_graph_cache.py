@@ -514,9 +514,9 @@ def _a_pipeline_on_ranks(rank, world, feed):
     for number, (rows, length) in enumerate(SIZES):
         x = labels(rows * length, 16, seed=number).view(rows, length)
         part = rows // places
-        fed = x if feed == "full_batch" else x[rank % places * part :][:part]
-        losses.append(float(model(fed).detach()))
-        model(fed).backward()
+        feeding = x if feed == "full_batch" else x[rank % places * part :][:part]
+        losses.append(float(model(feeding).detach()))
+        model(feeding).backward()
         optimizer.step()
         optimizer.zero_grad()
         counts.append(len(seen))

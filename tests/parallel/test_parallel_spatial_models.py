@@ -304,10 +304,14 @@ def test_verify_names_a_wrong_exchange(way: str, monkeypatch: pytest.MonkeyPatch
     """One row of one halo is wrong: of the values, or of the gradients."""
     plain = local_executor.convert_shards
 
-    def wrong(conversion: Any, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    def wrong(redistribution: Any, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
         made = run(x)
         kind = "halo_exchange" if way == "forward" else "halo_reduce"
-        if conversion.exchanges_halos and conversion.steps[0].kind == kind and conversion.steps[0].halo.size == 16:
+        if (
+            redistribution.exchanges_halos
+            and redistribution.steps[0].kind == kind
+            and redistribution.steps[0].halo.size == 16
+        ):
             made = made.clone()
             made.select(-2, 0).mul_(1.5)
         return made

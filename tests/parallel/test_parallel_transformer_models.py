@@ -313,9 +313,9 @@ def test_whatever_is_cut_the_same_weights_are_dropped() -> None:
 def test_attention_that_is_cut_wrongly_says_what_would_do() -> None:
     with pytest.raises(sw.StrategyError) as raised:
         sw.plan(Marked(((2, 4, 1, 1), (2, 2, 1, 1), (2, 4, 1, 1))), (draw(4, 4, 16),), devices=8)
-    said = str(raised.value)
-    assert "attend (scaled_dot_product_attention)" in said and "((2, 4, 1, 1), (2, 4, 1, 1), (2, 4, 1, 1))" in said
-    assert "test_parallel_transformer_models.py" in said
+    text = str(raised.value)
+    assert "attend (scaled_dot_product_attention)" in text and "((2, 4, 1, 1), (2, 4, 1, 1), (2, 4, 1, 1))" in text
+    assert "test_parallel_transformer_models.py" in text
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -567,6 +567,6 @@ def test_a_module_of_several_operators_says_which_ones_may_be_marked() -> None:
     sw.shard(net.blocks[0], ((2, 1, 1),))
     with pytest.raises(sw.CaptureError) as raised:
         sw.plan(net, (next(passages(2, LENGTH))[0],), devices=8)
-    said = str(raised.value)
-    assert "a mark names one operator; this one holds" in said and "blocks.0" in said
-    assert "blocks.0.up (linear)" in said and "blocks.0.attention.out (linear)" in said
+    text = str(raised.value)
+    assert "a mark names one operator; this one holds" in text and "blocks.0" in text
+    assert "blocks.0.up (linear)" in text and "blocks.0.attention.out (linear)" in text

@@ -24,7 +24,7 @@ class Net(nn.Module):
         return self.layer(x) * self.beta * self.gamma * len(self.mode) * float(self.scale)
 
 
-def said(model: sw.AutoParallel) -> list[str]:
+def words(model: sw.AutoParallel) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(X)
@@ -38,17 +38,17 @@ def test_a_number_that_changes_at_each_step() -> None:
     model(X)
     for step in range(1, 6):
         net.beta = step / 10
-        texts = said(model)
+        texts = words(model)
         assert len(texts) == (step < 4)
         for text in texts:
             assert text.startswith(f"net.beta was {(step - 1) / 10} and is {step / 10}: the model is captured")
             assert ("a registered buffer, or a tensor as an input" in text) == (step == 3)
             assert ("Further changes of net.beta are not announced" in text) == (step == 3)
     net.gamma = 2
-    assert said(model) == ["net.gamma was 1 and is 2: the model is captured and planned anew"]
+    assert words(model) == ["net.gamma was 1 and is 2: the model is captured and planned anew"]
     for mode in "bcdefgh":
         net.mode = mode
-        assert len(said(model)) == 1  # no number
+        assert len(words(model)) == 1  # no number
     for step in range(4):
         net.scale.fill_(step / 8)
-        assert len(said(model)) == (step < 3)
+        assert len(words(model)) == (step < 3)

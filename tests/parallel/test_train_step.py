@@ -418,8 +418,8 @@ def test_a_step_is_its_model_to_checkpoints_and_copies(tmp_path: Any) -> None:
     step(x, y)
     sw.load_checkpoint(step, None, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(after, model.parameters()))
-    twin = copy.deepcopy(step)
-    assert torch.allclose(twin(x), model(x), rtol=0, atol=1e-12)  # a copy of the model, which no step calls
+    counterpart = copy.deepcopy(step)
+    assert torch.allclose(counterpart(x), model(x), rtol=0, atol=1e-12)  # a copy of the model, which no step calls
     assert step.eval().training is model.training is False
 
 

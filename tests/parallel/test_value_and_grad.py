@@ -83,9 +83,9 @@ def test_an_optimizer_steps_with_the_gradients_that_it_is_called_with(net: nn.Li
     plain.step()
     assert torch.equal(net.weight, one.weight) and torch.equal(net.bias, one.bias)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert type(twin) is type(optimizer) and callable(twin)
-        assert twin.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    for counterpart in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(counterpart) is type(optimizer) and callable(counterpart)
+        assert counterpart.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
 def test_a_scaler_steps_and_skips_what_is_not_finite(net: nn.Linear) -> None:

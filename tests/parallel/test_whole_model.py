@@ -532,8 +532,8 @@ def later(wrap: Callable[[nn.Module], Any]) -> Callable[[], Any]:
     ids=["torch.compile", "compile", "DataParallel"],
 )
 def test_other_wrappers_say_what_to_do_instead(place: Callable, wrap: Callable) -> None:
-    said = refused(place(wrap), "compile=True" if wrap is not nn.DataParallel else 'parallel_mode="data_parallel"')
-    assert "around a parallel model" in said or "compile() of a parallel model" in said or "wrapped by" in said
+    text = refused(place(wrap), "compile=True" if wrap is not nn.DataParallel else 'parallel_mode="data_parallel"')
+    assert "around a parallel model" in text or "compile() of a parallel model" in text or "wrapped by" in text
 
 
 def distributed_wrappers(rank: int, world: int) -> None:

@@ -360,8 +360,8 @@ def test_own_parameters_and_collectives_need_the_mode(mode: str) -> None:
     refused("'0.weight' is layerwise_parallel", lambda: sw.plan(marked, (X,), parallel_mode=mode))
     if mode != "stand_alone":
         net = Apply(lambda m, x: sw.ops.all_reduce(x @ m.w))
-        said = refused("sw.ops.all_reduce joins", lambda: sw.AutoParallel(net, parallel_mode=mode)(X))
-        assert "test_hybrid_parallel.py:" in said and "hybrid_parallel" in said
+        message = refused("sw.ops.all_reduce joins", lambda: sw.AutoParallel(net, parallel_mode=mode)(X))
+        assert "test_hybrid_parallel.py:" in message and "hybrid_parallel" in message
 
 
 def test_bad_input() -> None:
@@ -372,7 +372,7 @@ def test_bad_input() -> None:
     refused("dim 0 of .3, 8. has size 3, which 4 ranks", call(lambda x: sw.ops.reduce_scatter(x[:3])))
     refused("size 6, which 4 ranks", call(lambda x: sw.ops.all_to_all(x[:, :6], 1, 0)))
     refused("from rank 4 of a group of 4", call(lambda x: sw.ops.broadcast(x, 4)))
-    for group, said in (
+    for group, message in (
         ("mp", "'mp' is no group of ranks"),
         (4, "4 is no group"),
         ([], "is no group"),
@@ -389,7 +389,7 @@ def test_bad_input() -> None:
         ([[0, 1]] * 2, "each once"),
         ([[0, 3], [1, 2]], "leaves no equal groups"),
     ):
-        refused(said, call(lambda x, group=group: sw.ops.all_reduce(x, group=group)))
+        refused(message, call(lambda x, group=group: sw.ops.all_reduce(x, group=group)))
     refused("does not fit 4 devices", call(lambda x: sw.ops.all_reduce(x, group=sw.Layout((4, 3), ("a", "b"))("a"))))
     refused("outside of a wrapped model", lambda: sw.ops.all_reduce(X))
     refused("layerwise_parallel.Tensor", lambda: sw.layerwise_parallel(X))

@@ -135,7 +135,7 @@ def test_vocabulary_of_50257_on_8_devices(embed: tuple | None, head: tuple | Non
     length = math.ceil(V / cut)
     rows = sorted({(table.slice(r)[0].start, table.slice(r)[0].stop) for r in range(8)})
     assert rows == [(i * length, min(V, i * length + length)) for i in range(cut)]
-    assert not plan.notes or all("padded" not in said for said in plan.notes)
+    assert not plan.notes or all("padded" not in message for message in plan.notes)
     if loss is not None:  # nothing of the vocabulary's size is sent
         assert max(math.prod(c.shape) for c in plan.collectives(7) if c.phase != "gradient") <= 16 * 4
 
@@ -242,7 +242,7 @@ def test_a_dim_cut_by_several_digits_is_stored_whole() -> None:
     net.op = sw.shard(F.linear, (axes("None", "None"), axes(("c", "a"), "None")))
     model = assert_as_one_device(net, (draw(6, 8),), uneven=True)
     assert model.plan.parameters["v"].storage.is_replicated
-    assert any("'v' (13, 8) is stored whole" in said for said in model.plan.notes), model.plan.notes
+    assert any("'v' (13, 8) is stored whole" in message for message in model.plan.notes), model.plan.notes
 
 
 @pytest.mark.parametrize("out", [((8, 1),), ((1, 8),), ((2, 4),), ((4, 1),)], ids=str)
@@ -343,7 +343,7 @@ def test_verify_and_optimizer_parallel() -> None:
     assert sw.verify(net, (draw(10, 6),), devices=8, uneven=True, steps=1, dtypes=(D,)).ok
     plan = sw.plan(net, (draw(10, 6),), devices=8, uneven=True, hsdp={"threshold": 0})
     assert plan.parameters["w"].storage.cuts == (4, 1) and plan.parameters["w"].note == "it is padded"
-    assert any("'w' (13, 6) is not cut over its replicas: it is padded" in said for said in plan.notes)
+    assert any("'w' (13, 6) is not cut over its replicas: it is padded" in message for message in plan.notes)
 
 
 def test_the_first_difference_is_found_behind_padding(monkeypatch: pytest.MonkeyPatch) -> None:

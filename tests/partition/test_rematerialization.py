@@ -312,9 +312,9 @@ def test_memory_goes_when_the_graph_does() -> None:
 def test_collectives_of_the_backward_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, sent = local_executor.convert_shards, []
 
-    def noted(conversion: Any, shards: Any, *rest: Any) -> Any:
-        sent.extend(step.kind for step in conversion.steps if step.communicates)
-        return plain(conversion, shards, *rest)
+    def noted(redistribution: Any, shards: Any, *rest: Any) -> Any:
+        sent.extend(step.kind for step in redistribution.steps if step.communicates)
+        return plain(redistribution, shards, *rest)
 
     monkeypatch.setattr(local_executor, "convert_shards", noted)
     for way, (mark, options) in WAYS.items():

@@ -61,12 +61,12 @@ def test_what_is_said_of_every_call_holds() -> None:
         rule = find_rule(whole.op)
         assert rule is not None
         bound = bound_rule(whole.op, rule)
-        for f, assignment, said in cuts(whole, rule, bound):
-            seen.update(said)
-            if {"mixed", "ratio"} & set(said) or (pools and "mean" in said):
+        for f, assignment, text in cuts(whole, rule, bound):
+            seen.update(text)
+            if {"mixed", "ratio"} & set(text) or (pools and "mean" in text):
                 continue
             parts = [of_part(whole, rule, bound, assignment, k) for k in range(PARTS)]
-            for i, (kind, expected) in enumerate(zip(said, whole.outputs)):
+            for i, (kind, expected) in enumerate(zip(text, whole.outputs)):
                 mine = [p[i].detach() for p in parts]
                 where = f"{case.id} in {bound.factors[f].name}: output {i} is said to be {kind!r}"
                 if kind == "cut":

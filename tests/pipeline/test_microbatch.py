@@ -78,16 +78,16 @@ def in_micro_batches(
     """The outputs of the whole batch and the buffers after it, run as the notation of `micro` says."""
     state = {v.name: dict(net.named_parameters())[n] for n, v in micro.graph.parameters.items()}
     state |= {v.name: dict(net.named_buffers())[n].clone() for n, v in micro.graph.buffers.items()}
-    fed = slices(args, kwargs, count, parts)
-    names = [v.name for v in micro.graph.inputs[: len(fed[0])]]
+    feeding = slices(args, kwargs, count, parts)
+    names = [v.name for v in micro.graph.inputs[: len(feeding[0])]]
     totals: dict[str, Tensor] = {}
     if micro.counts is not None:
         assert {v.name for v in micro.counts.inputs} <= set(names) and not micro.counts.parameters
-        each = [ran(micro.counts, state | dict(zip(names, x))) for x in fed]
+        each = [ran(micro.counts, state | dict(zip(names, x))) for x in feeding]
         assert len(micro.counts.outputs) == len(micro.totals)
         totals = {name: sum(values[v.name] for values in each) for name, v in zip(micro.totals, micro.counts.outputs)}
     made, updated = [], []
-    for k, x in enumerate(fed):
+    for k, x in enumerate(feeding):
         seed = {SEED.name: seeds[k]} if seeds else {}
         values = ran(micro.graph, state | totals | dict(zip(names, x)) | seed)
         made.append([values[o.name] if isinstance(o, Value) else o for o in micro.graph.outputs])
@@ -562,9 +562,9 @@ def test_what_mixes_the_batch_is_refused(name: str) -> None:
     function, operator = REFUSED[name]
     with pytest.raises(ShardwrightError) as error:
         micro_of(Scored(function), (X.float(), T), 2)
-    said = str(error.value)
-    assert operator in said.split(":")[0] and "test_microbatch.py:" in said, said
-    assert "2 micro-batches" in said and "micro_batches=1" in said, said
+    text = str(error.value)
+    assert operator in text.split(":")[0] and "test_microbatch.py:" in text, text
+    assert "2 micro-batches" in text and "micro_batches=1" in text, text
 
 
 def test_what_nothing_depends_on_is_not_refused() -> None:

@@ -123,7 +123,7 @@ def check(
         close({n: b.clone() for n, b in plain.named_buffers()}, dict(one.named_buffers()), "buffers without gradients")
 
 
-def is_refused(rank: int, world: int, habit: Callable, said: str, stages: int) -> None:
+def is_refused(rank: int, world: int, habit: Callable, text: str, stages: int) -> None:
     """Alike on every rank, before anything runs."""
     net = nn.Sequential(*(Inner(i, habit) for i in range(4)))
     model = (
@@ -134,7 +134,7 @@ def is_refused(rank: int, world: int, habit: Callable, said: str, stages: int) -
     with pytest.raises(sw.ShardwrightError) as raised:
         model(draw(8, 8), draw(8, 8))
     assert (
-        said in str(raised.value)
+        text in str(raised.value)
         and "test_pipeline_buffers.py:" in str(raised.value)
         and "legal: micro_batches=1" in str(raised.value)
     )
@@ -165,8 +165,8 @@ def scenarios(world: int) -> dict[str, Callable]:
             given={"chunks": 2, "stage_config": {str(i): i for i in range(4)}},
         )
     return out | {
-        "new value": functools.partial(is_refused, habit=new_average, said="otherwise than linearly", stages=2),
-        "largest": functools.partial(is_refused, habit=largest, said="the new value of the buffer", stages=2),
+        "new value": functools.partial(is_refused, habit=new_average, text="otherwise than linearly", stages=2),
+        "largest": functools.partial(is_refused, habit=largest, text="the new value of the buffer", stages=2),
     }
 
 

@@ -223,7 +223,7 @@ def marked(cut: int) -> Chain:
     return net
 
 
-def said(name: str) -> str:
+def message(name: str) -> str:
     """The words of an error, less the addresses of objects."""
     with pytest.raises(ShardwrightError) as caught:
         CASES[name][0]()
@@ -240,7 +240,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize("name", CASES)
 def test_one_error(name: str) -> None:
     sw.init(devices=WORLD)
-    text, at = said(name), 0
+    text, at = message(name), 0
     for part in CASES[name][1]:
         assert part in text[at:], f"{part!r} is not in {text!r}, or too early"
         at = text.index(part, at) + len(part)
@@ -248,7 +248,7 @@ def test_one_error(name: str) -> None:
 
 def on_a_rank(rank: int, world: int) -> dict[str, str]:
     sw.init()
-    return {name: said(name) for name in CASES}
+    return {name: message(name) for name in CASES}
 
 
 @cache
@@ -259,7 +259,7 @@ def by_rank() -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_words_on_every_rank(name: str) -> None:
     sw.init(devices=WORLD)
-    alone = said(name)
+    alone = message(name)
     assert [words[name] for words in by_rank()] == [alone] * WORLD
 
 

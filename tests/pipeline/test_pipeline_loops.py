@@ -158,10 +158,10 @@ def test_inputs_that_want_gradients(scheduler: str) -> None:
 
     model, one = piped(Scaled(), nn.MSELoss(), setting(scheduler, 4))
     ((x, y),) = batches(1, rows=32)
-    fed = [(x.clone().requires_grad_(), draw(16, seed=9).requires_grad_()) for _ in range(2)]
-    model(*fed[0], y).backward()
-    nn.MSELoss()(one(*fed[1]), y).backward()
-    close([t.grad for t in fed[0]], [t.grad for t in fed[1]], "gradients of inputs")
+    feeding = [(x.clone().requires_grad_(), draw(16, seed=9).requires_grad_()) for _ in range(2)]
+    model(*feeding[0], y).backward()
+    nn.MSELoss()(one(*feeding[1]), y).backward()
+    close([t.grad for t in feeding[0]], [t.grad for t in feeding[1]], "gradients of inputs")
     close(gradients(model.net), gradients(one))
 
 

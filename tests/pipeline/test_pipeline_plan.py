@@ -117,9 +117,9 @@ class Returning(nn.Module):
 @pytest.mark.parametrize("scheduler", ["gpipe", "1f1b", "zero_bubble"])
 def test_inputs_by_name_and_outputs_of_several_stages(scheduler: str) -> None:
     given = dict(stages=2, micro_batches=4, scheduler=scheduler, stage_config={"a": 0, "b": 0, "c": 1})
-    fed = [(draw(16, 8, seed=i), draw(16, 8, seed=5 + i)) for i in range(2)]
+    feeding = [(draw(16, 8, seed=i), draw(16, 8, seed=5 + i)) for i in range(2)]
     model = assert_pipeline_as_one_device(
-        Returning(), fed, given, named=dict(target=labels(16), weight=draw(8, seed=3), scale=0.5)
+        Returning(), feeding, given, named=dict(target=labels(16), weight=draw(8, seed=3), scale=0.5)
     )
     assert model.plan.split == (
         True,
@@ -245,8 +245,8 @@ def test_modules_and_paths_say_stages() -> None:
     assert sw.set_stage(net.blocks[0], 0) is net.blocks[0]
     sw.set_stage(net.blocks, 1)  # all inside that is in no stage of its own
     given = dict(TWO, stage_config={"blocks.1": 1})
-    fed = [(draw(8, 8, seed=i), draw(8, 8)) for i in range(2)]
-    model = assert_pipeline_as_one_device(net, fed, given, loss_fn=nn.MSELoss())
+    feeding = [(draw(8, 8, seed=i), draw(8, 8)) for i in range(2)]
+    model = assert_pipeline_as_one_device(net, feeding, given, loss_fn=nn.MSELoss())
     stages = [[o.op for o in stage.plan.operators if o.op != "send"] for stage in model.plan.stages]
     assert stages[0] == ["mul", "linear", "tanh", "square", "sin", "add"]
     assert stages[1] == stages[0][1:] * 2 + ["roll", "mul", "broadcast_tensors", "mse_loss"]

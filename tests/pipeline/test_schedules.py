@@ -300,7 +300,7 @@ def test_blank_cells_and_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("0F1", "0X1", "row 1, cell 2: '0X1' is no action\n  legal: a computation"),
         ("0F1", "0F", "row 1, cell 2: '0F' is no action"),
@@ -321,8 +321,8 @@ def test_blank_cells_and_lines(tmp_path: Path) -> None:
         ("1F0,1B0,1F1,1B1", ",,", "mine.csv: group 1 does nothing"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_said_with_its_place(old: str, new: str, said: str, tmp_path: Path) -> None:
-    assert said in refused(tmp_path, GOOD.replace(old, new))
+def test_what_is_wrong_in_a_file_is_said_with_its_place(old: str, new: str, message: str, tmp_path: Path) -> None:
+    assert message in refused(tmp_path, GOOD.replace(old, new))
 
 
 def test_stages_of_a_file_are_those_asked_for(tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_a_deadlock_of_three() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_", "said"),
+    ("given_", "message"),
     [
         (dict(name="1f1b", groups=3, micro_batches=2), "micro_batches=2 for 3 stages.*\n  legal: at least 3"),
         (dict(name="1f1b", groups=0, micro_batches=2), "stages=0\n  legal: a whole number"),
@@ -385,8 +385,8 @@ def test_a_deadlock_of_three() -> None:
         (dict(name="foo", groups=2, micro_batches=2), "scheduler='foo'\n  legal: 'gpipe', '1f1b', 'interleaved', "),
     ],
 )
-def test_settings_that_cannot_be(given_: dict, said: str) -> None:
-    with pytest.raises(SettingError, match=said):
+def test_settings_that_cannot_be(given_: dict, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
         schedule(**given_)
 
 
@@ -402,12 +402,12 @@ def test_the_numbers_that_are_offered_instead_are_legal(groups: int) -> None:
 
 
 def test_forwards_alone_refuses_what_cannot_be() -> None:
-    for placement, micro_batches, said in (
+    for placement, micro_batches, message in (
         ((0, 1), 0, "micro_batches=0"),
         ((), 2, "there is no stage"),
         ((0, 2), 2, "group 1 does nothing"),
     ):
-        with pytest.raises(SettingError, match=said):
+        with pytest.raises(SettingError, match=message):
             forward_only(placement, micro_batches)
     row = (Action(0, "F", 0), Action(0, "B", 0))
     with pytest.raises(SettingError, match="0B0 stands in a schedule of forwards alone"):

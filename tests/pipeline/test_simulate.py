@@ -205,7 +205,7 @@ def test_the_total_is_the_longest_path(made: Schedule, data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize(
-    ("given_", "said"),
+    ("given_", "text"),
     [
         (dict(forward=[1.0]), "forward has 1 entries for 2 stages"),
         (dict(backward=[1.0, -1.0]), "backward=-1.0 of stage 1"),
@@ -218,8 +218,8 @@ def test_the_total_is_the_longest_path(made: Schedule, data: st.DataObject) -> N
         (dict(devices=[1]), "devices has 1 entries for 2 groups"),
     ],
 )
-def test_what_cannot_be_simulated(given_: dict, said: str) -> None:
-    with pytest.raises(SettingError, match=said):
+def test_what_cannot_be_simulated(given_: dict, text: str) -> None:
+    with pytest.raises(SettingError, match=text):
         simulate(schedule("1f1b", 2, 2), **{"forward": [1.0, 1.0], "backward": [2.0, 2.0], **given_})
 
 

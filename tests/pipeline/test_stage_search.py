@@ -333,7 +333,7 @@ def test_alike_stages_are_searched_once():
         pipeline=dict(stages=4, micro_batches=4, stage_config=config),
     )
 
-    def planner(graph, devices, fed, number):
+    def planner(graph, devices, feeding, number):
         calls.append(number)
         return plan.stages[number].plan
 
@@ -346,15 +346,15 @@ def test_alike_stages_are_searched_once():
 
 def test_a_constant_with_the_id_of_one_that_is_gone_is_another():
     """Large constants are compared by identity: a stage is not that of a graph whose constant is gone."""
-    fed, numbers = InputPlacement((), False), []
+    feeding, numbers = InputPlacement((), False), []
 
-    def planner(graph, devices, fed, number):
+    def planner(graph, devices, feeding, number):
         numbers.append(number)
         return "a plan that does not hold the graph"
 
     once = PlanCache(planner)
     for number in range(100):
-        once(Graph((), {}, {}, {"c": torch.full((100,), float(number))}, (), ()), 2, fed, number)
+        once(Graph((), {}, {}, {"c": torch.full((100,), float(number))}, (), ()), 2, feeding, number)
     assert numbers == list(range(100))
 
 

@@ -120,12 +120,12 @@ def test_the_file_is_small_stable_and_reviewable(tmp_path: Path) -> None:
 )
 def test_a_file_and_a_plan_say_the_same(mode: str, hsdp: Any, tmp_path: Path) -> None:
     plan = plan_of(Normed().double(), mode, hsdp=hsdp)
-    said, path = ParameterStrategies.of(plan), tmp_path / "plan.json"
+    message, path = ParameterStrategies.of(plan), tmp_path / "plan.json"
     plan.save(path)
-    assert ParameterStrategies.read(path) == said == ParameterStrategies.read(written(tmp_path, plan))
-    assert set(said.parameters) == {n for n, _ in Normed().named_parameters()}  # a tied one once
-    assert set(said.buffers) == {n for n, _ in Normed().named_buffers()}
-    for name, held in said.all.items():
+    assert ParameterStrategies.read(path) == message == ParameterStrategies.read(written(tmp_path, plan))
+    assert set(message.parameters) == {n for n, _ in Normed().named_parameters()}  # a tied one once
+    assert set(message.buffers) == {n for n, _ in Normed().named_buffers()}
+    for name, held in message.all.items():
         assert all(held.slice(rank) == plan.parameters[name].slice(rank) for rank in range(DEVICES))
 
 
@@ -139,8 +139,8 @@ def test_of_a_pipeline_each_line_names_its_ranks(tmp_path: Path) -> None:
         hsdp={"threshold": 0},
         pipeline={"stages": 2, "micro_batches": 4, "stage_config": staged(2)},
     )
-    said = ParameterStrategies.read(written(tmp_path, plan))
-    assert said == ParameterStrategies.of(plan) and said.devices == DEVICES
+    message = ParameterStrategies.read(written(tmp_path, plan))
+    assert message == ParameterStrategies.of(plan) and message.devices == DEVICES
     with pytest.raises(SettingError, match='stages="auto"'):
         sw.plan(
             Chain(),
@@ -151,10 +151,10 @@ def test_of_a_pipeline_each_line_names_its_ranks(tmp_path: Path) -> None:
             pipeline={"stages": "auto"},
             param_strategies=tmp_path / "parameters.json",
         )
-    assert [(held.ranks, held.layout.devices) for held in said.parameters.values()] == [(range(0, 4), 4)] * 4 + [
+    assert [(held.ranks, held.layout.devices) for held in message.parameters.values()] == [(range(0, 4), 4)] * 4 + [
         (range(4, 8), 4)
     ] * 4
-    for name, held in said.parameters.items():
+    for name, held in message.parameters.items():
         assert all(held.slice(rank) == plan.parameters[name].slice(rank) for rank in range(DEVICES))
 
 
@@ -437,9 +437,9 @@ def _on_ranks(rank: int, world: int, folder: str) -> Any:
 
 
 def test_in_processes(tmp_path: Path) -> None:
-    told = run_ranks(_on_ranks, 2, str(tmp_path))
-    assert all(t == told[0] for t in told)
-    assert told[0][0] == pytest.approx(
+    reported = run_ranks(_on_ranks, 2, str(tmp_path))
+    assert all(t == reported[0] for t in reported)
+    assert reported[0][0] == pytest.approx(
         model_of(net=Marked(None, None, None))(draw(16, 8), labels(16)).item(), abs=1e-12
     )
 

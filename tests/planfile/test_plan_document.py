@@ -121,10 +121,10 @@ def test_one_operator_a_line_in_the_order_of_the_program() -> None:
     names = [json.loads(line.strip().rstrip(","))["name"] for line in lines[begin + 1 : end - 1]]
     assert names == [op.name for op in plan.graph.ops]
     line = next(line for line in lines if '"blocks.0.up"' in line or '"name": "blocks.0.attention.query"' in line)
-    said = json.loads(line.strip().rstrip(","))
-    operator = plan.operator(said["name"])
-    assert tuple(map(tuple, said["in_strategy"])) == operator.in_strategy
-    assert said["seconds"] == pytest.approx(plan.price.by_operator[said["name"]], rel=1e-3)
+    text = json.loads(line.strip().rstrip(","))
+    operator = plan.operator(text["name"])
+    assert tuple(map(tuple, text["in_strategy"])) == operator.in_strategy
+    assert text["seconds"] == pytest.approx(plan.price.by_operator[text["name"]], rel=1e-3)
     head = json.loads("\n".join(lines))
     assert head["total"] == {
         "seconds": plan.cost,
@@ -198,11 +198,11 @@ def test_every_strategy_can_be_written(case: tuple[Any, Any]) -> None:
 
 
 def test_a_strategy_is_cuts_where_cuts_say_it() -> None:
-    said = {line["name"]: line for line in json.loads(written(made("tutorial")))["operators"]}
-    assert said["matmul1"]["in_strategy"] == [[2, 4], [4, 1]] and "device_matrix" not in said["matmul1"]
-    said = {line["name"]: line for line in json.loads(written(made("tutorial by Layouts")))["operators"]}
-    assert said["matmul1"]["device_matrix"] == [2, 2, 2] and said["matmul1"]["alias_name"] == ["a", "b", "c"]
-    assert said["matmul1"]["in_strategy"] == [["c", ["b", "a"]], [["b", "a"], "None"]]
+    text = {line["name"]: line for line in json.loads(written(made("tutorial")))["operators"]}
+    assert text["matmul1"]["in_strategy"] == [[2, 4], [4, 1]] and "device_matrix" not in text["matmul1"]
+    text = {line["name"]: line for line in json.loads(written(made("tutorial by Layouts")))["operators"]}
+    assert text["matmul1"]["device_matrix"] == [2, 2, 2] and text["matmul1"]["alias_name"] == ["a", "b", "c"]
+    assert text["matmul1"]["in_strategy"] == [["c", ["b", "a"]], [["b", "a"], "None"]]
 
 
 # -- two plans ---------------------------------------------------------------------------------------------------------

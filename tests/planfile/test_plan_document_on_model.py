@@ -176,10 +176,10 @@ def in_processes(rank: int, world: int, folder: str) -> tuple:
     broken.load_operator_strategy_file(Path(folder) / "other.json")
     try:
         broken.dataset_strategy("full_batch")(draw(16, 8), labels(16))
-        said = ""
+        text = ""
     except sw.PlanError as error:
-        said = str(error)
-    return losses, sent(model.plan) if rank == 0 else None, tuple(model.w1.to_local().shape), saved.exists(), said
+        text = str(error)
+    return losses, sent(model.plan) if rank == 0 else None, tuple(model.w1.to_local().shape), saved.exists(), text
 
 
 def test_in_processes(tmp_path: Path) -> None:
@@ -191,9 +191,9 @@ def test_in_processes(tmp_path: Path) -> None:
     )
     ranks = run_ranks(in_processes, 4, str(tmp_path))
     local = trained(None)[1]
-    for rank, (losses, _, shape, exists, said) in enumerate(ranks):
+    for rank, (losses, _, shape, exists, text) in enumerate(ranks):
         assert losses == pytest.approx(local, abs=1e-10)
         assert shape == plan.parameters["w1"].local_shape(rank)
         assert exists == (rank == 0)
-        assert "other.json:" in said and "f64[32, 8]" in said, "the same error on every rank"
+        assert "other.json:" in text and "f64[32, 8]" in text, "the same error on every rank"
     assert [c[:-1] for c in ranks[0][1]] == [c[:-1] for c in sent(plan, 0)]

@@ -99,8 +99,8 @@ def test_a_cheaper_plan_of_another_mode_is_taken_and_named(search: str, monkeypa
     assert plan.cost == along.cost and [op.in_strategy for op in plan.operators] == [
         op.in_strategy for op in along.operators
     ]
-    (said,) = (note for note in plan.notes if "this is the plan of semi_auto" in note)
-    assert f"{along.cost * 1e6:.4g} us a step: the search found nothing below" in said
+    (text,) = (note for note in plan.notes if "this is the plan of semi_auto" in note)
+    assert f"{along.cost * 1e6:.4g} us a step: the search found nothing below" in text
     assert plan.bound is None or plan.bound <= plan.cost
 
 
@@ -128,8 +128,8 @@ def test_a_plan_below_the_bound_of_a_search_has_no_bound(monkeypatch: pytest.Mon
     plan = sw.plan(net, x, parallel_mode=SEARCHES[1], **how)
     assert best.cost < along.cost * 0.99 and plan.cost == along.cost < one
     assert plan.bound is None and plan.gap is None  # a gap of 0 was claimed, though the best plan is cheaper
-    (said,) = (note for note in plan.notes if "this is the plan of" in note)
-    assert f"and proved {one * 1e6:.4g} us of its own plans alone: nothing is proved of others" in said
+    (text,) = (note for note in plan.notes if "this is the plan of" in note)
+    assert f"and proved {one * 1e6:.4g} us of its own plans alone: nothing is proved of others" in text
 
 
 def test_it_is_told_beside_the_plan_and_kept_in_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:

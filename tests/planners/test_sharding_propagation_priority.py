@@ -187,25 +187,25 @@ def test_basic_comes_before_aggressive() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.open = sw.shard(torch.matmul, ((1, 8), (8, 1)))
-            self.asks = sw.shard(torch.relu, (A("None", "a"),))
+            self.consumer = sw.shard(torch.relu, (A("None", "a"),))
             self.lower = sw.shard(torch.tanh, (A("a", "None"),), priority=1)
 
         def forward(self, x: Tensor, w: Tensor) -> tuple:
             y = self.open(x, w)
             for _ in range(3):
                 y = y + y.sum(1, keepdim=True)  # dear where the columns are cut
-            return self.asks(y), self.lower(y)
+            return self.consumer(y), self.lower(y)
 
     plan = planned(Net(), X, X)
     asked = asked_of(plan, "add")
-    assert [entry for entry in asked if entry[1] == COLUMNS] == [("asks", COLUMNS, "basic", False)]
+    assert [entry for entry in asked if entry[1] == COLUMNS] == [("consumer", COLUMNS, "basic", False)]
     assert ("open", ROWS, "aggressive", False) in asked and asked.index(
-        ("asks", COLUMNS, "basic", False)
+        ("consumer", COLUMNS, "basic", False)
     ) < asked.index(("open", ROWS, "aggressive", False))
-    assert cuts(plan) == {COLUMNS} and {d.origin for d in adds(plan)} == {"asks"}
+    assert cuts(plan) == {COLUMNS} and {d.origin for d in adds(plan)} == {"consumer"}
     net = Net()
     sw.shard(net.lower, (A("a", "None"),), priority=0)
-    sw.shard(net.asks, (A("None", "a"),), priority=1)
+    sw.shard(net.consumer, (A("None", "a"),), priority=1)
     cheaper = planned(net, X, X)
     assert cuts(cheaper) == {ROWS} and cheaper.cost < plan.cost
 
@@ -217,10 +217,10 @@ class Twice(nn.Module):
         super().__init__()
         self.w = nn.Parameter(draw(16, 16, seed=1))
         self.settles = sw.shard(torch.matmul, ((1, 8), (8, 1)), priority=1)
-        self.asks = sw.shard(torch.tanh, (A("None", "a"),))
+        self.consumer = sw.shard(torch.tanh, (A("None", "a"),))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.asks(self.settles(x, self.w) @ self.w)
+        return self.consumer(self.settles(x, self.w) @ self.w)
 
 
 def test_a_parameter_that_a_mark_has_laid_out_stays_so() -> None:
@@ -229,7 +229,7 @@ def test_a_parameter_that_a_mark_has_laid_out_stays_so() -> None:
     free = next(o for o in plan.operators if o.op == "matmul" and o.cause != "mark")
     assert plan.operators[0].in_strategy == ((1, 8), (8, 1))
     assert free.in_layouts[1] == plan.parameters["w"].layout == plan.operators[0].in_layouts[1]
-    assert any("asks asks for" in note and "in spite of its priority 0" in note for note in plan.notes)
+    assert any("consumer asks for" in note and "in spite of its priority 0" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("priority", [-1, 1.0, "0", None, True])

@@ -52,7 +52,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(made)
 
 
-def said(wheel: zipfile.ZipFile) -> bytes:
+def output(wheel: zipfile.ZipFile) -> bytes:
     (name,) = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
     return wheel.read(name)
 
@@ -69,7 +69,7 @@ def test_what_is_in_it(wheel: zipfile.ZipFile) -> None:
 
 @pytest.mark.long
 def test_what_it_says_of_itself(wheel: zipfile.ZipFile) -> None:
-    read = Metadata.from_email(said(wheel), validate=True)
+    read = Metadata.from_email(output(wheel), validate=True)
     assert read.name == "shardwright" and str(read.requires_python) == ">=3.10"
     assert {f"Programming Language :: Python :: {v}" for v in PYTHONS} | {"Typing :: Typed"} <= set(read.classifiers)
     needed = {r.name: r for r in read.requires_dist if r.marker is None}
@@ -83,7 +83,7 @@ def test_what_it_says_of_itself(wheel: zipfile.ZipFile) -> None:
 @pytest.mark.long
 def test_its_page_in_a_registry(wheel: zipfile.ZipFile) -> None:
     """With the renderer of PyPI, which drops pictures that are not at an address of their own."""
-    message = message_from_bytes(said(wheel))
+    message = message_from_bytes(output(wheel))
     assert message["Description-Content-Type"] == "text/markdown"
     page = markdown.render(message.get_payload(decode=True).decode())
     assert page is not None and "<h1" in page
@@ -140,9 +140,10 @@ def test_an_environment_imports_a_torchvision_that_does_not_fit(tmp_path: Path) 
     """The lines of `make venv` that come after the installation, run on an environment of its own which sees the
     packages of this one."""
     own = {n: v for n, v in os.environ.items() if n not in ("MAKEFLAGS", "MAKEOVERRIDES", "TORCH", "PYTHONPATH")}
-    said = subprocess.run(["make", "-n", "-B", "venv"], cwd=ROOT, env=own, capture_output=True, text=True, check=True)
+    output = subprocess.run(["make", "-n", "-B", "venv"], cwd=ROOT, env=own, capture_output=True, text=True, check=True)
     rule = (
-        ".venv/bin/python -c 'import torchvision'" + said.stdout.split(".venv/bin/python -c 'import torchvision'", 1)[1]
+        ".venv/bin/python -c 'import torchvision'"
+        + output.stdout.split(".venv/bin/python -c 'import torchvision'", 1)[1]
     )
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)

@@ -260,8 +260,8 @@ def test_links_take_the_time_that_the_plan_has(written: Any) -> None:
 def test_command(written: Any, capsys: pytest.CaptureFixture[str]) -> None:
     _, path = written("64 x 16 devices")
     assert main(["rehearse", str(path), "--rank", "37", "--device", "cpu", "--steps", "2"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("rank 37 of 512, played on the CPU")
+    text = capsys.readouterr().out
+    assert text.startswith("rank 37 of 512, played on the CPU")
     for word in (
         "computing",
         "communication",
@@ -272,7 +272,7 @@ def test_command(written: Any, capsys: pytest.CaptureFixture[str]) -> None:
         "cross_entropy",
         "blocks.{0-1}.gelu",
     ):
-        assert word in said
+        assert word in text
     assert main(["rehearse", str(path), "--rank=37", "--device=cpu", "--steps=1", "--json"]) == 0
     words = json.loads(capsys.readouterr().out)
     assert words["rank"] == 37 and words["ratios"]["peak"] > 0 and words["operators"][0]["forward"] > 0
@@ -318,10 +318,10 @@ except sw.SettingError as error:
 
 def test_a_process_of_a_group_does_not_rehearse(written: Any) -> None:
     _, path = written("dp2 x tp4")
-    said = forked_python.run([sys.executable, "-c", IN_A_GROUP, str(path)])
+    text = forked_python.run([sys.executable, "-c", IN_A_GROUP, str(path)])
     assert (
-        "a rehearsal plays one of 8 ranks by itself, and this process is rank 0 of a process group of 2" in said.stdout
-    ), said.stderr
+        "a rehearsal plays one of 8 ranks by itself, and this process is rank 0 of a process group of 2" in text.stdout
+    ), text.stderr
 
 
 class Lookups(nn.Module):

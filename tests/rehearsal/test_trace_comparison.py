@@ -65,10 +65,12 @@ def test_command(local: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     with gzip.open(packed, "wt", encoding="utf-8") as file:
         file.write((local / "trace.json").read_text())
     assert main(["compare-trace", str(local / "plan.json"), str(packed)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("2 ranks in one process, measured on the host; the plan is priced for h100x8; medians of 3")
+    message = capsys.readouterr().out
+    assert message.startswith(
+        "2 ranks in one process, measured on the host; the plan is priced for h100x8; medians of 3"
+    )
     for word in ("computing", "exposed", "a step", "promised", "layers.{0-1}.relu", "head (linear)"):
-        assert word in said
+        assert word in message
     assert main(["compare-trace", str(local / "plan.json"), str(packed), "--rank", "0", "--json"]) == 0
     words = json.loads(capsys.readouterr().out)
     assert words["steps"] == 3 and words["rank"] is None and words["total_computing"]["ratio"] > 0

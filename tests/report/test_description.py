@@ -392,17 +392,17 @@ def test_results_that_fill_a_device_are_named(capsys: pytest.CaptureFixture) -> 
 
 
 @pytest.mark.parametrize(
-    ("strategy", "fed"),
+    ("strategy", "feeding"),
     [
         ("full_batch", "the whole batch"),
         ("data_parallel", "its part of the batch"),
         (((2, 1, 1), (2, 1, 1)), "slices of the inputs"),
     ],
 )
-def test_the_first_line_says_what_a_device_is_fed(strategy: Any, fed: str) -> None:
+def test_the_first_line_says_what_a_device_is_fed(strategy: Any, feeding: str) -> None:
     plan = tower({}, dataset_strategy=strategy)
     for text in (str(plan), repr(plan), plan._repr_html_()):
-        assert f"8 devices of h100x8, each fed {fed}" in text
+        assert f"8 devices of h100x8, each fed {feeding}" in text
     table = io.StringIO()
     explain(plan, table, width=300)
     assert inputs_line(plan) in table.getvalue()
@@ -411,8 +411,8 @@ def test_the_first_line_says_what_a_device_is_fed(strategy: Any, fed: str) -> No
 @pytest.mark.parametrize("mode", ["stand_alone", "hybrid_parallel"])
 def test_modes_that_cut_nothing(mode: str) -> None:
     plan = sw.plan(nn.Linear(8, 8), (torch.zeros(16, 8),), parallel_mode=mode, devices=4)
-    said = {"stand_alone": "the model: one device", "hybrid_parallel": "every rank runs its own program"}
-    assert said[mode] in str(plan.describe())
+    message = {"stand_alone": "the model: one device", "hybrid_parallel": "every rank runs its own program"}
+    assert message[mode] in str(plan.describe())
 
 
 def test_layers_by_their_paths() -> None:

@@ -182,8 +182,8 @@ def test_no_sum_of_seconds_is_a_rounding_error() -> None:
 
 def test_a_sentence_stands_once(plan: sw.Plan) -> None:
     found = Page(page([plan], explain=0))
-    said = Counter(" ".join("".join(text).split()) for tag, _, text in found.elements if tag in ("p", "text"))
-    assert not [line for line, times in said.items() if times > 1 and line.count(" ") > 5 and "layout [" not in line]
+    message = Counter(" ".join("".join(text).split()) for tag, _, text in found.elements if tag in ("p", "text"))
+    assert not [line for line, times in message.items() if times > 1 and line.count(" ") > 5 and "layout [" not in line]
 
 
 def test_the_page_counts_operators_as_the_plan_does(plan: sw.Plan) -> None:
@@ -324,11 +324,11 @@ def held_by_ranks(plan: sw.Plan) -> Iterator[tuple[str, list[str]]]:
         shapes, layouts = (*operator.in_shapes, *operator.out_shapes), (*operator.in_layouts, *operator.out_layouts)
         for shape, layout in zip(shapes, layouts):
             slices = [layout.slice(shape, rank) for rank in range(8)]
-            said = [
+            message = [
                 ", ".join(f"{s.start}:{s.stop}" if c > 1 else ":" for s, c in zip(held, layout.cuts)) for held in slices
             ]
             if shape:
-                yield SlicePictures().of(layout, shape, Cluster.of(None, 8)).dims, [f"[{each}]" for each in said]
+                yield SlicePictures().of(layout, shape, Cluster.of(None, 8)).dims, [f"[{each}]" for each in message]
 
 
 def test_layers_of_unlike_seconds_are_folded() -> None:
@@ -388,8 +388,8 @@ def test_a_reader_folds_searches_and_points(plan: sw.Plan, tmp_path: Path, chrom
     assert value(TIP) == tip and value("picture.querySelectorAll('rect').length") == 0
     dims = "[...document.querySelectorAll('[data-dims]')].map(e => e.dataset.dims)"
     held = value(f"Object.fromEntries({dims}.map(e => [e, [...Array(8).keys()].map(rank => held(e, rank))]))")
-    assert {each: said for each, said in held.items() if not each.startswith("0:")} == dict(held_by_ranks(plan))
-    assert any(each.startswith("0:") and "part 1 of 4 of dim 0" in said for each, said in held.items())
+    assert {each: message for each, message in held.items() if not each.startswith("0:")} == dict(held_by_ranks(plan))
+    assert any(each.startswith("0:") and "part 1 of 4 of dim 0" in message for each, message in held.items())
 
 
 @in_a_browser
@@ -493,12 +493,12 @@ def test_a_table_escapes_texts_and_leaves_empty_columns_out() -> None:
 def test_a_pointer_on_a_device_shows_its_slice(dims: tuple[object, ...]) -> None:
     layout, shape = AXES(*dims), (8, 8)
     html = layout._repr_html_()
-    said = dict(re.findall(r"<title>rank (\d+): (.*?)</title>", html))
-    assert sorted(map(int, said)) == list(range(8))
+    message = dict(re.findall(r"<title>rank (\d+): (.*?)</title>", html))
+    assert sorted(map(int, message)) == list(range(8))
     for rank in range(8):
         held = enumerate(zip(layout.slice(shape, rank), layout.cuts))
         parts = [f"part {piece.start * cut // 8} of {cut} of dim {dim}" for dim, (piece, cut) in held if cut > 1]
-        assert said[str(rank)] == (", ".join(parts) or "the whole tensor")
+        assert message[str(rank)] == (", ".join(parts) or "the whole tensor")
     assert [line[1] for line in cells(html)[1:]] == [f"{cut} parts" if cut > 1 else "whole" for cut in layout.cuts]
 
 

@@ -107,8 +107,8 @@ def test_a_layer_has_one_cost_in_all_tables(plan: sw.Plan) -> None:
     inside = [o.name for o in plan.operators if o.module.startswith("blocks.")]
     together = re.search(r"blocks 0-2 .*? 3 ([\d.]+) (us|ms)", text)
     assert together is not None
-    said = float(together[1]) * {"us": 1e-6, "ms": 1e-3}[together[2]]
-    assert said == pytest.approx(seconds_of(plan, inside), rel=1e-2)
+    message = float(together[1]) * {"us": 1e-6, "ms": 1e-3}[together[2]]
+    assert message == pytest.approx(seconds_of(plan, inside), rel=1e-2)
     module = shown(tell, plan, "blocks.1.attention", width=200)
     mine = [n for n in inside if n in OperatorNames(plan).find("blocks.1.attention").operators]
     assert f"{len(mine)} operators, {seconds_of(plan, mine) * 1e6:.3g} us of" in module
@@ -150,8 +150,8 @@ def transformer_of(layers: int) -> sw.Plan:
 
 def test_the_next_best_choice_is_a_difference(plan: sw.Plan) -> None:
     searched = tower({}, {}, parallel_mode="dynamic_programming", cluster="a100x8")
-    said = explained(searched, OperatorNames(searched).find("blocks.0.up").operators[0])
-    best = min(said.alternatives, key=lambda other: other.total)
+    message = explained(searched, OperatorNames(searched).find("blocks.0.up").operators[0])
+    best = min(message.alternatives, key=lambda other: other.total)
     text = words(shown(tell, searched, "blocks.0.up", width=300))
     assert f"{best.more * 1e6:+.3g} us a step if all else is chosen anew" in text
     assert best.holder is None or "since " in text

@@ -57,10 +57,10 @@ def test_as_json(both: tuple[sw.Plan, sw.Plan], tmp_path: Path, capsys: pytest.C
     for plan, path in zip(both, paths, strict=True):
         plan.save(path)
     assert cli.main(["plan", "diff", *paths, "--json"]) == 1
-    said = json.loads(capsys.readouterr().out)
-    up = next(one for one in said["operators"] if one["path"] == "blocks.{0-2}.up (linear)")
+    message = json.loads(capsys.readouterr().out)
+    up = next(one for one in message["operators"] if one["path"] == "blocks.{0-2}.up (linear)")
     assert up["change"] == "~" and len(up["names"]) == 3 and up["before"] != up["after"]
-    assert all(set(one) == {"change", "path", "names", "before", "after"} for one in said["parameters"])
+    assert all(set(one) == {"change", "path", "names", "before", "after"} for one in message["parameters"])
     assert cli.main(["plan", "diff", *paths]) == 1
     out = capsys.readouterr().out
     assert "~ blocks.{0-2}.up (linear): " in out and not NAMES.search(out)

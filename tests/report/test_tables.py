@@ -119,10 +119,10 @@ def test_costs_name_the_stage() -> None:
 
 def test_an_operator_is_explained_in_its_stage() -> None:
     plan = planned()
-    said = explained(plan, "layers.2")
-    assert (said.stage, said.decision.op.name) == (1, "linear_2") and said.plan is plan.stages[1].plan
-    assert said.cost == pytest.approx(plan.stages[1].plan.cost) and said.alternatives
-    assert "that stage 1 takes with one micro-batch" in shown(explanation, said)
+    message = explained(plan, "layers.2")
+    assert (message.stage, message.decision.op.name) == (1, "linear_2") and message.plan is plan.stages[1].plan
+    assert message.cost == pytest.approx(plan.stages[1].plan.cost) and message.alternatives
+    assert "that stage 1 takes with one micro-batch" in shown(explanation, message)
     with pytest.raises(PlanError, match="no operator is called 'layers.9'"):
         explained(plan, "layers.9")
 

@@ -132,7 +132,7 @@ def test_an_index_that_no_rank_holds_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("f", "said"),
+    ("f", "text"),
     [
         (lambda i, w: F.embedding(i, w, sparse=True), "sparse"),
         (lambda i, w: F.embedding_bag(i.view(4, 4), w, mode="sum", sparse=True), "sparse"),
@@ -140,7 +140,7 @@ def test_an_index_that_no_rank_holds_is_an_error() -> None:
     ],
     ids=["sparse", "sparse bag", "max_norm"],
 )
-def test_what_an_embedding_cannot(f, said: str) -> None:
+def test_what_an_embedding_cannot(f, text: str) -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -149,7 +149,7 @@ def test_what_an_embedding_cannot(f, said: str) -> None:
         def forward(self, index: torch.Tensor) -> torch.Tensor:
             return f(index, self.table)
 
-    with pytest.raises(sw.ShardwrightError, match=said) as raised:
+    with pytest.raises(sw.ShardwrightError, match=text) as raised:
         sw.plan(Table(), (labels(ROWS, V),), devices=8)
     assert "test_indexing_vocabulary.py" in str(raised.value)
 

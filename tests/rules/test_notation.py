@@ -39,7 +39,7 @@ def test_order_prefix() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, at, said",
+    "text, at, words",
     [
         ("a b", 0, "exactly one '->'"),
         ("a -> b -> c", 2, "exactly one '->'"),
@@ -57,11 +57,11 @@ def test_order_prefix() -> None:
         ("a -> b: a", 6, "stands before the inputs"),
     ],
 )
-def test_errors_point_at_the_place(text: str, at: int, said: str) -> None:
+def test_errors_point_at_the_place(text: str, at: int, words: str) -> None:
     with pytest.raises(RuleError) as error:
         parse(text)
     message, shown, caret = error.value.message.split("\n")
-    assert said in message
+    assert words in message
     assert shown == f"  {text}"
     assert caret == "  " + " " * at + "^"
 
@@ -105,7 +105,7 @@ def test_compound_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, ins, outs, said",
+    "text, ins, outs, words",
     [
         ("a -> a", [(2,), (2,)], [(2,)], "describes 1 input, the operator has 2"),
         ("a -> a, a", [(2,)], [(2,)], "describes 2 outputs, the operator has 1"),
@@ -114,10 +114,10 @@ def test_compound_sizes() -> None:
         ("a, a -> a", [(2,), (3,)], [(2,)], "'a' has sizes 2 and 3"),
     ],
 )
-def test_what_does_not_fit_says_so_with_the_shapes(text, ins, outs, said) -> None:
+def test_what_does_not_fit_says_so_with_the_shapes(text, ins, outs, words) -> None:
     with pytest.raises(RuleError) as error:
         bound(text, ins, outs)
-    assert said in str(error.value) and str(tuple(ins)) in str(error.value)
+    assert words in str(error.value) and str(tuple(ins)) in str(error.value)
 
 
 def test_a_compound_that_does_not_make_the_dim() -> None:

@@ -458,14 +458,14 @@ def test_every_random_operator_draws_as_on_one_device(name: str) -> None:
     net = Apply(DRAWING[name])
     results = []
     for options in ({"mode": "stand_alone"}, {"devices": 8}, {"devices": 4, "mode": "data_parallel"}):
-        twin = copy.deepcopy(net)
-        model = parallel(twin, **options)
+        counterpart = copy.deepcopy(net)
+        model = parallel(counterpart, **options)
         torch.manual_seed(11)
         outputs = [model(X) for _ in range(2)]
         loss = squares(outputs)
         if loss.requires_grad:
             loss.backward()
-        results.append((outputs, {n: p.grad for n, p in twin.named_parameters()}))
+        results.append((outputs, {n: p.grad for n, p in counterpart.named_parameters()}))
     first, second = (pytree.tree_leaves(output)[0] for output in results[0][0])
     assert not torch.equal(first, second)
     for other in results[1:]:

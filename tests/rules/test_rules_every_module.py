@@ -20,8 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 MODES: dict[str, dict[str, Any]] = {"semi_auto": {"dataset": "data_parallel"}, "dynamic_programming": {"cluster": FREE}}
 
-#: Makers of modules, by the name of the class in `torch.nn`.
-Makers = dict[str, list[Callable[[], nn.Module]]]
+#: Factories of modules, by the name of the class in `torch.nn`.
+Factories = dict[str, list[Callable[[], nn.Module]]]
 
 
 class Called(nn.Module):
@@ -50,12 +50,12 @@ def with_flipped(module: nn.Module) -> nn.Module:
     return Called(module, lambda m, x: m(x, x.flip(1)))
 
 
-def plain(names: str) -> Makers:
+def plain(names: str) -> Factories:
     return {name: [getattr(nn, name)] for name in names.split()}
 
 
 PLANAR = "ReLU Hardtanh ReLU6 Sigmoid Hardsigmoid Tanh SiLU Mish Hardswish ELU CELU SELU Hardshrink LeakyReLU"
-ROWS: Makers = {
+ROWS: Factories = {
     **plain(f"{PLANAR} LogSigmoid Softplus Softshrink Softsign Tanhshrink Identity"),
     "GELU": [nn.GELU, lambda: nn.GELU("tanh")],
     "GLU": [nn.GLU],
@@ -72,7 +72,7 @@ ROWS: Makers = {
     "Linear": [lambda: nn.Linear(8, 4, dtype=D)],
     "Unflatten": [lambda: nn.Unflatten(1, (2, 4))],
 }
-SEQUENCES: Makers = {
+SEQUENCES: Factories = {
     "LayerNorm": [lambda: nn.LayerNorm(8, dtype=D), lambda: nn.LayerNorm((4, 8), bias=False, dtype=D)],
     "RMSNorm": [lambda: nn.RMSNorm(8, dtype=D), lambda: nn.RMSNorm((4, 8), elementwise_affine=False)],
     "GroupNorm": [lambda: nn.GroupNorm(2, 4, dtype=D)],
@@ -86,7 +86,7 @@ SEQUENCES: Makers = {
         lambda: Called(nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True, dtype=D), lambda m, x: m(x, x))
     ],
 }
-PLANES: Makers = {
+PLANES: Factories = {
     "Softmax2d": [nn.Softmax2d],
     "CrossMapLRN2d": [lambda: nn.CrossMapLRN2d(3), lambda: nn.CrossMapLRN2d(2, 0.5, 0.6, 2.0)],
     "LocalResponseNorm": [lambda: nn.LocalResponseNorm(2)],
@@ -101,7 +101,7 @@ PLANES: Makers = {
 }
 
 
-def spatial(count: int) -> Makers:
+def spatial(count: int) -> Factories:
     """The modules that exist for each number of spatial dims, here `count`, with 4 channels."""
 
     def of(name: str) -> Callable[..., nn.Module]:
@@ -139,11 +139,11 @@ def spatial(count: int) -> Makers:
         for more in ({"scale_factor": 2}, {"size": 5}, {"scale_factor": 1.5, "align_corners": True})
         if way in ways or "align_corners" not in more
     ]
-    return {**{f"{name}{count}d": makers for name, makers in made.items()}, "Upsample": upsample}
+    return {**{f"{name}{count}d": factories for name, factories in made.items()}, "Upsample": upsample}
 
 
 #: Shape of the input and the modules that take it.
-FAMILIES: dict[str, tuple[tuple[int, ...], Makers]] = {
+FAMILIES: dict[str, tuple[tuple[int, ...], Factories]] = {
     "rows": ((8, 8), ROWS),
     "sequences": ((8, 4, 8), SEQUENCES),
     "planes": ((8, 4, 4, 6), PLANES),
@@ -151,7 +151,7 @@ FAMILIES: dict[str, tuple[tuple[int, ...], Makers]] = {
     "2d": ((8, 4, 8, 6), spatial(2)),
     "3d": ((4, 4, 4, 4, 6), spatial(3)),
 }
-RANDOM: dict[str, tuple[tuple[int, ...], Makers]] = {
+RANDOM: dict[str, tuple[tuple[int, ...], Factories]] = {
     "sequences": ((8, 4, 8), {"RReLU": [nn.RReLU], **plain("Dropout Dropout1d AlphaDropout FeatureAlphaDropout")}),
     "planes": (
         (8, 4, 6, 6),
@@ -184,13 +184,13 @@ ELSEWHERE = {
 class Modules(nn.Module):
     """The modules of one family, of one product."""
 
-    def __init__(self, shape: tuple[int, ...], makers: Makers) -> None:
+    def __init__(self, shape: tuple[int, ...], factories: Factories) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.w = nn.Parameter(1 + 0.5 * draw(*shape[1:], seed=1))
         self.product = torch.mul
-        self.names = [f"{name} {i}" for name, made in makers.items() for i, _ in enumerate(made)]
-        self.parts = nn.ModuleList(make() for made in makers.values() for make in made)
+        self.names = [f"{name} {i}" for name, made in factories.items() for i, _ in enumerate(made)]
+        self.parts = nn.ModuleList(make() for made in factories.values() for make in made)
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         y = self.product(x, self.w)
@@ -200,7 +200,7 @@ class Modules(nn.Module):
 def test_every_class_of_torch_is_in_a_table() -> None:
     kinds = {name: kind for name, kind in vars(nn).items() if isinstance(kind, type) and issubclass(kind, nn.Module)}
     lazy = {name for name in kinds if name.startswith("Lazy")}  # plain classes, once they have parameters
-    here = {name for _, makers in (*FAMILIES.values(), *RANDOM.values()) for name in makers}
+    here = {name for _, factories in (*FAMILIES.values(), *RANDOM.values()) for name in factories}
     there = {name for names in ELSEWHERE.values() for name in names.split()}
     assert not here & there
     assert not there - set(kinds)
@@ -211,9 +211,9 @@ def test_every_class_of_torch_is_in_a_table() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_modules_are_as_on_one_device(family: str, mode: str) -> None:
-    shape, makers = FAMILIES[family]
+    shape, factories = FAMILIES[family]
     model = assert_as_one_device(
-        Modules(shape, makers),
+        Modules(shape, factories),
         *((draw(*shape, seed=seed),) for seed in (4, 5)),
         optimizer=lambda parameters: torch.optim.SGD(parameters, 1e-4),
         devices=4,
@@ -227,8 +227,8 @@ def test_modules_are_as_on_one_device(family: str, mode: str) -> None:
 @pytest.mark.parametrize("family", ["sequences", "planes"])
 def test_modules_of_an_uneven_batch_are_as_on_one_device(family: str) -> None:
     """Seven rows on four devices: what cannot follow on padded rows gathers them."""
-    shape, makers = FAMILIES[family]
-    net = Modules((7, *shape[1:]), makers)
+    shape, factories = FAMILIES[family]
+    net = Modules((7, *shape[1:]), factories)
     net.product = sw.shard(torch.mul, ((4, *[1] * (len(shape) - 1)), (1,) * (len(shape) - 1)))
     batch = (draw(7, *shape[1:], seed=4),)
     assert_as_one_device(net, batch, devices=4, mode="dynamic_programming", cluster=FREE, uneven=True)
@@ -238,8 +238,8 @@ def test_modules_of_an_uneven_batch_are_as_on_one_device(family: str) -> None:
 @pytest.mark.parametrize("family", RANDOM)
 def test_random_modules_are_as_on_one_device(family: str, mode: str) -> None:
     """The random numbers of a program belong to the elements of whole tensors: one device has the same."""
-    shape, makers = RANDOM[family]
-    net = Modules(shape, makers)
+    shape, factories = RANDOM[family]
+    net = Modules(shape, factories)
     made = {}
     for devices, options in ((4, {"mode": mode, **MODES[mode]}), (1, {})):
         held = copy.deepcopy(net)

@@ -137,14 +137,14 @@ def pools(draw_: Any, devices: int) -> tuple[Pool, tuple[int, ...], str]:
 def check_any_cut(made: Callable[[int], Any], data: Any) -> None:
     """A marked operator under a random legal cut: values and gradients of one device."""
     devices = data.draw(st.sampled_from(DEVICES))
-    net, shape, told = data.draw(made(devices))
+    net, shape, reported = data.draw(made(devices))
     x, y = (draw(*shape).requires_grad_() for _ in range(2))
     net.conv.shard(())
     (op,) = (op for op in capture(net, (x,)).ops if op.mark is not None)
     bound = bound_rule(op)
     strategy = any_strategy(data.draw, bound, devices)
     net.conv.shard(strategy)
-    note(f"{told} of {shape}: {strategy}")
+    note(f"{reported} of {shape}: {strategy}")
     model = parallel(net, devices=devices)
     got, expected = model(x), net(y)
     close(got, expected, "outputs")

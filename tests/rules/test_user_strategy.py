@@ -146,7 +146,7 @@ NORM = "a b! -> a b"
 
 
 @pytest.mark.parametrize(
-    "text, ins, outs, strategy, devices, said",
+    "text, ins, outs, strategy, devices, message",
     [
         pytest.param(
             MATMUL,
@@ -259,10 +259,10 @@ NORM = "a b! -> a b"
         pytest.param("a b -> (a b)", [(4, 8)], [(32,)], ((1, 2),), 2, "minor part", id="minor part"),
     ],
 )
-def test_bad_strategies_say_what_would_be_legal(text, ins, outs, strategy, devices, said) -> None:
+def test_bad_strategies_say_what_would_be_legal(text, ins, outs, strategy, devices, message) -> None:
     b = bound(text, ins, outs)
     error = refused(b, strategy, devices)
-    assert said in str(error), str(error)
+    assert message in str(error), str(error)
     assert error.legal and error.strategy == strategy
     if isinstance(strategy, tuple) and error.legal.startswith("(("):
         assignment_of(b, ast.literal_eval(error.legal), devices)
@@ -333,7 +333,7 @@ def test_out_strategy_in_both_forms() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy, kind, said",
+    "strategy, kind, message",
     [
         ((8, 1), StrategyError, "one entry per output"),
         (LAYOUT("dp", "sp"), StrategyError, "one entry per output"),
@@ -346,10 +346,10 @@ def test_out_strategy_in_both_forms() -> None:
         ((Layout((2, 2), ("a", "b"))("a", "b"),), LayoutError, "device matrix of 4 devices (2, 2), there are 8"),
     ],
 )
-def test_bad_out_strategies(strategy, kind, said) -> None:
+def test_bad_out_strategies(strategy, kind, message) -> None:
     with pytest.raises(kind) as error:
         output_layouts_of(matmul(), strategy, 8)
-    assert said in str(error.value) and error.value.legal and error.value.strategy == strategy
+    assert message in str(error.value) and error.value.legal and error.value.strategy == strategy
 
 
 def test_an_out_strategy_that_does_not_divide() -> None:

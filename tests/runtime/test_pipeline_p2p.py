@@ -37,9 +37,9 @@ def part_of(x: Tensor, rank: int, feed: str, stages: int) -> Tensor:
 
 def same_everywhere(x: Tensor) -> None:
     """A number of all ranks, to the bit."""
-    said = [torch.empty_like(x) for _ in range(WORLD)]
-    dist.all_gather(said, x.detach().contiguous())
-    assert all(torch.equal(s, x) for s in said)
+    message = [torch.empty_like(x) for _ in range(WORLD)]
+    dist.all_gather(message, x.detach().contiguous())
+    assert all(torch.equal(s, x) for s in message)
 
 
 def same_part(tensor: Tensor, expected: Tensor, plan: sw.PipelinePlan, name: str, text: str) -> None:
@@ -343,9 +343,9 @@ def statistics(model: sw.AutoParallel) -> list[Tensor]:
     """Every buffer as its own stage has it."""
     out = []
     for name, buffer in model.net.named_buffers():
-        said = buffer.clone()
-        dist.broadcast(said, model.plan.parameters[name].ranks.start)
-        out.append(said)
+        message = buffer.clone()
+        dist.broadcast(message, model.plan.parameters[name].ranks.start)
+        out.append(message)
     return out
 
 
@@ -512,5 +512,5 @@ def dies(rank: int, world: int) -> None:
 def test_when_a_rank_dies_the_run_ends(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RankFailed) as failed:
         run_ranks(dies, WORLD)
-    said = f"{failed.value}\n{capfd.readouterr().err}"  # of the rank that the parent hears of first
-    assert any(text in said for text in ("rank 3 died with exit code 7", "rank 3 has ended", "Connection")), said
+    message = f"{failed.value}\n{capfd.readouterr().err}"  # of the rank that the parent hears of first
+    assert any(text in message for text in ("rank 3 died with exit code 7", "rank 3 has ended", "Connection")), message

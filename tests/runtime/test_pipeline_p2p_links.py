@@ -44,9 +44,9 @@ class Deep(nn.Module):
 def whole(tensor: Tensor, plan: sw.PipelinePlan, name: str) -> Tensor:
     """A gradient as the first rank that holds it has it; every rank of the tests holds whole parameters or none."""
     out = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    said = out.clone() if out.numel() else torch.empty(plan.parameters[name].shape, dtype=D)
-    dist.broadcast(said, plan.parameters[name].ranks.start)
-    return said
+    message = out.clone() if out.numel() else torch.empty(plan.parameters[name].shape, dtype=D)
+    dist.broadcast(message, plan.parameters[name].ranks.start)
+    return message
 
 
 def trained(rank: int, world: int, scheduler: str, stages: int) -> sw.AutoParallel:
@@ -143,9 +143,9 @@ def raised_hang(call: Callable[[], Any]) -> str:
 
 def the_model_hangs(rank: int, world: int) -> list[str]:
     """Two ranks that receive first; and, once connected, a receive in front of the send that the other needs."""
-    peer, said = 1 - rank, []
+    peer, message = 1 - rank, []
     with library("communicator", 1.0):
-        said.append(raised_hang(lambda: dist.irecv(torch.zeros(2), peer)))
+        message.append(raised_hang(lambda: dist.irecv(torch.zeros(2), peer)))
     dist.barrier()
     for order in ORDERS:
         group = dist.new_group([0, 1])
@@ -157,8 +157,8 @@ def the_model_hangs(rank: int, world: int) -> list[str]:
                 dist.isend(torch.ones(2), peer, group=group)
                 coming.wait()
 
-            said.append(raised_hang(receive_first))
-    return said
+            message.append(raised_hang(receive_first))
+    return message
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -157,7 +157,7 @@ def test_a_message_is_made_before_it_leaves_and_there_before_its_use(seed: int) 
             if isinstance(event, Exchange):
                 assert event.sends or event.receives
                 for message in event.sends:
-                    assert message.micro < 0 or done & set(makers(message))
+                    assert message.micro < 0 or done & set(producers(message))
                 sent.update((rank, event.peer, m) for m in event.sends)
                 received.update((event.peer, rank, m) for m in event.receives)
                 here |= set(event.receives)
@@ -172,7 +172,7 @@ def test_a_message_is_made_before_it_leaves_and_there_before_its_use(seed: int) 
         assert {m for rank, _, m in sent if rank in stage.ranks} == across
 
 
-def makers(message: Message) -> list[Action]:
+def producers(message: Message) -> list[Action]:
     t = message.transfer
     kinds = "BI" if message.back else "F"
     return [Action(t.target if message.back else t.source, kind, message.micro) for kind in kinds]
@@ -250,8 +250,8 @@ def test_the_example_of_the_module() -> None:
     plan = Sketch(transfers=(forth,), stages=stages, schedule=made, devices=2)
     assert pairs(plan) == [(0, 1)]
     f, b = (lambda k: Message(forth, k)), (lambda k: Message(forth, k, True))
-    said = [str(a) if isinstance(a, Action) else (a.sends, a.receives) for a in events_of(plan, 0)]
-    assert said == [
+    text = [str(a) if isinstance(a, Action) else (a.sends, a.receives) for a in events_of(plan, 0)]
+    assert text == [
         "0F0", ((f(0),), ()), "0F1", ((f(1),), ()), ((), (b(0),)), "0B0", "0F2", ((f(2),), (b(1),)), "0B1",
         ((), (b(2),)), "0B2",
     ]  # fmt: skip

@@ -206,5 +206,5 @@ def results() -> list[dict[str, str | None]]:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_on_two_ranks(results: list[dict[str, str | None]], name: str) -> None:
-    for rank, said in enumerate(results):
-        assert said[name] is None, f"rank {rank}: {said[name]}"
+    for rank, text in enumerate(results):
+        assert text[name] is None, f"rank {rank}: {text[name]}"

@@ -209,10 +209,10 @@ def refused_on_a_library(level: str) -> Callable[[int, int], None]:
         assert any(len(message.members) > 1 for _, message in schedule.of("gather"))
         with pytest.raises(sw.SettingError) as raised:
             in_the_backward(model, net)
-        said = raised.value
-        assert said.message.startswith("create_graph=True of a backward in several processes: the gradient of the ")
-        assert any(f"parameter {name!r} is a sum over ranks" in said.message for name, _ in net.named_parameters())
-        assert "gradients of inputs" in said.legal
+        failure = raised.value
+        assert failure.message.startswith("create_graph=True of a backward in several processes: the gradient of the ")
+        assert any(f"parameter {name!r} is a sum over ranks" in failure.message for name, _ in net.named_parameters())
+        assert "gradients of inputs" in failure.legal
         net.zero_grad()
         model(X).square().mean().backward()
         assert all(p.grad is None or not p.grad.requires_grad for p in net.parameters())

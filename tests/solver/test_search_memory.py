@@ -432,23 +432,25 @@ def test_a_long_search_says_how_far_it_is(monkeypatch):
 
     monkeypatch.setattr(search_memory, "SILENT", 0.0)
     monkeypatch.setattr(search_memory, "EVERY", 0.0)
-    said: list[SearchProgress] = []
+    message: list[SearchProgress] = []
     problem = layers(20)
     bound, times = binding(consistent(replace(problem, limit=0.8 * most_held(problem))).problem)
     rows = Rows.of(bound, len(times))
-    with spending(SearchBudget(ENOUGH, progress=said.append)):
+    with spending(SearchBudget(ENOUGH, progress=message.append)):
         priced_search(bound, rows, SweptPricing(bound, rows), 1e-2)
-    assert any(line.phase == "prices of memory" and line.bound is not None for line in said)
-    assert [line.seconds for line in said] == sorted(line.seconds for line in said)
-    told = next(line for line in said if line.best is not None and line.bound is not None)
-    assert str(told).startswith(f"search: {told.phase}, best {told.best:.6g} s a step, bound {told.bound:.6g} s, gap ")
+    assert any(line.phase == "prices of memory" and line.bound is not None for line in message)
+    assert [line.seconds for line in message] == sorted(line.seconds for line in message)
+    reported = next(line for line in message if line.best is not None and line.bound is not None)
+    assert str(reported).startswith(
+        f"search: {reported.phase}, best {reported.best:.6g} s a step, bound {reported.bound:.6g} s, gap "
+    )
 
 
 def test_a_short_one_calls_nobody():
-    said: list[SearchProgress] = []
-    with spending(SearchBudget(ENOUGH, progress=said.append)):
+    message: list[SearchProgress] = []
+    with spending(SearchBudget(ENOUGH, progress=message.append)):
         solve(random_problem(0))
-    assert not said
+    assert not message
 
 
 def test_the_command_takes_it(tmp_path: Path, capsys, monkeypatch):

@@ -199,11 +199,11 @@ def outcome(
     parts = data if dataset == "full_batch" else tuple(x[: len(x) // WORLD] for x in data)
     where = DEVICE if inputs == "device" else torch.device("cpu")
     with mode:
-        fed = [torch.empty(x.shape, dtype=x.dtype, device=where) for x in parts]
+        feeding = [torch.empty(x.shape, dtype=x.dtype, device=where) for x in parts]
         made = None
         for _ in range(2):
             with torch.autocast("npu", torch.bfloat16) if autocast else contextlib.nullcontext():
-                value = model(*fed)
+                value = model(*feeding)
             value.backward()
             made = made or optimizer_of(model, **(optimizer or {"fused": True}))
             made.step()
@@ -268,14 +268,14 @@ def main(found: Iterable[tuple[str, Callable[[], dict[str, Any]]]]) -> None:
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
         try:
-            said = run()
+            text = run()
         except Exception as error:
             frames = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
-            said = {
+            text = {
                 "error": f"{type(error).__name__}: {error}"[:400],
                 "frames": [f for f in frames if "fake_tensor" not in f and "_pytree" not in f][-8:],
             }
-        print(json.dumps({"name": name, **said}), flush=True)
+        print(json.dumps({"name": name, **text}), flush=True)
 
 
 if __name__ == "__main__":

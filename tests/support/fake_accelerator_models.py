@@ -109,13 +109,13 @@ def moved_later() -> dict[str, Any]:
         rows = torch.empty(16, 16)
         model(rows, rows).backward()
         net.to(fake.DEVICE)
-        said = raised(lambda: model(rows, rows))
-        assert "input 0 is on cpu, the model on npu:0" in said, said
+        text = raised(lambda: model(rows, rows))
+        assert "input 0 is on cpu, the model on npu:0" in text, text
         rows = torch.empty(16, 16, device=fake.DEVICE)
         loss = model(rows, rows)
         loss.backward()
-        said = raised(lambda: model(rows.cpu(), rows))
-        assert "input 0 is on cpu, the model on npu:0" in said, said
+        text = raised(lambda: model(rows.cpu(), rows))
+        assert "input 0 is on cpu, the model on npu:0" in text, text
     return {"loss": str(loss.device), "parameters": sorted({str(p.grad.device) for p in net.parameters()})}
 
 
@@ -129,8 +129,8 @@ def moved_away() -> dict[str, Any]:
         loss = model(rows, rows)
         before = net.inner._parameters["weight"]
         net.inner._parameters["weight"] = nn.Parameter(torch.empty(32, 16))
-        said = raised(lambda: model(rows, rows))
-        assert "weight is on cpu, and this process computes on npu:0" in said, said
+        text = raised(lambda: model(rows, rows))
+        assert "weight is on cpu, and this process computes on npu:0" in text, text
     return {"loss": str(loss.device), "parameters": [str(before.to_local().device)]}
 
 

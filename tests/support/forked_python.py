@@ -95,11 +95,11 @@ class Source:
             prctl(SUBREAPER, 1, 0, 0, 0)
             try:
                 socket.send_fds(self._connection, [message], streams)
-                said = self._connection.recv(REQUEST)
+                spoken = self._connection.recv(REQUEST)
             finally:
                 prctl(SUBREAPER, 0, 0, 0, 0)
-        assert said, "the source of the tests' processes has died"
-        return int(said)
+        assert spoken, "the source of the tests' processes has died"
+        return int(spoken)
 
 
 _sources: dict[int, Source] = {}  # by the process that uses it

@@ -175,9 +175,9 @@ def run(title: str, **given: Any) -> dict[str, Any]:
 
 def monitored() -> list[str]:
     """The lines that monitors have printed so far; those of the last run of a page's code alone."""
-    told = sys.stdout.getvalue()
+    reported = sys.stdout.getvalue()
     sys.stdout.seek(0), sys.stdout.truncate()
-    return [line for line in told.splitlines() if line.startswith("step ")]
+    return [line for line in reported.splitlines() if line.startswith("step ")]
 
 
 def error_of(body: Callable[[], Any]) -> str:
@@ -474,8 +474,8 @@ def on_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     AcceleratorState._reset_state(reset_partial_state=True)  # of the process that this one is forked from
     GradientState._reset_state()
     sw.init()
-    told = io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(told):
+    reported = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(reported):
         warnings.simplefilter("ignore")
         out = {
             "trainer": the_trainer(rank, f"{folder}/whole"),

@@ -120,11 +120,11 @@ def load_what_a_capture_needs() -> None:
 def _where(rank: int, process: Any, file: Any, until: float) -> str:
     """The lines at which the threads of a rank stand, if it says so until then."""
     os.kill(process.pid, signal.SIGUSR1)
-    while not (told := os.stat(file.fileno()).st_size) and time.monotonic() < until:
+    while not (reported := os.stat(file.fileno()).st_size) and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(0.05)  # all of it
     file.seek(0)
-    return f"rank {rank}:\n{file.read() if told else 'says nothing'}"
+    return f"rank {rank}:\n{file.read() if reported else 'says nothing'}"
 
 
 def run_scenarios(rank: int, world: int, scenarios: dict[str, Callable[[int, int], None]]) -> dict[str, str | None]:
@@ -162,7 +162,7 @@ def _meet(rank: int, world: int, name: str, failure: str | None) -> None:
 def all_passed(results: list[dict[str, str | None]]) -> None:
     """Each scenario that failed is told once, with every traceback that is another one: where rank 1 fails, rank 0 may
     say that rank 1 has ended."""
-    failed = {name: list(dict.fromkeys(said for r in results if (said := r[name]))) for name in results[0]}
+    failed = {name: list(dict.fromkeys(text for r in results if (text := r[name]))) for name in results[0]}
     assert not any(failed.values()), "\n\n".join(
         "\n".join((f"{name}:", *tracebacks)) for name, tracebacks in failed.items() if tracebacks
     )

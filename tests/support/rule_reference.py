@@ -38,11 +38,11 @@ class Case:
 
     @property
     def id(self) -> str:
-        def said(leaf: Any) -> str:
+        def message(leaf: Any) -> str:
             return "x".join(map(str, leaf.shape)) or "scalar" if isinstance(leaf, torch.Tensor) else str(leaf)
 
-        told = [said(leaf) for leaf in pytree.tree_leaves((self.args, self.kwargs))]
-        return f"{self.target.__name__}-{'-'.join(told)}".replace("torch.", "").replace(" ", "")
+        reported = [message(leaf) for leaf in pytree.tree_leaves((self.args, self.kwargs))]
+        return f"{self.target.__name__}-{'-'.join(reported)}".replace("torch.", "").replace(" ", "")
 
 
 def collected() -> tuple[list[Case], Callable[..., None]]:

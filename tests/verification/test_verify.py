@@ -263,11 +263,11 @@ def test_a_conversion_is_told_from_the_operator(monkeypatch, phase):
 
     right = local_executor.convert_shards
 
-    def wrong(conversion, shards, how):
-        result = right(conversion, shards, how)
+    def wrong(redistribution, shards, how):
+        result = right(redistribution, shards, how)
         backward = sys._getframe(1).f_code.co_name == "transpose"
-        there = conversion.target.cuts == ((8, 1) if backward else (1, 8))
-        hit = there and any(s.kind == "all_to_all" for s in conversion.steps) and backward == (phase == "gradient")
+        there = redistribution.target.cuts == ((8, 1) if backward else (1, 8))
+        hit = there and any(s.kind == "all_to_all" for s in redistribution.steps) and backward == (phase == "gradient")
         return 2 * result if hit else result
 
     monkeypatch.setattr(local_executor, "convert_shards", wrong)
@@ -392,9 +392,9 @@ def test_a_wrong_partial_sum_is_found_before_a_norm_of_float32(monkeypatch):
 
     right = local_executor.convert_shards
 
-    def wrong(conversion, shards, how):
-        result = right(conversion, shards, how)
-        summed = any(s.kind in ("all_reduce", "reduce_scatter") for s in conversion.steps)
+    def wrong(redistribution, shards, how):
+        result = right(redistribution, shards, how)
+        summed = any(s.kind in ("all_reduce", "reduce_scatter") for s in redistribution.steps)
         return result * (1 + 1e-3) if summed else result
 
     monkeypatch.setattr(local_executor, "convert_shards", wrong)

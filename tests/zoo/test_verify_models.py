@@ -83,12 +83,12 @@ def test_an_error_of_a_thousandth_is_found_in_a_model_with_parts_in_float32(
     pytest.importorskip("transformers")
     right, wrongs = local_executor.convert_shards, []
 
-    def wrong(conversion, shards, how):
-        result = right(conversion, shards, how)
-        sums = any(step.kind in ("all_reduce", "reduce_scatter") for step in conversion.steps)
+    def wrong(redistribution, shards, how):
+        result = right(redistribution, shards, how)
+        sums = any(step.kind in ("all_reduce", "reduce_scatter") for step in redistribution.steps)
         if not sums or (sys._getframe(1).f_code.co_name == "transpose") != (part == "backward"):
             return result
-        wrongs.append(conversion)
+        wrongs.append(redistribution)
         ramp = torch.linspace(0, 1e-3, result.shape[-1], dtype=torch.float64).to(result.dtype) if result.dim() else 1e-3
         return result * (1 + ramp)
 

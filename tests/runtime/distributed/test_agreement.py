@@ -289,12 +289,12 @@ def test_what_comes_back_is_what_was_decided(make_net: Callable, x: torch.Tensor
         found = find()
         other = capture(make_net(), (x,))
         assert other is not graph and graph_digest(other) == graph_digest(graph)
-        handed = PortableDecisions.read(loads(dumps(PortableDecisions.of(found).encode())))
+        portable = PortableDecisions.read(loads(dumps(PortableDecisions.of(found).encode())))
         held.append(
             (
                 found,
-                take(handed),
-                handed.onto(
+                take(portable),
+                portable.onto(
                     other, 4, **{key: value for key, value in options.items() if key in ("uneven", "on_missing_rule")}
                 ),
             )

@@ -158,10 +158,10 @@ def own_slices(rank: int, world: int) -> tuple[int, int]:
     torch.testing.assert_close(got.detach(), expected.detach())
     for a, b in zip(net.parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(a.grad.full_tensor(), b.grad)
-    said = sum(c.sent for c in model.plan.collectives(rank) if c.op in ("halo_exchange", "halo_reduce"))
-    return sent[0], said
+    message = sum(c.sent for c in model.plan.collectives(rank) if c.op in ("halo_exchange", "halo_reduce"))
+    return sent[0], message
 
 
 def test_ranks_send_what_the_plan_says() -> None:
-    for sent, said in run_ranks(own_slices, 4):
-        assert 0 < sent == said, (sent, said)
+    for sent, message in run_ranks(own_slices, 4):
+        assert 0 < sent == message, (sent, message)

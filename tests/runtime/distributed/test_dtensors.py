@@ -150,5 +150,5 @@ def results() -> list[dict[str, str | None]]:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_on_two_ranks(results: list[dict[str, str | None]], name: str) -> None:
-    for rank, said in enumerate(results):
-        assert said[name] is None, f"rank {rank}: {said[name]}"
+    for rank, message in enumerate(results):
+        assert message[name] is None, f"rank {rank}: {message[name]}"

@@ -163,7 +163,7 @@ def parallel(how, world):
 
 def refused(model):
     """The errors of changes of parts that are copies."""
-    said = []
+    message = []
     model(X, Y).backward()
     for change in (
         lambda g: g[0].mul_(2),
@@ -177,9 +177,9 @@ def refused(model):
         before = model.a.grad.full_tensor()
         try:
             change(model.a.grad)
-            said.append("nothing")
+            message.append("nothing")
         except sw.SettingError as error:
-            said.append(str(error))
+            message.append(str(error))
         assert torch.equal(model.a.grad.full_tensor(), before)
     with model.no_sync():
         model.zero_grad()
@@ -187,10 +187,10 @@ def refused(model):
         for change in (rows, another):
             try:
                 change(model.a)
-                said.append("nothing")
+                message.append("nothing")
             except sw.SettingError as error:
-                said.append(str(error))
-    return said
+                message.append(str(error))
+    return message
 
 
 def on_ranks(rank, world, how):
@@ -218,12 +218,12 @@ def test_a_change_of_a_gradient_is_one_of_the_whole(how, world):
         change.__name__: trained(Stages() if how == "stages" else Net(), change, False).state_dict()
         for change in (OF_STAGES if how == "stages" else CHANGES)
     }
-    for results, said in run_ranks(on_ranks, world, how):
+    for results, message in run_ranks(on_ranks, world, how):
         for (name, _), weights in results.items():
             torch.testing.assert_close(
                 weights, dict(expected[name]), rtol=1e-10, atol=1e-12, msg=lambda text: f"{name}: {text}"
             )
-        for text in said[:-2]:
+        for text in message[:-2]:
             assert "is a copy" in text and "p.grad[:2] = 0" in text
-        assert all("no_sync()" in text for text in said[-2:])
-    assert how != "stored in parts" or len(said) == 9
+        assert all("no_sync()" in text for text in message[-2:])
+    assert how != "stored in parts" or len(message) == 9

@@ -28,9 +28,9 @@ def scenario(function: Callable[[int, int], None]) -> Callable[[int, int], None]
 
 def same_everywhere(value: Any) -> None:
     """One number, or several, on all ranks, to the bit."""
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, value.tolist() if isinstance(value, Tensor) else value)
-    assert len({str(s) for s in said}) == 1, said
+    text: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(text, value.tolist() if isinstance(value, Tensor) else value)
+    assert len({str(s) for s in text}) == 1, text
 
 
 class BetweenHostAndDevice(TorchDispatchMode):

@@ -373,13 +373,13 @@ def backwards_of_every_kind(rank: int, world: int) -> None:
         # A backward that an error ends in its middle leaves nothing behind.
         net.zero_grad(), one.zero_grad()
         out = model(mine(x, rank, world))
-        fed = mine(x, rank, world).requires_grad_()
+        feeding = mine(x, rank, world).requires_grad_()
 
         def fail(_: Tensor) -> None:
             raise RuntimeError("on purpose")
 
-        broken = model(fed)
-        fed.register_hook(fail)
+        broken = model(feeding)
+        feeding.register_hook(fail)
         with pytest.raises(RuntimeError, match="on purpose"):
             (broken[0].mean() + broken[1].mean()).backward()
         net.zero_grad()

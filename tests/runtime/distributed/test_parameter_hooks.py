@@ -278,7 +278,7 @@ def whole_gradients(rank: int, world: int) -> None:
 
 
 def refused(rank: int, world: int) -> None:
-    for hook, said in (
+    for hook, text in (
         (lambda gradient: gradient + torch.randn_like(gradient), "draws random numbers"),
         (lambda gradient: gradient[:1], r"returns a tensor of shape [1, 8]"),
         (lambda gradient: 3, "returns a int"),
@@ -290,7 +290,7 @@ def refused(rank: int, world: int) -> None:
         with pytest.raises(sw.ShardwrightError) as raised:
             loss.backward()
         assert (
-            said in str(raised.value)
+            text in str(raised.value)
             and "'head.weight'" in str(raised.value)
             and "test_parameter_hooks.py:" in str(raised.value)
         )

@@ -50,8 +50,8 @@ def errors_of_all_kinds_are_heard(rank: int, world: int) -> None:
         with pytest.raises(kind or type(error), match=text) as raised:
             talking.agreed(error if rank == 2 else None)
         if kind is None:
-            told = (raised.value.operator, raised.value.source, raised.value.strategy, raised.value.legal)
-            assert told == ("up", "net.py:4", "(1, 2)", "so")
+            reported = (raised.value.operator, raised.value.source, raised.value.strategy, raised.value.legal)
+            assert reported == ("up", "net.py:4", "(1, 2)", "so")
     assert exchanged({"rank": rank, "of": (rank, None, float("inf"))}) == [
         {"rank": r, "of": (r, None, float("inf"))} for r in range(world)
     ]

@@ -34,19 +34,19 @@ def at(place: str = "", ranks: tuple[int, ...] = (), call: int = 1) -> Seen:
 def test_the_blame_is_followed_to_the_rank_that_waits_for_nobody() -> None:
     """0 waits for 1, which waits for 3, which sleeps; 2 has nothing to do with it."""
     seen = {0: at("the gather of 'a'", (0, 1)), 1: at("the sum of 'b'", (1, 3)), 2: at(), 3: at()}
-    told = not_moving(seen, 4, 0)
-    assert told.startswith(
+    reported = not_moving(seen, 4, 0)
+    assert reported.startswith(
         "rank 3 has not come to the sum of 'b' in call 1; rank 1 waits there since 60 s\n"
         "  rank 3 is at train.py:57 in main, since call 1 began"
     )
-    assert "rank 2" not in told
+    assert "rank 2" not in reported
 
 
 @given(st.sets(st.integers(0, 40), min_size=1))
 def test_ranks_are_spelled_as_ranges(ranks: set[int]) -> None:
-    word, _, told = spelled(ranks).partition(" ")
+    word, _, reported = spelled(ranks).partition(" ")
     assert word == ("rank" if len(ranks) == 1 else "ranks")
-    read = [range(int(part.split("-")[0]), int(part.split("-")[-1]) + 1) for part in told.split(", ")]
+    read = [range(int(part.split("-")[0]), int(part.split("-")[-1]) + 1) for part in reported.split(", ")]
     assert [r for run in read for r in run] == sorted(ranks)
     assert all(a[-1] + 1 < b[0] for a, b in zip(read, read[1:]))
 
@@ -62,9 +62,9 @@ def test_whoever_is_blamed_is_waited_for_and_waits_for_nobody(data) -> None:
             seen[rank] = at(f"the sum over {ranks}", ranks)
         elif data.draw(st.booleans()):
             seen[rank] = at()
-    told = not_moving(seen, world, 0)
+    reported = not_moving(seen, world, 0)
     idle = [r for r in range(world) if r not in seen or not seen[r].place]
-    blamed = re.match(r"ranks? ([\d, -]+) ha(?:s|ve) not come", told)
+    blamed = re.match(r"ranks? ([\d, -]+) ha(?:s|ve) not come", reported)
     if blamed:
         for part in blamed[1].split(", "):
             for rank in range(int(part.split("-")[0]), int(part.split("-")[-1]) + 1):

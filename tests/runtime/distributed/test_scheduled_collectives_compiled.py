@@ -427,14 +427,14 @@ def test_as_one_device(processes: list[dict[str, str | None]], name: str) -> Non
 
 
 def test_further_options_stand_beside_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    handed: list[dict[str, Any]] = []
+    passed: list[dict[str, Any]] = []
     settings = ({"mode": "max-autotune-no-cudagraphs"}, {"options": {"epilogue_fusion": True, "max_autotune": False}})
     ways = [Compilation.of(setting) for setting in (*settings, True, "aot_eager")]
-    monkeypatch.setattr(torch, "compile", lambda program, **given: handed.append(given))
+    monkeypatch.setattr(torch, "compile", lambda program, **given: passed.append(given))
     for way in ways:
         assert way is not None
         way.compiled(nn.ReLU(), {"max_autotune": True, "dce": True})
-    mode, options, plain, other = handed
+    mode, options, plain, other = passed
     assert options["options"] == {"max_autotune": False, "dce": True, "epilogue_fusion": True}
     assert plain["options"] == {"max_autotune": True, "dce": True} and "options" not in other
     assert mode["options"]["coordinate_descent_tuning"] and mode["options"]["dce"] and "mode" not in mode
@@ -444,11 +444,11 @@ def test_settings_of_the_compiler() -> None:
     assert Compilation.of(False) is None and Compilation.of(True) == Compilation()
     best = Compilation.of({"mode": "max-autotune"})
     assert best is not None and best.arguments() == {"backend": "inductor", "dynamic": False, "mode": "max-autotune"}
-    told = Compilation.of({"options": {"max_autotune": True}})
-    assert told is not None and told.arguments()["options"] == {"max_autotune": True}
+    reported = Compilation.of({"options": {"max_autotune": True}})
+    assert reported is not None and reported.arguments()["options"] == {"max_autotune": True}
     model = sw.AutoParallel(nn.Linear(2, 2), compile={"mode": "max-autotune"})
     assert model._running.compiled == best and "max-autotune" in repr(model._running)
-    for wrong, said in (
+    for wrong, words in (
         ({"mode": "fastest"}, "unknown mode 'fastest'"),
         ({"speed": 1}, "unknown 'speed'"),
         ({"options": {"max_autotun": True}}, "max_autotun"),
@@ -457,5 +457,5 @@ def test_settings_of_the_compiler() -> None:
         ("inductr", "unknown backend 'inductr'"),
         (3, "compile=3"),
     ):
-        with pytest.raises(sw.SettingError, match=said.replace("(", r"\(")):
+        with pytest.raises(sw.SettingError, match=words.replace("(", r"\(")):
             sw.AutoParallel(nn.Linear(2, 2), compile=wrong)

@@ -146,8 +146,8 @@ def test_the_file_is_this_users_alone_and_no_other_file_is_opened(monkeypatch, t
     assert os.fstat(file).st_mode & 0o777 == 0o600
     os.close(shared_memory._opened(nonce + name.encode()))
     (tmp_path / "shardwright-link").symlink_to(path)
-    for told in (b"", nonce, b"0" * 16 + name.encode(), nonce + b"shardwright-link", nonce + f"../{path}".encode()):
-        assert shared_memory._opened(told) is None, told
+    for reported in (b"", nonce, b"0" * 16 + name.encode(), nonce + b"shardwright-link", nonce + f"../{path}".encode()):
+        assert shared_memory._opened(reported) is None, reported
     os.close(file)
 
 
@@ -171,10 +171,10 @@ def not_shared(rank: int, world: int, why: str) -> tuple[bool, set[str], torch.T
     if why == "no memory at all":
         shared_memory._FOLDER = "/dev/null/none"
     if why == "another host" and rank == 3:
-        shared_memory._opened = lambda told: None
+        shared_memory._opened = lambda reported: None
     if why == "another file of the name" and rank == 3:
         opened = shared_memory._opened
-        shared_memory._opened = lambda told: opened(b"0" * 16 + told[16:])
+        shared_memory._opened = lambda reported: opened(b"0" * 16 + reported[16:])
     groups = ProcessGroups(world, rank)
     source, target = layouts("all_reduce")
     got = convert(redistribution(source, target), local(source, (4, 4, 4), rank), rank, groups)
@@ -234,15 +234,15 @@ def failing(rank: int, world: int, how: str) -> list[str]:
         if how == "longer"
         else {}
     )
-    said = ["", ""]
+    text = ["", ""]
     for k in range(2):
         try:
             calls.get(rank, lambda: host.gather(torch.ones(3)))()
         except RuntimeError as error:
-            said[k] = str(error)
+            text[k] = str(error)
     if how == "silent":
         dist.barrier()  # rank 1 is silent, but not gone, until then
-    return said
+    return text
 
 
 @pytest.mark.parametrize(
@@ -269,8 +269,8 @@ def test_the_end_of_a_rank_is_noticed(how: str, tmp_path: Path) -> None:
     finally:
         os.close(held), os.close(gate)
     for rank in (0, 2, 3):
-        said = (tmp_path / f"said_{rank}").read_text()
-        assert said == "the process of number 1 of the 4 ranks of a collective has ended"
+        text = (tmp_path / f"said_{rank}").read_text()
+        assert text == "the process of number 1 of the 4 ranks of a collective has ended"
 
 
 def told_of_death(rank: int, world: int, how: str, folder: Path, held: int, gate: int) -> None:
