@@ -93,5 +93,5 @@ def _makes_gradient(instruction: object, name: str) -> bool:
     if not isinstance(instruction, LocalOp) or instruction.target not in PRODUCTS:
         return False
     places = [k for k, value in enumerate(instruction.args) if getattr(value, "name", None) == name]
-    others = [v for v in instruction.kwargs.values() if getattr(v, "name", None) == name]
-    return bool(places) and not others and set(places) <= set(PRODUCTS[instruction.target])
+    by_name = [v for v in instruction.kwargs.values() if getattr(v, "name", None) == name]
+    return bool(places) and not by_name and set(places) <= set(PRODUCTS[instruction.target])
