@@ -30,6 +30,7 @@ from ...torch_private import dtensor_handlers, operators
 from .process_groups import ProcessGroups, earlier_worlds
 
 __all__ = [
+    "SUBCLASSES_HAVE_VIEWS",
     "SlicedParameter",
     "as_dtensor",
     "beginning",
@@ -48,6 +49,10 @@ def as_dtensor(parameter: Tensor) -> DTensor:
     """The same object: a parameter that is cut is a DTensor, though torch types it as an `nn.Parameter`."""
     assert isinstance(parameter, DTensor), type(parameter)
     return parameter
+
+
+#: Earlier versions of torch, 2.9 for one, make no views of a subclass of DTensor: parameters are plain DTensors there.
+SUBCLASSES_HAVE_VIEWS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 class SlicedParameter(DTensor):

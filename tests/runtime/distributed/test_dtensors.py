@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright.runtime.distributed.dtensors import gathered
+from shardwright.runtime.distributed.dtensors import SUBCLASSES_HAVE_VIEWS, gathered
 
 D = torch.float64
 X = [torch.randn(8, 8, dtype=D, generator=torch.Generator().manual_seed(i)) for i in range(4)]
@@ -148,6 +148,7 @@ def results() -> list[dict[str, str | None]]:
     return run_ranks(run_scenarios, 2, SCENARIOS)
 
 
+@pytest.mark.skipif(not SUBCLASSES_HAVE_VIEWS, reason="parameters are plain DTensors with this torch")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_on_two_ranks(results: list[dict[str, str | None]], name: str) -> None:
     for rank, message in enumerate(results):
