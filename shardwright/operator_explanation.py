@@ -29,6 +29,7 @@ from .cluster import Cluster
 from .cost.communication_schedule import own_redistribution
 from .cost.cost_model import CostModel, SentStep, placed_values
 from .graph import Op
+from .identity_tables import IdentityMap
 from .layout import Digits, Layout
 from .partition.local_program import Decision, GlobalExtreme, Instruction, LocalOp, Redistribute, made_by, read_by
 from .partition.rematerialization import RecomputedInstruction, Regather
@@ -284,13 +285,13 @@ class SearchesOfPlan:
         self._graphs: dict[str | None, CostGraph] = {}
 
     @classmethod
-    def of(cls, plan: Plan, known: dict[int, SearchesOfPlan] | None) -> SearchesOfPlan:
+    def of(cls, plan: Plan, known: IdentityMap[Plan, SearchesOfPlan] | None) -> SearchesOfPlan:
         """The searches of a plan among those that are known, which receive them."""
         if known is None:
             return cls(plan)
-        if id(plan) not in known:
-            known[id(plan)] = cls(plan)
-        return known[id(plan)]
+        if plan not in known:
+            known[plan] = cls(plan)
+        return known[plan]
 
     def around(self, name: str) -> Search:
         """The search in which an operator's own strategy is open."""
@@ -334,7 +335,7 @@ def explained(
     name: str,
     count: int = 3,
     memory: float | None = None,
-    searches: dict[int, SearchesOfPlan] | None = None,
+    searches: IdentityMap[Plan, SearchesOfPlan] | None = None,
 ) -> Explanation:
     """Explain one operator of a plan; in a pipeline, within its stage and for one micro-batch.
 
@@ -342,7 +343,7 @@ def explained(
         name: as `Plan.operator` takes it.
         count: the number of alternatives.
         memory: bytes that a device may hold; None: the limit of the plan's search.
-        searches: the searches of earlier explanations, by the id of the plan or of the stage's; receives those that it
+        searches: the searches of earlier explanations, by the plan, or by that of the stage; receives those that it
             lacks.
 
     Raises:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..identity_tables import IdentityMap
 from ..operator_explanation import Alternative, SearchesOfPlan, _Neighbourhood
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..planners.graph_problem import CostGraph
@@ -19,7 +20,7 @@ __all__ = ["local_alternatives"]
 
 
 def local_alternatives(
-    plan: Plan | PipelinePlan, name: str, count: int = 3, searches: dict[int, SearchesOfPlan] | None = None
+    plan: Plan | PipelinePlan, name: str, count: int = 3, searches: IdentityMap[Plan, SearchesOfPlan] | None = None
 ) -> tuple[Alternative, ...]:
     """The alternatives of an operator that cost least where no other operator changes. Memory is not looked at.
 

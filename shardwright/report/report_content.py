@@ -17,6 +17,7 @@ from ..cost.cost_model import CostModel, StepInTime
 from ..cost.memory_timeline import MemoryTimeline
 from ..errors import ShardwrightError
 from ..graph import short_dtype
+from ..identity_tables import IdentityMap
 from ..layout import Digits, Layout, digits_size
 from ..operator_explanation import Explanation, SearchesOfPlan, explained, seconds_of, shares_of
 from ..pipeline.pipeline_plan import PipelinePlan, moments, timeline_of
@@ -94,7 +95,7 @@ class PlanContent:
         self.clusters = {stage: Cluster.of(each.cluster, each.devices) for stage, each in self.plans.items()}
         self.explain = EXPLAINED if explain is None else explain
         self.searches = explain is not None or self.is_cheap
-        self._of_plans: dict[int, SearchesOfPlan] = {}
+        self._of_plans: IdentityMap[Plan, SearchesOfPlan] = IdentityMap()
 
     @property
     def is_cheap(self) -> bool:

@@ -8,6 +8,7 @@ from test_html_report import gpt_plan
 from torch import nn, ones
 
 import shardwright as sw
+from shardwright.identity_tables import IdentityMap
 from shardwright.operator_explanation import explained
 from shardwright.planners.plan_search import Search
 from shardwright.report.local_alternatives import local_alternatives
@@ -16,7 +17,7 @@ from shardwright.report.plan_diff import strategy_text
 
 @pytest.mark.parametrize("mode", ["semi_auto", "dynamic_programming"])
 def test_prices_are_those_of_a_full_explanation(mode: str) -> None:
-    plan, searches = gpt_plan(mode, layers=1), {}
+    plan, searches = gpt_plan(mode, layers=1), IdentityMap()
     for name in sorted(plan.decisions, key=lambda n: -plan.price.by_operator.get(n, 0.0))[:3]:
         found = local_alternatives(plan, name, 50)
         theirs = {strategy_text(a.decision): a for a in explained(plan, name, 50, searches=searches).alternatives}

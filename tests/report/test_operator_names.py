@@ -16,6 +16,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.cli import main
+from shardwright.identity_tables import IdentityMap
 from shardwright.operator_explanation import SearchesOfPlan, explained, seconds_of
 from shardwright.report.console_tables import table
 from shardwright.report.explanations import costs, tell
@@ -96,7 +97,7 @@ def test_ends_that_are_split_differently_are_told_apart() -> None:
 def test_a_layer_has_one_cost_in_all_tables(plan: sw.Plan) -> None:
     """The cost of an operator in its explanation is that in the table of the plan, and those of a layer add up."""
     assert sum(plan.price.by_operator.values()) == pytest.approx(plan.cost)
-    searches: dict[int, SearchesOfPlan] = {}
+    searches: IdentityMap[sw.Plan, SearchesOfPlan] = IdentityMap()
     for name in ("blocks.1.up", "blocks.1.down", "blocks.1.attention.out"):
         assert (
             explained(plan, name, searches=searches).seconds

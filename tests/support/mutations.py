@@ -61,11 +61,10 @@ def places(words: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def changed(words: Any, rng: random.Random) -> Any:
-    """A document with one value replaced, removed, renamed, repeated or exchanged."""
-    words = copy.deepcopy(words)
+    """The document itself, with one value replaced, removed, renamed, repeated or exchanged; or an odd one."""
     path = rng.choice(places(words))
     if not path:
-        return rng.choice([words, *ODD])
+        return rng.choice([words, *copy.deepcopy(ODD)])
     around: Any = words
     for key in path[:-1]:
         around = around[key]
