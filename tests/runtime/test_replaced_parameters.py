@@ -181,7 +181,7 @@ def a_gradient_of_a_value_from_before_the_first_call_is_an_error(rank: int, worl
 
 @scenario
 def a_penalty_is_added_outside_of_the_model(rank: int, world: int) -> None:
-    """In whole, or by a backward of its own, as the page says."""
+    """The penalty is added to the whole parameters, or by a backward of its own, as the page says."""
     net = network()
     one = copy.deepcopy(net)
     model = wrapped(net)

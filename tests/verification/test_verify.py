@@ -511,7 +511,7 @@ def test_the_other_examples(monkeypatch, capsys, name):
 
 
 def test_options_behind_a_script(monkeypatch, capsys):
-    """They are the command's, as those of shardwright plan; what stands behind -- is the script's."""
+    """Options of the command may stand there, as those of plan; words behind -- are the script's."""
     words = ("--batch_size", "16", "--steps", "1", "--", "--dtype", "float64")
     assert command(monkeypatch, str(EXAMPLES / "operator_objects.py"), *words) == 0
     out = capsys.readouterr().out
