@@ -25,7 +25,7 @@ from ..deferred_init import materialize, substitute
 from ..optimizer_guard import step_through
 from ..replaced_parameters import replace_noted, stand_for_successor
 from .buckets import GradientSums
-from .dtensors import SlicedParameter, layout_of, slice_in_buffer, to_dtensor
+from .dtensors import SUBCLASSES_HAVE_VIEWS, SlicedParameter, layout_of, slice_in_buffer, to_dtensor
 from .optimizer_steps import stand_in
 from .parameter_hooks import carry_over, leaf_of_slice
 from .process_groups import ProcessGroups
@@ -123,7 +123,8 @@ class ShardedState:
                 return whole.to(device)
             placements[old] = places(name, whole)
             made = successors[old] = nn.Parameter(cut(old, whole), requires_grad=old.requires_grad)
-            made.__class__ = SlicedParameter  # type: ignore[assignment]
+            if SUBCLASSES_HAVE_VIEWS:
+                made.__class__ = SlicedParameter  # type: ignore[assignment]
             olds.append(old)
             setattr(made, CUT, name)
             if placements[old] is None:
