@@ -74,7 +74,7 @@ class SlicedParameter(DTensor):
         with torch.no_grad():
             self.copy_(values)
 
-    def copy_(self, values: Tensor, non_blocking: bool = False) -> Tensor:  # type: ignore[override]
+    def copy_(self, values: Tensor, non_blocking: bool = False) -> Tensor:
         """Write values into the slice: those of a DTensor, or of the whole parameter, as a plain tensor."""
         if isinstance(values, DTensor) or (torch.is_grad_enabled() and self.requires_grad):
             return super().copy_(values, non_blocking)
