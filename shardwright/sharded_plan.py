@@ -467,24 +467,22 @@ class Plan(CountedOptimizer, SavedPlan):
 
     @property
     def bound(self) -> float | None:
-        """A lower bound of any other plan's price, proved by the search that made this plan (`SearchResult.bound`).
+        """A lower bound of the price of any other plan, proved by the search that made this plan
+        (`SearchResult.bound`); None: nothing was proved.
 
-        None: nothing was proved. Where the search prices this plan above `cost`, the bound is scaled by the same
-        ratio, as the search has proved no more.
+        A search prices a redistribution once for each consumer. Where consumers share one, the program takes less than
+        the price: then `cost` is below the price, and may be below the bound.
         """
-        if self.found is None or self.found.bound is None:
-            return None
-        above = self.found.cost > self.cost
-        return (
-            min(self.found.bound * self.cost / self.found.cost, self.cost)
-            if above
-            else min(self.found.bound, self.cost)
-        )
+        return None if self.found is None or self.found.bound is None else min(self.found.bound, self._price)
+
+    @property
+    def _price(self) -> float:
+        return self.cost if self.found is None else max(self.found.cost, self.cost)
 
     @property
     def gap(self) -> float | None:
-        """The distance of `cost` from the bound, relative to `cost`; None without a bound."""
-        return None if self.bound is None else (self.cost - self.bound) / self.cost if self.cost else 0.0
+        """The distance of the plan's price from the bound, relative to the price; None without a bound."""
+        return None if self.bound is None else (self._price - self.bound) / self._price if self._price else 0.0
 
     def memory(self, rank: int) -> dict[str, int]:
         """Bytes on `rank`, by kind: a view of `timeline`, whose sums of tensors they are.

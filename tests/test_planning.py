@@ -12,6 +12,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.partition.local_program import SearchResult
+from shardwright.report.format import cost_text, time_text
 
 
 class Tutorial(nn.Module):
@@ -192,7 +193,11 @@ def test_no_more_is_proved_than_the_search_has_proved() -> None:
     plan = sw.plan(net, (torch.ones(4, 4),), devices=2)
     for factor, bound, expected in ((2.0, 1.5, 0.25), (1.0, 0.75, 0.25), (0.5, 0.25, 0.75), (2.0, 2.0, 0.0)):
         found = SearchResult(factor * plan.cost, bound * plan.cost, 1, 1)
-        assert replace(plan, found=found).gap == pytest.approx(expected), factor
+        priced = replace(plan, found=found)
+        assert priced.gap == pytest.approx(expected), factor
+        assert priced.bound == bound * plan.cost, "as it was proved, also where the program costs less than the price"
+        text = cost_text(priced.cost, priced.bound, priced.gap)
+        assert (f"priced {time_text(factor * plan.cost, 6)} by the search" in text) == (factor > 1), text
 
 
 PIECES = {

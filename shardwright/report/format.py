@@ -244,11 +244,20 @@ def time_text(seconds: float, digits: int = 3) -> str:
     return "0 us" if abs(seconds) < ROUNDING else f"{seconds / 1e-9:.{digits}g} ns"
 
 
+#: Relative difference up to which a plan's cost and its price by the search are the same, but for rounding.
+PRICED_ALIKE = 1e-6
+
+
 def cost_text(cost: float, bound: float | None = None, gap: float | None = None) -> str:
     """The cost of a plan and what was proved of it: ``cost 1.23 ms, lower bound 1.22 ms, gap 0.821%``, with six
-    digits, by which the two differ."""
-    proved = "" if bound is None or gap is None else f", lower bound {time_text(bound, 6)}, gap {gap:.3%}"
-    return f"cost {time_text(cost, 6)}{proved}"
+    digits, by which the two differ. Where the search priced the plan above its cost, the bound and the gap are those of
+    the price, which is named."""
+    text = f"cost {time_text(cost, 6)}"
+    if bound is None or gap is None:
+        return text
+    price = bound / (1 - gap) if gap < 1 else cost
+    named = f", priced {time_text(price, 6)} by the search" if price > cost * (1 + PRICED_ALIKE) else ""
+    return f"{text}{named}, lower bound {time_text(bound, 6)}, gap {gap:.3%}"
 
 
 def link_text(level: Level) -> str:

@@ -176,7 +176,7 @@ class PlanContent:
             return Stat(
                 "certificate", "none", "no lower bound was proved" if searched else "nothing was searched whole"
             )
-        about = f"no plan of the search takes less than {time_text(plan.bound)}"
+        about = f"the search prices no plan below {time_text(plan.bound)}"
         return Stat("certificate", f"gap {plan.gap:.2%}", about, "good")
 
     def certificate(self) -> Section:
@@ -203,7 +203,7 @@ class PlanContent:
                 else "no lower bound was proved",
             )
         lines.append(
-            "no other plan of the searched strategies costs less than the bound, by the prices of this cluster"
+            "the search prices no other plan of the searched strategies below the bound, by the links of this cluster"
         )
         return Section(tuple(lines))
 
