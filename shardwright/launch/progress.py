@@ -17,6 +17,7 @@ Ctrl-C is an exception that passes all phases on its way: the first notes where 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import random
@@ -175,7 +176,7 @@ def load_rich() -> None:
     """
     state = random.getstate()
     try:
-        pass
+        importlib.import_module("rich.style")
     finally:
         random.setstate(state)
 

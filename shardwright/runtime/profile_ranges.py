@@ -231,7 +231,8 @@ def _functions_between(made: object, inputs: object) -> list[torch.autograd.grap
     out: list[torch.autograd.graph.Node] = []
     while starts and len(out) < FUNCTIONS:
         function = starts.pop()
-        if function in seen or "AccumulateGrad" in function.name():
+        # By the type: a custom function may have an attribute `name` of its own.
+        if function in seen or type(function).__name__ == "AccumulateGrad":
             continue
         seen.add(function)
         out.append(function)

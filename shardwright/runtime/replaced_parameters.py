@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..errors import SettingError
+from ..torch_private import pytree
 
 __all__ = ["replace_noted", "replaced_name", "stand_for_successor", "successor_of"]
 

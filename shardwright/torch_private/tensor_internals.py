@@ -62,9 +62,13 @@ def gradient_hooks(tensor: Tensor) -> GradientHooks:
 
 
 def move_gradient_hooks(old: Tensor, new: Tensor) -> None:
-    """Put a leaf's hooks onto another leaf. The handles of the old hooks still remove them."""
+    """Put a leaf's hooks onto another leaf. The handles of the old hooks still remove them.
+
+    A hook that the old leaf gets later is its own."""
     hooks = gradient_hooks(old)
     if hooks.before:
+        if old is not new:
+            old._backward_hooks = None
         new._backward_hooks = hooks.before
     if hooks.after:
         new._post_accumulate_grad_hooks = hooks.after

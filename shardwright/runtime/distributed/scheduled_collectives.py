@@ -209,13 +209,13 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, part: Tensor, weight: WeightOfBlock, backward: Sequence[Bound]) -> Tensor:
-        ctx.steps, ctx.name = backward, weight.name
+        ctx.steps, ctx.weight = backward, weight.name
         return weight.of(part)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True
-            refuse_graph(ctx.name)
+            refuse_graph(ctx.weight)
         for step in ctx.steps:
             gradient = step(gradient)
         return gradient, None, None, None
@@ -572,13 +572,13 @@ def regathered_in_backward(gather: Callable[..., Any], *stored: Tensor) -> Any:
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-        ctx.name, ctx.dtype = name, dtype
+        ctx.group, ctx.dtype = name, dtype
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return functional_all_reduce(gradient.to(ctx.dtype).contiguous(), "sum", ctx.name), None, None
+        return functional_all_reduce(gradient.to(ctx.dtype).contiguous(), "sum", ctx.group), None, None
 
 
 class BoundSum(nn.Module):
