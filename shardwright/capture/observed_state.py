@@ -20,6 +20,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 import types
@@ -509,7 +510,8 @@ def _hooks_of(module: nn.Module | None) -> Iterator[Any]:
     """The hooks of the user on a module; None: on all modules."""
     if module is None:
         tables = hooks_of_all_modules()
-        hooks = (*tables.forward_pre.values(), *tables.forward.values())
+        # A capture puts a function around each of them.
+        hooks = [inspect.unwrap(hook) for hook in (*tables.forward_pre.values(), *tables.forward.values())]
         yield from (hook for hook in hooks if not getattr(hook, "of_shardwright", False))
         return
     for hook in (*hooks_of(module).forward_pre.values(), *hooks_of(module).forward.values()):

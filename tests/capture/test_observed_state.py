@@ -508,8 +508,13 @@ def test_a_further_run_reads_what_a_first_one_reads(name: str, changed: bool) ->
     assert first <= further and all(path.endswith("._field_type") for path in further - first)
 
 
-def test_a_further_run_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "a hook of all modules"])
+def test_a_further_run_takes_over(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, hooked: bool
+) -> None:
     """Models whose state is as it was, but for numbers and tensors, are not looked at again."""
+    if hooked:
+        request.addfinalizer(nn.modules.module.register_module_forward_hook(lambda *_: None).remove)
     looks: list[str] = []
     for name in ("_look_at_all", "_take_over"):
         plain = getattr(Observation, name)
