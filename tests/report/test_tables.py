@@ -348,4 +348,7 @@ def test_seconds_have_the_unit_in_which_they_are_read() -> None:
     }
     assert {seconds: time_text(seconds) for seconds in shown} == shown
     assert cost_text(5.534e-5) == "cost 55.34 us"
-    assert cost_text(0.450296, 0.449653, 0.00143) == "cost 450.296 ms, lower bound 449.653 ms, gap 0.143%"
+    cost, bound = 0.450296, 0.449653
+    assert cost_text(cost, bound, (cost - bound) / cost) == "cost 450.296 ms, lower bound 449.653 ms, gap 0.143%"
+    priced = "cost 448.278 ms, priced 449.666 ms by the search, lower bound 449.666 ms, gap 0.000%"
+    assert cost_text(0.448278, 0.449666, 0.0) == priced
