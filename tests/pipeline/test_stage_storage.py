@@ -9,6 +9,7 @@ import pytest
 import torch
 from pipeline_networks import Chain, batches, staged
 from torch import nn
+from two_hosts import CLUSTER
 
 import shardwright as sw
 from shardwright.partition.parameter_sharding import LEVELS, OptimizerParallel
@@ -16,15 +17,6 @@ from shardwright.pipeline.pipeline_plan import timeline_of
 from shardwright.pipeline.stage_storage import in_fastest_storage, stored_by
 
 AUTO = {"optimizer_level": "auto", "threshold": 0}
-#: Two hosts of four devices: fast links inside, slow ones between.
-CLUSTER = sw.Cluster(
-    "two hosts",
-    (sw.Level("inside", 4, 1e12, 1e-9), sw.Level("between", 2, 5e9, 1e-9)),
-    1e12,
-    {"float32": 1e14},
-    1e15,
-    1e-9,
-)
 
 
 def planned(hsdp: Any, stages: Any = 2, layers: int = 6, width: int = 512, rows: int = 16, **more: Any) -> Any:

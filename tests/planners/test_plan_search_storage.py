@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from two_hosts import CLUSTER
 
 import shardwright as sw
 from shardwright.cluster import Cluster
@@ -14,15 +15,6 @@ from shardwright.partition.parameter_sharding import OptimizerParallel
 from shardwright.planners.plan_search import storages
 
 AUTO = {"optimizer_level": "auto", "threshold": 0}
-#: Two hosts of four devices: fast links inside, slow ones between.
-CLUSTER = sw.Cluster(
-    "two hosts",
-    (sw.Level("inside", 4, 1e12, 1e-9), sw.Level("between", 2, 5e9, 1e-9)),
-    1e12,
-    {"float32": 1e14},
-    1e15,
-    1e-9,
-)
 
 
 def planned(hsdp: Any, layers: int = 6, width: int = 512, rows: int = 64, **more: Any) -> sw.Plan:
