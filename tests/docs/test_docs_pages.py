@@ -295,3 +295,13 @@ def test_figures_of_the_readme_are_measured() -> None:
     assert [number for number in numbers if not re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", kept)] == []
     equal, all_ = re.search(r"(\d+) of (\d+) models are equal", models).groups()
     assert equal == all_ and f"{all_} models of transformers" in readme
+
+
+def test_optimizers_of_the_readme_and_the_examples_are_fused() -> None:
+    """An optimizer that is not fused takes several kernels for each parameter."""
+    found = {
+        (path.name, call)
+        for path in [ROOT / "README.md", *(ROOT / "examples").glob("*.py")]
+        for call in re.findall(r"torch\.optim\.[A-Z]\w+\(.*", path.read_text(encoding="utf-8"))
+    }
+    assert len(found) > 10 and [call for call in found if "fused=True" not in call[1]] == []
