@@ -45,6 +45,7 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -69,7 +70,7 @@ from .device_seed import NO_SEED, trace_random_numbers
 from .distributed.collectives import carried
 from .distributed.gradients import of_stage
 from .distributed.parameters import ParameterPlacement, ShardedState
-from .distributed.process_groups import ProcessGroups
+from .distributed.process_groups import ProcessGroups, groups_of_world
 from .distributed.rank_executor import RankExecutor
 from .distributed.rank_positions import WaitPoint, waiting
 from .distributed.stage_weights import StageSums, StageWeights
@@ -214,20 +215,12 @@ class _Posted(NamedTuple):
 
 
 def link_of(
-    plan: PipelinePlan,
-    rank: int,
-    device: torch.device,
-    joined: list[tuple[int, ...] | None],
-    before: ProcessStageLink | None = None,
+    plan: PipelinePlan, rank: int, device: torch.device, joined: list[tuple[int, ...] | None]
 ) -> ProcessStageLink:
-    """The link of one rank; arguments as of `ProcessStageLink`. All ranks make theirs together.
-
-    Args:
-        before: the link of the model's earlier program, whose groups are used again.
-    """
+    """The link of one rank; arguments as of `ProcessStageLink`. All ranks make theirs together."""
     kind = ProcessStageLink if dist.get_backend() in ("gloo", "mpi") else BatchedStageLink
     link = kind(plan, rank, device, joined)
-    link.connect(before)
+    link.connect()
     return link
 
 
@@ -258,7 +251,7 @@ class ProcessStageLink:
             for i, v in enumerate(plan.graph.outputs)
         ]
 
-    def connect(self, before: ProcessStageLink | None) -> None:
+    def connect(self) -> None:
         """Make the groups that the link needs, together with all other ranks."""
 
     def _receivers(self, home: Stage) -> tuple[int, ...]:
@@ -394,6 +387,10 @@ class ProcessStageLink:
         return {peer: tuple(messages) for peer, messages in out.items()}
 
 
+#: Groups of pairs whose ranks a library has connected.
+_met: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
 class BatchedStageLink(ProcessStageLink):
     """The link where a library queues operations on the device; arguments as of `ProcessStageLink`.
 
@@ -403,22 +400,17 @@ class BatchedStageLink(ProcessStageLink):
 
     groups: dict[tuple[int, ...], dist.ProcessGroup]
 
-    def connect(self, before: ProcessStageLink | None) -> None:
-        self.groups = dict(before.groups) if isinstance(before, BatchedStageLink) else {}
+    def connect(self) -> None:
         self._positions: dict[Schedule, tuple[tuple[Exchange, ...], ...]] = {}
         self._rest: Iterator[tuple[Exchange, ...]] = iter(())
         self._leaving: dict[Message, Tensor] = {}
-        new = [pair for pair in pairs(self.plan) if pair not in self.groups]
-        self._make(ranks for ranks in dict.fromkeys((*new, *self._columns())) if ranks not in self.groups)
-        for pair in new:
-            if self.rank in pair:
+        neighbours = pairs(self.plan)
+        several = tuple(dict.fromkeys((*neighbours, *self._columns())))
+        self.groups = dict(zip(several, groups_of_world(several)))
+        for pair in neighbours:
+            if self.rank in pair and self.groups[pair] not in _met:
                 self._meet(pair)
-
-    def _make(self, made: Iterable[tuple[int, ...]]) -> None:
-        for ranks in made:
-            group = dist.new_group(list(ranks))
-            assert group is not None
-            self.groups[ranks] = group
+                _met.add(self.groups[pair])
 
     def _columns(self) -> list[tuple[int, ...]]:
         """The ranks at each position of the stages; none where stages differ in size."""
@@ -541,7 +533,7 @@ def process_pipeline(
             seed.device,
         )
     _make_even(runtime)
-    link = link_of(plan, runtime.rank, runtime.device, _shapes(plan), getattr(before, "link", None))
+    link = link_of(plan, runtime.rank, runtime.device, _shapes(plan))
     _make_even(runtime)  # a rank may have more neighbours than another one of its stage
     return PipelineProgram(plan, bodies, link, sharded, runtime.device, _absent(plan, sharded))
 
@@ -573,7 +565,7 @@ def _make_even(runtime: Runtime) -> None:
     dist.all_reduce(made, dist.ReduceOp.MAX)
     if dist.get_backend() != "mpi":
         for _ in range(int(made) - number_of_groups()):
-            dist.new_group([runtime.rank], use_local_synchronization=True)
+            dist.new_group([runtime.rank], use_local_synchronization=True)  # a further one, so not `group_of_ranks`
 
 
 def _state(

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.runtime import pipeline_p2p
 from shardwright.torch_private import default_store
 
 #: Plain functions of torch, which the model stands before.
@@ -182,6 +183,7 @@ def library(order: Literal["communicator", "device"], patience: float = 120.0) -
         patience: seconds after which an operation is taken to hang.
     """
     model, plain = LibraryModel(order, patience), dist.P2POp
+    pipeline_p2p._met.clear()  # this library has connected nobody yet
     dist.isend, dist.irecv, dist.batch_isend_irecv = model.send, model.receive, model.batched
     dist.get_backend, dist.P2POp = (lambda group=None: "nccl"), _P2POp
     try:

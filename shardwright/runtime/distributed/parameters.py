@@ -28,7 +28,7 @@ from .buckets import GradientSums
 from .dtensors import SUBCLASSES_HAVE_VIEWS, SlicedParameter, layout_of, slice_in_buffer, to_dtensor
 from .optimizer_steps import stand_in
 from .parameter_hooks import carry_over, leaf_of_slice
-from .process_groups import ProcessGroups
+from .process_groups import ProcessGroups, group_of_ranks
 
 __all__ = ["ParameterPlacement", "ShardedState", "stored_layouts"]
 
@@ -152,7 +152,7 @@ class ShardedState:
         """The empty tensor of a parameter that is on other ranks: a DTensor, since optimizers do not mix plain tensors
         with those."""
         if self._elsewhere is None:
-            alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            alone = group_of_ranks((dist.get_rank(),))
             self._elsewhere = DeviceMesh.from_group(alone, device.type, mesh_dim_names=("elsewhere",))
         nothing = torch.empty(0, dtype=whole.dtype, device=device)
         return DTensor.from_local(nothing, self._elsewhere, [Replicate()], run_check=False)

@@ -1,7 +1,8 @@
 """Process groups of one rank: the ranks that differ from this one in some digits alone.
 
-`ProcessGroups` makes each group at its first use. `Scratch` is memory that several sums use one after the other; a
-`Rider` is a short sum that travels with the next all-gather of its group.
+`ProcessGroups` makes each group at its first use, and all programs of a process share it (`group_of_ranks`). `Scratch`
+is memory that several sums use one after the other; a `Rider` is a short sum that travels with the next all-gather of
+its group.
 
 Example: of 8 ranks in the layout [2@4, 4@1], rank 5 has the group of 4@1, ranks 4 to 7, and the group of 2@4, ranks 1
 and 5.
@@ -10,6 +11,7 @@ and 5.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
@@ -21,9 +23,17 @@ from ...process_runtime import current, torch_timeout
 from ...redistribution import digits_value
 from .shared_memory import SameHost, sharing
 
-__all__ = ["Group", "ProcessGroups", "Rider", "Scratch", "earlier_worlds"]
+__all__ = ["Group", "ProcessGroups", "Rider", "Scratch", "earlier_worlds", "group_of_ranks", "groups_of_world"]
 
 _worlds: list[weakref.ref[dist.ProcessGroup]] = []
+
+_Ranks = tuple[int, ...]
+#: Default process group -> the groups that members alone have made, by their ranks and timeouts.
+_of_members: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[_Ranks, timedelta | None], dist.ProcessGroup]]
+_of_members = weakref.WeakKeyDictionary()
+#: Default process group -> the groups that all ranks have made together, by their ranks.
+_of_world: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Ranks, dist.ProcessGroup]]
+_of_world = weakref.WeakKeyDictionary()
 
 
 def earlier_worlds() -> int:
@@ -33,6 +43,43 @@ def earlier_worlds() -> int:
     if not _worlds or _worlds[-1]() is not world:
         _worlds.append(weakref.ref(world))
     return len(_worlds) - 1
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None  # `current` has joined it
+    return world
+
+
+def group_of_ranks(ranks: _Ranks, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """The process group of some ranks, among them this one. Members make it at its first use; others need not call.
+
+    All programs of a process share the group. A library keeps its buffers and connections for each group, and Gloo a
+    thread that wakes up a hundred times a second.
+
+    Args:
+        ranks: of the default group, lowest first.
+        timeout: of a collective; None: the default group's.
+    """
+    groups = _of_members.setdefault(_world(), {})
+    if (ranks, timeout) not in groups:
+        groups[ranks, timeout] = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    return groups[ranks, timeout]
+
+
+def groups_of_world(several: Iterable[_Ranks]) -> list[dist.ProcessGroup]:
+    """The process groups of several tuples of ranks. All ranks of the default group call this with the same tuples.
+
+    A rank that is no member gets torch's mark of a group that it is not in.
+    """
+    groups, out = _of_world.setdefault(_world(), {}), []
+    for ranks in several:
+        if ranks not in groups:
+            made = dist.new_group(list(ranks))
+            assert made is not None
+            groups[ranks] = made
+        out.append(groups[ranks])
+    return out
 
 
 class Scratch:
@@ -108,18 +155,12 @@ class ProcessGroups:
     def _make(self, digits: Digits) -> dist.ProcessGroup:
         mine = tuple(self.base + r for r in group_of(self.rank, digits))
         if len(mine) == dist.get_world_size():
-            world = dist.group.WORLD
-            assert world is not None  # `current` has joined it
-            return world
+            return _world()
         if dist.get_backend() != "mpi":
-            # Only the members meet: other pipeline stages do not take part.
-            return dist.new_group(mine, timeout=self.timeout, use_local_synchronization=True)
+            return group_of_ranks(mine, self.timeout)  # other pipeline stages do not take part
         # With MPI the whole world makes every group.
-        made = {
-            ranks: dist.new_group(tuple(self.base + r for r in ranks), timeout=self.timeout)
-            for ranks in groups(self.devices, digits)
-        }
-        return made[group_of(self.rank, digits)]
+        every = [tuple(self.base + r for r in ranks) for ranks in groups(self.devices, digits)]
+        return groups_of_world(every)[every.index(mine)]
 
 
 class Group:
