@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol, TypeGuard
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -35,9 +35,6 @@ from ..torch_private import buffer_table, part_tables
 from .observed.places import CONTAINERS, MISSING, Entry, GuardedPlace, contents, is_simple, spelled
 from .observed_state import Change, Observation
 from .source_lines import is_users
-
-if TYPE_CHECKING:
-    from _typeshed import TraceFunction
 
 __all__ = [
     "Blamed",
@@ -546,6 +543,10 @@ def _all_simple(container: Iterable[object]) -> bool:
     return all(is_simple(e) or (isinstance(e, CONTAINERS) and _all_simple(e)) for e in contents(container))
 
 
+#: A function of `sys.settrace`; it returns that of the frame that begins.
+_TraceFunction = Callable[[FrameType, str, object], "_TraceFunction | None"]
+
+
 class LineFinder:
     """The user's line at which a change happens, found by a second run of the forward.
 
@@ -555,7 +556,7 @@ class LineFinder:
 
     def __init__(self, watch: Callable[[], Callable[[], bool]]) -> None:
         self._watch, self._last = watch, ""
-        self._before: TraceFunction | None = None
+        self._before = sys.gettrace()
         self._changed: Callable[[], bool] = bool
         self.line: str | None = None
 
@@ -569,13 +570,13 @@ class LineFinder:
         self._look()
         sys.settrace(self._before)
 
-    def _enter(self, frame: FrameType, event: str, arg: object) -> TraceFunction | None:
+    def _enter(self, frame: FrameType, event: str, arg: object) -> _TraceFunction | None:
         if not is_users(frame.f_code.co_filename):
             return None
         self._look()
         return self._inside
 
-    def _inside(self, frame: FrameType, event: str, arg: object) -> TraceFunction:
+    def _inside(self, frame: FrameType, event: str, arg: object) -> _TraceFunction:
         self._look()
         at: FrameType | None = frame
         if event == "return":  # the caller continues

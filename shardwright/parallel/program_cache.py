@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +19,9 @@ from ..capture.source_lines import stack_level
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram
 from .call_planning import CallPlanning
-from .setting_methods import Feed, ProgramKey
+
+if TYPE_CHECKING:
+    from .setting_methods import Feed, ProgramKey
 
 __all__ = ["ProgramCache", "RecaptureWarning"]
 

@@ -53,6 +53,15 @@ if TYPE_CHECKING:
     from .graph_cache import GraphCache
 
     _Module = nn.Module  # the one subclass is a module
+
+    #: The inputs of a call, in which a program is found: their structure, or their number, where all are tensors; the
+    #: state of autocast and the function that is called; shape, dtype and gradient of each tensor, type and value of
+    #: the rest.
+    Feed = tuple[pytree.TreeSpec | int, tuple[Autocast, FunctionOfModels | None], tuple[tuple[object, ...], ...]]
+    #: The key of a program: its feed, and its guards.
+    ProgramKey = tuple[
+        pytree.TreeSpec | int, tuple[Autocast, FunctionOfModels | None], tuple[tuple[object, ...], ...], Guards
+    ]
 else:
     _Module = object
 
@@ -133,15 +142,6 @@ class ProgramSettings:
             raise SettingError(
                 f"varying={self.varying!r}", legal="dims of the inputs, counted from 0, such as varying=(0, 1)"
             )
-
-
-#: The inputs of a call, in which a program is found: their structure, or their number, where all are tensors; the state
-#: of autocast and the function that is called; shape, dtype and gradient of each tensor, type and value of the rest.
-Feed = tuple[pytree.TreeSpec | int, tuple[Autocast, FunctionOfModels | None], tuple[tuple[object, ...], ...]]
-#: The key of a program: its feed, and its guards.
-ProgramKey = tuple[
-    pytree.TreeSpec | int, tuple[Autocast, FunctionOfModels | None], tuple[tuple[object, ...], ...], Guards
-]
 
 
 class OpenWhole(Protocol):
