@@ -118,8 +118,7 @@ class PipelineStep:
         self.outputs: dict[tuple[int, int], list[Tensor]] = {}
         self.results: dict[int, list[Tensor]] = {}  # outputs of the model, by index
         self.updated: dict[tuple[int, str], Tensor] = {}  # new values of buffers that change once a step, so far
-        #: The second half of a backward that runs in two: outputs and their gradients, or groups of weights.
-        self.weights: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]] | list[dict[str, Any]]] = {}
+        self.weights: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]] | list[dict[str, Any]]] = {}  # 2nd halves
         self.input_gradients: dict[tuple[int, int], Tensor] = {}
         self.returned = False
         self.inputs_wanted: list[Tensor] = []  # the inputs of the call that take gradients
