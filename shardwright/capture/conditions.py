@@ -18,14 +18,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..errors import SettingError
 from ..graph import Graph, values_in
+from ..identity_tables import IdentityMap, IdentitySet
 from ..torch_private import FakeTensor, buffer_table, parameter_table, version_of
 from .guards import CONTAINERS, Condition, GuardedPlace
 from .outlines import Differs, Outline, memory_of
@@ -86,21 +88,21 @@ class Conditions:
     def __init__(self) -> None:
         self.strides = StridesAsked()
         self._modes: dict[str, None] = {}  # names of functions in `_MODES`
-        self._tensors: dict[int, torch.Tensor] = {}  # id of a tensor with values that Python took -> the tensor
+        self._tensors: IdentitySet[torch.Tensor] = IdentitySet()  # tensors with values that Python took
         self._computed = False  # True where Python took a number that was computed from tensors
-        self._inputs: frozenset[Any] = frozenset()  # memories of the inputs
-        self._leaves: frozenset[int] = frozenset()  # ids of the inputs
+        self._inputs: frozenset[object] = frozenset()  # memories of the inputs
+        self._leaves: IdentitySet[torch.Tensor] = IdentitySet()  # the inputs
 
-    def begin(self, inputs: Iterable[Any]) -> None:
+    def begin(self, inputs: Iterable[object]) -> None:
         """Note the inputs of the forward, which begins."""
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-        self._inputs, self._leaves = frozenset(map(memory_of, tensors)), frozenset(map(id, tensors))
+        self._inputs, self._leaves = frozenset(map(memory_of, tensors)), IdentitySet(tensors)
 
     def note_mode(self, name: str) -> None:
         self._modes[name] = None
 
     def note_gradient(self, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, nn.Parameter) and id(tensor) not in self._leaves:
+        if not isinstance(tensor, nn.Parameter) and tensor not in self._leaves:
             self.note_mode(_GRADIENTS)
 
     def note_values(self, values: Iterable[object]) -> None:
@@ -109,7 +111,7 @@ class Conditions:
                 if isinstance(x, (FakeTensor, Outline)) or type(x).__module__.startswith("torch._"):
                     self._computed = True
                 else:
-                    self._tensors[id(x)] = x
+                    self._tensors.add(x)
 
     def note_layout(self, tensor: torch.Tensor) -> None:
         of_input = memory_of(tensor) in self._inputs
@@ -125,33 +127,34 @@ class Conditions:
             modules: those of the model, whose parameters and buffers are no plain tensors.
         """
         made = [Condition(f"torch.{name}()", _MODES[name], _MODES[name](), quiet=True) for name in self._modes]
-        named: dict[int, tuple[str, torch.Tensor]] = {}
+        named: IdentityMap[torch.Tensor, str] = IdentityMap()  # tensors that were read, with their paths
         for place in reads:
-            for path, tensor in _tensors_in(place.get(), place.path, set()):
-                named.setdefault(id(tensor), (path, tensor))
+            for path, tensor in _tensors_in(place.get(), place.path, IdentitySet()):
+                named.setdefault(tensor, path)
         if not named and not self._tensors:
             return made
         for module in modules:
-            for held in (*parameter_table(module).values(), *buffer_table(module).values()):
-                named.pop(id(held), None)
-        compared = {key: (f"a tensor of shape {list(x.shape)}", x) for key, x in self._tensors.items()}
+            for own in (*parameter_table(module).values(), *buffer_table(module).values()):
+                if own is not None:
+                    named.pop(own, None)
+        compared = IdentityMap((x, f"a tensor of shape {list(x.shape)}") for x in self._tensors)
         beside: list[torch.Tensor] = []
         live = _live(graph)
-        for key, (path, tensor) in named.items():
+        for tensor, path in named.items():
             absent = memory_of(tensor) not in live
-            if key in compared or self._computed or (absent and tensor.numel() == 1):
-                compared[key] = path, tensor
+            if tensor in compared or self._computed or (absent and tensor.numel() == 1):
+                compared[tensor] = path
             elif absent and not tensor.is_inference():
                 beside.append(tensor)
-        made += [Condition(path, functools.partial(_values, x), _values(x)) for path, x in compared.values()]
+        made += [Condition(path, functools.partial(_values, x), _values(x)) for x, path in compared.items()]
         if beside:
-            name = f"the number of changes in place of {next(p for p, x in named.values() if x is beside[0])}"
+            name = f"the number of changes in place of {named[beside[0]]}"
             ask = functools.partial(_versions, beside)
             made.append(Condition(name, ask, ask()))
         return made
 
 
-def _live(graph: Graph) -> set[Any]:
+def _live(graph: Graph) -> set[object]:
     """The memories of the constants that operators or results of a program read."""
     names = {v.name for op in graph.ops for v in op.inputs} | {v.name for v in values_in(graph.outputs)}
     return {memory_of(tensor) for name, tensor in graph.constants.items() if name in names}
@@ -161,23 +164,23 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(version_of, tensors))
 
 
-def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_in(value: object, path: str, seen: IdentitySet[object]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a place, and of the containers in it."""
     if isinstance(value, torch.Tensor):
         yield path, value
-    elif isinstance(value, (tuple, *CONTAINERS)) and id(value) not in seen:
-        seen.add(id(value))
+    elif isinstance(value, (tuple, *CONTAINERS)) and value not in seen:
+        seen.add(value)
         for key, entry in [*dict.items(value)] if isinstance(value, dict) else enumerate(list(value)):
             yield from _tensors_in(entry, f"{path}[{key!r}]", seen)
 
 
-def path_of(reads: Mapping[Any, GuardedPlace], tensor: object) -> str | None:
+def path_of(places: Iterable[GuardedPlace], tensor: object) -> str | None:
     """The user's name of a tensor that the forward has read: that of its attribute, list or variable."""
     if not isinstance(tensor, torch.Tensor):
         return None
     memory = memory_of(tensor)
-    found = (named for place in reads.values() for named in _tensors_in(place.get(), place.path, set()))
-    return next((path for path, held in found if memory_of(held) == memory), None)
+    found = (named for place in places for named in _tensors_in(place.get(), place.path, IdentitySet()))
+    return next((path for path, candidate in found if memory_of(candidate) == memory), None)
 
 
 def _values(tensor: torch.Tensor) -> str:
@@ -221,9 +224,9 @@ def watched_conditions(found: Conditions, running: Callable[[], bool], seen: Fil
         return ask
 
     def of_gradient(name: str) -> property:
-        plain: Any = getattr(torch.Tensor, name)
+        plain: types.GetSetDescriptorType | property = getattr(torch.Tensor, name)
 
-        def get(tensor: torch.Tensor) -> Any:
+        def get(tensor: torch.Tensor) -> object:
             if relevant[sys._getframe(1).f_code.co_filename] and running():
                 found.note_gradient(tensor)
                 if name != "requires_grad" and isinstance(tensor, Outline):  # of every outline as of a leaf
@@ -232,34 +235,34 @@ def watched_conditions(found: Conditions, running: Callable[[], bool], seen: Fil
 
         return property(get, plain.__set__ if name == "requires_grad" else None)
 
-    def of_values(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def of_values(plain: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(plain)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             if running():
                 found.note_values((*args, *kwargs.values()))
             return plain(*args, **kwargs)
 
         return call
 
-    def of_inference(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def of_inference(plain: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(plain)
-        def call(tensor: torch.Tensor) -> Any:
+        def call(tensor: torch.Tensor) -> object:
             if relevant[sys._getframe(1).f_code.co_filename] and running():
                 found.note_mode(_INFERENCE)
             return plain(tensor)
 
         return call
 
-    def of_layout(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def of_layout(plain: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(plain)
-        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def call(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
             if relevant[sys._getframe(1).f_code.co_filename] and running():
                 found.note_layout(tensor)
             return plain(tensor, *args, **kwargs)
 
         return call
 
-    functions: dict[str, Any] = {name: of_mode(name) for name in _MODES}
+    functions: dict[str, object] = {name: of_mode(name) for name in _MODES}
     functions |= {name: of_values(getattr(torch, name)) for name in _VALUE_FUNCTIONS}
     with contextlib.ExitStack() as stack:
         in_all_files(seen, [(getattr(torch, name), ours) for name, ours in functions.items()])
@@ -281,7 +284,7 @@ def watched_conditions(found: Conditions, running: Callable[[], bool], seen: Fil
 # -- inputs of a call --------------------------------------------------------------------------------------------------
 
 
-def check_layouts(leaves: Sequence[Any], strides: StridesAsked, changed: Sequence[int]) -> None:
+def check_layouts(leaves: Sequence[object], strides: StridesAsked, changed: Sequence[int]) -> None:
     """Check that a program stands for the strides of its inputs, and for inputs that share memory.
 
     Args:

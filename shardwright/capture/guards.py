@@ -26,11 +26,12 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from ..identity_tables import IdentitySet
 from ..torch_private import buffer_table, hook_tables, parameter_table, part_tables
 from .observed.opaque_state import equal_states, guarded_state, state_of
 from .observed.places import CALLED, CONTAINERS, MISSING, GuardedPlace, contents, entries, is_simple, same, spelled
@@ -41,10 +42,12 @@ __all__ = ["CONTAINERS", "HOOKS", "MISSING", "Condition", "GuardedPlace", "Guard
 #: Kinds of hooks on which a captured program depends.
 HOOKS = ("forward-pre hooks", "forward hooks", "backward hooks", "backward-pre hooks")
 
-_class_get = types.MappingProxyType.get
+#: ``dict.get(table, key, default)`` and the same of the attributes of a class, as functions of any objects.
+_get: Callable[[dict[object, object], object, object], object] = dict.get
+_class_get: Callable[[types.MappingProxyType[str, object], str, object], object] = types.MappingProxyType.get
 
 
-def _identical(a: Sequence[Any], b: Sequence[Any]) -> bool:
+def _identical(a: Sequence[object], b: Sequence[object]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 
@@ -72,7 +75,7 @@ class Guards:
     Args:
         modules: the modules of the model and of its loss, by path.
         places: the places that the capture has read.
-        around: ``id`` of one of `modules` -> its kinds of hooks that run around the program, and are not part of it.
+        around: one of `modules` -> its kinds of hooks that run around the program, and are not part of it.
         counters: identities of places whose number changes at each call; the effects of the program hold the places.
         conditions: the questions that the forward has asked.
     """
@@ -81,8 +84,8 @@ class Guards:
         self,
         modules: Iterable[tuple[str, nn.Module]],
         places: Iterable[GuardedPlace],
-        around: Mapping[int, tuple[str, ...]] | None = None,
-        counters: Collection[tuple[int, Any]] = (),
+        around: Mapping[nn.Module, tuple[str, ...]] | None = None,
+        counters: Collection[tuple[int, object]] = (),
         conditions: Iterable[Condition] = (),
     ) -> None:
         self._modules, self._conditions = list(modules), list(conditions)
@@ -94,10 +97,10 @@ class Guards:
     def settle(self) -> None:
         """Record the present values of all places."""
         own = [vars(module) for _, module in self._modules]
-        tables: list[dict[Any, Any]] = []
+        tables: list[dict[object, object]] = []
         paths = []
         for path, module in self._modules:
-            around = self._around.get(id(module), ())
+            around = self._around.get(module, ())
             for kind, table in (part_tables(module) | hook_tables(module)).items():
                 if kind not in around:
                     tables.append(table)
@@ -116,11 +119,11 @@ class Guards:
         self._parameters = [p for _, m in self._modules for p in parameter_table(m).values() if p is not None]
         self._trained = list(map(_requires_grad, self._parameters))
         named = [
-            (f"{path}.{key}", held)
+            (f"{path}.{key}", tensor)
             for path, module in self._modules
             for table in (parameter_table(module), buffer_table(module))
-            for key, held in table.items()
-            if held is not None
+            for key, tensor in table.items()
+            if tensor is not None
         ]
         found = {
             place.identity: place
@@ -134,86 +137,86 @@ class Guards:
                 *self._places,
             )
         }
-        self._containers: list[tuple[Any, tuple[object, ...], str]] = []
-        self._states: list[tuple[Any, tuple[object, ...], str]] = []
-        seen: set[int] = set()
+        self._containers: list[tuple[Collection[object], tuple[object, ...], str]] = []
+        self._states: list[tuple[object, tuple[object, ...], str]] = []
+        seen: IdentitySet[object] = IdentitySet()
         for place in list(found.values()):
             self._contain(place.get(), place.path, seen, found, named)
         self._tensor_paths = [path for path, _ in named]
-        self._tensors = [held for _, held in named]
+        self._tensors = [tensor for _, tensor in named]
         self._dtypes, self._shapes = list(map(_dtype, self._tensors)), list(map(_shape, self._tensors))
         places = list(found.values())
         self._dict_places = [p for p in places if isinstance(p.owner, dict)]
-        self._dicts, self._names = [p.owner for p in self._dict_places], [p.key for p in self._dict_places]
+        self._dicts: list[dict[object, object]] = [p.owner for p in places if isinstance(p.owner, dict)]
+        self._names = [p.key for p in self._dict_places]
         self._values = [p.get() for p in self._dict_places]
         self._class_places = [p for p in places if isinstance(p.owner, type)]
-        self._classes, self._class_names = (
-            [p.owner.__dict__ for p in self._class_places],
-            [p.key for p in self._class_places],
-        )
+        self._classes = [p.owner.__dict__ for p in places if isinstance(p.owner, type)]
+        self._class_names = [str(p.key) for p in self._class_places]
         self._class_values = [p.get() for p in self._class_places]
         self._cell_places = [p for p in places if isinstance(p.owner, types.CellType)]
         self._cells = [p.owner for p in self._cell_places]
         self._cell_values = [p.get() for p in self._cell_places]
-        self._others = [(p, p.get()) for p in places if not isinstance(p.owner, (dict, type, types.CellType))]
+        self._object_places = [(p, p.get()) for p in places if not isinstance(p.owner, (dict, type, types.CellType))]
         # Most of the others are attributes, such as the defaults of functions: each is read of all its owners at once.
-        by_name: dict[str, list[tuple[GuardedPlace, Any]]] = {}
-        self._asked: list[tuple[GuardedPlace, Any]] = []
-        for place, value in self._others:
-            is_attribute = isinstance(place.key, str) and place.key is not CALLED and value is not MISSING
-            (by_name.setdefault(place.key, []) if is_attribute else self._asked).append((place, value))
+        by_name: dict[str, list[tuple[GuardedPlace, object]]] = {}
+        self._asked: list[tuple[GuardedPlace, object]] = []
+        for place, value in self._object_places:
+            name = place.key
+            is_attribute = isinstance(name, str) and name is not CALLED and value is not MISSING
+            (by_name.setdefault(str(name), []) if is_attribute else self._asked).append((place, value))
         self._attributes = [
-            (attrgetter(name), [place.owner for place, _ in held], [value for _, value in held])
-            for name, held in by_name.items()
+            (attrgetter(name), [place.owner for place, _ in pairs], [value for _, value in pairs])
+            for name, pairs in by_name.items()
         ]
 
     def _contain(
         self,
-        value: Any,
+        value: object,
         path: str,
-        seen: set[int],
-        found: dict[tuple[int, Any], GuardedPlace],
+        seen: IdentitySet[object],
+        found: dict[tuple[int, object], GuardedPlace],
         named: list[tuple[str, torch.Tensor]],
     ) -> None:
         """Guard the contents of a container: its entries, or the keys of a dict, with a place for each value; and the
         state of an object without attributes.
 
         Args:
-            seen: ids of the containers that were looked into.
+            seen: the containers that were looked into.
             found: receives the places.
             named: receives the tensors, with their paths.
         """
         if isinstance(value, torch.Tensor):
             named.append((path, value))
             return
-        held: tuple[Any, ...]
+        parts: tuple[object, ...]
         if isinstance(value, tuple):
-            held = value
+            parts = value
         elif isinstance(value, functools.partial):
-            held = value.args, value.keywords
+            parts = value.args, value.keywords
         elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
-            held = (value.__self__,)
-        elif is_simple(value) or id(value) in seen:
+            parts = (value.__self__,)
+        elif is_simple(value) or value in seen:
             return
         elif isinstance(value, contextvars.ContextVar):
-            seen.add(id(value))
-            held = (value.get(None),)
+            seen.add(value)
+            parts = (value.get(None),)
             self._states.append((value, state_of(value) or (), path))
         elif not isinstance(value, CONTAINERS):
-            seen.add(id(value))
+            seen.add(value)
             state = guarded_state(value, path)
             if state is not None:
                 self._states.append((value, state, path))
             return
         else:
-            seen.add(id(value))
-            held = entries(value)
-            self._containers.append((value, held, path))
+            seen.add(value)
+            parts = entries(value)
+            self._containers.append((value, parts, path))
             if isinstance(value, dict):
-                places = [GuardedPlace(value, key, f"{path}[{key!r}]") for key in held]
+                places = [GuardedPlace(value, key, f"{path}[{key!r}]") for key in parts]
                 found.update((p.identity, p) for p in places if p.identity not in self._counters)
-                held = tuple(dict.values(value))
-        for entry in held:
+                parts = tuple(dict.values(value))
+        for entry in parts:
             self._contain(entry, path, seen, found, named)
 
     def hold(self) -> bool:
@@ -224,7 +227,7 @@ class Guards:
         """True where every guarded object is identical to the recorded one."""
         try:
             return (
-                all(map(is_, map(dict.get, self._dicts, self._names, repeat(MISSING)), self._values))
+                all(map(is_, map(_get, self._dicts, self._names, repeat(MISSING)), self._values))
                 and not any(self._empty)
                 and list(map(len, self._full)) == self._counts
                 and all(map(is_, chain.from_iterable(map(dict.values, self._full)), self._members))
@@ -235,10 +238,10 @@ class Guards:
                     map(is_, map(_class_get, self._classes, self._class_names, repeat(MISSING)), self._class_values)
                 )
                 and all(map(is_, map(_cell_contents, self._cells), self._cell_values))
-                and all(_identical(entries(held), was) for held, was, _ in self._containers)
+                and all(_identical(entries(container), was) for container, was, _ in self._containers)
                 and all(all(map(is_, map(get, owners), was)) for get, owners, was in self._attributes)
                 and all(same(was, place.get()) for place, was in self._asked)
-                and all(equal_states(state_of(held), was) for held, was, _ in self._states)
+                and all(equal_states(state_of(value), was) for value, was, _ in self._states)
                 and all(condition.ask() == condition.answer for condition in self._conditions)
             )
         except (ValueError, AttributeError):  # an empty cell, or a deleted attribute
@@ -269,7 +272,7 @@ class Guards:
             *zip(self._dict_places, self._values),
             *zip(self._class_places, self._class_values),
             *zip(self._cell_places, self._cell_values),
-            *self._others,
+            *self._object_places,
         ]
         for place, before in recorded:
             now = place.get()
@@ -277,13 +280,13 @@ class Guards:
                 if (is_simple(before) and is_simple(now)) or before is MISSING or now is MISSING:
                     return f"{place.path} was {spelled(before)} and is {spelled(now)}"
                 return f"{place.path} is another object: {spelled(now)}"
-        for held, before, path in self._containers:
-            now = entries(held)
+        for container, before, path in self._containers:
+            now = entries(container)
             if len(before) != len(now) or not all(map(same, before, now)):
                 return f"{path} holds something else than it did"
-        for held, before, path in self._states:
-            if not equal_states(state_of(held), before):
-                return f"{path}, a {type(held).__name__}, holds something else than it did"
+        for value, before, path in self._states:
+            if not equal_states(state_of(value), before):
+                return f"{path}, a {type(value).__name__}, holds something else than it did"
         for condition in self._conditions:
             answer = condition.ask()
             if answer != condition.answer:
@@ -291,10 +294,10 @@ class Guards:
         self._values = [p.get() for p in self._dict_places]
         self._class_values = [p.get() for p in self._class_places]
         self._cell_values = [p.get() for p in self._cell_places]
-        self._others = [(p, p.get()) for p, _ in self._others]
+        self._object_places = [(p, p.get()) for p, _ in self._object_places]
         self._asked = [(p, p.get()) for p, _ in self._asked]
         self._attributes = [(get, owners, list(map(get, owners))) for get, owners, _ in self._attributes]
-        self._containers = [(held, entries(held), path) for held, _, path in self._containers]
+        self._containers = [(container, entries(container), path) for container, _, path in self._containers]
         return None
 
     def retyped(self) -> str | None:
@@ -343,8 +346,8 @@ class Guards:
         return next(
             f"{path}.{key}"
             for (path, _), table in zip(self._paths, self._tables)
-            for key, held in table.items()
-            if held is parameter
+            for key, tensor in table.items()
+            if tensor is parameter
         )
 
 

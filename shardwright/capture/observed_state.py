@@ -25,13 +25,13 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator
-from operator import is_
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import attrgetter, is_
 
 import torch
 from torch import nn
 
+from ..identity_tables import IdentitySet
 from ..torch_private import hooks_of, hooks_of_all_modules, is_part
 from .annotations import Operator
 from .observed.attribute_patches import (
@@ -46,7 +46,7 @@ from .observed.code_names import user_function
 from .observed.kept_state import PLAIN, Change
 from .observed.named_reads import SEEN, NamedReads, is_users_class, is_users_file
 from .observed.opaque_state import global_generators
-from .observed.places import CONTAINERS, MISSING, GuardedPlace, is_simple
+from .observed.places import CONTAINERS, MISSING, GuardedPlace, is_simple, place_key
 from .observed.stand_ins import StandIns
 
 __all__ = ["Change", "Observation"]
@@ -84,22 +84,22 @@ class Observation(NamedReads):
     def __init__(
         self,
         modules: list[tuple[str, nn.Module]],
-        functions: list[tuple[str, Any]],
+        functions: Sequence[tuple[str, object]],
         later: bool = False,
         earlier: Observation | None = None,
     ) -> None:
         super().__init__()
         self._model, self._earlier = list(modules), earlier
         self._stand_ins = StandIns(self, later)
-        self.written: dict[tuple[int, Any], GuardedPlace] = {}
+        self.written: dict[tuple[int, object], GuardedPlace] = {}
         self._modules, self._functions = list(modules), functions
-        self._patched: list[tuple[type, str, Any]] = []
+        self._patched: list[tuple[type, str, object]] = []
         self._classes: set[type] = set()
-        self._seen: dict[int, Any] = {}  # id of an object -> itself
-        self._attributes: list[tuple[Any, type, Any]] = []  # objects, with their classes and attributes
-        self._users_hooks: list[Any] = []  # those of `_hooked` and of all modules
+        self._seen: IdentitySet[object] = IdentitySet()
+        self._attributes: list[tuple[object, type, object]] = []  # objects, with their classes and attributes
+        self._users_hooks: list[object] = []  # those of `_hooked` and of all modules
         self._hooked: list[nn.Module] = []
-        self._files: tuple[int, list[dict[str, Any]]] | None = None  # the number of functions, and their files
+        self._files: tuple[int, list[dict[str, object]]] | None = None  # the number of functions, and their files
         self._stack = contextlib.ExitStack()
 
     @property
@@ -108,13 +108,13 @@ class Observation(NamedReads):
         return self._modules
 
     @property
-    def files(self) -> list[dict[str, Any]]:
+    def files(self) -> list[dict[str, object]]:
         """The globals of the user's functions that the forward names, or that are attributes of the modules."""
         if self._files is None or self._files[0] != len(self._scanned):
             values = (v for _, module in self._modules for v in vars(module).values() if type(v) not in PLAIN)
-            functions = [*self._scanned.values(), *filter(None, map(user_function, values))]
+            functions = [*self._scanned, *filter(None, map(user_function, values))]
             found = (getattr(function, "__globals__", None) for function in functions)
-            self._files = len(self._scanned), list({id(names): names for names in found if names is not None}.values())
+            self._files = len(self._scanned), list(IdentitySet(names for names in found if names is not None))
         return self._files[1]
 
     def __enter__(self) -> Observation:
@@ -172,14 +172,14 @@ class Observation(NamedReads):
             self.keep_hooks_of(module, path)
         for generator, path in global_generators():
             self.keep_opaque(generator, path)
-        self._seen = dict(earlier._seen)
+        self._seen = IdentitySet(earlier._seen)
         self._hooked, self._users_hooks = earlier._hooked, earlier._users_hooks
         self.find_those_of(earlier)
         for cls in earlier._classes:
             self._classes.add(cls)
             self._watch(cls)
 
-    def _may_be_taken_over(self, modules: list[tuple[str, nn.Module]], functions: list[tuple[str, Any]]) -> bool:
+    def _may_be_taken_over(self, modules: list[tuple[str, nn.Module]], functions: Sequence[tuple[str, object]]) -> bool:
         """True where a run with these arguments would find what this run has found."""
         return (
             _same_named(modules, self._model)
@@ -199,7 +199,7 @@ class Observation(NamedReads):
 
     def _settle(self) -> None:
         """Keep what a further run may take over: the run has ended."""
-        values = [*(module for _, module in self._modules), *self._seen.values()]
+        values = [*(module for _, module in self._modules), *self._seen]
         self._attributes = [(value, type(value), _attributes_of(value)) for value in values]
         self.forget_tensors()
 
@@ -232,15 +232,15 @@ class Observation(NamedReads):
                 return
             self._patched.append((cls, name, before))
 
-    def attribute_read(self, obj: Any, name: str) -> None:
+    def attribute_read(self, obj: object, name: str) -> None:
         if not self.running or name in STANDARD or (name.startswith("__") and name != "__dict__"):
             return
         try:
             attributes = object.__getattribute__(obj, "__dict__")
         except AttributeError:  # slots
             attributes = None
-        key = id(obj if attributes is None else attributes), name
-        path = self._paths.get(key[0])
+        owner = obj if attributes is None else attributes
+        path, key = self._paths.get(owner), place_key(owner, name)
         if path is None or key in self._noted[SEEN] or key in self.written:
             return  # without a path the object was created by the forward, or passed to it
         if attributes is not None:
@@ -262,9 +262,9 @@ class Observation(NamedReads):
         else:
             self._class_place(type(obj), name, path)
 
-    def _kind_of(self, obj: Any, path: str) -> None:
+    def _kind_of(self, obj: object, path: str) -> None:
         """Record that the class of an object was read."""
-        if (id(obj), "__class__") in self._noted[SEEN] or isinstance(obj, nn.Module):
+        if place_key(obj, "__class__") in self._noted[SEEN] or isinstance(obj, nn.Module):
             return
         place = GuardedPlace(obj, "__class__", f"{path}.__class__")
         self._noted[SEEN][place.identity] = place
@@ -285,24 +285,25 @@ class Observation(NamedReads):
         for base in before:
             self._note(GuardedPlace(base, name, f"{path}.{name}" if name == "forward" else f"{base.__name__}.{name}"))
 
-    def attribute_assigned(self, obj: Any, name: str, by_torch: bool) -> None:
+    def attribute_assigned(self, obj: object, name: str, by_torch: bool) -> None:
         if not self.running:
             return
         attributes = getattr(obj, "__dict__", None)
-        path = self._paths.get(id(attributes))
+        path = self._paths.get(attributes)
         if path is None:
-            if attributes is None and id(obj) in self._paths:  # slots
-                place = GuardedPlace(obj, name, f"{self._paths[id(obj)]}.{name}")
+            if attributes is None and obj in self._paths:  # slots
+                place = GuardedPlace(obj, name, f"{self._paths[obj]}.{name}")
                 self.keep_place(place)
                 self.written.setdefault(place.identity, place)
             return  # otherwise the object was created by the forward
         if by_torch:  # such as the list of weights in an LSTM
-            self._own.add((id(attributes), name))
+            self._own.add(place_key(attributes, name))
         else:
-            self._own.discard((id(attributes), name))
-            self.written.setdefault((id(attributes), name), GuardedPlace(attributes, name, f"{path}.{name}"))
+            place = GuardedPlace(attributes, name, f"{path}.{name}")
+            self._own.discard(place.identity)
+            self.written.setdefault(place.identity, place)
 
-    def asked(self, obj: Any, name: str) -> None:
+    def asked(self, obj: object, name: str) -> None:
         """Record a read of an attribute by ``getattr``, where the attribute need not be there."""
         if not self.running or not isinstance(name, str):
             return
@@ -318,12 +319,12 @@ class Observation(NamedReads):
         elif isinstance(obj, types.FunctionType):
             if user_function(obj) is obj:
                 self._note(GuardedPlace(vars(obj), name, f"{obj.__qualname__}.{name}"))
-        elif isinstance(obj, _NAMESPACES) and id(vars(obj)) in self._paths:
+        elif isinstance(obj, _NAMESPACES) and vars(obj) in self._paths:
             self._note(self._of_namespace(obj, name))
         else:
             self.attribute_read(obj, name)
 
-    def assigned(self, obj: Any, name: str) -> None:
+    def assigned(self, obj: object, name: str) -> None:
         """Record an assignment by ``setattr``, before it happens."""
         if not self.running:
             return
@@ -332,12 +333,12 @@ class Observation(NamedReads):
         elif not isinstance(obj, type):
             self.attribute_assigned(obj, name, by_torch=False)
 
-    def asked_entry(self, owner: Any, key: Any, path: str) -> None:
+    def asked_entry(self, owner: object, key: object, path: str) -> None:
         """Record a read of an entry of a file's names, or of the environment."""
         if self.running:
             self._note(GuardedPlace(owner, key, path))
 
-    def assigned_entry(self, owner: Any, key: Any, path: str) -> None:
+    def assigned_entry(self, owner: object, key: object, path: str) -> None:
         """Record an assignment of such an entry, before it happens."""
         place = GuardedPlace(owner, key, path)
         if self.running and place.identity not in self.written:
@@ -346,11 +347,11 @@ class Observation(NamedReads):
 
     # -- values in reach --
 
-    def _found(self, value: Any, path: str) -> None:
+    def _found(self, value: object, path: str) -> None:
         """Watch a value in reach of the forward: its mutable contents are compared later, functions are followed."""
         if type(value) in weakref.ProxyTypes:
             self.repeatable = False
-            value = value.__init__.__self__
+            value = attrgetter("__init__.__self__")(value)  # the object itself
         if value is MISSING or isinstance(value, torch.Tensor):
             return
         if isinstance(value, types.ModuleType):
@@ -362,15 +363,15 @@ class Observation(NamedReads):
                 return
         elif self._found_function(value, path) or is_simple(value) or isinstance(value, Operator):
             return
-        if id(value) in self._seen or self.keep_opaque(value, path):
+        if value in self._seen or self.keep_opaque(value, path):
             return
-        self._seen[id(value)] = value
-        self._paths.setdefault(id(value), path)
+        self._seen.add(value)
+        self._paths.setdefault(value, path)
         if isinstance(value, nn.Module):
-            if id(vars(value)) not in self._paths:  # a module outside of the model
-                for inner, module in value.named_modules():
-                    self._modules.append((f"{path}.{inner}" if inner else path, module))
-                    self._space(vars(module), f"{path}.{inner}" if inner else path, module)
+            if vars(value) not in self._paths:  # a module outside of the model
+                for subpath, module in value.named_modules():
+                    self._modules.append((f"{path}.{subpath}" if subpath else path, module))
+                    self._space(vars(module), f"{path}.{subpath}" if subpath else path, module)
                     self._lineage(type(module), built=True)
         elif isinstance(value, weakref.ref):
             self.repeatable = False
@@ -386,7 +387,7 @@ class Observation(NamedReads):
                     self._note(place)
         self._watched(value, path)
 
-    def _watched(self, value: Any, path: str) -> None:
+    def _watched(self, value: object, path: str) -> None:
         """Watch the attributes of an object whose class allows it."""
         cls = type(value)
         if not cls.__flags__ & _HEAP_TYPE or cls.__flags__ & _IMMUTABLE_TYPE or isinstance(value, nn.Module):
@@ -400,7 +401,7 @@ class Observation(NamedReads):
             self._classes.add(cls)
             self._watch(cls)
 
-    def _found_content(self, value: Any, path: str) -> None:
+    def _found_content(self, value: Collection[object], path: str) -> None:
         """Watch a container and its entries."""
         if not isinstance(value, tuple) and not self.keep_content(value, path):
             return
@@ -419,16 +420,16 @@ class Observation(NamedReads):
             if type(entry) in PLAIN or isinstance(entry, type):
                 continue
             stand_in = None if is_simple(entry) else self._stand_ins.of_object(entry, f"{path}[{index}]")
-            if stand_in is not None and not isinstance(value, (set, tuple)):
+            if stand_in is not None and isinstance(value, (list, collections.deque)):
                 self.repeatable = False
                 value[index] = stand_in
                 self.begin_with(value, index, stand_in)
             self._found(entry, path)
 
-    def _found_function(self, value: Any, path: str) -> bool:
+    def _found_function(self, value: object, path: str) -> bool:
         """Follow a function, and the objects that it is bound to; False for any other value."""
         if isinstance(value, property):
-            parts: Iterable[Any] = (value.fget, value.fset)
+            parts: Iterable[object] = (value.fget, value.fset)
         elif isinstance(value, types.MethodType):
             parts = (value.__self__, value.__func__)
         elif isinstance(value, (functools.partial, functools.partialmethod)):
@@ -453,12 +454,12 @@ class Observation(NamedReads):
             self._found(part, path)
         return True
 
-    def _of_namespace(self, value: Any, name: str) -> GuardedPlace:
+    def _of_namespace(self, value: object, name: str) -> GuardedPlace:
         """The place of an attribute of a namespace; one of a thread depends on the thread that asks."""
-        path = self._paths.get(id(value), type(value).__name__)
+        path = self._paths.get(value, type(value).__name__)
         return GuardedPlace(value if isinstance(value, threading.local) else vars(value), name, f"{path}.{name}")
 
-    def _space(self, attributes: dict[str, Any], path: str, module: nn.Module | None = None) -> None:
+    def _space(self, attributes: dict[str, object], path: str, module: nn.Module | None = None) -> None:
         if self.keep_space(attributes, path, module):
             for name, value in [*attributes.items()]:
                 if name not in STANDARD and isinstance(value, CONTAINERS):
@@ -493,9 +494,9 @@ _NOT_USERS = frozenset(
 )
 
 
-def _same_named(some: list[tuple[str, Any]], others: list[tuple[str, Any]]) -> bool:
+def _same_named(some: Sequence[tuple[str, object]], other: Sequence[tuple[str, object]]) -> bool:
     """True for the same objects with the same names."""
-    return len(some) == len(others) and all(a == b and x is y for (a, x), (b, y) in zip(some, others))
+    return len(some) == len(other) and all(a == b and x is y for (a, x), (b, y) in zip(some, other))
 
 
 def _attributes_of(value: object) -> object:
@@ -506,7 +507,7 @@ def _attributes_of(value: object) -> object:
         return None
 
 
-def _hooks_of(module: nn.Module | None) -> Iterator[Any]:
+def _hooks_of(module: nn.Module | None) -> Iterator[object]:
     """The hooks of the user on a module; None: on all modules."""
     if module is None:
         tables = hooks_of_all_modules()

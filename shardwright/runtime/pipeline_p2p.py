@@ -50,7 +50,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -477,11 +477,17 @@ def _begun(work: dist.Work | None) -> dist.Work:
 # -- the program of a rank
 
 
+class EarlierProgram(Protocol):
+    """The program of a model that its next program replaces."""
+
+    sharded: ShardedState | None
+
+
 def process_pipeline(
     plan: PipelinePlan,
     holder: ModelAndLoss,
     runtime: Runtime,
-    before: Any,
+    before: EarlierProgram | None,
     fusion: Fusion,
     accumulation: Accumulation,
     broadcast: bool,
@@ -618,9 +624,9 @@ def _shapes(plan: PipelinePlan) -> list[tuple[int, ...] | None]:
     """The shape of each output of the model on a rank, once micro-batches are put together."""
     out: list[tuple[int, ...] | None] = [None] * len(plan.graph.outputs)
     for stage in plan.stages:
-        for index, instance in zip(stage.results, stage.plan.program.outputs):
+        for index, placed in zip(stage.results, stage.plan.program.outputs):
             how, dim = plan.micro.join(index)
-            shape = list(instance.local_shape)
+            shape = list(placed.local_shape)
             if how == "cat":
                 shape[dim] *= plan.micro_batches
             out[index] = tuple(shape)

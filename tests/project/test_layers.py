@@ -219,6 +219,7 @@ RETIRED = {
     "fed": "inputs, input_placement",
     "footprint": "cost",
     "given": "the noun of the value: setting, arguments, entries",
+    "gone": "the noun of what is no longer there",
     "handed": "the noun of the value",
     "lets_go": "reshards_after_forward",
     "maker": "producer",
@@ -232,23 +233,18 @@ RETIRED = {
     "twins": "counterparts",
     "unkept": "regathered",
     "wants": "input_layouts, needs_",
+    "who": "the noun: operators, ranks",
 }
 
 
-#: The folders whose names have been gone through word by word; with the modules beside the folders they are `LOWER`.
-LOWER_FOLDERS = "cost json_files partition planfile planners redistribution report rules solver verification".split()
-LOWER = [path for path in FILES if path.parent == PACKAGE or path.relative_to(PACKAGE).parts[0] in LOWER_FOLDERS]
-
-#: The same as `RETIRED` for the files of `LOWER`; elsewhere these names still stand.
-RETIRED_BELOW = {
-    "gone": "the noun of what is no longer there",
+#: The same as `RETIRED` for the files of the package; in tests, benchmarks and examples these names still stand.
+RETIRED_IN_PACKAGE = {
     "held": "stored, allocations, content, sharding: the noun of the thing",
     "here": "a condition by its name: on_one_rank",
     "instance": "placed, placed_value",
     "others": "the noun of the rest: metrics, alternatives",
     "router": "partitioner",
     "there": "the noun of the place",
-    "who": "the noun: operators, ranks",
 }
 
 
@@ -276,8 +272,9 @@ def test_names_are_those_of_the_field(folder: str) -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-def test_names_of_the_lower_folders_are_those_of_the_field() -> None:
-    found = {str(path.relative_to(PACKAGE)): retired(path.read_text(encoding="utf-8"), RETIRED_BELOW) for path in LOWER}
+def test_names_of_the_package_are_those_of_the_field() -> None:
+    texts = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in FILES}
+    found = {name: retired(text, RETIRED_IN_PACKAGE) for name, text in texts.items()}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
@@ -305,16 +302,20 @@ def test_a_retired_name_is_found() -> None:
     assert retired_in_prose("It is said by `plan.fed(x)`, ``_Told`` and `layout`.") == ["plan.fed(x)", "_Told"]
 
 
-#: Where tables may be keyed by ``id()``. Elsewhere, but for capture, the key is the object itself, an index or a name:
-#: an id belongs to the next object once its owner is gone.
+#: Where tables may be keyed by ``id()``. Elsewhere the key is the object itself, an index or a name, or the table is of
+#: `identity_tables`: an id belongs to the next object once its owner has been freed.
 BY_ID = {
     "identity_tables.py": "its tables own what they key",
     "verification/verify.py": "the memo of `copy.deepcopy`",
     "parallel/model_copies.py": "likewise",
     "runtime/distributed/gradients.py": "likewise",
     "runtime/replaced_parameters.py": "likewise",
-    "parallel/auto_parallel.py": "passes a table of `capture.guards`, which keeps its keys",
     "autocast.py": "tells the tensors of one call apart, which all live",
+    "capture/annotations.py": "the memo of `copy.deepcopy`",
+    "capture/module_calls.py": "likewise",
+    "capture/side_effects.py": "a text that tells one stream of the user from another",
+    "capture/observed/places.py": "keys of places, whose tables hold the places and so their owners",
+    "capture/observed/named_reads.py": "code of functions, which lives as long: hashing reads its whole content",
 }
 
 
@@ -329,8 +330,7 @@ def of_id(tree: ast.Module) -> list[int]:
 
 def test_tables_are_keyed_by_objects() -> None:
     files = [str(path.relative_to(PACKAGE)) for path in FILES if of_id(tree_of(path))]
-    found = {path for path in files if not path.startswith("capture/")}
-    assert found == set(BY_ID)
+    assert set(files) == set(BY_ID)
 
 
 def test_a_table_by_ids_is_found() -> None:

@@ -11,14 +11,15 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ...identity_tables import IdentityMap
 from ..source_lines import is_users
 
 __all__ = ["NameRead", "Names", "names_of", "names_read", "user_function"]
 
 
-def user_function(value: Any) -> types.FunctionType | None:
+def user_function(value: object) -> types.FunctionType | None:
     """The user's own function behind a method, a partial or a wrapper of torch; None for a function of a library."""
     while True:
         if isinstance(value, (functools.partial, functools.partialmethod)):
@@ -66,8 +67,8 @@ class Names(NamedTuple):
     identifiers: frozenset[str]
 
 
-#: Id of a code object -> itself, and the names in it. Hashing a code object takes longer than a walk of its names.
-_NAMES: dict[int, tuple[types.CodeType, Names]] = {}
+#: Code object -> the names in it. Hashing a code object by its content takes longer than a walk of its names.
+_NAMES: IdentityMap[types.CodeType, Names] = IdentityMap()
 #: The number of code objects that are remembered.
 _KEPT_NAMES = 4096
 
@@ -79,12 +80,12 @@ def names_read(code: types.CodeType) -> tuple[NameRead, ...]:
 
 def names_of(code: types.CodeType) -> Names:
     """All names in a code object."""
-    known = _NAMES.get(id(code))
+    known = _NAMES.get(code)
     if known is None:
         if len(_NAMES) >= _KEPT_NAMES:
             _NAMES.clear()
-        known = _NAMES[id(code)] = code, _names_in(code)
-    return known[1]
+        known = _NAMES[code] = _names_in(code)
+    return known
 
 
 def _names_in(code: types.CodeType) -> Names:
@@ -102,7 +103,7 @@ def _names_in(code: types.CodeType) -> Names:
             identifiers |= names.identifiers
     first = code.co_varnames[:1] if code.co_argcount else ()
     current: NameRead | None = None
-    before: tuple[Any, Any] = 0, None  # the last two constants: level and names of an import
+    before: tuple[object, object] = 0, None  # the last two constants: level and names of an import
     for instruction in dis.get_instructions(code):
         kind, named = instruction.opname, instruction.argval
         if kind in ("CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL"):
@@ -125,8 +126,8 @@ def _names_in(code: types.CodeType) -> Names:
         elif kind in ("LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF") and named in code.co_freevars:
             current = NameRead("cell", named, ())
         elif kind.startswith(("LOAD_FAST", "LOAD_DEREF")):
-            *others, last = named if isinstance(named, tuple) else (named,)  # one instruction may load two variables
-            found.update(dict.fromkeys(NameRead("argument", other, ()) for other in others if other in first))
+            *earlier, last = named if isinstance(named, tuple) else (named,)  # one instruction may load two variables
+            found.update(dict.fromkeys(NameRead("argument", other, ()) for other in earlier if other in first))
             current = NameRead("argument", last, ()) if last in first else None
     if current is not None:
         found[current] = None

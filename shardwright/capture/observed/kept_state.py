@@ -13,18 +13,18 @@ functions, classes and objects. Numbers, strings and tensors may be others, sinc
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
+from ...identity_tables import IdentityMap
 from ...torch_private import forward_hook_tables, part_tables
 from ..regions import IN_PLACE_OF
 from .memoised_functions import MemoisedStandIn
 from .opaque_state import draws, equal_states, set_state, state_of, watch_state
-from .places import CONTAINERS, MISSING, GuardedPlace, contents, entries, filled, refill, same_content
+from .places import CONTAINERS, MISSING, GuardedPlace, contents, entries, filled, place_key, refill, same_content
 
 __all__ = ["PLAIN", "Change", "KeptState", "untraced_function"]
 
@@ -40,8 +40,8 @@ class Change:
     """
 
     place: GuardedPlace
-    old: Any
-    new: Any
+    old: object
+    new: object
 
     def watch(self) -> Callable[[], bool]:
         """A function that returns True once the place has changed, from this call on."""
@@ -55,23 +55,22 @@ class Change:
         return lambda: (now := place.get()) is not old and not _equal(old, now)
 
 
-def _equal(old: Any, now: Any) -> bool:
+def _equal(old: object, now: object) -> bool:
     """True for equal texts: the environment makes a new object at each read."""
     return type(old) is type(now) is str and old == now
 
 
-def untraced_function(value: Any) -> Any:
+def untraced_function(value: object) -> object:
     """The function behind a wrapper that a capture, or ``torch.fx.wrap``, puts in its place while a model is traced;
     any other value itself."""
-    kind = type(value)
-    if kind is types.FunctionType:
+    if type(value) is types.FunctionType:
         if value.__module__ != __name__ and hasattr(value, "__wrapped__"):
             file = value.__code__.co_filename
             if file.endswith("_symbolic_trace.py"):
                 return value.__wrapped__
-    elif kind is MemoisedStandIn:
+    elif type(value) is MemoisedStandIn:
         return value.function
-    elif kind is staticmethod or kind is classmethod:
+    elif type(value) is staticmethod or type(value) is classmethod:
         function = value.__func__
         if type(function) is MemoisedStandIn:
             return function.function
@@ -105,22 +104,23 @@ class _Snapshot:
         of_tensors: True for a table of parameters or buffers, in which a capture puts tensors of its own.
     """
 
-    owner: Any
-    before: Any
-    begun: Any
+    owner: Collection[object]
+    before: Collection[object]
+    begun: Collection[object]
     path: str
     of_tensors: bool = False
 
     def forget_tensors(self) -> None:
         """Keep alive no tensor."""
-        before, self.begun = self.before, None
+        before, self.begun = self.before, ()
         if self.of_tensors:
-            self.before = None
+            self.before = ()
         elif before and any(issubclass(kind, torch.Tensor) for kind in set(map(type, contents(before)))):
             if isinstance(before, dict):
                 self.before = {key: _without_tensor(value) for key, value in before.items()}
             else:
-                self.before = type(before)(map(_without_tensor, before))
+                make = set if isinstance(before, set) else list
+                self.before = make(map(_without_tensor, before))
 
     def reaches_alike(self) -> bool:
         """True where the same objects are reached through the present content."""
@@ -131,38 +131,43 @@ class _Snapshot:
             return False
         if not isinstance(owner, dict):
             return all(map(_reaches_alike, before, owner))
-        now = filled(owner)
+        before, now = _as_dict(before), filled(owner)
         return [*now] == [*before] and all(map(_reaches_alike, before.values(), now.values()))
 
 
-class KeptState:
-    """Copies of the state in reach of a forward.
+def _as_dict(content: Collection[object]) -> dict[object, object]:
+    """The content of a dict, as such."""
+    assert isinstance(content, dict)
+    return content
 
-    The dicts below have ids as keys. Every such object is kept alive here, so that no other object gets its id.
-    """
+
+class KeptState:
+    """Copies of the state in reach of a forward."""
 
     def __init__(self) -> None:
-        self._paths: dict[int, str] = {}  # id of a dict of attributes, one of `_spaces` -> the path of its object
-        self._spaces: dict[int, _Snapshot] = {}
-        self._containers: dict[int, _Snapshot] = {}
+        #: A dict of attributes, one of `_spaces`, or an object -> the path of the object.
+        self._paths: IdentityMap[object, str] = IdentityMap()
+        self._spaces: IdentityMap[object, _Snapshot] = IdentityMap()
+        self._containers: IdentityMap[object, _Snapshot] = IdentityMap()
         self._hooks: list[_Snapshot] = []
-        self._places: dict[tuple[int, Any], tuple[GuardedPlace, Any]] = {}
+        self._places: dict[tuple[int, object], tuple[GuardedPlace, object]] = {}
         self._entries: list[tuple[type, frozenset[str]]] = []  # classes, and the names of their attributes
-        self._opaque: dict[int, tuple[Any, Any, str]] = {}  # id of an object -> itself, its state, its path
-        self._replaced: dict[tuple[int, Any], Any] = {}  # a place -> its number, while a counter replaces it
-        self._stood_for: list[tuple[GuardedPlace, Any]] = []  # places of stand-ins -> the objects behind them
-        self._present: list[Any] = []  # the values of `_places`, while a further run keeps them
-        self._own: set[tuple[int, Any]] = set()  # attributes that torch's layers assign to themselves
+        #: Object without attributes -> its state, its path.
+        self._opaque: IdentityMap[object, tuple[tuple[object, ...], str]] = IdentityMap()
+        self._replaced: dict[GuardedPlace, object] = {}  # a place -> its number, while a counter replaces it
+        self._stood_for: list[tuple[GuardedPlace, object]] = []  # places of stand-ins -> the objects behind them
+        self._present: list[object] = []  # the values of `_places`, while a further run keeps them
+        self._own: set[tuple[int, object]] = set()  # attributes that torch's layers assign to themselves
 
-    def keep_space(self, attributes: dict[str, Any], path: str, module: nn.Module | None = None) -> bool:
+    def keep_space(self, attributes: dict[str, object], path: str, module: nn.Module | None = None) -> bool:
         """Keep a dict of attributes, and the tables of its module; False where it is kept already."""
-        if id(attributes) in self._paths:
+        if attributes in self._paths:
             return False
-        self._paths[id(attributes)] = path
-        self._spaces[id(attributes)] = self._snapshot(attributes, path)
+        self._paths[attributes] = path
+        self._spaces[attributes] = self._snapshot(attributes, path)
         tables = {} if module is None else part_tables(module)
         for kind, table in tables.items():
-            self._spaces[id(table)] = self._snapshot(table, path, of_tensors=kind != "submodules")
+            self._spaces[table] = self._snapshot(table, path, of_tensors=kind != "submodules")
         if module is not None:
             self.keep_hooks_of(module, path)
         return True
@@ -172,16 +177,16 @@ class KeptState:
         for hooks in forward_hook_tables(None):
             self._hooks.append(self._snapshot(hooks, "all modules"))
 
-    def keep_content(self, container: Any, path: str) -> bool:
+    def keep_content(self, container: Collection[object], path: str) -> bool:
         """Keep a list, dict or set; False where it is kept already."""
-        if id(container) in self._containers:
+        if container in self._containers:
             return False
-        self._containers[id(container)] = self._snapshot(container, path)
+        self._containers[container] = self._snapshot(container, path)
         return True
 
     def keep_place(self, place: GuardedPlace) -> None:
         """Keep the value of a place outside of the kept dicts."""
-        if not isinstance(place.owner, dict) or id(place.owner) not in self._paths:
+        if not isinstance(place.owner, dict) or place.owner not in self._paths:
             self._places.setdefault(place.identity, (place, untraced_function(place.get())))
 
     def keep_class(self, cls: type) -> None:
@@ -192,14 +197,14 @@ class KeptState:
             if not name.startswith("__"):
                 self.keep_place(GuardedPlace(cls, name, f"{cls.__name__}.{name}"))
 
-    def keep_opaque(self, value: Any, path: str) -> bool:
+    def keep_opaque(self, value: object, path: str) -> bool:
         """Keep the state of an object without attributes; False for an object of another kind."""
         state = state_of(value)
         if state is not None:
-            self._opaque.setdefault(id(value), (value, state, path))
+            self._opaque.setdefault(value, (state, path))
         return state is not None
 
-    def put_stand_in(self, place: GuardedPlace, value: Any, stand_in: Any) -> None:
+    def put_stand_in(self, place: GuardedPlace, value: object, stand_in: object) -> None:
         """Put a stand-in in the place of a value until the end of the capture."""
         owner = place.owner
         if isinstance(owner, type) and isinstance(stand_in, types.FunctionType):
@@ -209,38 +214,43 @@ class KeptState:
         if not self.begin_with(owner, place.key, stand_in):
             self._places[place.identity] = place, stand_in
 
-    def begin_with(self, owner: Any, key: Any, value: object) -> bool:
+    def begin_with(self, owner: object, key: object, value: object) -> bool:
         """Let the forward begin with another entry of a dict or container; False where it is not kept."""
-        snapshot = self._spaces.get(id(owner)) or self._containers.get(id(owner))
+        snapshot = self._spaces.get(owner) or self._containers.get(owner)
         if snapshot is None:
             return False
-        snapshot.begun = snapshot.begun.copy()
-        snapshot.begun[key] = value
+        begun = snapshot.begun = filled(snapshot.begun)
+        if isinstance(begun, dict):
+            begun[key] = value
+        else:
+            assert isinstance(begun, list) and isinstance(key, int)
+            begun[key] = value
         return True
 
-    def begin(self, numbers: Mapping[GuardedPlace, Any]) -> None:
+    def begin(self, numbers: Mapping[GuardedPlace, object]) -> None:
         """Take the present state for that at the beginning of the forward.
 
         Args:
             numbers: place -> its value during this forward.
         """
         for place, value in numbers.items():
-            self._replaced[place.identity] = place.get()
+            self._replaced[place] = place.get()
             self._places.setdefault(place.identity, (place, place.get()))
             place.set(value)
         for snapshot in (*self._spaces.values(), *self._containers.values(), *self._hooks):
             snapshot.begun = self._before(snapshot.owner)  # torch.export has put its own tensors into the model
 
-    def _before(self, owner: Any) -> Any:
+    def _before(self, owner: Collection[object]) -> Collection[object]:
         """A copy of a dict or container as it was before the forward."""
+        if not isinstance(owner, dict):
+            return filled(owner)
         copied = filled(owner)
-        if isinstance(owner, dict):
-            for (owned, key), number in self._replaced.items():
-                if owned == id(owner) and key in copied:
-                    copied[key] = number
+        for place, number in self._replaced.items():
+            if place.owner is owner and place.key in copied:
+                copied[place.key] = number
         return copied
 
-    def _snapshot(self, owner: Any, path: str, of_tensors: bool = False) -> _Snapshot:
+    def _snapshot(self, owner: Collection[object], path: str, of_tensors: bool = False) -> _Snapshot:
         before = self._before(owner)
         return _Snapshot(owner, before, before, path, of_tensors)
 
@@ -254,7 +264,7 @@ class KeptState:
             if place.identity in self._places:
                 self._places[place.identity] = place, value
         self._places = {identity: (place, _without_tensor(old)) for identity, (place, old) in self._places.items()}
-        self._opaque = {key: (value, (), path) for key, (value, _, path) in self._opaque.items()}
+        self._opaque = IdentityMap((value, ((), path)) for value, (_, path) in self._opaque.items())
         self._hooks.clear()
         self._replaced.clear()
         self._stood_for.clear()
@@ -267,25 +277,25 @@ class KeptState:
             and all(_own_names(cls) == _own_names(names) for cls, names in self._entries)
         )
 
-    def _values(self) -> list[Any]:
+    def _values(self) -> list[object]:
         """The present values of the kept places."""
         self._present = [untraced_function(place.get()) for place, _ in self._places.values()]
         return self._present
 
     def keep_those_of(self, earlier: KeptState) -> None:
         """Keep the present state of all that an earlier run of the same forward has kept."""
-        self._paths = dict(earlier._paths)
-        self._spaces = {
-            k: self._snapshot(snapshot.owner, snapshot.path, snapshot.of_tensors)
-            for k, snapshot in earlier._spaces.items()
-        }
-        self._containers = {
-            k: self._snapshot(snapshot.owner, snapshot.path) for k, snapshot in earlier._containers.items()
-        }
+        self._paths = IdentityMap(earlier._paths.items())
+        self._spaces = IdentityMap(
+            (owner, self._snapshot(snapshot.owner, snapshot.path, snapshot.of_tensors))
+            for owner, snapshot in earlier._spaces.items()
+        )
+        self._containers = IdentityMap(
+            (owner, self._snapshot(snapshot.owner, snapshot.path)) for owner, snapshot in earlier._containers.items()
+        )
         present, earlier._present = earlier._present, []
         self._places = {k: (place, now) for (k, (place, _)), now in zip(earlier._places.items(), present)}
         self._entries = list(earlier._entries)
-        for value, _, path in earlier._opaque.values():
+        for value, (_, path) in earlier._opaque.items():
             self.keep_opaque(value, path)
 
     def keep_hooks_of(self, module: nn.Module, path: str) -> None:
@@ -303,13 +313,13 @@ class KeptState:
         for place, old in self._places.values():
             new = untraced_function(place.get())
             looked_at = isinstance(place.owner, dict) and (
-                id(place.owner) in self._paths or id(place.owner) in self._containers
+                place.owner in self._paths or place.owner in self._containers
             )
             if new is not old and not looked_at and not _equal(old, new):
                 yield Change(place, old, new)
         for cls, names in self._entries:
             for name in vars(cls).keys() - names:
-                if (id(cls), name) not in self._places and not name.startswith("__"):
+                if place_key(cls, name) not in self._places and not name.startswith("__"):
                     yield Change(GuardedPlace(cls, name, f"{cls.__name__}.{name}"), MISSING, vars(cls)[name])
         for snapshot in self._containers.values():
             container, before = snapshot.owner, snapshot.begun
@@ -319,11 +329,11 @@ class KeptState:
             yield from found
             if not found:
                 yield Change(GuardedPlace(container, None, snapshot.path), tuple(before), tuple(container))
-        for value, before, path in self._opaque.values():
-            if not draws(value) and not equal_states(state_of(value), before):
+        for value, (state, path) in self._opaque.items():
+            if not draws(value) and not equal_states(state_of(value), state):
                 yield Change(GuardedPlace(value, None, path), (), ())
         for snapshot in self._hooks:
-            for number, hook in snapshot.begun.items():
+            for number, hook in _as_dict(snapshot.begun).items():
                 if number not in snapshot.owner:
                     yield Change(GuardedPlace(snapshot.owner, number, f"a hook of {snapshot.path}"), hook, MISSING)
 
@@ -336,15 +346,15 @@ class KeptState:
 
         Generators of torch are not looked at. None where the forward has drawn from none.
         """
-        for generator, before, path in self._opaque.values():
-            if draws(generator) and not equal_states(state_of(generator), before):
+        for generator, (state, path) in self._opaque.items():
+            if draws(generator) and not equal_states(state_of(generator), state):
                 return path, watch_state(generator)
         return None
 
     def restore(self) -> None:
         """Restore the state from before the forward. Hooks that the forward has registered stay."""
         for snapshot in self._hooks:
-            _restore_hooks(snapshot.owner, snapshot.begun)
+            _restore_hooks(_as_dict(snapshot.owner), _as_dict(snapshot.begun))
         self._restore()
 
     def _restore(self) -> None:
@@ -360,8 +370,8 @@ class KeptState:
         for cls, names in self._entries:
             for name in [name for name in vars(cls).keys() - names if not name.startswith("__")]:
                 delattr(cls, name)
-        for value, before, _ in self._opaque.values():
-            set_state(value, before)
+        for value, (state, _) in self._opaque.items():
+            set_state(value, state)
 
     def put_back(self) -> None:
         """Restore the state from before the capture."""
@@ -371,7 +381,7 @@ class KeptState:
         for snapshot in (*self._spaces.values(), *self._containers.values()):
             refill(snapshot.owner, snapshot.before)
         for snapshot in self._hooks:
-            _restore_hooks(snapshot.owner, snapshot.before)
+            _restore_hooks(_as_dict(snapshot.owner), _as_dict(snapshot.before))
 
 
 def _own_names(names: type | frozenset[str]) -> frozenset[str]:
@@ -383,14 +393,15 @@ def _own_names(names: type | frozenset[str]) -> frozenset[str]:
 _REPLACED_METHODS = {"__getattribute__", "__setattr__"}
 
 
-def _restore_hooks(table: dict[int, Any], before: dict[int, Any]) -> None:
+def _restore_hooks(table: dict[object, object], before: dict[object, object]) -> None:
     if not before.keys() <= table.keys():
         refill(table, before | filled(table))
 
 
 def _of_dict(snapshot: _Snapshot, path: str) -> Iterator[Change]:
     """The entries of a dict that have changed."""
-    for key in {**snapshot.begun, **filled(snapshot.owner)}:
-        old, new = snapshot.begun.get(key, MISSING), dict.get(snapshot.owner, key, MISSING)
+    owner, begun = _as_dict(snapshot.owner), _as_dict(snapshot.begun)
+    for key in {**begun, **filled(owner)}:
+        old, new = begun.get(key, MISSING), dict.get(owner, key, MISSING)
         if old is not new:
-            yield Change(GuardedPlace(snapshot.owner, key, path.format(snapshot.path, key)), old, new)
+            yield Change(GuardedPlace(owner, key, path.format(snapshot.path, key)), old, new)
