@@ -6,14 +6,15 @@
     edge                    the redistributions of a value to a consumer, and of its gradient back (`EdgeCosts`)
 
 1. A value with one consumer needs no node: its edge joins producer and consumer.
-2. A value with several consumers has a node. The partitioner serves equal uses together: the state says the layout in
-   which the value is produced, and the one use that is served once for all consumers with that use.
+2. A value with several consumers has a node (`shared_values`). The partitioner serves equal uses together: the state
+   says the layout in which the value is produced, and the one use that is served once for all consumers with that use.
 3. A result of the program, or a buffer update, is one more use of its value.
 4. An operator that no gradient reaches from the results, as one before a `detach`, has no backward, and no gradient of
    its inputs is redistributed.
 
-The cost of a plan is then the cost of its partitioned program. Where several consumers share more than one use of a
-value, the program is cheaper than the cost graph says: with uses a, a, b, b the state serves a once and b twice.
+The cost of a plan is then the cost of its partitioned program. The program is cheaper than the cost graph says where
+consumers share more than one use of a value, as with uses a, a, b, b; and where they share a use of an input, a buffer
+or a constant.
 
 `CostGraph` is the problem with the meaning of its nodes, and `cost_graph` builds it. `plan_search` has the way from a
 solution to a plan; `memory_problem` adds memory to a `CostGraph`.
