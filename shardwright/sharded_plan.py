@@ -470,8 +470,8 @@ class Plan(CountedOptimizer, SavedPlan):
         """A lower bound of the price of any other plan, proved by the search that made this plan
         (`SearchResult.bound`); None: nothing was proved.
 
-        A search prices a value's consumers with one shared redistribution, out of a few (`graph_problem`). Where they
-        share another one, the program takes less: `cost` is below the price, and may be below the bound.
+        A search prices a value's consumers with one shared redistribution (`shared_values`). Where they share several,
+        the program takes less: `cost` is below the price, and may be below the bound.
         """
         return None if self.found is None or self.found.bound is None else min(self.found.bound, self._price)
 

@@ -523,8 +523,8 @@ class SearchResult:
     Attributes:
         cost: seconds of a step, by the search's prices.
         bound: no plan out of the searched strategies has a lower price by the search; None: nothing was proved. The
-            search credits each shared value with one consumer that is served at no further cost, one of the few
-            consumers it tries; a program in which more consumers share it takes less time than its price.
+            search serves one use of a shared value once (`shared_values`); a program that serves several uses once
+            takes less time than its price.
         operators, strategies: the numbers searched.
         notes: further remarks.
         limit: bytes allowed per device; None: memory was not limited.

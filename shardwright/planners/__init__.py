@@ -9,6 +9,7 @@ limited_alternatives   plans within a limit of memory around one operator
 memory_fit             the cheapest plan that fits into a device's memory
 layout_demands         the cuts of operators that follow the marks
 search_space           the strategies that a search considers for an operator
+shared_values          the ways to serve a value with several consumers
 graph_problem          a graph as a problem of nodes, states and costs, and back
 plan_search            the part that all searching planners share; the storage of parameters with the fastest step,
                        hsdp(optimizer_level="auto"); a plan reused at other sizes of the inputs

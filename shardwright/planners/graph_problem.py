@@ -6,14 +6,15 @@
     edge                    the redistributions of a value to a consumer, and of its gradient back (`EdgeCosts`)
 
 1. A value with one consumer needs no node: its edge joins producer and consumer.
-2. A value with several consumers has a node. The partitioner serves equal uses together: the state says the layout in
-   which the value is produced, and the one use that is served once for all consumers with that use.
+2. A value with several consumers has a node (`shared_values`). The partitioner serves equal uses together: the state
+   says the layout in which the value is produced, and the one use that is served once for all consumers with that use.
 3. A result of the program, or a buffer update, is one more use of its value.
 4. An operator that no gradient reaches from the results, as one before a `detach`, has no backward, and no gradient of
    its inputs is redistributed.
 
-The cost of a plan is then the cost of its partitioned program. Where several consumers share more than one use of a
-value, the program is cheaper than the cost graph says: with uses a, a, b, b the state serves a once and b twice.
+The cost of a plan is then the cost of its partitioned program. The program is cheaper than the cost graph says where
+consumers share more than one use of a value, as with uses a, a, b, b; and where they share a use of an input, a buffer
+or a constant.
 
 `CostGraph` is the problem with the meaning of its nodes, and `cost_graph` builds it. `plan_search` has the way from a
 solution to a plan; `memory_problem` adds memory to a `CostGraph`.
@@ -21,8 +22,7 @@ solution to a plan; `memory_problem` adds memory to a `CostGraph`.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -40,25 +40,16 @@ from ..partition.partitioner import Use
 from ..solver.problem import Problem
 from ..solver.search_memory import current
 from .search_space import EdgeCosts, OpCost, OperatorTable, Strategy, op_cost, saved_inputs
+from .shared_values import SharedState, SharedValue, Uses
 
-__all__ = ["CostGraph", "SharedState", "StorageState", "cost_graph"]
+__all__ = ["CostGraph", "StorageState", "cost_graph"]
 
 Table = TypeVar("Table")
 Part = TypeVar("Part", bound=Hashable)
 
-#: Most uses of a shared value, in each layout of its producer, that are tried as the use that is served once.
-MOST_SHARED = 8
-
-Uses = frozenset[Use]
-
-
-class SharedState(NamedTuple):
-    """A state of a shared value: its layout at the producer, True where its sum is completed before any consumer,
-    and the use that is served once (None: each consumer is served by itself)."""
-
-    output_layout: Layout
-    completed: bool
-    use: Use | None
+#: Most entries of the tables of all states in which some consumers of a value share a use: 128 MB. With more, few of
+#: the uses are tried.
+MOST_ENTRIES = 2**24
 
 
 class StorageState(NamedTuple):
@@ -89,6 +80,7 @@ class CostGraph:
         storages: by parameter, its node's states.
         shares: by shared value, its node's states.
         op_costs: by operator, one per strategy.
+        limited: True where some consumers of a value may share a use that was not tried.
     """
 
     problem: Problem
@@ -100,6 +92,7 @@ class CostGraph:
     storages: dict[str, tuple[StorageState, ...]]
     shares: dict[str, tuple[SharedState, ...]]
     op_costs: dict[str, tuple[OpCost, ...]]
+    limited: bool = False
 
     def decisions(self, states: Sequence[int], causes: Mapping[str, Decision], cause: str) -> dict[str, Decision]:
         """The decisions that states of the nodes stand for.
@@ -168,7 +161,7 @@ def cost_graph(
         hsdp: ZeRO/FSDP sharding (optimizer parallel) of the other parameters; None: stored as their operators use them.
         cut: where `hsdp` is None, a storage that each of the other parameters may have too, its gathered copy kept or
             gathered again in the backward.
-        known: plans out of these options; their shared uses are among those that may be served once.
+        known: plans out of these options, near which shared uses are tried (`SharedValue`).
         deliveries: prices of the same operators and costs that are known already; new prices are added to it.
 
     Raises:
@@ -212,7 +205,6 @@ class _Builder:
         self.op_costs: dict[str, tuple[OpCost, ...]] = {}
         self.looked_by_name: dict[str, tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]] = {}
         self.once = IdentityCache().once  # one table, or another result, for the same arguments
-        self.used: dict[Hashable, set[SharedState]] = {}  # by kind of a shared value, states of known plans
         self.waiting: dict[str, list[tuple[int, np.ndarray]]] = {}  # by operator, edges that wait for its node
 
     # -- the inputs and outputs of the program --
@@ -248,11 +240,11 @@ class _Builder:
 
     def build(self) -> CostGraph:
         values = {v.name for v in self.graph.parameters.values()}
+        limited = self._limit()
         budget = current()
         budget.tell("costs of strategies")
-        self._used_in_known()
-        for op in each(self.graph.ops, "costs of strategies", "operators"):
-            budget.tell("costs of strategies")
+        for op in each(self.graph.ops, "costs of redistributions", "operators"):
+            budget.tell("costs of redistributions")
             options, op_costs, costs = self._look_at(op)
             for i in self._read(op):
                 if op.inputs[i].name in values and op.inputs[i].name not in self.parameters:
@@ -276,6 +268,7 @@ class _Builder:
             self.storages,
             self.shares,
             self.op_costs,
+            limited,
         )
 
     def _node(self, name: str, costs: np.ndarray) -> int:
@@ -443,126 +436,65 @@ class _Builder:
     ) -> None:
         """Add the node of a value with several consumers."""
         asked = [self._input_uses(consumer, i) for consumer, i in consumers]
-        several = self._several(asked)
-        kind = ("states", output_layouts, several, ends, *_kind(value))
-        used = sorted(self.used.get(kind, ()), key=str)
-        states: tuple[SharedState, ...] = self.once(
-            kind, (), lambda: tuple(dict.fromkeys((*self._shared_states(value, output_layouts, several, ends), *used)))
-        )
-        firsts = self.once("completion", (states,), lambda: self._completion_costs(value, states, output_layouts, ends))
-        self.shares[value.name] = states
+        shared = self._shared_value(value, output_layouts, [uses for uses, _ in asked], ends)
+        states = self.shares[value.name] = shared.states
         own = self.shared[value.name] = self._node(f"%{value.name}", np.zeros(len(states)))
+        firsts = self.once("producer", (shared,), shared.producer_costs)
         self._edge(node, own, self._spread(firsts, which, None))
         for (consumer, _i), (uses, taken) in zip(consumers, asked):
             read = self._with_gradient(value, consumer)
             table = self.once(
-                ("shared", uses, read.requires_grad),
-                (states,),
-                lambda: self._shared_costs(read, states, output_layouts, uses),
+                ("consumer", read.requires_grad), (shared, uses), lambda: shared.consumer_costs(read, uses)
             )
             self._later(consumer, own, self._spread(table, None, taken))
 
-    @staticmethod
-    def _several(asked: Sequence[tuple[tuple[Uses, ...], object]]) -> Uses:
-        """The uses that two consumers may make."""
-        times = Counter(some for uses, _ in asked for some in uses if len(some) == 1)
-        return frozenset(use for some, count in times.items() if count > 1 for use in some)
+    def _shared_value(
+        self, value: Value, output_layouts: tuple[Layout, ...], asked: Sequence[tuple[Uses, ...]], ends: Uses
+    ) -> SharedValue:
+        return self.once(
+            ("shared", ends, value.shape, *_kind(value)),
+            (output_layouts, *asked),
+            lambda: SharedValue(value, output_layouts, asked, ends, self.deliveries),
+        )
 
-    def _used_in_known(self) -> None:
-        """Collect the states in which known plans share values, for all values that are alike: equal layers then have
-        equal states, also where a plan decides them differently."""
-        for op in self.graph.ops if self.known else ():
+    def _limit(self) -> bool:
+        """Try few of the uses that some consumers of a value may share, where all together are too many. Equal values
+        have equal states, also where a known plan decides them differently.
+
+        Returns:
+            True where some are not tried.
+        """
+        found: list[tuple[SharedValue, Op, int, list[tuple[Op, int]]]] = []
+        entries = 0
+        for op in each(self.graph.ops, "costs of strategies", "operators"):
+            current().tell("costs of strategies")
             for index, value in enumerate(self._with_gradient(v) for v in op.outputs if v is not None):
                 consumers, ends = self._consumers(value), self.ends.get(value.name, frozenset())
-                if len(consumers) > 1 or (consumers and ends):
-                    several = self._several([self._input_uses(consumer, i) for consumer, i in consumers])
-                    kind = ("states", self._leaves(op, index)[0], several, ends, *_kind(value))
-                    for plan in self.known:
-                        self.used.setdefault(kind, set()).update(self._shared_in(plan, value, consumers))
+                if len(consumers) + bool(ends) > 2:
+                    asked = [self._input_uses(consumer, i)[0] for consumer, i in consumers]
+                    shared = self._shared_value(value, self._leaves(op, index)[0], asked, ends)
+                    entries += shared.pairs * sum(len(self._look_at(consumer)[0]) for consumer, _ in consumers)
+                    found.append((shared, op, index, consumers))
+        if entries <= MOST_ENTRIES:
+            return False
+        for shared, producer, index, consumers in found:
+            shared.limit()
+            for plan in self.known:
+                made, *read = (self._op_cost(op, plan) for op in (producer, *(consumer for consumer, _ in consumers)))
+                if made is not None:
+                    uses = [cost.input_uses[i] for cost, (_, i) in zip(read, consumers) if cost is not None]
+                    shared.near(made.output_layouts[index], (use for some in uses if len(some) == 1 for use in some))
+        return True
+
+    def _op_cost(self, op: Op, plan: Mapping[str, Strategy]) -> OpCost | None:
+        """The cost of an operator in a known plan; None where its strategy there cannot be worked out."""
+        options, op_costs, _ = self._look_at(op)
+        return op_costs[options.index(plan[op.name])] if plan.get(op.name) in options else None
 
     def _consumers(self, value: Value) -> list[tuple[Op, int]]:
         """The consumers of a value, each once, with the first input place."""
         consumers = {consumer.name: (consumer, i) for consumer, i in reversed(self.consumers.get(value.name, ()))}
         return list(consumers.values())[::-1]
-
-    def _shared_in(
-        self, plan: Mapping[str, Strategy], value: Value, consumers: list[tuple[Op, int]]
-    ) -> Iterator[SharedState]:
-        """The states in which a known plan shares a value after completing its sum: each use that two of its
-        consumers make."""
-        producer = self.producers[value.name]
-        if any(
-            plan.get(op.name) not in self._look_at(op)[0] for op in (producer, *(consumer for consumer, _ in consumers))
-        ):
-            return  # the plan has a strategy here that cannot be worked out
-        output_layouts = self._op_cost(producer, plan).output_layouts[
-            [v.name for v in producer.outputs if v is not None].index(value.name)
-        ]
-        asked = [self._op_cost(consumer, plan).input_uses[i] for consumer, i in consumers]
-        for k, uses in enumerate(asked):
-            if len(uses) == 1 and uses in asked[:k]:
-                yield SharedState(output_layouts, True, next(iter(uses)))
-
-    def _op_cost(self, op: Op, plan: Mapping[str, Strategy]) -> OpCost:
-        """The cost of an operator in a known plan."""
-        options, op_costs, _ = self._look_at(op)
-        return op_costs[options.index(plan[op.name])]
-
-    def _shared_states(
-        self, value: Value, output_layouts: tuple[Layout, ...], several: Uses, ends: Uses
-    ) -> list[SharedState]:
-        """The states of a shared value: in every layout, the uses that are cheapest to serve once."""
-        uses = sorted(several, key=lambda use: (str(use.input_layout), use.partial))
-        alone = tuple(frozenset((use,)) for use in uses)
-        closed = self.deliveries.table(tuple(layout.without_partial() for layout in output_layouts), alone, value)
-        open_ = self.deliveries.table(output_layouts, alone, value)
-        out = []
-        for i, layout in enumerate(output_layouts):
-            out.append(SharedState(layout, True, None))
-            order = np.argsort(closed[i], kind="stable")
-            order = order[(closed[i, order] > 0) & np.isfinite(closed[i, order])]
-            out += [SharedState(layout, True, uses[k]) for k in order[:MOST_SHARED]]
-            if layout.partial and not ends:
-                order = np.argsort(open_[i], kind="stable")
-                out += [
-                    SharedState(layout, False, uses[k]) for k in order[np.isfinite(open_[i, order])][: 2 * MOST_SHARED]
-                ]
-        return out
-
-    def _completion_costs(
-        self, value: Value, states: Sequence[SharedState], output_layouts: tuple[Layout, ...], ends: Uses
-    ) -> np.ndarray:
-        """Costs of completing the sum and of serving the shared use, by layout of the producer and by state."""
-        out = np.full((len(output_layouts), len(states)), np.inf)
-        price = self.deliveries.price
-        for j, state in enumerate(states):
-            layout = closed = state.output_layout
-            total = 0.0
-            if state.completed:
-                closed = layout.without_partial()
-                total = price(closed, ends, value)
-                total += price(layout, (Use(closed, (), ""),), value) if layout.partial else 0.0
-            if state.use is not None:
-                total += price(closed, (state.use,), value)
-            out[output_layouts.index(layout), j] = total
-        return out
-
-    def _shared_costs(
-        self, value: Value, states: Sequence[SharedState], output_layouts: tuple[Layout, ...], uses: tuple[Uses, ...]
-    ) -> np.ndarray:
-        """Costs of serving a consumer beyond what is shared, by state and set of uses. A use with a partial sum is
-        served from the partial sum."""
-        rows = np.array([output_layouts.index(s.output_layout) for s in states])
-        keeps = np.array([any(use.input_layout.partial for use in some) for some in uses])
-        closed = self.deliveries.table(tuple(layout.without_partial() for layout in output_layouts), uses, value)
-        out = np.where(keeps, self.deliveries.table(output_layouts, uses, value), closed)[rows]
-        out[[not s.completed for s in states]] = np.inf
-        place = {some: j for j, some in enumerate(uses)}
-        for i, state in enumerate(states):
-            j = None if state.use is None else place.get(frozenset((state.use,)))
-            if j is not None:
-                out[i, j] = 0.0
-        return out
 
     def _spread(self, table: np.ndarray, rows: np.ndarray | None, columns: np.ndarray | None) -> np.ndarray:
         """A table of distinct layouts and uses as one of strategies; the same object for the same arguments."""

@@ -68,6 +68,7 @@ from .search_space import EdgeCosts, OperatorTable, Strategy, options_of, prime_
 from .semi_auto import marked_decision, marked_output
 
 __all__ = [
+    "SOME_SHARED",
     "Search",
     "at_other_sizes",
     "cheapest_of_modes",
@@ -78,6 +79,12 @@ __all__ = [
 ]
 
 P = TypeVar("P")
+
+#: The note of a bound in whose cost graph some uses are left out.
+SOME_SHARED = (
+    "the bound is of the shared redistributions that were tried: where a value has three consumers or more, "
+    "some of which share a redistribution, not all were"
+)
 
 # -- the search
 
@@ -239,7 +246,7 @@ class Search:
 
         Args:
             options: by operator, its strategies.
-            known: plans whose shared uses are among those that may be served once.
+            known: plans near which shared uses are tried, where there are too many to try all.
             cut: a further storage of each parameter whose storage nothing settles.
         """
         plans = [{name: strategy_of(decision) for name, decision in plan.items()} for plan in known]
@@ -267,7 +274,8 @@ class Search:
         """
         decisions = made.decisions(solution.states, self.fixed, cause)
         count = sum(map(len, made.options.values()))
-        found = SearchResult(solution.cost, solution.bound if proved else None, len(decisions), count, solution.notes)
+        notes = (*solution.notes, SOME_SHARED) if proved and made.limited else solution.notes
+        found = SearchResult(solution.cost, solution.bound if proved else None, len(decisions), count, notes)
         return Decisions(decisions, self.batch_dims, found)
 
 

@@ -41,9 +41,10 @@ import numpy as np
 from ..graph import Op, Value
 from ..identity_tables import IdentityCache
 from ..layout import Layout
-from .graph_problem import CostGraph, SharedState, Uses, reached
+from .graph_problem import CostGraph, reached
 from .operator_workspace import inside, without_gradients
 from .search_space import KeptTensors, OpCost, keeps
+from .shared_values import SharedState, Uses
 
 __all__ = ["ABSENT", "RECOMPUTED", "SAVED", "Node", "OperatorMemory", "RematStates", "SaveOrRecompute"]
 
