@@ -117,6 +117,7 @@ class Gradient(SlicedTensor):
                 if found is not None:
                     return found
             # torch 2.9's DTensor makes no views of a subclass; the norm of a matrix begins with one.
+            result: Any = None
             of_plain = (function in VIEWS or function in _NORMS) and isinstance(args[0], Gradient)
             if of_plain and not _has_tensors(args[1:]):
                 result = function(

@@ -40,7 +40,7 @@ from ...capture.annotations import CUT, whole_shape
 from ...capture.source_lines import user_frame
 from ...errors import SettingError
 from ...partition.padded_dims import true_slice
-from ...torch_private import PARAMETER, DisableTorchFunctionSubclass, local_tensor, pytree, spec_of
+from ...torch_private import PARAMETER, DisableTorchFunctionSubclass, local_tensor, pytree, set_local_tensor, spec_of
 from .dtensors import ELSEWHERE, gathered_as, layout_of, padded_slice, with_values
 from .gradient_edits import VIEWS, changes, drawing, is_copy, part_of, put
 from .rank_messages import ranks_of_now
@@ -149,12 +149,14 @@ class SlicedTensor(DTensor):
         own = local_tensor(self).detach().clone()
         for alias in [ref() for ref in getattr(self, _ALIASES, ())]:
             if alias is not None:
-                alias._local_tensor = own
+                set_local_tensor(alias, own)
         vars(self).pop(_ALIASES, None)
         with torch.no_grad():
             self.copy_(values)
 
-    def backward(self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None):  # type: ignore[override]
+    def backward(
+        self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
         """A backward, as of any tensor; hooks run with the functions of this class."""
         torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
@@ -247,7 +249,7 @@ def _called(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
         out = kwargs.pop("out")
         with torch.no_grad():
             return out.copy_(_on_whole(function, args, kwargs))
-    first = args[0] if args else kwargs.get("tensor", kwargs.get("input", kwargs.get("self")))
+    first: Any = args[0] if args else kwargs.get("tensor", kwargs.get("input", kwargs.get("self")))
     if changes(function):
         with torch.set_grad_enabled(
             torch.is_grad_enabled() and getattr(function, "__module__", "") != nn.init.__name__
