@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ...capture.annotations import CUT, whole_shape
 from ...capture.source_lines import user_frame
-from ...errors import SettingError
+from ...errors import CheckpointError, SettingError
 from ...partition.padded_dims import true_slice
 from ...torch_private import PARAMETER, DisableTorchFunctionSubclass, local_tensor, pytree, set_local_tensor, spec_of
 from .dtensors import ELSEWHERE, gathered_as, layout_of, padded_slice, with_values
@@ -490,9 +490,12 @@ def _value(x: Any, name: str) -> Tensor:
         f"{name}() of {_named(x)}, which every rank calls (one rank alone reads inside of `with model.whole(rank=0)`)"
     )
     with waiting(place):
-        asked = ranks_of_now("values of parameters").exchanged(
-            [name, of, list(whole_shape(x)), str(x.dtype), elsewhere, _line() or ""]
-        )
+        try:
+            asked = ranks_of_now("values of parameters").exchanged(
+                [name, of, list(whole_shape(x)), str(x.dtype), elsewhere, _line() or ""]
+            )
+        except CheckpointError as error:  # its words are those of a save; the watchdog knows the reason
+            raise error.__cause__ or error from None
     first = asked[0]
     for rank, other in enumerate(asked):
         if other[:4] != first[:4] and not (elsewhere or other[4] or first[4]):
