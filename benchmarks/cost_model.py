@@ -40,7 +40,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.cluster import Cluster
 from shardwright.cost.cost_model import CostModel
-from shardwright.runtime.distributed.calibrate import calibrate
+from shardwright.runtime.calibrate import calibrate
 
 sys.path.append(str(ROOT / "examples"))
 

@@ -28,6 +28,7 @@ __all__ = [
     "peak_allocated",
     "random_state",
     "random_states",
+    "set_random_state",
     "set_random_states",
     "side_stream",
     "sum_type",
@@ -131,6 +132,14 @@ def random_state(device: torch.device) -> Tensor:
     """The state of torch's generator of a device."""
     made = _made(device, "get_rng_state", device)
     return torch.get_rng_state() if made is None else made
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Set what `random_state` returned."""
+    if hasattr(module_of(device), "set_rng_state"):
+        module_of(device).set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
 
 
 def random_states() -> dict[str, bytes]:

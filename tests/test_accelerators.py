@@ -28,8 +28,8 @@ from shardwright.accelerators import (
 )
 from shardwright.checkpoint import stored_checkpoint
 from shardwright.checkpoint.run_state import generators, restore_generators
+from shardwright.runtime import calibrate
 from shardwright.runtime.deferred_init import beginnings
-from shardwright.runtime.distributed import calibrate
 from shardwright.verification import node_comparison
 
 PACKAGE = Path(__file__).parents[1] / "shardwright"

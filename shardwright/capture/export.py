@@ -95,7 +95,8 @@ _INSTEAD = {
     "packed sequences": "padded sequences: the layer runs over all steps, and the lengths choose what is used "
     "of them, such as h[rows, lengths - 1]",
     "not a known type": "tensors, numbers, strings and None, in tuples, lists, dicts, or as attributes of an object",
-    "numpy() is not supported": "torch's own operators",
+    "numpy() is not supported": "torch's own operators in the place of numpy's; numpy in a torch.library.custom_op "
+    "with a sw.rule",
     "uninitialized parameter": "one call of the plain model before it is wrapped, which gives lazy modules their sizes",
 }
 
@@ -507,6 +508,8 @@ def _captured(
             first = "data-dependent"
             problem = "the forward takes a number out of a tensor (item(), float(), bool(), an if, a format), which is "
             problem += "data-dependent: no tensor has values before the program runs"
+        elif "numpy() is not supported" in first:
+            problem = "the forward makes a numpy array of a tensor, and no tensor has values before the program runs"
         raise CaptureError(
             f"the model cannot be captured: {problem}",
             source=user_frame(frames) or calling_line(),

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from ..identity_tables import IdentitySet
-from ..torch_private import buffer_table, hook_tables, parameter_table, part_tables
+from ..torch_private import DisableTorchFunctionSubclass, buffer_table, hook_tables, parameter_table, part_tables
 from .observed.opaque_state import equal_states, guarded_state, state_of
 from .observed.places import CALLED, CONTAINERS, MISSING, GuardedPlace, contents, entries, is_simple, same, spelled
 
@@ -231,9 +231,7 @@ class Guards:
                 and not any(self._empty)
                 and list(map(len, self._full)) == self._counts
                 and all(map(is_, chain.from_iterable(map(dict.values, self._full)), self._members))
-                and list(map(_requires_grad, self._parameters)) == self._trained
-                and list(map(_dtype, self._tensors)) == self._dtypes
-                and list(map(_shape, self._tensors)) == self._shapes
+                and self._tensors_unchanged()
                 and all(
                     map(is_, map(_class_get, self._classes, self._class_names, repeat(MISSING)), self._class_values)
                 )
@@ -246,6 +244,14 @@ class Guards:
             )
         except (ValueError, AttributeError):  # an empty cell, or a deleted attribute
             return False
+
+    def _tensors_unchanged(self) -> bool:
+        with DisableTorchFunctionSubclass():  # in processes parameters are of a class with functions of its own
+            return (
+                list(map(_requires_grad, self._parameters)) == self._trained
+                and list(map(_dtype, self._tensors)) == self._dtypes
+                and list(map(_shape, self._tensors)) == self._shapes
+            )
 
     def change(self) -> str | None:
         """The first change, in words; None where no value has changed.

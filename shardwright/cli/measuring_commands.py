@@ -116,7 +116,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
 def _measure(runtime: Runtime, arguments: argparse.Namespace) -> int:
     """Measure on one of the ranks that a launcher started."""
-    from ..runtime.distributed.calibrate import calibrate as measure  # noqa: PLC0415  imports torch
+    from ..runtime.calibrate import calibrate as measure  # noqa: PLC0415  imports torch
 
     if arguments.devices not in (None, runtime.devices):
         raise SettingError(

@@ -15,6 +15,7 @@ pipeline_p2p         the stages of a pipeline on processes, and the messages bet
 redistribution_functions  the autograd functions of redistributions, and exchanges of halos, which both runtimes share
 second_derivatives   gradients that are differentiated again
 per_rank_values      parameters and results that are each rank's own
+calibrate            measurement of the cluster
 local, distributed   all ranks in one process; one process a rank
 """
 

@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import SettingError
+from ..torch_private import DisableTorchFunctionSubclass
 from .replaced_parameters import replaced_name
 
 __all__ = [
@@ -231,7 +232,9 @@ def _calls_first(optimizer: torch.optim.Optimizer, nets: Sequence[nn.Module]) ->
 
 def _look(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter in parameters:
+    with DisableTorchFunctionSubclass():
+        gradients = [p.grad for p in parameters]
+    for parameter, gradient in zip(parameters, gradients):
         if replaced_name(parameter) is not None:
             raise SettingError(
                 f"{type(optimizer).__name__} holds the parameter {replaced_name(parameter)!r} as it was "
@@ -244,9 +247,9 @@ def _look(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
                 f"{type(optimizer).__name__}.step() inside of whole(), where the model has whole tensors",
                 legal="steps before it or after it",
             )
-        if getattr(parameter.grad, "digits", None) is not None:
+        if getattr(gradient, "digits", None) is not None:
             raise not_summed(f"{type(optimizer).__name__}.step()")
-    if any(p.grad is not None for p in parameters):
+    if any(gradient is not None for gradient in gradients):
         return
     theirs, ours = list(net.parameters()), set(parameters)
     if any(p in ours for p in theirs) or not any(p.grad is not None for p in theirs):

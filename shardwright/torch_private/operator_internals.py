@@ -12,6 +12,7 @@ __all__ = [
     "CROSS_MAP_NORM",
     "OpOverload",
     "OpOverloadPacket",
+    "direct_apply",
     "foreach_edits",
     "fused_optimizers",
     "operators",
@@ -56,6 +57,11 @@ def overload_of(custom_op: object) -> object:
     if isinstance(custom_op, version_lookup.name_of_torch("CustomOpDef")):
         return version_lookup.read_private(custom_op, "_opoverload", "a rule for a torch.library.custom_op")
     return None
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Any:
+    """``function.apply`` without its preparation for torch.func, which takes the host as long as two `torch.add`."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]  # a class of torch's in C++
 
 
 def operators(*names: str) -> tuple[Any, ...]:

@@ -12,13 +12,13 @@ from torch import Tensor
 from . import version_lookup
 
 __all__ = [
+    "GATHER_METHOD",
+    "SCATTER_METHOD",
     "backward_can_start_at_functions",
     "computation",
     "default_store",
-    "gather_flat",
     "group_timeout",
     "number_of_groups",
-    "scatter_flat",
     "schedule_without_transfers",
     "worker_processes",
 ]
@@ -39,14 +39,11 @@ def group_timeout(device: torch.device | str) -> timedelta | None:
         return None
 
 
-def gather_flat(group: torch.distributed.ProcessGroup, out: Tensor, x: Tensor) -> torch.distributed.Work:
-    """A process group's own all-gather of a flat tensor, as work. Torch 2.13 has given it a public name."""
-    return (getattr(group, "all_gather_single", None) or group._allgather_base)(out, x)
-
-
-def scatter_flat(group: torch.distributed.ProcessGroup, out: Tensor, x: Tensor, options: Any) -> torch.distributed.Work:
-    """A process group's own reduce-scatter of a flat tensor, as work."""
-    return (getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base)(out, x, options)
+#: The methods of a process group for an all-gather and a reduce-scatter of one tensor: (out, x), (out, x, options) ->
+#: work. Torch 2.13 has given them public names.
+_RENAMED = hasattr(torch.distributed, "ProcessGroup") and hasattr(torch.distributed.ProcessGroup, "all_gather_single")
+GATHER_METHOD = "all_gather_single" if _RENAMED else "_allgather_base"
+SCATTER_METHOD = "reduce_scatter_single" if _RENAMED else "_reduce_scatter_base"
 
 
 def number_of_groups() -> int:

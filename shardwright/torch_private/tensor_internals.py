@@ -16,6 +16,7 @@ __all__ = [
     "is_view",
     "local_tensor",
     "move_gradient_hooks",
+    "set_local_tensor",
     "shell",
     "spec_of",
     "storage_id",
@@ -43,6 +44,12 @@ def is_view(x: Tensor) -> bool:
 def local_tensor(x: object) -> Tensor:
     """The slice of a DTensor on this rank itself; ``to_local()`` would make an autograd node and a view (60 us)."""
     return version_lookup.read_private(x, "_local_tensor", "parameters that are DTensors")
+
+
+def set_local_tensor(x: object, local: Tensor) -> None:
+    """Give a DTensor another slice, of the same shape and dtype."""
+    local_tensor(x)  # an error where this torch has no such name
+    x._local_tensor = local  # type: ignore[attr-defined]  # a slot of DTensor
 
 
 def spec_of(x: object) -> Any:

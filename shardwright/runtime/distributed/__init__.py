@@ -6,6 +6,7 @@ process_groups       the ranks that differ from this one in some digits alone
 collectives          the steps of a redistribution as collectives
 shared_memory        collectives of the ranks of one host, through memory that they share
 parameters, dtensors          parameters: DTensors outside, plain tensors inside
+sliced_tensors                functions of parameters in a script's own code
 gradients, buckets            gradients: DTensors of the parameters, summed in buckets
 stage_weights        weights and gradients of a stage of a pipeline, over the micro-batches of a step
 gradient_edits       gradients that the user edits between backward and step; their norms and GradScaler's check
@@ -16,7 +17,6 @@ agreement            one plan for all ranks, or one error
 rank_messages        messages between ranks, as JSON
 rank_positions       the position of each rank, the rank that others wait for, and the time at wait points
 watchdog             messages beside the collectives, and the verdict that ends a run
-calibrate            measurement of the cluster
 """
 
 from __future__ import annotations

@@ -43,13 +43,13 @@ from ...cost.communication_schedule import PLAIN
 from ...layout import Digits, group_of
 from ...redistribution import CollectiveKind, Geometry, Redistribution, RedistributionStep, digits_value
 from ...torch_private import (
+    GATHER_METHOD,
+    SCATTER_METHOD,
     functional_all_gather,
     functional_all_reduce,
     functional_all_to_all,
     functional_reduce_scatter,
     functional_wait,
-    gather_flat,
-    scatter_flat,
 )
 from ..local.shards import reduce_terms
 from ..redistribution_functions import part_of_rank
@@ -290,13 +290,13 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 def begin_gather(group: Group, x: Tensor) -> tuple[Tensor, dist.Work]:
     """A library's all-gather under way, flat -> the tensors of all ranks, one after the other, and its work."""
     out = x.new_empty(group.size * len(x))
-    return out, gather_flat(group.group, out, x)
+    return out, getattr(group.group, GATHER_METHOD)(out, x)
 
 
 def begin_scatter(group: Group, x: Tensor, reduction: str = "sum") -> tuple[Tensor, dist.Work]:
     """A library's reduce-scatter under way, flat pieces -> this rank's piece, reduced, and its work."""
     out = x.new_empty(len(x) // group.size, *x.shape[1:])
-    return out, scatter_flat(group.group, out, x, _SCATTERS[reduction])
+    return out, getattr(group.group, SCATTER_METHOD)(out, x, _SCATTERS[reduction])
 
 
 def begin_reduce(group: Group, x: Tensor, reduction: str = "sum", dies: bool = False) -> tuple[Tensor, dist.Work]:
@@ -506,12 +506,18 @@ EXECUTORS: dict[CollectiveKind, Callable[[RedistributionStep, Geometry, int, Pro
     CollectiveKind.ALL_REDUCE: lambda step, geometry, rank, groups: all_reduce(
         groups.seen(step.digits), step.reduction
     ),
-    CollectiveKind.ALL_GATHER: lambda step, geometry, rank, groups: _shaped(geometry, gather(groups.seen(step.digits))),
+    CollectiveKind.ALL_GATHER: lambda step, geometry, rank, groups: _shaped(
+        geometry, gather(group := groups.seen(step.digits)), group, GATHER_METHOD
+    ),
     CollectiveKind.REDUCE_SCATTER: lambda step, geometry, rank, groups: _shaped(
-        geometry, reduce_scatter(groups.seen(step.digits), step.reduction)
+        geometry,
+        reduce_scatter(group := groups.seen(step.digits), step.reduction),
+        group,
+        SCATTER_METHOD,
+        _SCATTERS[step.reduction],
     ),
     CollectiveKind.ALL_TO_ALL: lambda step, geometry, rank, groups: _shaped(
-        geometry, partial(exchange, groups.seen(step.digits))
+        geometry, partial(exchange, group := groups.seen(step.digits)), group, "alltoall_base", [], []
     ),
     CollectiveKind.PERMUTE: lambda step, geometry, rank, groups: _shaped(
         geometry, permuted(groups.seen(step.digits), step, geometry, rank)
@@ -662,18 +668,30 @@ def arrangements(geometry: Geometry) -> tuple[Bound, Bound]:
     return pieces, arranged
 
 
-def _shaped(geometry: Geometry, run: Bound) -> Bound:
+def _shaped(geometry: Geometry, run: Bound, group: Group | None = None, method: str = "", *options: object) -> Bound:
     """`run` between the local tensor and flat pieces: it takes the pieces to send, one after the other, and returns
-    those received."""
+    those received.
+
+    On a library the `method` of the process group, with its `options`, does the same without the layers of Python in
+    `run`, each of which takes the host as long as half a `torch.add`. Programs that torch.compile traces need `run`,
+    and so do dtypes that libraries lack.
+    """
     pre_view, pre_perm, after = geometry.pre_view, geometry.pre_perm, geometry.after
-    post_view, post_perm = geometry.post_view, geometry.post_perm
-    if pre_perm is None and post_perm is None:
+    post_view, post_perm, numel = geometry.post_view, geometry.post_perm, math.prod(after)
+    library = None if group is None or group.exchanges else group.group
+    if pre_perm is None and post_perm is None and library is None:
         return lambda x: run(flat(x)).view(*after)  # two thirds of the time of a shape in one argument
 
     def shaped(x: Tensor) -> Tensor:
         if pre_perm is not None:
             x = x.reshape(*pre_view).permute(*pre_perm)
-        x = run(flat(x))
+        x = x.reshape(-1).contiguous()
+        if library is None or x.dtype not in PLAIN or torch.compiler.is_compiling():
+            x = run(x)
+        else:
+            out = x.new_empty(numel)
+            getattr(library, method)(out, x, *options).wait()
+            x = out
         if post_perm is not None:
             x = x.view(*post_view).permute(*post_perm)
         return x.reshape(*after)

@@ -12,7 +12,6 @@ Example: a parameter of 5 rows on 4 ranks has padded slices of 2 rows; the ranks
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -22,16 +21,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...capture.annotations import CUT, whole_shape
-from ...errors import SettingError
+from ...capture.annotations import whole_shape
 from ...layout import Digit, Layout
 from ...partition.padded_dims import true_slice
 from ...torch_private import dtensor_handlers, operators
 from .process_groups import ProcessGroups, earlier_worlds
 
 __all__ = [
+    "ELSEWHERE",
     "SUBCLASSES_HAVE_VIEWS",
-    "SlicedParameter",
     "as_dtensor",
     "beginning",
     "gathered",
@@ -55,44 +53,8 @@ def as_dtensor(parameter: Tensor) -> DTensor:
 SUBCLASSES_HAVE_VIEWS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
-class SlicedParameter(DTensor):
-    """A parameter of which this rank has a slice; `data` that is assigned is written into the slice, which a DTensor of
-    torch keeps as it was."""
-
-    __slots__ = ()
-
-    @property
-    def data(self) -> Tensor:
-        """The values without autograd, as of any tensor."""
-        return self.detach()
-
-    @data.setter
-    def data(self, values: Tensor) -> None:
-        shape = tuple(self.shape if isinstance(values, DTensor) else whole_shape(self))
-        if tuple(values.shape) != shape or values.dtype != self.dtype:
-            raise SettingError(
-                f"data of shape {tuple(values.shape)} and {values.dtype} is assigned to the parameter "
-                f"{getattr(self, CUT, '')!r} of shape {shape} and {self.dtype}, of which this rank has a "
-                "slice",
-                legal="values of the same shape and dtype; another shape or dtype before AutoParallel",
-            )
-        with torch.no_grad():
-            self.copy_(values)
-
-    def copy_(self, values: Tensor, non_blocking: bool = False) -> Tensor:
-        """Write values into the slice: those of a DTensor, or of the whole parameter, as a plain tensor."""
-        if isinstance(values, DTensor) or (torch.is_grad_enabled() and self.requires_grad):
-            return super().copy_(values, non_blocking)
-        return with_values(self, values.detach().expand(whole_shape(self)))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self.__class__ = DTensor  # type: ignore[assignment]  # its copy is of its own class
-        try:
-            made = copy.deepcopy(self, memo)
-        finally:
-            self.__class__ = SlicedParameter
-        made.__class__ = SlicedParameter
-        return made
+#: The axes of the mesh of a parameter that is on other ranks.
+ELSEWHERE = ("elsewhere",)
 
 
 def _whole_number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,8 +22,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,13 +32,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ...accelerators import random_state, set_random_state
 from ...errors import SettingError
 from ...partition.padded_dims import true_slice
 from ...torch_private import foreach_norm, local_tensor, pytree, spec_of, storage_id, unscale_
 from .dtensors import layout_of
 from .rank_positions import WaitPoint, waiting
 
-__all__ = ["NORMS", "RANDOM", "VIEWS", "changes", "drawn_like", "is_copy", "lost", "norms", "part_of", "put", "unscale"]
+__all__ = [
+    "NORMS",
+    "RANDOM",
+    "VIEWS",
+    "changes",
+    "drawing",
+    "drawn_like",
+    "is_copy",
+    "lost",
+    "norms",
+    "part_of",
+    "put",
+    "unscale",
+]
 
 # -- edits
 
@@ -106,6 +121,10 @@ _OPERATORS = frozenset(
         "__ixor__",
     }
 )
+
+
+#: The wait point of random numbers that are those of rank 0.
+_DRAWING = WaitPoint("random numbers of a parameter, outside of the model, which every rank draws")
 
 
 def changes(function: object) -> bool:
@@ -189,6 +208,28 @@ def put(gradient: DTensor, index: Any, value: Any) -> None:
     made = torch.empty(gradient.shape, dtype=local.dtype, device=local.device)
     changed[index], made[index] = True, value
     local.copy_(torch.where(changed[own_slices], made[own_slices], local))
+
+
+@contextlib.contextmanager
+def drawing(device: torch.device, options: Mapping[str, Any]) -> Iterator[None]:
+    """While active, torch's generator of the device is that of rank 0; a generator of the user's stays as it is. Ranks
+    whose generators were like rank 0's go on like it, others with their own."""
+    if options.get("generator") is not None:
+        yield
+        return
+    own = random_state(device)
+    sent = own.to(device, copy=True)
+    with waiting(_DRAWING):
+        dist.broadcast(sent, 0)
+    of_first = sent.to(own.device)
+    alike = torch.equal(own, of_first)
+    if not alike:
+        set_random_state(device, of_first)
+    try:
+        yield
+    finally:
+        if not alike:
+            set_random_state(device, own)
 
 
 def drawn_like(function: Callable[..., Tensor], gradient: DTensor, options: Mapping[str, object]) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from ...layout import Digits
 from ...redistribution import digits_value
@@ -35,9 +35,11 @@ from ...torch_private import (
     use_foreach,
 )
 from ..optimizer_guard import not_summed
-from .gradient_edits import NORMS, RANDOM, VIEWS, changes, drawn_like, is_copy, lost, norms, part_of, put, unscale
+from .dtensors import SUBCLASSES_HAVE_VIEWS
+from .gradient_edits import NORMS, RANDOM, VIEWS, changes, drawn_like, is_copy, lost, norms, put, unscale
 from .parameter_hooks import call_after, put_within, seen_by_hooks
 from .rank_positions import waiting
+from .sliced_tensors import ELEMENTWISE, READS, SlicedTensor, locals_of
 
 __all__ = [
     "Gradient",
@@ -59,25 +61,6 @@ _OF_STAGE = "_shardwright_of_stage"
 #: Attribute of a parameter that is stored on other ranks: its empty gradient here.
 _NOTHING = "_shardwright_nothing"
 
-#: Functions that optimizers apply in place, element by element, to a parameter or their state with a gradient.
-_ELEMENTWISE = frozenset(
-    {
-        Tensor.add_,
-        Tensor.sub_,
-        Tensor.mul_,
-        Tensor.div_,
-        Tensor.lerp_,
-        Tensor.addcmul_,
-        Tensor.addcdiv_,
-        Tensor.copy_,
-        Tensor.masked_fill_,
-        Tensor.__iadd__,
-        Tensor.__isub__,
-        Tensor.__imul__,
-        Tensor.__itruediv__,
-    }
-)
-
 #: Norms of a whole tensor.
 _NORMS = frozenset({torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm})
 
@@ -89,7 +72,7 @@ _FUSED = fused_optimizers()
 _EDITS = foreach_edits()
 
 
-class Gradient(DTensor):
+class Gradient(SlicedTensor):
     """The gradient of a parameter. Its norm is a plain number, so that ``clip_grad_norm_`` can combine the norms of
     gradients on different meshes."""
 
@@ -106,8 +89,8 @@ class Gradient(DTensor):
     def __torch_function__(
         cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function in _ELEMENTWISE and not (torch.is_grad_enabled() and _any_requires_grad(args)):
-            local = _locals(args)
+        if function in ELEMENTWISE and not (torch.is_grad_enabled() and _any_requires_grad(args)):
+            local = locals_of(args)
             if local is not None:  # takes a third of the time of DTensor's dispatch
                 # Most empty gradients belong to other stages; an optimizer has more of these than of its own stage's.
                 if local[0].numel():
@@ -134,12 +117,18 @@ class Gradient(DTensor):
                 if found is not None:
                     return found
             # torch 2.9's DTensor makes no views of a subclass; the norm of a matrix begins with one.
-            if (function in VIEWS or function in _NORMS) and isinstance(args[0], Gradient):
+            result: Any = None
+            of_plain = (function in VIEWS or function in _NORMS) and isinstance(args[0], Gradient)
+            if of_plain and not _has_tensors(args[1:]):
                 result = function(
                     DTensor(local_tensor(args[0]), spec_of(args[0]), requires_grad=False), *args[1:], **(kwargs or {})
                 )
-            else:
+            elif not SUBCLASSES_HAVE_VIEWS:
                 result = function(*args, **(kwargs or {}))
+            else:
+                of_plain = False
+        if SUBCLASSES_HAVE_VIEWS and not of_plain:
+            result = SlicedTensor.__torch_function__(function, types, args, kwargs)
         if function in _NORMS:
             return _plain(result)
         if function is foreach_norm:
@@ -147,44 +136,17 @@ class Gradient(DTensor):
         if function in VIEWS and isinstance(args[0], Gradient):
             return pytree.tree_map_only(DTensor, lambda part: _view(args[0], part, function, args), result)
         # A value computed from a gradient is treated as a gradient: Rprop needs this.
-        if type(result) is DTensor and not result.requires_grad:
+        if type(result) in (DTensor, SlicedTensor) and not result.requires_grad:
             return Gradient(local_tensor(result), spec_of(result), requires_grad=False)
         return result
 
 
-def _locals(args: Sequence[Any]) -> list[Any] | None:
-    """The slices of DTensors of one placement, this rank's parts of plain tensors beside them, and numbers unchanged;
-    None where an argument is none of these."""
-    spec = spec_of(args[0])
-    if spec is None:
-        return None
-    out = []
-    for a in args:
-        if isinstance(a, Tensor):
-            theirs = spec_of(a)
-            if theirs is None and a.dim():
-                a = part_of(args[0], a) if local_tensor(args[0]).numel() else a
-                if a is None:
-                    return None
-            elif (
-                theirs is not None
-                and theirs is not spec
-                and (
-                    (
-                        a.dim()
-                        and (theirs.mesh, theirs.placements, theirs.shape) != (spec.mesh, spec.placements, spec.shape)
-                    )
-                    or (not a.dim() and not all(isinstance(p, Replicate) for p in theirs.placements))
-                )
-            ):
-                return None
-            a = a if theirs is None else local_tensor(a)
-        out.append(a)
-    return out
-
-
 def _any_requires_grad(args: Sequence[Any]) -> bool:
     return any(isinstance(a, Tensor) and a.requires_grad for a in args)
+
+
+def _has_tensors(args: Sequence[Any]) -> bool:
+    return any(isinstance(a, (Tensor, list)) for a in pytree.tree_leaves(args, is_leaf=lambda a: isinstance(a, list)))
 
 
 def _view(gradient: Gradient, part: DTensor, function: object, args: tuple[object, ...]) -> Gradient:
@@ -317,7 +279,7 @@ class Unsummed(Gradient):
     def __torch_function__(
         cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function in _REFUSED:
+        if function in _REFUSED or getattr(function, "__name__", "") in READS:
             raise not_summed("a norm, a part, or a change of gradients")
         if function is Tensor.detach:
             return _detached(args[0])
@@ -333,7 +295,7 @@ _REFUSED = frozenset(
         foreach_norm,
         unscale_,
         *_EDITS,
-        *_ELEMENTWISE,
+        *ELEMENTWISE,
         *_FUSED,
         DTensor.full_tensor,
         DTensor.redistribute,
@@ -344,10 +306,12 @@ _REFUSED = frozenset(
 def hand_over(parameter: nn.Parameter, gradient: Tensor, rank: int) -> None:
     """Add a gradient to that of a DTensor parameter on `rank`, and run the parameter's hooks. The gradient is complete,
     or needs no sum."""
-    hooks = gradient_hooks(parameter)
+    with DisableTorchFunctionSubclass():
+        hooks = gradient_hooks(parameter)
+        if not hooks.before:
+            _add(parameter, gradient, rank)
     if hooks.before:
-        gradient = seen_by_hooks(parameter, gradient, rank)
-    _add(parameter, gradient, rank)
+        _add(parameter, seen_by_hooks(parameter, gradient, rank), rank)
     if hooks.after:
         run_after(parameter)
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ...capture.annotations import CUT
 from ...errors import SettingError
-from ...torch_private import dtensor_handlers, local_tensor, operators, spec_of
+from ...torch_private import DisableTorchFunctionSubclass, dtensor_handlers, local_tensor, operators, spec_of
 from .dtensors import gathered_as, padded_slice
 from .gradient_edits import part_of
 from .gradients import Gradient, is_of_stage
@@ -181,9 +181,11 @@ class _StandIn:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups, with the gradients of this moment: a closure, or a hook, may have changed them."""
-        for p, x in self._slices.items():
+        with DisableTorchFunctionSubclass():
+            gradients = [p.grad for p in self._slices]
+        for (p, x), gradient in zip(self._slices.items(), gradients):
             if x is not p:
-                x.grad = None if p.grad is None else self._seen(p.grad, p)
+                x.grad = None if gradient is None else self._seen(gradient, p)
         one_by_one = {} if self._seen is _slice else {"foreach": False}
         return [
             {**g, **{k: v for k, v in one_by_one.items() if k in g}, "params": [self._slices[p] for p in g["params"]]}

@@ -25,10 +25,11 @@ from ..deferred_init import materialize, substitute
 from ..optimizer_guard import step_through
 from ..replaced_parameters import replace_noted, stand_for_successor
 from .buckets import GradientSums
-from .dtensors import SUBCLASSES_HAVE_VIEWS, SlicedParameter, layout_of, slice_in_buffer, to_dtensor
+from .dtensors import ELSEWHERE, SUBCLASSES_HAVE_VIEWS, layout_of, slice_in_buffer, to_dtensor
 from .optimizer_steps import stand_in
 from .parameter_hooks import carry_over, leaf_of_slice
 from .process_groups import ProcessGroups, group_of_ranks
+from .sliced_tensors import SlicedTensor
 
 __all__ = ["ParameterPlacement", "ShardedState", "stored_layouts"]
 
@@ -124,7 +125,7 @@ class ShardedState:
             placements[old] = places(name, whole)
             made = successors[old] = nn.Parameter(cut(old, whole), requires_grad=old.requires_grad)
             if SUBCLASSES_HAVE_VIEWS:
-                made.__class__ = SlicedParameter  # type: ignore[assignment]
+                made.__class__ = SlicedTensor  # type: ignore[assignment]
             olds.append(old)
             setattr(made, CUT, name)
             if placements[old] is None:
@@ -153,7 +154,7 @@ class ShardedState:
         with those."""
         if self._elsewhere is None:
             alone = group_of_ranks((dist.get_rank(),))
-            self._elsewhere = DeviceMesh.from_group(alone, device.type, mesh_dim_names=("elsewhere",))
+            self._elsewhere = DeviceMesh.from_group(alone, device.type, mesh_dim_names=ELSEWHERE)
         nothing = torch.empty(0, dtype=whole.dtype, device=device)
         return DTensor.from_local(nothing, self._elsewhere, [Replicate()], run_check=False)
 

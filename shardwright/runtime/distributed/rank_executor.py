@@ -28,7 +28,7 @@ from ..compilation import Compilation
 from ..local.operators import plain_function
 from ..lowering import Lowered, Node, cast, copied, extreme, move, operand, sole_consumer, sum_of_gradient
 from ..profile_ranges import bucket_text, named_module, profiling
-from ..redistribution_functions import ExtremeFunction, RedistributionFunction, Steps, run_steps
+from ..redistribution_functions import ExtremeFunction, RedistributionFunction, Steps, redistributed, run_steps
 from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
 from ..second_derivatives import refuse_graph_of_compiled
 from .buckets import Scatter
@@ -96,7 +96,7 @@ class BoundRedistribute(nn.Module):
                 node: Any = y.grad_fn
                 node.register_prehook(self._twice)
             return y
-        return RedistributionFunction.apply(x, self.forward_steps, self.backward_steps, self.name)
+        return redistributed(x, self.forward_steps, self.backward_steps, self.name)
 
     def _twice(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """The gradient of a gradient is summed like the value, where it is wanted (create_graph=True)."""

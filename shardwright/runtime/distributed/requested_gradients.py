@@ -30,7 +30,7 @@ from ...torch_private import gradient_hooks
 from ..replaced_parameters import successor_of
 from ..second_derivatives import refuse_graph
 
-__all__ = ["note_leaf", "requested"]
+__all__ = ["note_leaf", "reached", "requested"]
 
 #: Attribute of a leaf: its parameter, and the sums of its program's gradients, or None.
 _OF = "_shardwright_leaf_of"
@@ -138,18 +138,7 @@ def _of_parameters(
                 "would be called",
                 legal=_LEGAL,
             )
-    leaves: list[Tensor] = []
-    parameters = set(wanted)
-    for leaf in _leaves(outputs):
-        parameter, sums = getattr(leaf, _OF)
-        if sums is not None and (sums.accumulates or sums.waits):
-            raise SettingError(
-                "torch.autograd.grad of parameters under no_sync(), or while gradients of a backward under it wait for "
-                "their sum",
-                legal=_LEGAL,
-            )
-        if parameter in parameters:
-            leaves.append(leaf)
+    leaves = reached(outputs, wanted, refuses_open_sums=True)
     if not leaves:
         return [None] * len(wanted)
     before = [parameter.grad for parameter in wanted]
@@ -161,6 +150,28 @@ def _of_parameters(
     finally:
         for parameter, gradient in zip(wanted, before):
             parameter.grad = gradient
+
+
+def reached(outputs: Sequence[Tensor], wanted: Sequence[Tensor], refuses_open_sums: bool = False) -> list[Tensor]:
+    """The tensors to which a backward has to go for the gradients of some tensors: of a parameter the leaves that
+    programs have computed on, and the parameter itself where a script has computed of it; others as they are.
+
+    Raises:
+        SettingError: gradients of a leaf wait for their sum, and `refuses_open_sums` is True.
+    """
+    found = [x for x in wanted if not hasattr(x, CUT) and not is_own(x)]
+    parameters = set(wanted)
+    for leaf in _leaves(outputs):
+        parameter, sums = getattr(leaf, _OF, (leaf, None))
+        if refuses_open_sums and sums is not None and (sums.accumulates or sums.waits):
+            raise SettingError(
+                "torch.autograd.grad of parameters under no_sync(), or while gradients of a backward under it wait for "
+                "their sum",
+                legal=_LEGAL,
+            )
+        if parameter in parameters:
+            found.append(leaf)
+    return found
 
 
 def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -181,7 +192,7 @@ def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
                 legal=_LEGAL,
             )
         leaf = getattr(node, "variable", None)
-        if leaf is not None and hasattr(leaf, _OF):
+        if leaf is not None and (hasattr(leaf, _OF) or hasattr(leaf, CUT)):
             found.append(leaf)
         further = {each for each, _ in node.next_functions if each is not None} - seen
         seen |= further

@@ -26,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 import shardwright as sw
 from shardwright.runtime.distributed.dtensors import gathered
+from shardwright.runtime.distributed.sliced_tensors import SlicedTensor
 from shardwright.torch_private import TorchDispatchMode, local_tensor
 
 X, Y = draw(8, 6), draw(8, 5, seed=1)
@@ -177,7 +178,7 @@ def as_one_device(kind: str, make: Make) -> Callable[[int, int], None]:
             close(local_tensor(p), q[here], path)
             assert ours.state.get(p, {}).keys() == theirs.state.get(q, {}).keys()
             for name, x in ours.state.get(p, {}).items():
-                assert not isinstance(x, Tensor) or type(x) in (Tensor, DTensor)
+                assert not isinstance(x, Tensor) or type(x) in (Tensor, DTensor, SlicedTensor)
                 if isinstance(x, Tensor) and x.shape == p.shape and p.dim():
                     assert x.placements == p.placements
                     close(local_tensor(x), theirs.state[q][name][here], name)

@@ -27,8 +27,8 @@ from shardwright.cost.cost_model import CostModel
 from shardwright.errors import SettingError
 from shardwright.layout import Digit
 from shardwright.redistribution import CollectiveKind
-from shardwright.runtime.distributed import calibrate
-from shardwright.runtime.distributed.calibrate import KINDS, VISIBLE, Timing, fit, levels_of
+from shardwright.runtime import calibrate
+from shardwright.runtime.calibrate import KINDS, VISIBLE, Timing, fit, levels_of
 
 DEVICES = 8
 SIZES = (4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)

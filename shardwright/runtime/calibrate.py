@@ -25,17 +25,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...accelerators import is_accelerator, sum_type, total_memory
-from ...cluster import Cluster, Level
-from ...cost.cost_model import CostModel
-from ...errors import SettingError
-from ...launch.progress import Work, each, phase
-from ...layout import Digit, Layout
-from ...process_runtime import Runtime
-from ...redistribution import CollectiveKind, Placement, Redistribution, redistribution
-from .collectives import bind_all
-from .process_groups import ProcessGroups
-from .rank_messages import exchanged
+from ..accelerators import is_accelerator, sum_type, total_memory
+from ..cluster import Cluster, Level
+from ..cost.cost_model import CostModel
+from ..errors import SettingError
+from ..launch.progress import Work, each, phase
+from ..layout import Digit, Layout
+from ..process_runtime import Runtime
+from ..redistribution import CollectiveKind, Placement, Redistribution, redistribution
+from .distributed.collectives import bind_all
+from .distributed.process_groups import ProcessGroups
+from .distributed.rank_messages import exchanged
 
 __all__ = ["Timing", "calibrate", "fit", "levels_of"]
 
