@@ -199,3 +199,13 @@ def test_the_resnet_of_the_goldens() -> None:
     least = min(costs["semi_auto"], costs["data_parallel"])
     assert costs[PROPAGATION] <= least * (1 + 1e-9)
     assert all(costs[search] <= min(least, costs[PROPAGATION]) * (1 + 1e-9) for search in SEARCHES)
+
+
+def test_a_bound_that_rounding_put_above_the_cost_is_the_cost() -> None:
+    """The search and the program add the same seconds in different orders."""
+    plan = sw.plan(LAYERS, X, devices=2, parallel_mode="dynamic_programming", cluster="a100x8")
+    above = plan.cost * (1 + 1e-12)
+    rounded = replace(plan, found=replace(plan.found, cost=above, bound=above))
+    assert above > plan.cost == rounded.bound
+    far = plan.cost * 1.01
+    assert replace(plan, found=replace(plan.found, cost=far, bound=far)).bound == far
