@@ -473,11 +473,9 @@ class Plan(CountedOptimizer, SavedPlan):
         A search prices a value's consumers with one shared redistribution (`shared_values`). Where they share several,
         the program takes less: `cost` is below the price, and may be below the bound.
         """
-        if self.found is None or self.found.bound is None:
-            return None
-        bound = min(self.found.bound, self._price)
-        # The search and the program add the same seconds in different orders.
-        return min(bound, self.cost) if bound <= self.cost * (1 + 1e-9) else bound
+        bound = None if self.found is None or self.found.bound is None else min(self.found.bound, self._price)
+        rounded = bound is not None and self.cost < bound <= self.cost * (1 + 1e-9)  # the same seconds in another order
+        return self.cost if rounded else bound
 
     @property
     def _price(self) -> float:

@@ -12,6 +12,7 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ OF_ENVIRONMENT = {
 }
 
 
+@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 

@@ -619,11 +619,11 @@ def _list_changed(function: Any, name: str, targets: Sequence[Any], args: tuple[
     if not name.startswith("_foreach_"):
         with waiting(_COMPUTING), DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
-    others = [
+    arguments = [
         [_beside(x, target) for x, target in zip(a, targets)] if isinstance(a, (list, tuple)) else a for a in args[1:]
     ]
     local = [local_tensor(x) if isinstance(x, DTensor) else x for x in targets]
-    function(local, *others, **kwargs)
+    function(local, *arguments, **kwargs)
     for x in targets:
         torch.autograd.graph.increment_version(x)
     return None
