@@ -77,10 +77,10 @@ def _searched(problem: PlanningProblem, best: list[Decisions]) -> Decisions:
     known = [semi_auto(problem).decisions, recursed.decisions]
     if any(op.mark is not None for op in graph.ops):
         known.append(sharding_propagation(problem).decisions)
-    decided = _unlimited(search, known)
+    decided, fitting = _unlimited(search, known, lambda plan: memory is None or fits(search, plan, memory, optimizer))
     if memory is None:
         return decided
-    decided, fitting = limited(decided, memory), fits(search, decided, memory, optimizer)
+    decided = limited(decided, memory)
     if fitting:
         best.append(decided)
     if fitting and fits(search, recursed, memory, optimizer):
@@ -97,17 +97,20 @@ def _searched(problem: PlanningProblem, best: list[Decisions]) -> Decisions:
     return _cheaper(_tried(lambda: fit(search, made, memory, optimizer)), within)
 
 
-def _unlimited(search: Search, known: list[dict[str, Decision]]) -> Decisions:
-    """The cheapest plan without a limit of memory.
+def _unlimited(
+    search: Search, known: list[dict[str, Decision]], fits: Callable[[Decisions], bool]
+) -> tuple[Decisions, bool]:
+    """The cheapest plan without a limit of memory, and True where it fits into the memory.
 
-    Where too many uses may be shared to try them all, the search goes on near the plan that it found, until nothing is
-    cheaper.
+    Where too many uses may be shared to try them all, the search goes on near a plan that it has proved best of those
+    tried, until nothing is cheaper within the memory.
 
     Args:
         search: the search.
         known: plans whose strategies are among the options; the result is added.
+        fits: True for a plan that fits.
     """
-    options, best = search.options(known), None
+    options, best, fitting = search.options(known), None, False
     for _ in range(ROUNDS):
         made, before = search.cost_graph(options, known), best
 
@@ -118,12 +121,19 @@ def _unlimited(search: Search, known: list[dict[str, Decision]]) -> Decisions:
 
         with stopping(cheaper):
             best = cheaper(solve(made.problem))
-        if not made.limited or best is before:
-            break
         assert best is not None
+        if best is before:
+            break
+        fitting = fits(best)
+        if before is not None and not fitting:
+            return before, True
         known.append(best.decisions)
+        assert best.found is not None and best.found.bound is not None
+        proved = best.found.bound >= best.found.cost * (1 - 1e-9)  # the others have taken all of their time
+        if not made.limited or not fitting or not proved:
+            break
     assert best is not None
-    return best
+    return best, fitting
 
 
 def _cost(decided: Decisions) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -22,14 +23,15 @@ from shardwright.layout import Digit, Layout
 from shardwright.partition.local_program import InputPlacement, Redistribute, place_inputs
 from shardwright.partition.parameter_sharding import OptimizerParallel
 from shardwright.partition.partitioner import Partitioner, Use
-from shardwright.planners import graph_problem
+from shardwright.planners import dynamic_programming as planner, graph_problem
 from shardwright.planners.dynamic_programming import dynamic_programming
 from shardwright.planners.plan_search import SOME_SHARED, Search
 from shardwright.planners.planning_problem import PlanningProblem
 from shardwright.planners.search_space import EdgeCosts
+from shardwright.planners.semi_auto import semi_auto
 from shardwright.planners.shared_values import SharedValue
 from shardwright.sharded_plan import Plan
-from shardwright.solver.problem import Solution
+from shardwright.solver.problem import Problem, Solution
 from shardwright.solver.solve import solve
 
 DEVICES = 4
@@ -177,6 +179,26 @@ def test_a_search_goes_on_near_its_own_plan(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(graph_problem, "MOST_ENTRIES", 0)
     dynamic_programming(search.problem)
     assert known[-2:] == [2, 3], "and the second has found nothing cheaper"
+    dynamic_programming(replace(search.problem, memory=1e12))
+    assert known[-2:] == [2, 3]
+
+
+def test_a_search_ends_at_a_plan_that_is_not_proved_or_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that has not proved its plan has taken all of its time; within a limit, another search follows."""
+    monkeypatch.setattr(graph_problem, "MOST_ENTRIES", 0)
+    search = searched(None)
+    known = [semi_auto(search.problem).decisions]
+    best, fitting = planner._unlimited(search, known, lambda plan: False)
+    assert not fitting and best.found is not None and len(known) == 2
+
+    def unproved(problem: Problem) -> Solution:
+        found = solve(problem)
+        return replace(found, bound=0.9 * found.cost)
+
+    monkeypatch.setattr(planner, "solve", unproved)
+    known = known[:1]
+    best, fitting = planner._unlimited(search, known, lambda plan: True)
+    assert fitting and best.found is not None and len(known) == 2
 
 
 @pytest.mark.parametrize("seed", range(4))
