@@ -202,7 +202,7 @@ def best_known(name: str) -> int:
 
 
 @INSTANCES
-@pytest.mark.long
+@pytest.mark.scale
 def test_an_instance_of_65_335_nodes_in_a_few_seconds(tmp_path, capsys):
     """Not proved and not the best, but legal, with its true cost, and a bound that is one."""
     path, out = SHARED / "iopddl/asplos-2025-iopddl-P.json.gz", tmp_path / "out.json"
