@@ -61,6 +61,7 @@ __all__ = [
 ]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+StoredT = TypeVar("StoredT", bound="nn.Parameter | nn.Module")
 
 #: Attribute of a parameter that `no_optimizer_parallel` has marked.
 _STORED_WHOLE = "_shardwright_stored_whole"
@@ -136,18 +137,21 @@ class Operator:
         True
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         if not callable(function):
             raise SettingError(f"{function!r} is not an operator", legal="a function such as torch.matmul")
         self.function = function
-        self.in_strategy: tuple[Any, ...] | None = None
-        self.out_strategy: tuple[Any, ...] | None = None
+        self.in_strategy: tuple[object, ...] | None = None
+        self.out_strategy: tuple[object, ...] | None = None
         self.priority = 0
         self.source = _user_line()
         self.recomputed: RecomputeSettings | None = None
 
     def shard(
-        self, in_strategy: tuple[Any, ...] | None = None, out_strategy: tuple[Any, ...] | None = None, priority: int = 0
+        self,
+        in_strategy: tuple[object, ...] | None = None,
+        out_strategy: tuple[object, ...] | None = None,
+        priority: int = 0,
     ) -> Operator:
         """Set the strategy of the operator; the last call before the first step holds.
 
@@ -175,7 +179,7 @@ class Operator:
         self.source = source
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:  # the result of any function
         calls = _CALLS.get()
         if calls is None:
             return self.function(*args, **kwargs)
@@ -184,8 +188,8 @@ class Operator:
             return _leave(number, self.function(*args, **kwargs))
 
     def _enter(
-        self, calls: list[Operator], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[int, tuple[tuple[Any, ...], dict[str, Any]]]:
+        self, calls: list[Operator], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[int, tuple[tuple[object, ...], dict[str, object]]]:
         number, place = len(calls), iter(range(1_000_000))
         calls.append(self)
         return number, map_leaves(
@@ -213,7 +217,7 @@ class Operator:
         return html
 
 
-def _leave(number: int, result: Any) -> Any:
+def _leave(number: int, result: object) -> object:
     return map_leaves(lambda x: MARK(x, number, -1) if isinstance(x, torch.Tensor) else x, result)
 
 
@@ -227,42 +231,42 @@ class _ModuleMark(Operator):
         module.register_forward_hook(self._after)
 
     def _before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         calls = _CALLS.get()
         if calls is None:
             return None
         self._number, changed = self._enter(calls, args, kwargs)
         return changed
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+    def _after(self, module: nn.Module, args: tuple[object, ...], result: object) -> object:
         return None if _CALLS.get() is None else _leave(self._number, result)
 
 
 @overload
 def shard(  # type: ignore[overload-overlap]  # a module is callable too
     operator: ModuleT,
-    in_strategy: tuple[Any, ...] | None = None,
-    out_strategy: tuple[Any, ...] | None = None,
+    in_strategy: tuple[object, ...] | None = None,
+    out_strategy: tuple[object, ...] | None = None,
     priority: int = 0,
 ) -> ModuleT: ...
 
 
 @overload
 def shard(
-    operator: Callable[..., Any],
-    in_strategy: tuple[Any, ...] | None = None,
-    out_strategy: tuple[Any, ...] | None = None,
+    operator: Callable[..., object],
+    in_strategy: tuple[object, ...] | None = None,
+    out_strategy: tuple[object, ...] | None = None,
     priority: int = 0,
 ) -> Operator: ...
 
 
 def shard(
-    operator: Callable[..., Any] | nn.Module,
-    in_strategy: tuple[Any, ...] | None = None,
-    out_strategy: tuple[Any, ...] | None = None,
+    operator: Callable[..., object] | nn.Module,
+    in_strategy: tuple[object, ...] | None = None,
+    out_strategy: tuple[object, ...] | None = None,
     priority: int = 0,
-) -> Any:
+) -> object:
     """Mark how one operator is split.
 
     Args:
@@ -309,11 +313,15 @@ def recompute(  # type: ignore[overload-overlap]  # a module is callable too
 
 @overload
 def recompute(
-    target: Callable[..., Any], mp_comm_recompute: bool = True, parallel_optimizer_comm_recompute: bool = False
+    target: Callable[..., object], mp_comm_recompute: bool = True, parallel_optimizer_comm_recompute: bool = False
 ) -> Operator: ...
 
 
-def recompute(target: Any, mp_comm_recompute: bool = True, parallel_optimizer_comm_recompute: bool = False) -> Any:
+def recompute(
+    target: Callable[..., object] | nn.Module,
+    mp_comm_recompute: bool = True,
+    parallel_optimizer_comm_recompute: bool = False,
+) -> Operator | nn.Module:
     """Drop the results inside a module, or of an operator, after the forward and recompute them in the backward.
 
     Results of a module that are used outside of the module are saved; the results of a single operator are not.
@@ -352,7 +360,10 @@ class _ReShard:
         self.mark, self.module = held, module
 
     def __call__(
-        self, in_strategy: tuple[Any, ...] | None = None, out_strategy: tuple[Any, ...] | None = None, priority: int = 0
+        self,
+        in_strategy: tuple[object, ...] | None = None,
+        out_strategy: tuple[object, ...] | None = None,
+        priority: int = 0,
     ) -> nn.Module:
         self.mark.shard(in_strategy, out_strategy, priority)
         return self.module
@@ -389,10 +400,10 @@ def mark_names(net: nn.Module) -> dict[int, str]:
 
 
 #: Modules and operators of planned models -> the wrappers that have planned them.
-_PLANNED: weakref.WeakKeyDictionary[nn.Module | Operator, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+_PLANNED: weakref.WeakKeyDictionary[nn.Module | Operator, weakref.WeakSet[object]] = weakref.WeakKeyDictionary()
 
 
-def note_planned(model: Any, net: nn.Module, further: Iterable[Operator] = ()) -> None:
+def note_planned(model: object, net: nn.Module, further: Iterable[Operator] = ()) -> None:
     """Refuse further marks on a network that a wrapper has planned, until `forget_planned`.
 
     Args:
@@ -405,7 +416,7 @@ def note_planned(model: Any, net: nn.Module, further: Iterable[Operator] = ()) -
         _PLANNED.setdefault(part, weakref.WeakSet()).add(model)
 
 
-def forget_planned(model: Any) -> None:
+def forget_planned(model: object) -> None:
     """Let marks be given again on the network that a wrapper has planned."""
     for models in _PLANNED.values():
         models.discard(model)
@@ -438,7 +449,7 @@ def check_not_planned(call: str, target: nn.Module | nn.Parameter | Operator) ->
         )
 
 
-def no_optimizer_parallel(parameter: nn.Parameter | nn.Module) -> Any:
+def no_optimizer_parallel(parameter: StoredT) -> StoredT:
     """Leave a parameter, or all parameters of a module, out of ZeRO/FSDP sharding (`AutoParallel.hsdp`).
 
     The parameter is stored with the layout that its operators ask for.
@@ -465,7 +476,7 @@ def no_optimizer_parallel(parameter: nn.Parameter | nn.Module) -> Any:
     return parameter
 
 
-def stored_whole(net: nn.Module, loss_fn: Any = None) -> frozenset[str]:
+def stored_whole(net: nn.Module, loss_fn: Callable[..., object] | None = None) -> frozenset[str]:
     """The names of the parameters of a model, and of its loss, that `no_optimizer_parallel` has marked."""
     parts = [("", net)] + ([("loss_fn.", loss_fn)] if isinstance(loss_fn, nn.Module) else [])
     return frozenset(
@@ -504,7 +515,7 @@ class PipelineSettings:
         return self.scheduler if self.scheduler.endswith(".csv") else None
 
 
-def pipelining(setting: PipelineSettings | Mapping[str, Any] | None) -> PipelineSettings | None:
+def pipelining(setting: PipelineSettings | Mapping[str, object] | None) -> PipelineSettings | None:
     """The settings of a pipeline from a dict of the arguments of `AutoParallel.pipeline`; None: no pipeline.
 
     Raises:
@@ -515,11 +526,13 @@ def pipelining(setting: PipelineSettings | Mapping[str, Any] | None) -> Pipeline
     names = tuple(PipelineSettings.__dataclass_fields__)
     if not isinstance(setting, Mapping) or set(setting) - set(names):
         raise SettingError(f"pipeline={setting!r}", legal="a dict of " + ", ".join(names))
-    setting = {"micro_batches": "auto", **setting} if setting.get("stages") == "auto" else dict(setting)
-    config = setting.pop("stage_config", None) or {}
+    values: dict[str, Any] = dict(setting)  # checked below
+    if values.get("stages") == "auto":
+        values.setdefault("micro_batches", "auto")
+    config = values.pop("stage_config", None) or {}
     if not isinstance(config, Mapping):
         raise SettingError(f"stage_config={config!r}", legal='a dict such as {"layer1": 0, "layer2": 1}')
-    made = PipelineSettings(**setting, stage_config=tuple(config.items()))
+    made = PipelineSettings(**values, stage_config=tuple(config.items()))
     for what in ("stages", "micro_batches"):
         value = getattr(made, what)
         if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

@@ -18,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -88,10 +89,10 @@ class Conditions:
         self._modes: dict[str, None] = {}  # names of functions in `_MODES`
         self._tensors: dict[int, torch.Tensor] = {}  # id of a tensor with values that Python took -> the tensor
         self._computed = False  # True where Python took a number that was computed from tensors
-        self._inputs: frozenset[Any] = frozenset()  # memories of the inputs
+        self._inputs: frozenset[object] = frozenset()  # memories of the inputs
         self._leaves: frozenset[int] = frozenset()  # ids of the inputs
 
-    def begin(self, inputs: Iterable[Any]) -> None:
+    def begin(self, inputs: Iterable[object]) -> None:
         """Note the inputs of the forward, which begins."""
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
         self._inputs, self._leaves = frozenset(map(memory_of, tensors)), frozenset(map(id, tensors))
@@ -151,7 +152,7 @@ class Conditions:
         return made
 
 
-def _live(graph: Graph) -> set[Any]:
+def _live(graph: Graph) -> set[object]:
     """The memories of the constants that operators or results of a program read."""
     names = {v.name for op in graph.ops for v in op.inputs} | {v.name for v in values_in(graph.outputs)}
     return {memory_of(tensor) for name, tensor in graph.constants.items() if name in names}
@@ -161,7 +162,7 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(version_of, tensors))
 
 
-def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_in(value: object, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a place, and of the containers in it."""
     if isinstance(value, torch.Tensor):
         yield path, value
@@ -171,12 +172,12 @@ def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, to
             yield from _tensors_in(entry, f"{path}[{key!r}]", seen)
 
 
-def path_of(reads: Mapping[Any, GuardedPlace], tensor: object) -> str | None:
+def path_of(places: Iterable[GuardedPlace], tensor: object) -> str | None:
     """The user's name of a tensor that the forward has read: that of its attribute, list or variable."""
     if not isinstance(tensor, torch.Tensor):
         return None
     memory = memory_of(tensor)
-    found = (named for place in reads.values() for named in _tensors_in(place.get(), place.path, set()))
+    found = (named for place in places for named in _tensors_in(place.get(), place.path, set()))
     return next((path for path, held in found if memory_of(held) == memory), None)
 
 
@@ -221,9 +222,9 @@ def watched_conditions(found: Conditions, running: Callable[[], bool], seen: Fil
         return ask
 
     def of_gradient(name: str) -> property:
-        plain: Any = getattr(torch.Tensor, name)
+        plain: types.GetSetDescriptorType | property = getattr(torch.Tensor, name)
 
-        def get(tensor: torch.Tensor) -> Any:
+        def get(tensor: torch.Tensor) -> object:
             if relevant[sys._getframe(1).f_code.co_filename] and running():
                 found.note_gradient(tensor)
                 if name != "requires_grad" and isinstance(tensor, Outline):  # of every outline as of a leaf
@@ -232,34 +233,34 @@ def watched_conditions(found: Conditions, running: Callable[[], bool], seen: Fil
 
         return property(get, plain.__set__ if name == "requires_grad" else None)
 
-    def of_values(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def of_values(plain: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(plain)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             if running():
                 found.note_values((*args, *kwargs.values()))
             return plain(*args, **kwargs)
 
         return call
 
-    def of_inference(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def of_inference(plain: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(plain)
-        def call(tensor: torch.Tensor) -> Any:
+        def call(tensor: torch.Tensor) -> object:
             if relevant[sys._getframe(1).f_code.co_filename] and running():
                 found.note_mode(_INFERENCE)
             return plain(tensor)
 
         return call
 
-    def of_layout(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def of_layout(plain: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(plain)
-        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def call(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
             if relevant[sys._getframe(1).f_code.co_filename] and running():
                 found.note_layout(tensor)
             return plain(tensor, *args, **kwargs)
 
         return call
 
-    functions: dict[str, Any] = {name: of_mode(name) for name in _MODES}
+    functions: dict[str, object] = {name: of_mode(name) for name in _MODES}
     functions |= {name: of_values(getattr(torch, name)) for name in _VALUE_FUNCTIONS}
     with contextlib.ExitStack() as stack:
         in_all_files(seen, [(getattr(torch, name), ours) for name, ours in functions.items()])
@@ -281,7 +282,7 @@ def watched_conditions(found: Conditions, running: Callable[[], bool], seen: Fil
 # -- inputs of a call --------------------------------------------------------------------------------------------------
 
 
-def check_layouts(leaves: Sequence[Any], strides: StridesAsked, changed: Sequence[int]) -> None:
+def check_layouts(leaves: Sequence[object], strides: StridesAsked, changed: Sequence[int]) -> None:
     """Check that a program stands for the strides of its inputs, and for inputs that share memory.
 
     Args:

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from types import GetSetDescriptorType
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import nn
@@ -47,6 +48,7 @@ from ..torch_private import (
     hooks_of_all_modules,
     layouts_unrecorded,
     parameter_table,
+    part_tables,
     pytree,
     recurrent_states,
     recurrent_weights,
@@ -61,7 +63,7 @@ from .graph_template import GraphTemplate
 from .guards import Condition, GuardedPlace, Guards
 from .hybrid_models import refused_collective
 from .model_device import check_call, device_of, usable
-from .module_calls import WithLoss, outermost_left_out, scalers_refused, user_functions
+from .module_calls import LossFunction, WithLoss, outermost_left_out, scalers_refused, user_functions
 from .observed.attribute_patches import modules_patched
 from .observed.memoised_functions import computed_for_real
 from .observed_state import Observation
@@ -72,6 +74,9 @@ from .second_run import Captured, check_again, with_counters
 from .side_effects import Effects, ForwardOutcome, LineFinder, judged
 from .source_lines import UsersLine, calling_line, innermost, is_mistake, is_users, user_frame
 from .watched_calls import instead_of_checks, refuse_backward_hooks, watched_calls
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["ModelAndLoss", "Recording", "capture", "captures"]
 
@@ -104,37 +109,37 @@ def _fake_state(
         empty: ``empty(shape, dtype, requires_grad, is_parameter)`` makes one.
         types: each parameter or buffer that operators read in another dtype than its own -> that dtype.
     """
-    memo: dict[int, torch.Tensor] = {}
-    saved: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    memo: dict[torch.Tensor, torch.Tensor] = {}
+    saved: list[tuple[dict[object, object], object, torch.Tensor]] = []
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in memo:
-            memo[id(tensor)] = empty(
+        if tensor not in memo:
+            memo[tensor] = empty(
                 whole_shape(tensor),
                 types.get(tensor, tensor.dtype),
                 tensor.requires_grad and isinstance(tensor, nn.Parameter),
                 isinstance(tensor, nn.Parameter),
             )
-        return memo[id(tensor)]
+        return memo[tensor]
 
     try:
         for sub in module.modules():
-            tables: tuple[dict[str, Any], ...] = parameter_table(sub), buffer_table(sub)
-            for held in tables:
-                for name, tensor in held.items():
-                    if tensor is not None:
-                        saved.append((held, name, tensor))
-                        held[name] = fake(tensor)
+            for kind in ("parameters", "buffers"):
+                table = part_tables(sub)[kind]
+                for name, tensor in table.items():
+                    if isinstance(tensor, torch.Tensor):
+                        saved.append((table, name, tensor))
+                        table[name] = fake(tensor)
         yield
     finally:
-        for held, name, tensor in saved:
-            held[name] = tensor
+        for table, name, tensor in saved:
+            table[name] = tensor
 
 
 @contextlib.contextmanager
 def _data_detached() -> Iterator[None]:
     """Make ``x.data`` in the model's code mean ``x.detach()``: an export takes ``x.data`` for a constant."""
-    plain: Any = torch.Tensor.data
+    plain: GetSetDescriptorType = inspect.getattr_static(torch.Tensor, "data")
 
     def get(tensor: torch.Tensor) -> torch.Tensor:
         ours = isinstance(tensor, (FakeTensor, Outline)) and is_users(sys._getframe(1).f_code.co_filename)
@@ -175,7 +180,7 @@ class Recording:
 
     why: str = ""
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
-    reads: dict[tuple[int, Any], GuardedPlace] = field(default_factory=dict)
+    reads: dict[tuple[int, object], GuardedPlace] = field(default_factory=dict)
     effects: Effects | None = None
     operators: list[Operator] = field(default_factory=list)
     conditions: list[Condition] = field(default_factory=list)
@@ -202,7 +207,23 @@ class Recording:
         self.strides = one.asked.strides if one.asked.strides.line else self.strides
 
 
-def capture(net: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any] | None = None, **settings: Any) -> Graph:
+class CaptureSettings(TypedDict, total=False):
+    """The keyword arguments of `captures`."""
+
+    loss_fn: LossFunction | None
+    device: torch.device | str | None
+    recording: Recording | None
+    hooks_around: bool
+    mixed_precision: MixedPrecision | None
+    programs: list[Program] | None
+
+
+def capture(
+    net: nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, object] | None = None,
+    **settings: Unpack[CaptureSettings],
+) -> Graph:
     """Capture one call of a model.
 
     Args:
@@ -221,9 +242,9 @@ def capture(net: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any] | N
 
 def captures(
     net: nn.Module,
-    calls: Sequence[tuple[tuple[object, ...], dict[str, Any]]],
+    calls: Sequence[tuple[tuple[object, ...], dict[str, object]]],
     *,
-    loss_fn: Any = None,
+    loss_fn: LossFunction | None = None,
     device: torch.device | str | None = None,
     recording: Recording | None = None,
     hooks_around: bool = False,
@@ -267,7 +288,7 @@ def captures(
 
 
 @contextlib.contextmanager
-def _patches(net: nn.Module, loss_fn: Any) -> Iterator[None]:
+def _patches(net: nn.Module, loss_fn: LossFunction | None) -> Iterator[None]:
     """The patches that all runs of a capture share."""
     functions = [function for _, function in user_functions(net, loss_fn)]
     with modules_patched(), computed_for_real(_named_modules(net, loss_fn), functions):
@@ -275,7 +296,7 @@ def _patches(net: nn.Module, loss_fn: Any) -> Iterator[None]:
 
 
 def _graphs(
-    calls: Sequence[tuple[tuple[object, ...], dict[str, Any]]],
+    calls: Sequence[tuple[tuple[object, ...], dict[str, object]]],
     captured: Callable[..., tuple[list[Captured], Differs | None]],
     recording: Recording | None,
     programs: list[Program],
@@ -318,9 +339,9 @@ def _graphs(
 @layouts_unrecorded()
 def _captured(
     net: nn.Module,
-    calls: Sequence[tuple[tuple[object, ...], dict[str, Any]]],
+    calls: Sequence[tuple[tuple[object, ...], dict[str, object]]],
     *,
-    loss_fn: Any,
+    loss_fn: LossFunction | None,
     device: torch.device | str | None,
     hooks_around: bool,
     mixed_precision: MixedPrecision | None,
@@ -368,9 +389,9 @@ def _captured(
     aliases = {alias: names[0] for names in tied.values() for alias in names[1:]}
 
     def exported(
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        counters: Mapping[GuardedPlace, Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        counters: Mapping[GuardedPlace, object],
         *,
         finder: LineFinder | None,
     ) -> Captured:
@@ -412,7 +433,7 @@ def _captured(
             reader = GraphReader(
                 program.exported, nodes, marks, marked, prefix, aliases, called, [f for f, _ in applied], regions
             )
-            reader.casting, reader.path_of = casting, partial(path_of, seen.reads)
+            reader.casting, reader.path_of = casting, partial(path_of, seen.reads.values())
             owners = {id(buffer_table(m)): path for path, m in reversed(paths.items())} if watch.outcome.updates else {}
             for owner, key, *_ in watch.outcome.updates:
                 path = owners[id(owner)]
@@ -492,7 +513,7 @@ def _captured(
         ) from error
 
 
-def _program(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+def _program(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Program:
     """The exported program of a module on fake tensors."""
     with stack_lines(innermost, UsersLine), attributes_unchecked(), code_written_late():
         return Program(torch.export.export(module, args, kwargs, strict=False))
@@ -503,7 +524,7 @@ def _hooks_on(modules: Iterable[nn.Module]) -> int:
     return sum(len(hooks.forward) + len(hooks.forward_pre) for hooks in map(hooks_of, modules))
 
 
-def _named_modules(net: nn.Module, loss_fn: Any) -> list[tuple[str, nn.Module]]:
+def _named_modules(net: nn.Module, loss_fn: LossFunction | None) -> list[tuple[str, nn.Module]]:
     """The modules of a model and its loss, by their paths in messages."""
     return [
         (f"{root}.{path}" if path else root, module)
@@ -539,7 +560,7 @@ class _Watch:
         self,
         module: nn.Module,
         seen: Observation,
-        counters: Mapping[GuardedPlace, Any],
+        counters: Mapping[GuardedPlace, object],
         finder: LineFinder | None,
         traced: bool,
     ) -> None:
@@ -547,8 +568,8 @@ class _Watch:
         self._traced = traced
         self.running, self.effects, self.outcome = False, Effects(), ForwardOutcome()
         self.asked = Conditions()
-        self.out_spec: Any = None
-        self._left_out: dict[int, Any] = {}
+        self.out_spec: pytree.TreeSpec | None = None
+        self._left_out: dict[int, object] = {}
 
     def __enter__(self) -> _Watch:
         self._hooks = (
@@ -580,7 +601,7 @@ class _Watch:
         self.running = False
         self._seen.stop()
 
-    def _end(self, _: object, __: tuple[object, ...], result: Any) -> Any:
+    def _end(self, _: object, __: tuple[object, ...], result: object) -> object:
         self._stop()
         _BUFFER_HOOKS.update(self._left_out)
         self.out_spec = pytree.tree_structure(opened(result))
@@ -643,21 +664,25 @@ def _quiet() -> Iterator[None]:
 class ModelAndLoss(nn.Module):
     """The wrapped model and its loss under the names that a captured graph uses."""
 
-    def __init__(self, net: nn.Module, loss_fn: Any) -> None:
+    def __init__(self, net: nn.Module, loss_fn: LossFunction | None) -> None:
         super().__init__()
         self.tables: list[tuple[str, nn.Module]]
         self.__dict__["tables"] = [("", net)] + ([("loss_fn.", loss_fn)] if isinstance(loss_fn, nn.Module) else [])
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        for prefix, module in self.tables:
-            for name, tensor in module.named_parameters(*args, **kwargs):
-                yield prefix + name, tensor
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for part, module in self.tables:
+            for name, tensor in module.named_parameters(prefix, recurse, remove_duplicate):
+                yield part + name, tensor
 
     def modules(self) -> Iterator[nn.Module]:  # type: ignore[override]  # torch 2.9 has no argument to pass on
         for _, module in self.tables:
             yield from module.modules()
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for prefix, module in self.tables:
-            for name, tensor in module.named_buffers(*args, **kwargs):
-                yield prefix + name, tensor
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for part, module in self.tables:
+            for name, tensor in module.named_buffers(prefix, recurse, remove_duplicate):
+                yield part + name, tensor

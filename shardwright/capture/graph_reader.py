@@ -12,22 +12,34 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
 from ..autocast import Autocast, Like, casts_of, entered, under, with_dtype
 from ..errors import CaptureError
 from ..graph import Graph, Master, Op, Value, argument_names, leaves, map_values, values_in
-from ..rules.indexing import assigned
 from ..rules.normalization import without_side_effects
 from ..rules.recurrent import layer_by_layer, without_dropout
 from ..torch_private import FakeTensor, OpOverload, schema_of
 from .annotations import MARK, Operator
 from .graph_template import GraphTemplate, Step
 from .hybrid_models import refused_collective
-from .mutation import Cell, InPlaceReader, Memory, View, ViewStep, Writer, metas_made, serial, tensors_of
+from .mutation import (
+    Cell,
+    InPlaceReader,
+    Memory,
+    View,
+    ViewStep,
+    Writer,
+    all_tensors,
+    is_beside,
+    is_view,
+    metas_made,
+    serial,
+    tensors_of,
+)
 from .outlines import says_nothing, written_names
 from .recapture import AsExported
 from .regions import EDGE, OPAQUE, Applied, RecomputeSettings, recomputed_ops, regions, written_out
@@ -53,8 +65,8 @@ class MarkUse:
         priority: as of `shardwright.shard`.
     """
 
-    in_strategy: Any
-    out_strategy: Any
+    in_strategy: object
+    out_strategy: object
     source: str
     order: tuple[int, ...]
     priority: int = 0
@@ -64,9 +76,10 @@ def bare(name: str, prefix: str) -> str:
     return name.removeprefix(prefix + ".") if prefix else name
 
 
-def _args(node: torch.fx.Node) -> tuple[Any, ...]:
-    """The arguments of a node whose target says their types."""
-    return node.args
+def _branches(argument: object) -> Sequence[object]:
+    """The entries of an argument that is a list or a tuple."""
+    assert isinstance(argument, (list, tuple))
+    return argument
 
 
 class GraphReader(InPlaceReader):
@@ -74,7 +87,7 @@ class GraphReader(InPlaceReader):
 
     def __init__(
         self,
-        program: Any,
+        program: ExportedProgram,
         nodes: AsExported,
         calls: list[Operator],
         names: dict[int, str],
@@ -89,7 +102,7 @@ class GraphReader(InPlaceReader):
         self.mark_names = names
         self.ops: list[Op] = []
         self.parameters: dict[str, Value] = {}
-        self.cells: dict[torch.fx.Node, Any] = {}
+        self.cells: dict[torch.fx.Node, object] = {}
         self.updates: dict[str, Value] = {}
         self.memories: dict[str, Memory] = {}  # memories of parameters and buffers, by name
         self.writer = Writer(self.emit)
@@ -106,19 +119,19 @@ class GraphReader(InPlaceReader):
         self.casts: dict[tuple[object, ...], Value] = {}  # (value, dtype, module) -> the cast value, while it is shared
         self.uncast: dict[str, Value] = {}  # a cast made for autocast -> the value before the cast
         self.nodes = nodes  # the arguments and results of the program's nodes
-        self.args: tuple[Any, ...] = ()  # those of the operator that is being read, with nodes in place of tensors
-        self.kwargs: dict[str, Any] = {}
+        self.args: tuple[object, ...] = ()  # those of the operator that is being read, with nodes in place of tensors
+        self.kwargs: dict[str, object] = {}
         self.tensor_nodes: list[torch.fx.Node] = []  # the nodes among them whose values are tensors
         self.grad = torch.is_grad_enabled()  # True where gradients are on at this point of the program
         self.assigned: list[str] = []  # buffers whose new values are the last outputs
-        self.path_of: Callable[[Any], str | None] = lambda tensor: None  # the user's name of a constant
-        self.out_spec: Any = program.call_spec.out_spec  # nesting of the outputs before the assigned buffers
+        self.path_of: Callable[[object], str | None] = lambda tensor: None  # the user's name of a constant
+        self.out_spec = program.call_spec.out_spec  # nesting of the outputs before the assigned buffers
         self.masters: Mapping[str, Master] = {}  # storage of parameters whose stored dtype is not the read dtype
         # Recomputed region -> number of operators, and the casts, before it.
         self.entered: dict[int, tuple[int, dict[tuple[object, ...], Value]]] = {}
         self.spans: list[tuple[int, int, int]] = []  # region, its first operator, one past its last
         # As `GraphTemplate.of` takes them.
-        self.sources: list[tuple[torch.fx.Node, Any, Any]] = []
+        self.sources: list[tuple[torch.fx.Node, InputSpec, object]] = []
         self.steps: list[tuple[Step, int | None]] = []
         self.read_ops: list[Op] = []
 
@@ -132,7 +145,8 @@ class GraphReader(InPlaceReader):
     # -- the whole program --
 
     def graph(self) -> Graph:
-        signature, constants = self.program.graph_signature, {}
+        signature = self.program.graph_signature
+        constants: dict[str, torch.Tensor] = {}
         inputs: list[Value] = []
         parameters = self.parameters
         buffers: dict[str, Value] = {}
@@ -147,10 +161,10 @@ class GraphReader(InPlaceReader):
                 value = Value(self.unique(node.name), tuple(meta.shape), meta.dtype, meta.requires_grad)
                 inputs.append(value)
             elif spec.kind is InputKind.CONSTANT_TENSOR:
-                value = Value(self.unique(spec.target), tuple(meta.shape), meta.dtype)
-                constants[value.name] = self.program.constants[spec.target]
+                value = Value(self.unique(str(spec.target)), tuple(meta.shape), meta.dtype)
+                constants[value.name] = self.program.constants[str(spec.target)]
             else:
-                name = bare(spec.target, self.prefix)
+                name = bare(str(spec.target), self.prefix)
                 name = self.aliases.get(name, name)
                 table = parameters if spec.kind is InputKind.PARAMETER else buffers
                 if name not in table:
@@ -176,7 +190,7 @@ class GraphReader(InPlaceReader):
             if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
         ]
         if self.assigned:
-            self.updates.update(zip(self.assigned, kept[-len(self.assigned) :], strict=True))
+            self.updates.update(zip(self.assigned, values_in(kept[-len(self.assigned) :]), strict=True))
             del kept[-len(self.assigned) :]
         changed = self.changed_inputs([v.name for v in inputs])
         kept += changed.values()
@@ -229,13 +243,13 @@ class GraphReader(InPlaceReader):
             if name in memories and memories[name].version
         }
 
-    def leaf(self, held: Any) -> Any:
+    def leaf(self, held: object) -> object:
         return self.read(held) if isinstance(held, Cell) else held
 
     def read(self, cell: Cell) -> Value:
         return self.writer.read(cell.view)
 
-    def walk(self, graph: torch.fx.Graph, owner: torch.fx.GraphModule, inner: bool = False) -> list[Any]:
+    def walk(self, graph: torch.fx.Graph, owner: torch.fx.GraphModule, inner: bool = False) -> list[object]:
         """Read the nodes of a program, or of a region inside it; its results."""
         for node in regions(graph.nodes):
             if isinstance(node, list):
@@ -246,7 +260,7 @@ class GraphReader(InPlaceReader):
             if node.op == "get_attr":
                 self.cells[node] = getattr(owner, str(node.target))
             elif node.op == "output":
-                results = _args(node)[0] if inner else self.nodes.outputs(_args(node)[0])
+                results = _branches(node.args[0]) if inner else self.nodes.outputs(_branches(node.args[0]))
                 return [self.cells[a] if isinstance(a, torch.fx.Node) else a for a in results]
             elif node.op == "call_function":
                 try:
@@ -280,10 +294,11 @@ class GraphReader(InPlaceReader):
                 self.tensor_nodes = []
                 self.overload(node, target)
         elif target is operator.getitem:
-            source, index = _args(node)
-            self.cells[node] = self.cells[source][index]
-            self.nodes.passed(node, self.nodes.made(source)[index])
-            self.steps.append((Step(node, source=source, index=index), None))
+            source, number = node.args
+            assert isinstance(source, torch.fx.Node) and isinstance(number, int)
+            self.cells[node] = _branches(self.cells[source])[number]
+            self.nodes.passed(node, _branches(self.nodes.made(source))[number])
+            self.steps.append((Step(node, source=source, number=number), None))
         elif target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             self.grad_mode(node)
         elif target is torch.ops.higher_order.wrap_with_autocast:
@@ -291,14 +306,16 @@ class GraphReader(InPlaceReader):
         else:
             raise CaptureError(f"{target} holds a program of its own that is not understood", source=source_of(node))
 
-    def overload(self, node: torch.fx.Node, target: Any) -> None:
+    def overload(self, node: torch.fx.Node, target: OpOverload[..., torch.Tensor]) -> None:
         if target is MARK:
             self.mark(node)
         elif target is EDGE:
-            self.region_edge(*self.args)
+            self.region_edge()
         elif target is OPAQUE:
             tensors, number = self.args
-            self.cells[node] = self.record(node, self.functions[number], tuple(self.taken(tensors)), {})
+            assert isinstance(number, int)
+            args = tuple([self.taken(x) for x in _branches(tensors)])
+            self.cells[node] = self.record(node, self.functions[number], args, {})
             if self.casting:
                 self.ops[-1] = replace(self.ops[-1], target=under(self.ops[-1].target, self.casting))
         else:
@@ -306,7 +323,8 @@ class GraphReader(InPlaceReader):
 
     def grad_mode(self, node: torch.fx.Node) -> None:
         """Inline a region under torch.no_grad: its results carry no gradient."""
-        enabled, sub, *args = _args(node)
+        enabled, sub, *args = node.args
+        assert isinstance(enabled, bool) and isinstance(sub, torch.fx.Node)
         outside, begin, grad = self.frontier, serial(), self.grad
         self.frontier, self.grad = None if enabled else begin if outside is None else outside, enabled
         results = self.inlined(node, sub, args)
@@ -334,9 +352,10 @@ class GraphReader(InPlaceReader):
 
     def autocast(self, node: torch.fx.Node) -> None:
         """Inline a region under torch.autocast: its casts are written out."""
-        device_type, dtype, enabled, _, sub, *args = _args(node)
+        device_type, dtype, enabled, _, sub, *args = node.args
+        assert isinstance(device_type, str) and isinstance(dtype, torch.dtype | None) and isinstance(sub, torch.fx.Node)
         outside, casts = self.casting, self.casts
-        self.casting = outside.within(device_type, dtype, enabled)
+        self.casting = outside.within(device_type, dtype, bool(enabled))
         self.casts = casts if outside else {}
         self.cells[node] = self.inlined(node, sub, args)
         self.casting, self.casts = outside, casts
@@ -351,9 +370,10 @@ class GraphReader(InPlaceReader):
         self.cells.update(zip(made, self.walk(program.graph, program, inner=True)))
         self.casting = outside
 
-    def inlined(self, node: torch.fx.Node, sub: torch.fx.Node, args: Sequence[torch.fx.node.Argument]) -> list[Any]:
+    def inlined(self, node: torch.fx.Node, sub: torch.fx.Node, args: Sequence[torch.fx.node.Argument]) -> list[object]:
         """The results of a region, the program of `node`; its placeholders take the arguments."""
         owner = self.cells[sub]
+        assert isinstance(owner, torch.fx.GraphModule)
         for placeholder, argument in zip((n for n in owner.graph.nodes if n.op == "placeholder"), args):
             if isinstance(argument, torch.fx.Node):
                 self.cells[placeholder] = self.cells[argument]
@@ -363,18 +383,19 @@ class GraphReader(InPlaceReader):
                 self.nodes.passed(placeholder, argument)
         results = self.walk(owner.graph, owner, inner=True)
         (end,) = (n for n in owner.graph.nodes if n.op == "output")
-        self.nodes.passed(node, [self.nodes.made(a) if isinstance(a, torch.fx.Node) else a for a in _args(end)[0]])
+        outputs = _branches(end.args[0])
+        self.nodes.passed(node, [self.nodes.made(a) if isinstance(a, torch.fx.Node) else a for a in outputs])
         return results
 
     def cast(
-        self, node: torch.fx.Node, target: Any, args: tuple[object, ...], kwargs: dict[str, object]
+        self, node: torch.fx.Node, target: object, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object], bool]:
         """The arguments as autocast gives them to an operator, and True where the operator has to run under autocast.
 
         Args:
             args, kwargs: the node's arguments, with values in place of nodes.
         """
-        devices = iter([self.nodes.made(n).device for n in self.tensor_nodes])
+        devices = iter([self.traced(n).device for n in self.tensor_nodes])
         plain, named = map_values((args, kwargs), lambda v: Like(v.shape, v.dtype, next(devices)))
         decided = casts_of(target, plain, named, self.casting)
         recorded = tuple(m.dtype for m in leaves(self.nodes.made(node)) if isinstance(m, torch.Tensor))
@@ -422,6 +443,7 @@ class GraphReader(InPlaceReader):
 
     def mark(self, node: torch.fx.Node) -> None:
         source, call, place = self.args
+        assert isinstance(source, torch.fx.Node) and isinstance(call, int) and isinstance(place, int)
         self.cells[node] = self.cells[source]
         self.steps.append((Step(node, source=source, arguments=(call, place)), None))
         if place >= 0:
@@ -431,7 +453,9 @@ class GraphReader(InPlaceReader):
             begin = self.begun.get(call, len(self.ops))
             self.attach(self.calls[call], call, list(range(begin, len(self.ops))))
 
-    def region_edge(self, call: int, entering: bool) -> None:
+    def region_edge(self) -> None:
+        call, entering = self.args
+        assert isinstance(call, int)
         if entering:
             self.entered[call] = len(self.ops), dict(self.casts)
         else:
@@ -453,7 +477,7 @@ class GraphReader(InPlaceReader):
             inside = [
                 i
                 for i in inside
-                if not _is_beside(self.ops[i].target)
+                if not is_beside(self.ops[i].target)
                 and self.ops[i].name not in self.uncast
                 and not (self.ops[i].inputs and buffers.issuperset(v.name for v in self.ops[i].inputs))
             ] or inside
@@ -494,7 +518,7 @@ class GraphReader(InPlaceReader):
         use = MarkUse(marked.in_strategy, marked.out_strategy, marked.source, order, marked.priority)
         self.ops[inside[0]] = replace(op, name=path, mark=use)
 
-    def operator(self, node: torch.fx.Node, target: Any) -> None:
+    def operator(self, node: torch.fx.Node, target: OpOverload[..., torch.Tensor]) -> None:
         space, _, name = schema_of(target).name.partition("::")
         placed = refused_collective(name, source_of(node)) if "c10d" in space else None
         if placed is not None:
@@ -508,40 +532,40 @@ class GraphReader(InPlaceReader):
                 "a buffer or an input",
             )
         written = written_names(target)
-        args, kwargs = self.taken((self.args, self.kwargs))
+        args = tuple([self.taken(x) for x in self.args])
+        kwargs = {name: self.taken(x) for name, x in self.kwargs.items()}
         if self.casting:
-            args, kwargs, whole = self.cast(node, target, tuple(args), kwargs)
+            args, kwargs, whole = self.cast(node, target, args, kwargs)
             first = len(self.ops)
             self.applied(node, target, written, args, kwargs)
             if whole:
                 self.ops[first:] = [replace(op, target=under(op.target, self.casting)) for op in self.ops[first:]]
             return
-        self.applied(node, target, written, tuple(args), kwargs)
+        self.applied(node, target, written, args, kwargs)
 
-    def taken(self, tree: Any) -> Any:
+    def taken(self, tree: object) -> object:
         """Nested arguments with values in place of nodes, which are noted in `tensor_nodes`."""
-        kind = type(tree)
-        if kind is torch.fx.Node:
+        if type(tree) is torch.fx.Node:
             held = self.cells[tree]
             if not isinstance(held, Cell):
                 return held
             self.tensor_nodes.append(tree)
             return self.read(held)
         if isinstance(tree, (list, tuple)):
-            return kind([self.taken(branch) for branch in tree])
+            return type(tree)([self.taken(branch) for branch in tree])
         return {name: self.taken(branch) for name, branch in tree.items()} if isinstance(tree, dict) else tree
 
     def applied(
         self,
         node: torch.fx.Node,
-        target: Any,
+        target: OpOverload[..., torch.Tensor],
         written: Sequence[str],
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> None:
         """Record an operator in its plain form: without writes into its arguments, without side effects."""
         if written:
-            self.in_place(node, target, written, tuple(args), kwargs)
+            self.in_place(node, target, written, args, kwargs)
             return
         names = argument_names(target)
         named = dict(zip(names, args)) | kwargs
@@ -551,45 +575,47 @@ class GraphReader(InPlaceReader):
             return
         recurrent = without_dropout(target, named)
         if recurrent is not None:
-            target, args, drops = recurrent
+            plain, args, drops = recurrent
             self.cells[node] = (
-                [Cell(v) for v in layer_by_layer(self.emit, target, args, drops)]
+                [Cell(v) for v in layer_by_layer(self.emit, plain, args, drops)]
                 if drops
-                else self.record(node, target, args, {})
+                else self.record(node, plain, args, {})
             )
             return
-        cells = self.record(node, target, tuple(args), kwargs)
+        cells = self.record(node, target, args, kwargs)
         if target is not aten.lift_fresh_copy.default:  # a copy, though the fake tensors may share memory
-            self.find_views(node, target, tuple(args), kwargs, cells)
-        if _is_view(target) and self.args and self.args[0] in self.entries:
-            self.entries[node] = self.entries[self.args[0]]
+            self.find_views(node, target, args, kwargs, cells)
+        first = self.args[0] if self.args else None
+        if is_view(target) and isinstance(first, torch.fx.Node) and first in self.entries:
+            self.entries[node] = self.entries[first]
         if not self.casting:
             self.steps.append((Step(node), len(self.ops) - 1))
         self.cells[node] = cells[0] if isinstance(self.nodes.made(node), torch.Tensor) else cells
 
-    def emit(self, target: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Value]:
+    def emit(self, target: object, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Value]:
         """Append an operator that computes a part of the current node; its outputs."""
+        assert self.node is not None and callable(target)
         metas = metas_made(target, args, kwargs)
-        assert self.node is not None
         if metas is None:
             raise CaptureError(
                 f"{target} cannot stand for a part of {self.node.target}",
                 source=source_of(self.node) or None,
                 legal="an operator that returns its result",
             )
-        return [cell.view.value for cell in self.record(self.node, target, args, kwargs, metas=metas, entered=False)]
+        cells = self.record(self.node, target, args, kwargs, metas=metas, entered=False)
+        return [cell.view.value for cell in all_tensors(cells)]
 
     def record(
         self,
         node: torch.fx.Node,
-        target: Any,
+        target: object,
         args: tuple[object, ...],
         kwargs: dict[str, object],
         further: Sequence[Value] = (),
-        metas: list[torch.Tensor] | None = None,
+        metas: Sequence[object] | None = None,
         entered: bool = True,
-    ) -> list[Cell]:
-        """Append an operator; the cells of its outputs.
+    ) -> list[Cell | None]:
+        """Append an operator; the cells of its outputs, None for each that is no tensor.
 
         Args:
             further: values with the shapes and dtypes of outputs that the node does not have.
@@ -597,7 +623,7 @@ class GraphReader(InPlaceReader):
             entered: True where the operator's inputs are those of the node.
         """
         metas = metas or tensors_of(self.nodes.made(node))
-        shapes = [tuple(m.shape) if isinstance(m, torch.Tensor) else (m,) for m in metas]
+        shapes: list[tuple[object, ...]] = [tuple(m.shape) if isinstance(m, torch.Tensor) else (m,) for m in metas]
         if any([type(s) is not int and isinstance(s, _SYMBOLS) for shape in shapes for s in shape]):
             on = [tuple(v.shape) for v in values_in((args, kwargs))]
             raise CaptureError(
@@ -615,7 +641,7 @@ class GraphReader(InPlaceReader):
         outputs = tuple(
             Value(
                 name if len(metas) + len(further) == 1 else f"{name}.{i}",
-                shapes[i],
+                tuple(m.shape),
                 m.dtype,
                 grad and flowing[i] and (m.dtype.is_floating_point or m.dtype.is_complex),
             )
@@ -646,25 +672,7 @@ class GraphReader(InPlaceReader):
         return [Cell(v) if v is not None else None for v in outputs]
 
 
-def _is_view(target: Any) -> bool:
-    """True where the result of an operator may share memory with its input."""
-    if isinstance(target, Applied):
-        return False
-    returns = schema_of(target).returns
-    return len(returns) == 1 and returns[0].alias_info is not None
-
-
-def _is_beside(target: Any) -> bool:
-    """True for a view operator, and for a write through one."""
-    return _is_view(target) or target in (
-        aten.slice_scatter.default,
-        aten.select_scatter.default,
-        assigned,
-        aten.diagonal_scatter.default,
-    )
-
-
-def _flowing(target: Any, args: tuple[object, ...], kwargs: dict[str, object], count: int) -> tuple[bool, ...]:
+def _flowing(target: object, args: tuple[object, ...], kwargs: dict[str, object], count: int) -> tuple[bool, ...]:
     """For each output: True where a gradient of some input reaches it, and for all where the operator does not tell."""
     if count > 1 and len({v.requires_grad for v in values_in((args, kwargs))}) > 1:
         try:
@@ -672,6 +680,7 @@ def _flowing(target: Any, args: tuple[object, ...], kwargs: dict[str, object], c
                 (args, kwargs),
                 lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta", requires_grad=v.requires_grad),
             )
+            assert callable(target)
             with torch.enable_grad():
                 made = target(*args, **kwargs)
             return tuple(isinstance(m, torch.Tensor) and m.requires_grad for m in made)

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from torch.fx import Node
 from torch.fx.immutable_collections import immutable_list
 
@@ -47,15 +47,15 @@ class Step(NamedTuple):
         op: its operator in the graph; None: no operator in the graph reads it.
         source: the node whose value a mark, or a choice among several results, passes on; None: the node is an
             operator.
-        index: the index of the result that is chosen; None: a mark.
+        number: the number of the result that is chosen; None: a mark.
         arguments: the plain arguments of a mark.
     """
 
     node: Node
     op: Op | None = None
     source: Node | None = None
-    index: Any = None
-    arguments: tuple[Any, ...] = ()
+    number: int | None = None
+    arguments: tuple[object, ...] = ()
 
 
 class _Other(Exception):
@@ -78,9 +78,9 @@ class GraphTemplate:
     def __init__(
         self,
         graph: Graph,
-        sources: Sequence[tuple[Node, Any, Any]],
+        sources: Sequence[tuple[Node, InputSpec, object]],
         steps: Sequence[Step],
-        outputs: Sequence[Any],
+        outputs: Sequence[object],
         kept: Sequence[bool],
         settings: object,
     ) -> None:
@@ -96,7 +96,7 @@ class GraphTemplate:
         cls,
         program: ExportedProgram,
         graph: Graph,
-        sources: Sequence[tuple[Node, Any, Any]],
+        sources: Sequence[tuple[Node, InputSpec, object]],
         read: Sequence[tuple[Step, int | None]],
         ops: Sequence[Op],
         settings: object,
@@ -143,24 +143,26 @@ class GraphTemplate:
             return None
 
     def _filled(self, nodes: AsExported) -> Graph:
-        values: dict[Node, Any] = {}
+        values: dict[Node, object] = {}
         inputs: list[Value] = []
         ops: list[Op] = []
         forms: dict[tuple[int, int], Form] = {}  # equal layers are of one form here too
         grad, casting = torch.is_grad_enabled(), Autocast()
         for node, spec, before in self._sources:
-            values[node] = _source(nodes.source(node, spec), before, spec.kind)
-            if spec.kind is InputKind.USER_INPUT and type(before) is Value:
-                inputs.append(values[node])
-        for (node, op, source, index, arguments), form in zip(self._steps, self._forms):
+            value = values[node] = _source(nodes.source(node, spec), before, spec.kind)
+            if spec.kind is InputKind.USER_INPUT and isinstance(value, Value):
+                inputs.append(value)
+        for (node, op, source, number, arguments), form in zip(self._steps, self._forms):
             if source is not None:
                 values[node] = values[source]
-                if index is None:
+                if number is None:
                     if nodes.arguments(node, grad, casting)[0][1:] != arguments:
                         raise _Other
                 else:
-                    values[node] = None if values[source] is None else values[source][index]
-                    nodes.passed(node, nodes.made(source)[index])
+                    results, made = values[source], nodes.made(source)
+                    assert isinstance(results, tuple | None) and isinstance(made, (list, tuple))
+                    values[node] = None if results is None else results[number]
+                    nodes.passed(node, made[number])
                 continue
             args, kwargs = nodes.arguments(node, grad, casting)
             if op is None:
@@ -188,7 +190,7 @@ class GraphTemplate:
         return replace(self._graph, inputs=tuple(inputs), ops=tuple(ops), outputs=tuple(returned))
 
 
-def _source(meta: Any, before: Any, kind: InputKind) -> Any:
+def _source(meta: object, before: object, kind: InputKind) -> object:
     """The value, or the plain input, of a placeholder."""
     if type(before) is not Value:
         if isinstance(meta, torch.Tensor):
@@ -206,7 +208,7 @@ def _source(meta: Any, before: Any, kind: InputKind) -> Any:
     return changed(before, shape=shape)
 
 
-def _outputs(op: Op, made: Any) -> tuple[Value | None, ...]:
+def _outputs(op: Op, made: object) -> tuple[Value | None, ...]:
     """The outputs of an operator at other sizes.
 
     Args:
@@ -230,7 +232,7 @@ def _outputs(op: Op, made: Any) -> tuple[Value | None, ...]:
     return tuple(outputs)
 
 
-def _argument(before: Any, now: Any, values: dict[Node, Any]) -> Any:
+def _argument(before: object, now: object, values: dict[Node, object]) -> object:
     """An argument with values in place of nodes.
 
     Args:
@@ -238,18 +240,21 @@ def _argument(before: Any, now: Any, values: dict[Node, Any]) -> Any:
         now: the argument with nodes, which are those of `before`.
         values: the value, or the plain input, of each node.
     """
-    kind = type(now)
-    if kind is Node:
+    if type(now) is Node:
         return values[now]
-    if kind is int:
+    if type(now) is int:
         if type(before) is int:
             return now
-    elif kind is float:  # forms of operators tell 0.0 from -0.0, which are equal
+    elif type(now) is float:  # forms of operators tell 0.0 from -0.0, which are equal
         if type(before) is float and ((now and before) or now.hex() == before.hex()):
             return now
-    elif kind in _SEQUENCES:
-        if type(before) in _SEQUENCES and len(before) == len(now):
-            return kind([_argument(*each, values) for each in zip(before, now)])
-    elif type(before) is kind and before == now:
+    elif _is_sequence(now):
+        if _is_sequence(before) and len(before) == len(now):
+            return type(now)([_argument(*each, values) for each in zip(before, now)])
+    elif type(before) is type(now) and before == now:
         return now
     raise _Other
+
+
+def _is_sequence(argument: object) -> TypeGuard[list[object] | tuple[object, ...]]:
+    return type(argument) in _SEQUENCES

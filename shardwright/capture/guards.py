@@ -26,7 +26,7 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -41,10 +41,12 @@ __all__ = ["CONTAINERS", "HOOKS", "MISSING", "Condition", "GuardedPlace", "Guard
 #: Kinds of hooks on which a captured program depends.
 HOOKS = ("forward-pre hooks", "forward hooks", "backward hooks", "backward-pre hooks")
 
-_class_get = types.MappingProxyType.get
+#: ``dict.get(table, key, default)`` and the same of the attributes of a class, as functions of any objects.
+_get: Callable[[dict[object, object], object, object], object] = dict.get
+_class_get: Callable[[types.MappingProxyType[str, object], str, object], object] = types.MappingProxyType.get
 
 
-def _identical(a: Sequence[Any], b: Sequence[Any]) -> bool:
+def _identical(a: Sequence[object], b: Sequence[object]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 
@@ -82,7 +84,7 @@ class Guards:
         modules: Iterable[tuple[str, nn.Module]],
         places: Iterable[GuardedPlace],
         around: Mapping[int, tuple[str, ...]] | None = None,
-        counters: Collection[tuple[int, Any]] = (),
+        counters: Collection[tuple[int, object]] = (),
         conditions: Iterable[Condition] = (),
     ) -> None:
         self._modules, self._conditions = list(modules), list(conditions)
@@ -94,7 +96,7 @@ class Guards:
     def settle(self) -> None:
         """Record the present values of all places."""
         own = [vars(module) for _, module in self._modules]
-        tables: list[dict[Any, Any]] = []
+        tables: list[dict[object, object]] = []
         paths = []
         for path, module in self._modules:
             around = self._around.get(id(module), ())
@@ -134,8 +136,8 @@ class Guards:
                 *self._places,
             )
         }
-        self._containers: list[tuple[Any, tuple[object, ...], str]] = []
-        self._states: list[tuple[Any, tuple[object, ...], str]] = []
+        self._containers: list[tuple[Collection[object], tuple[object, ...], str]] = []
+        self._states: list[tuple[object, tuple[object, ...], str]] = []
         seen: set[int] = set()
         for place in list(found.values()):
             self._contain(place.get(), place.path, seen, found, named)
@@ -144,24 +146,24 @@ class Guards:
         self._dtypes, self._shapes = list(map(_dtype, self._tensors)), list(map(_shape, self._tensors))
         places = list(found.values())
         self._dict_places = [p for p in places if isinstance(p.owner, dict)]
-        self._dicts, self._names = [p.owner for p in self._dict_places], [p.key for p in self._dict_places]
+        self._dicts: list[dict[object, object]] = [p.owner for p in places if isinstance(p.owner, dict)]
+        self._names = [p.key for p in self._dict_places]
         self._values = [p.get() for p in self._dict_places]
         self._class_places = [p for p in places if isinstance(p.owner, type)]
-        self._classes, self._class_names = (
-            [p.owner.__dict__ for p in self._class_places],
-            [p.key for p in self._class_places],
-        )
+        self._classes = [p.owner.__dict__ for p in places if isinstance(p.owner, type)]
+        self._class_names = [str(p.key) for p in self._class_places]
         self._class_values = [p.get() for p in self._class_places]
         self._cell_places = [p for p in places if isinstance(p.owner, types.CellType)]
         self._cells = [p.owner for p in self._cell_places]
         self._cell_values = [p.get() for p in self._cell_places]
         self._others = [(p, p.get()) for p in places if not isinstance(p.owner, (dict, type, types.CellType))]
         # Most of the others are attributes, such as the defaults of functions: each is read of all its owners at once.
-        by_name: dict[str, list[tuple[GuardedPlace, Any]]] = {}
-        self._asked: list[tuple[GuardedPlace, Any]] = []
+        by_name: dict[str, list[tuple[GuardedPlace, object]]] = {}
+        self._asked: list[tuple[GuardedPlace, object]] = []
         for place, value in self._others:
-            is_attribute = isinstance(place.key, str) and place.key is not CALLED and value is not MISSING
-            (by_name.setdefault(place.key, []) if is_attribute else self._asked).append((place, value))
+            name = place.key
+            is_attribute = isinstance(name, str) and name is not CALLED and value is not MISSING
+            (by_name.setdefault(str(name), []) if is_attribute else self._asked).append((place, value))
         self._attributes = [
             (attrgetter(name), [place.owner for place, _ in held], [value for _, value in held])
             for name, held in by_name.items()
@@ -169,10 +171,10 @@ class Guards:
 
     def _contain(
         self,
-        value: Any,
+        value: object,
         path: str,
         seen: set[int],
-        found: dict[tuple[int, Any], GuardedPlace],
+        found: dict[tuple[int, object], GuardedPlace],
         named: list[tuple[str, torch.Tensor]],
     ) -> None:
         """Guard the contents of a container: its entries, or the keys of a dict, with a place for each value; and the
@@ -186,7 +188,7 @@ class Guards:
         if isinstance(value, torch.Tensor):
             named.append((path, value))
             return
-        held: tuple[Any, ...]
+        held: tuple[object, ...]
         if isinstance(value, tuple):
             held = value
         elif isinstance(value, functools.partial):
@@ -224,7 +226,7 @@ class Guards:
         """True where every guarded object is identical to the recorded one."""
         try:
             return (
-                all(map(is_, map(dict.get, self._dicts, self._names, repeat(MISSING)), self._values))
+                all(map(is_, map(_get, self._dicts, self._names, repeat(MISSING)), self._values))
                 and not any(self._empty)
                 and list(map(len, self._full)) == self._counts
                 and all(map(is_, chain.from_iterable(map(dict.values, self._full)), self._members))
@@ -281,9 +283,9 @@ class Guards:
             now = entries(held)
             if len(before) != len(now) or not all(map(same, before, now)):
                 return f"{path} holds something else than it did"
-        for held, before, path in self._states:
-            if not equal_states(state_of(held), before):
-                return f"{path}, a {type(held).__name__}, holds something else than it did"
+        for value, before, path in self._states:
+            if not equal_states(state_of(value), before):
+                return f"{path}, a {type(value).__name__}, holds something else than it did"
         for condition in self._conditions:
             answer = condition.ask()
             if answer != condition.answer:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -127,17 +126,17 @@ def check_held(holder: nn.Module, devices: int, processes: bool) -> None:
 @contextlib.contextmanager
 def one_slice(holder: nn.Module) -> Iterator[None]:
     """Give each stacked parameter the shape of one slice, while a capture is under way."""
-    saved: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-    made: dict[int, nn.Parameter] = {}
+    saved: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for module in holder.modules():
         for name, parameter in parameter_table(module).items():
             if parameter is not None and stacked(parameter) is not None:
                 saved.append((parameter_table(module), name, parameter))
     try:
         for table, name, parameter in saved:
-            if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(parameter.detach()[0], requires_grad=parameter.requires_grad)
-            table[name] = made[id(parameter)]
+            if parameter not in made:
+                made[parameter] = nn.Parameter(parameter.detach()[0], requires_grad=parameter.requires_grad)
+            table[name] = made[parameter]
         yield
     finally:
         for table, name, parameter in saved:

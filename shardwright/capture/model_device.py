@@ -13,8 +13,7 @@ several devices is an error in processes too.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +24,13 @@ from ..launch.device_choice import asked_device
 from ..pytree_objects import opened
 from ..torch_private import buffer_table, parameter_table, pytree
 from .annotations import is_collecting
+from .module_calls import LossFunction
 from .source_lines import calling_line
 
 __all__ = ["check_call", "check_inputs", "check_values", "device_of", "place_of", "usable"]
 
 
-def device_of(net: nn.Module, loss_fn: Any = None, inputs: Any = ()) -> torch.device:
+def device_of(net: nn.Module, loss_fn: LossFunction | None = None, inputs: object = ()) -> torch.device:
     """The device of a model.
 
     Args:
@@ -58,13 +58,18 @@ def device_of(net: nn.Module, loss_fn: Any = None, inputs: Any = ()) -> torch.de
     return next((device for device in places if device.type != "meta"), torch.device("cpu"))
 
 
-def place_of(module: nn.Module) -> tuple[dict[str, Any], str, torch.device] | None:
+#: The parameters or buffers of a module, by their names.
+_TensorTable = dict[str, nn.Parameter | None] | dict[str, Tensor | None]
+
+
+def place_of(module: nn.Module) -> tuple[_TensorTable, str, torch.device] | None:
     """The table and the name of the first parameter, or else buffer, and its device; None: there is none."""
+    tables: Iterator[_TensorTable]
     tables = (table(part) for table in (parameter_table, buffer_table) for part in module.modules())
     return next(((t, name, held.device) for t in tables for name, held in t.items() if held is not None), None)
 
 
-def usable(device: torch.device | str, *modules: Any) -> torch.device:
+def usable(device: torch.device | str, *modules: object) -> torch.device:
     """A device for which models can be captured. Where nothing takes gradients, the device need not be there.
 
     Raises:
@@ -77,7 +82,7 @@ def usable(device: torch.device | str, *modules: Any) -> torch.device:
     return made
 
 
-def check_inputs(device: torch.device, inputs: Any) -> None:
+def check_inputs(device: torch.device, inputs: object) -> None:
     """Check that the inputs of a call are on the device of the model, in a single process.
 
     Numbers (tensors without dims) may be on the CPU, as for any operator of torch.
@@ -90,7 +95,7 @@ def check_inputs(device: torch.device, inputs: Any) -> None:
             raise SettingError(f"input {index} is on {x.device}, the model on {device}", legal=f'input.to("{device}")')
 
 
-def check_values(inputs: Any, heard: Callable[[SettingError], SettingError] = lambda error: error) -> None:
+def check_values(inputs: object, heard: Callable[[SettingError], SettingError] = lambda error: error) -> None:
     """Check that the inputs of a call that is to run have values.
 
     Args:
@@ -106,7 +111,9 @@ def check_values(inputs: Any, heard: Callable[[SettingError], SettingError] = la
             raise heard(SettingError(message, legal="shardwright.plan(net, inputs, …)"))
 
 
-def check_call(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any) -> None:
+def check_call(
+    net: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], loss_fn: LossFunction | None
+) -> None:
     """Check that a call has the target that its loss needs, and none where there is no loss.
 
     Args:
@@ -126,7 +133,7 @@ def check_call(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], lo
     except (TypeError, ValueError):  # a forward without a signature
         return
 
-    def problem(arguments: tuple[Any, ...]) -> str:
+    def problem(arguments: tuple[object, ...]) -> str:
         try:
             forward.bind(*arguments, **kwargs)
         except TypeError as error:
@@ -150,5 +157,5 @@ def check_call(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], lo
         )
 
 
-def _tensors(inputs: Any) -> list[Tensor]:
+def _tensors(inputs: object) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(opened(inputs)) if isinstance(x, Tensor)]

@@ -35,7 +35,7 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -46,6 +46,7 @@ from .annotations import Operator
 
 __all__ = [
     "FunctionOfModels",
+    "LossFunction",
     "WithLoss",
     "as_written",
     "has_global_hooks",
@@ -60,16 +61,19 @@ __all__ = [
 
 # -- modules around the model
 
+#: A loss, called as ``loss_fn(outputs, target)``.
+LossFunction = Callable[..., object]
+
 
 class WithLoss(nn.Module):
     """A model and its loss as one module: the last positional input goes to the loss."""
 
-    def __init__(self, net: nn.Module, loss_fn: Any) -> None:
+    def __init__(self, net: nn.Module, loss_fn: LossFunction) -> None:
         super().__init__()
         self.net, self.loss_fn = net, loss_fn
         self.training = net.training
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> object:
         return self.loss_fn(self.net(*inputs[:-1], **kwargs), inputs[-1])
 
 
@@ -81,11 +85,11 @@ class FunctionOfModels(nn.Module):
         net: the one model that the function calls, or several models that `together` has made one.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     net: nn.Module
     _originals: list[nn.Module]
 
-    def __init__(self, function: Callable[..., Any], net: nn.Module) -> None:
+    def __init__(self, function: Callable[..., object], net: nn.Module) -> None:
         super().__init__()
         for table in MODULE_TABLES:
             self.__dict__[table] = net.__dict__[table]
@@ -107,7 +111,7 @@ class FunctionOfModels(nn.Module):
         calls = dict(zip(self._originals, _called(made.net)))
 
         @functools.wraps(self.function)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             with redirected(calls):
                 return self.function(*args, **kwargs)
 
@@ -140,9 +144,9 @@ def _called(net: nn.Module) -> list[nn.Module]:
     return list(net.children()) if isinstance(net, _Together) else [net]
 
 
-def user_functions(net: nn.Module, loss_fn: Any) -> list[tuple[str, Any]]:
+def user_functions(net: nn.Module, loss_fn: LossFunction | None) -> list[tuple[str, Callable[..., object]]]:
     """The user's functions in a call besides the forwards of modules, with their names in messages."""
-    functions = [] if loss_fn is None else [("loss_fn", loss_fn)]
+    functions: list[tuple[str, Callable[..., object]]] = [] if loss_fn is None else [("loss_fn", loss_fn)]
     if isinstance(net, FunctionOfModels):
         functions.append((getattr(net.function, "__name__", "the function"), net.function))
     return functions
@@ -157,7 +161,7 @@ def scalers_refused() -> Iterator[None]:
     """
     plain = torch.amp.GradScaler.scale
 
-    def scale(self: Any, outputs: Any) -> Any:
+    def scale(self: object, outputs: object) -> NoReturn:
         raise CaptureError(
             "a GradScaler scales the loss inside of a captured function: its scale would stay that of the first call",
             legal="sw.optimizer(optimizer, scaler=scaler) beside sw.value_and_grad, or scaler.scale(loss) outside of "
@@ -175,11 +179,11 @@ def scalers_refused() -> Iterator[None]:
 
 #: Modules whose calls are led elsewhere now, with the functions that are called, and whether other modules with trained
 #: parameters may be called beside them; the innermost last.
-_REDIRECTED: list[tuple[Mapping[nn.Module, Callable[..., Any]], bool]] = []
+_REDIRECTED: list[tuple[Mapping[nn.Module, Callable[..., object]], bool]] = []
 
 
 @contextlib.contextmanager
-def redirected(calls: Mapping[nn.Module, Callable[..., Any]], others: bool = True) -> Iterator[None]:
+def redirected(calls: Mapping[nn.Module, Callable[..., object]], others: bool = True) -> Iterator[None]:
     """Let ``module(...)`` be a call of ``calls[module]``, hooks included, inside the ``with`` block.
 
     Args:
@@ -214,7 +218,7 @@ def refuses_others() -> bool:
     return not all(others for _, others in _REDIRECTED)
 
 
-def _put(calls: Mapping[nn.Module, Callable[..., Any] | None]) -> None:
+def _put(calls: Mapping[nn.Module, Callable[..., object] | None]) -> None:
     for module, called in calls.items():
         if called is None:
             vars(module).pop(CALLED_INSTEAD, None)
@@ -230,22 +234,26 @@ def has_global_hooks() -> bool:
     return bool(_users(hooks_of_all_modules().forward_pre) or hooks_of_all_modules().forward)
 
 
-def _users(hooks: Mapping[int, Callable[..., Any]]) -> list[tuple[int, Callable[..., Any]]]:
+#: A hook before a forward; without the keyword arguments it returns arguments, or one argument.
+_PreHook = Callable[..., tuple[tuple[object, ...], dict[str, object]] | None]
+
+
+def _users(hooks: Mapping[int, _PreHook]) -> list[tuple[int, _PreHook]]:
     """The user's hooks for all modules; Shardwright's own hook, for modules with sliced parameters, is left out."""
     return [(number, hook) for number, hook in hooks.items() if not getattr(hook, "of_shardwright", False)]
 
 
 def hooked(
     net: nn.Module,
-    run: Callable[..., Any],
+    run: Callable[..., object],
     args: tuple[object, ...],
-    kwargs: dict[str, Any],
+    kwargs: dict[str, object],
     *,
     forward: bool,
     own: bool = True,
     everyones: bool = False,
     target: bool = False,
-) -> Any:
+) -> object:
     """Call `run` in place of `net`, between the hooks of `net`.
 
     Args:
@@ -267,11 +275,11 @@ def hooked(
         after += hooks_of(net).forward.items() if forward else ()
     for number, hook in before:
         if number in hooks_of(net).forward_pre_with_kwargs:
-            changed = hook(net, args, kwargs)
-            if changed is not None:
-                args, kwargs = changed
+            pair = hook(net, args, kwargs)
+            if pair is not None:
+                args, kwargs = pair
         else:
-            changed = hook(net, args)
+            changed: object = hook(net, args)
             if changed is not None:
                 args = changed if isinstance(changed, tuple) else (changed,)
     result = run(*args, *rest, **kwargs)
@@ -296,7 +304,7 @@ def outermost_left_out(net: nn.Module, root: nn.Module, forward: bool, around: b
         around: True where any hooks run around the program. False: only the hooks of all modules are changed; they skip
             `root` where `root` is not the user's module.
     """
-    kept: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    kept: list[tuple[dict[int, object], dict[int, object]]] = []
     for table in (hooks_of(net).forward_pre, hooks_of(net).forward) if forward else (hooks_of(net).forward_pre,):
         if around:
             kept.append((table, OrderedDict(table)))
@@ -315,10 +323,10 @@ def outermost_left_out(net: nn.Module, root: nn.Module, forward: bool, around: b
             table.update(before)
 
 
-def _but_for(left_out: nn.Module | None, hook: Callable[..., Any]) -> Callable[..., Any]:
+def _but_for(left_out: nn.Module | None, hook: Callable[..., object]) -> Callable[..., object]:
     """A hook that skips the module `left_out` and the modules that torch puts around the model for the export."""
 
-    def call(module: nn.Module, *args: Any) -> Any:
+    def call(module: nn.Module, *args: object) -> object:
         if module is left_out or type(module).__module__.startswith(("torch._", "torch.export", "torch.fx")):
             return None
         return hook(module, *args)

@@ -17,19 +17,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 
 from ..errors import CaptureError
 from ..graph import Value, leaves, map_values, values_in
 from ..rules.indexing import assigned, overwritten
 from ..rules.normalization import batch_norm
-from ..torch_private import overload_name, schema_of
-from .outlines import memory_of
+from ..torch_private import OpOverload, overload_name, schema_of
+from .outlines import Target, memory_of
 from .recapture import AsExported
+from .regions import Applied
 from .source_lines import module_path, source_of
 
 __all__ = [
@@ -39,8 +40,11 @@ __all__ = [
     "View",
     "ViewStep",
     "Writer",
+    "all_tensors",
     "gives_back",
+    "is_beside",
     "is_same",
+    "is_view",
     "metas_made",
     "plain_form",
     "serial",
@@ -61,7 +65,7 @@ def serial() -> int:
 
 
 #: Record an operator in place of the one that is read, and return its outputs: ``emit(target, args, kwargs)``.
-Emit = Callable[[Any, tuple[object, ...], dict[str, Any]], Sequence[Value]]
+Emit = Callable[[object, tuple[object, ...], dict[str, object]], Sequence[Value]]
 
 
 # -- variables and their views -----------------------------------------------------------------------------------------
@@ -96,9 +100,9 @@ class ViewStep:
             the viewed one, and the view.
     """
 
-    target: Any
+    target: OpOverload[..., torch.Tensor]
     args: tuple[object, ...]
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
     seen: Value
     output: int
     sizes: tuple[tuple[int, ...], ...]
@@ -225,14 +229,16 @@ def _permuted(step: ViewStep, whole: Value, part: Value) -> tuple[object, ...] |
     return aten.permute.default, part, places
 
 
-def _argument(step: ViewStep, name: str, default: Any = None) -> Any:
+def _argument(step: ViewStep, name: str, default: object = None) -> object:
     names = [a.name for a in schema_of(step.target).arguments]
     by_name = dict(zip(names, step.args)) | step.kwargs
     return by_name.get(name, default)
 
 
 def _dim(step: ViewStep, whole: Value, default: int = 0) -> int:
-    return _argument(step, "dim", default) % len(whole.shape)
+    dim = _argument(step, "dim", default)
+    assert isinstance(dim, int)
+    return dim % len(whole.shape)
 
 
 def _selected(step: ViewStep, whole: Value, part: Value) -> tuple[object, ...]:
@@ -325,10 +331,13 @@ _INVERSES: dict[str, Callable[[ViewStep, Value, Value], tuple[object, ...] | Non
 # -- operators that write ----------------------------------------------------------------------------------------------
 
 #: In-place operators whose plain form has another name.
-_FUNCTIONAL = {aten.normal_.default: aten.normal_functional.default, aten.bernoulli_.float: aten.bernoulli.p}
+_FUNCTIONAL: dict[object, OpOverload[..., torch.Tensor]] = {
+    aten.normal_.default: aten.normal_functional.default,
+    aten.bernoulli_.float: aten.bernoulli.p,
+}
 
 
-def plain_form(target: Any) -> Any | None:
+def plain_form(target: OpOverload[..., torch.Tensor]) -> OpOverload[..., torch.Tensor] | None:
     """The operator that returns the result that `target` writes in place; None where there is none.
 
     ``aten.relu_.default`` -> ``aten.relu.default``, ``aten.add.out`` -> ``aten.add.Tensor``.
@@ -356,12 +365,12 @@ def plain_form(target: Any) -> Any | None:
     )
 
 
-def _taken(argument: Any) -> tuple[str, str]:
+def _taken(argument: torch.Argument) -> tuple[str, str]:
     """Name and type of an argument; the tensor itself is ``self`` to ``dropout_`` and ``input`` to ``dropout``."""
     return "self" if argument.name == "input" else argument.name, str(argument.type)
 
 
-def _is_written(argument: Any) -> bool:
+def _is_written(argument: torch.Argument) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
@@ -374,7 +383,7 @@ def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return place(a) == place(b)
 
 
-def gives_back(target: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> bool:
+def gives_back(target: object, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """True where an operator returns its input although the capture does not show it: a dropout of nothing."""
     if target not in (
         aten.dropout.default,
@@ -387,6 +396,24 @@ def gives_back(target: Any, args: tuple[object, ...], kwargs: dict[str, Any]) ->
     return by_name["p"] == 0 or not by_name["train"]
 
 
+def is_view(target: object) -> bool:
+    """True where the result of an operator may share memory with its input."""
+    if isinstance(target, Applied):
+        return False
+    returns = schema_of(target).returns
+    return len(returns) == 1 and returns[0].alias_info is not None
+
+
+def is_beside(target: object) -> bool:
+    """True for a view operator, and for a write through one."""
+    return is_view(target) or target in (
+        aten.slice_scatter.default,
+        aten.select_scatter.default,
+        assigned,
+        aten.diagonal_scatter.default,
+    )
+
+
 # -- the reader of in-place operators
 
 
@@ -397,11 +424,18 @@ _UNCHANGEABLE = {
 }
 
 
-def tensors_of(made: Any) -> list[Any]:
+def tensors_of(made: object) -> list[object]:
     return list(made) if isinstance(made, (tuple, list)) else [made]
 
 
-def metas_made(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+def all_tensors(cells: Sequence[Cell | None]) -> list[Cell]:
+    """The variables of an operator whose outputs are all tensors."""
+    found = [cell for cell in cells if cell is not None]
+    assert len(found) == len(cells)
+    return found
+
+
+def metas_made(target: Target, args: tuple[object, ...], kwargs: dict[str, object]) -> list[object] | None:
     """The outputs of an operator as meta tensors; None where the operator needs elements."""
     args, kwargs = map_values((args, kwargs), lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
     try:
@@ -413,7 +447,7 @@ def metas_made(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 class InPlaceReader:
     """The part of `GraphReader` that reads in-place operators; `GraphReader` sets the attributes."""
 
-    cells: dict[torch.fx.Node, Any]
+    cells: dict[torch.fx.Node, object]
     updates: dict[str, Value]
     memories: dict[str, Memory]
     writer: Writer
@@ -422,13 +456,13 @@ class InPlaceReader:
     aliases: dict[str, str]
     prefix: str
     nodes: AsExported
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     tensor_nodes: list[torch.fx.Node]
-    program: Any
-    path_of: Callable[[Any], str | None]
+    program: ExportedProgram
+    path_of: Callable[[object], str | None]
 
-    def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
+    def emit(self, target: object, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Value]:
         raise NotImplementedError
 
     def read(self, cell: Cell) -> Value:
@@ -437,21 +471,33 @@ class InPlaceReader:
     def record(
         self,
         node: torch.fx.Node,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        target: object,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
         further: Sequence[Value] = (),
-        metas: list[Any] | None = None,
+        metas: Sequence[object] | None = None,
         entered: bool = True,
-    ) -> list[Cell]:
+    ) -> list[Cell | None]:
         raise NotImplementedError
+
+    def cell(self, node: torch.fx.Node) -> Cell:
+        """The variable that a node gives."""
+        cell = self.cells[node]
+        assert isinstance(cell, Cell)
+        return cell
+
+    def traced(self, node: torch.fx.Node) -> torch.Tensor:
+        """The result of a node, a tensor without elements."""
+        made = self.nodes.made(node)
+        assert isinstance(made, torch.Tensor)
+        return made
 
     def find_views(
         self,
         node: torch.fx.Node,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        target: OpOverload[..., torch.Tensor],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
         cells: Sequence[Cell | None],
     ) -> None:
         """Make each output that shares memory with an input a view of that input."""
@@ -461,23 +507,29 @@ class InPlaceReader:
         for i, (cell, meta) in enumerate(zip(cells, metas)):
             if cell is None:
                 continue
+            assert isinstance(meta, torch.Tensor)
             if memories is None:
                 shared = [n for n, _ in sources]
             else:
                 memory = memory_of(meta)
                 shared = [n for n, other in memories if other == memory]
             source = None if not shared else shared[i] if len(shared) == len(cells) else shared[0]
-            parent = None if source is None else self.cells[source].view
+            parent = None if source is None else self.cell(source).view
             if parent is not None and any(v is parent.value for v in values_in((args, kwargs))):
                 assert source is not None
-                sizes = tuple(tuple(m.shape) if m is not None else () for m in metas)
+                sizes = tuple(tuple(m.shape) if isinstance(m, torch.Tensor) else () for m in metas)
                 step = ViewStep(
-                    target, args, kwargs, parent.value, i, sizes, True if back else (self.nodes.made(source), meta)
+                    target, args, kwargs, parent.value, i, sizes, True if back else (self.traced(source), meta)
                 )
                 cell.view = View(parent.memory, cell.view.value, parent, step)
 
     def in_place(
-        self, node: torch.fx.Node, target: Any, written: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        node: torch.fx.Node,
+        target: OpOverload[..., torch.Tensor],
+        written: Sequence[str],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> None:
         """Read ``x.relu_()`` as a plain relu; the variable x holds its result from here on."""
         by_name = dict(zip((a.name for a in schema_of(target).arguments), self.args)) | self.kwargs
@@ -493,49 +545,55 @@ class InPlaceReader:
         ):
             self.turn(node, plain, args, kwargs)
             return
-        if target is aten.fill_diagonal_.default and len(args[0].shape) == 2:
-            value = self.filled_diagonal(*args, **kwargs)
+        x = args[0] if args else None
+        made: list[Value] | None
+        if target is aten.fill_diagonal_.default and isinstance(x, Value) and len(x.shape) == 2:
+            value = self.filled_diagonal(x, *args[1:], **kwargs)
             made = None if value is None else [value]
-        elif target is aten.copy_.default:
-            made = self.emit(overwritten, args[:2], {}) if args[0].requires_grad else [args[1]]
-        elif target is aten.detach_.default and not args[0].requires_grad:
-            made = [args[0]]
+        elif target is aten.copy_.default and isinstance(x, Value) and isinstance(source := args[1], Value):
+            made = self.emit(overwritten, args[:2], {}) if x.requires_grad else [source]
+        elif target is aten.detach_.default and isinstance(x, Value) and not x.requires_grad:
+            made = [x]
         elif plain is None or (torch.Tag.inplace_view in target.tags and target is not aten.detach_.default):
             made = None
         else:
             kwargs = {name: value for name, value in kwargs.items() if name not in written}
-            made = [c.view.value for c in self.record(node, plain, args, kwargs, metas=metas_made(plain, args, kwargs))]
-        if made is None or len(made) != len(changed) or not all(isinstance(c, Cell) for c in changed):
+            results = self.record(node, plain, args, kwargs, metas=metas_made(plain, args, kwargs))
+            made = [c.view.value for c in all_tensors(results)]
+        cells = [c for c in changed if isinstance(c, Cell)]
+        if made is None or not len(made) == len(changed) == len(cells):
             raise CaptureError(
                 f"{target} writes into its arguments and has no plain form",
                 source=source_of(node) or None,
                 legal="an operator that returns its result",
             )
-        for cell, value in zip(changed, made):
-            assert cell is not None
+        for cell, value in zip(cells, made):
             if value is not cell.view.value:
                 self.store(node, cell, value)
-        self.cells[node] = changed[0] if isinstance(self.nodes.made(node), torch.Tensor) else changed
+        self.cells[node] = cells[0] if isinstance(self.nodes.made(node), torch.Tensor) else cells
 
-    def turn(self, node: torch.fx.Node, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def turn(
+        self,
+        node: torch.fx.Node,
+        plain: OpOverload[..., torch.Tensor],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> None:
         """Read ``x.t_()``: the variable views its memory with other dims from here on."""
-        source = self.tensor_nodes[0]
-        cell = self.cells[source]
+        cell = self.cell(self.tensor_nodes[0])
         before = cell.view
-        value = self.record(node, plain, args, kwargs)[0].view.value
+        value = all_tensors(self.record(node, plain, args, kwargs))[0].view.value
         step = ViewStep(plain, args, kwargs, before.value, 0, (value.shape,), before.value.shape == value.shape == ())
         cell.view = View(before.memory, value, before, step)
         self.cells[node] = cell
 
-    def filled_diagonal(self, x: Value, fill: Any, wrap: bool = False) -> Value | None:
+    def filled_diagonal(self, x: Value, fill: object, wrap: object = False) -> Value | None:
         rows, columns = x.shape
         if wrap and rows > columns:
             return None
         assert self.node is not None
         diagonal = self.emit(
-            aten.full.default,
-            ([min(rows, columns)], fill),
-            {"dtype": x.dtype, "device": self.nodes.made(self.node).device},
+            aten.full.default, ([min(rows, columns)], fill), {"dtype": x.dtype, "device": self.traced(self.node).device}
         )[0]
         return self.emit(aten.diagonal_scatter.default, (x, diagonal), {})[0]
 
@@ -567,7 +625,7 @@ class InPlaceReader:
             self.updates[memory.name] = memory.whole.value
 
     def running_statistics(
-        self, node: torch.fx.Node, target: Any, named: dict[str, Any], nodes: dict[str, Any]
+        self, node: torch.fx.Node, target: object, named: dict[str, object], nodes: Mapping[str, object]
     ) -> None:
         """Read a normalisation that updates its running statistics: `target` returns the new statistics as outputs."""
         if target is batch_norm:
@@ -575,10 +633,13 @@ class InPlaceReader:
             count = f"{path}.num_batches_tracked" if path else "num_batches_tracked"
             count = self.aliases.get(count, count)
             counts = self.memories.get(count)
-            named["tracked"] = self.writer.read(counts.whole) if counts and math.isnan(named["momentum"]) else None
+            momentum = named["momentum"]
+            cumulative = isinstance(momentum, float) and math.isnan(momentum)
+            named["tracked"] = self.writer.read(counts.whole) if counts and cumulative else None
         args = tuple(named[a.name] for a in schema_of(target).arguments)
-        held = [self.cells[nodes[name]] for name in ("running_mean", "running_var")]
-        out, *new = self.record(node, target, args, {}, [self.read(c) for c in held])
-        for cell, made in zip(held, new):
+        sources = (nodes["running_mean"], nodes["running_var"])
+        statistics = [self.cell(source) for source in sources if isinstance(source, torch.fx.Node)]
+        out, *new = all_tensors(self.record(node, target, args, {}, [self.read(c) for c in statistics]))
+        for cell, made in zip(statistics, new):
             self.store(node, cell, made.view.value)
         self.cells[node] = out

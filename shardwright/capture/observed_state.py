@@ -25,9 +25,8 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator
-from operator import is_
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import attrgetter, is_
 
 import torch
 from torch import nn
@@ -84,22 +83,22 @@ class Observation(NamedReads):
     def __init__(
         self,
         modules: list[tuple[str, nn.Module]],
-        functions: list[tuple[str, Any]],
+        functions: Sequence[tuple[str, object]],
         later: bool = False,
         earlier: Observation | None = None,
     ) -> None:
         super().__init__()
         self._model, self._earlier = list(modules), earlier
         self._stand_ins = StandIns(self, later)
-        self.written: dict[tuple[int, Any], GuardedPlace] = {}
+        self.written: dict[tuple[int, object], GuardedPlace] = {}
         self._modules, self._functions = list(modules), functions
-        self._patched: list[tuple[type, str, Any]] = []
+        self._patched: list[tuple[type, str, object]] = []
         self._classes: set[type] = set()
-        self._seen: dict[int, Any] = {}  # id of an object -> itself
-        self._attributes: list[tuple[Any, type, Any]] = []  # objects, with their classes and attributes
-        self._users_hooks: list[Any] = []  # those of `_hooked` and of all modules
+        self._seen: dict[int, object] = {}  # id of an object -> itself
+        self._attributes: list[tuple[object, type, object]] = []  # objects, with their classes and attributes
+        self._users_hooks: list[object] = []  # those of `_hooked` and of all modules
         self._hooked: list[nn.Module] = []
-        self._files: tuple[int, list[dict[str, Any]]] | None = None  # the number of functions, and their files
+        self._files: tuple[int, list[dict[str, object]]] | None = None  # the number of functions, and their files
         self._stack = contextlib.ExitStack()
 
     @property
@@ -108,7 +107,7 @@ class Observation(NamedReads):
         return self._modules
 
     @property
-    def files(self) -> list[dict[str, Any]]:
+    def files(self) -> list[dict[str, object]]:
         """The globals of the user's functions that the forward names, or that are attributes of the modules."""
         if self._files is None or self._files[0] != len(self._scanned):
             values = (v for _, module in self._modules for v in vars(module).values() if type(v) not in PLAIN)
@@ -179,7 +178,7 @@ class Observation(NamedReads):
             self._classes.add(cls)
             self._watch(cls)
 
-    def _may_be_taken_over(self, modules: list[tuple[str, nn.Module]], functions: list[tuple[str, Any]]) -> bool:
+    def _may_be_taken_over(self, modules: list[tuple[str, nn.Module]], functions: Sequence[tuple[str, object]]) -> bool:
         """True where a run with these arguments would find what this run has found."""
         return (
             _same_named(modules, self._model)
@@ -232,7 +231,7 @@ class Observation(NamedReads):
                 return
             self._patched.append((cls, name, before))
 
-    def attribute_read(self, obj: Any, name: str) -> None:
+    def attribute_read(self, obj: object, name: str) -> None:
         if not self.running or name in STANDARD or (name.startswith("__") and name != "__dict__"):
             return
         try:
@@ -262,7 +261,7 @@ class Observation(NamedReads):
         else:
             self._class_place(type(obj), name, path)
 
-    def _kind_of(self, obj: Any, path: str) -> None:
+    def _kind_of(self, obj: object, path: str) -> None:
         """Record that the class of an object was read."""
         if (id(obj), "__class__") in self._noted[SEEN] or isinstance(obj, nn.Module):
             return
@@ -285,7 +284,7 @@ class Observation(NamedReads):
         for base in before:
             self._note(GuardedPlace(base, name, f"{path}.{name}" if name == "forward" else f"{base.__name__}.{name}"))
 
-    def attribute_assigned(self, obj: Any, name: str, by_torch: bool) -> None:
+    def attribute_assigned(self, obj: object, name: str, by_torch: bool) -> None:
         if not self.running:
             return
         attributes = getattr(obj, "__dict__", None)
@@ -302,7 +301,7 @@ class Observation(NamedReads):
             self._own.discard((id(attributes), name))
             self.written.setdefault((id(attributes), name), GuardedPlace(attributes, name, f"{path}.{name}"))
 
-    def asked(self, obj: Any, name: str) -> None:
+    def asked(self, obj: object, name: str) -> None:
         """Record a read of an attribute by ``getattr``, where the attribute need not be there."""
         if not self.running or not isinstance(name, str):
             return
@@ -323,7 +322,7 @@ class Observation(NamedReads):
         else:
             self.attribute_read(obj, name)
 
-    def assigned(self, obj: Any, name: str) -> None:
+    def assigned(self, obj: object, name: str) -> None:
         """Record an assignment by ``setattr``, before it happens."""
         if not self.running:
             return
@@ -332,12 +331,12 @@ class Observation(NamedReads):
         elif not isinstance(obj, type):
             self.attribute_assigned(obj, name, by_torch=False)
 
-    def asked_entry(self, owner: Any, key: Any, path: str) -> None:
+    def asked_entry(self, owner: object, key: object, path: str) -> None:
         """Record a read of an entry of a file's names, or of the environment."""
         if self.running:
             self._note(GuardedPlace(owner, key, path))
 
-    def assigned_entry(self, owner: Any, key: Any, path: str) -> None:
+    def assigned_entry(self, owner: object, key: object, path: str) -> None:
         """Record an assignment of such an entry, before it happens."""
         place = GuardedPlace(owner, key, path)
         if self.running and place.identity not in self.written:
@@ -346,11 +345,11 @@ class Observation(NamedReads):
 
     # -- values in reach --
 
-    def _found(self, value: Any, path: str) -> None:
+    def _found(self, value: object, path: str) -> None:
         """Watch a value in reach of the forward: its mutable contents are compared later, functions are followed."""
         if type(value) in weakref.ProxyTypes:
             self.repeatable = False
-            value = value.__init__.__self__
+            value = attrgetter("__init__.__self__")(value)  # the object itself
         if value is MISSING or isinstance(value, torch.Tensor):
             return
         if isinstance(value, types.ModuleType):
@@ -386,7 +385,7 @@ class Observation(NamedReads):
                     self._note(place)
         self._watched(value, path)
 
-    def _watched(self, value: Any, path: str) -> None:
+    def _watched(self, value: object, path: str) -> None:
         """Watch the attributes of an object whose class allows it."""
         cls = type(value)
         if not cls.__flags__ & _HEAP_TYPE or cls.__flags__ & _IMMUTABLE_TYPE or isinstance(value, nn.Module):
@@ -400,7 +399,7 @@ class Observation(NamedReads):
             self._classes.add(cls)
             self._watch(cls)
 
-    def _found_content(self, value: Any, path: str) -> None:
+    def _found_content(self, value: Collection[object], path: str) -> None:
         """Watch a container and its entries."""
         if not isinstance(value, tuple) and not self.keep_content(value, path):
             return
@@ -419,16 +418,16 @@ class Observation(NamedReads):
             if type(entry) in PLAIN or isinstance(entry, type):
                 continue
             stand_in = None if is_simple(entry) else self._stand_ins.of_object(entry, f"{path}[{index}]")
-            if stand_in is not None and not isinstance(value, (set, tuple)):
+            if stand_in is not None and isinstance(value, (list, collections.deque)):
                 self.repeatable = False
                 value[index] = stand_in
                 self.begin_with(value, index, stand_in)
             self._found(entry, path)
 
-    def _found_function(self, value: Any, path: str) -> bool:
+    def _found_function(self, value: object, path: str) -> bool:
         """Follow a function, and the objects that it is bound to; False for any other value."""
         if isinstance(value, property):
-            parts: Iterable[Any] = (value.fget, value.fset)
+            parts: Iterable[object] = (value.fget, value.fset)
         elif isinstance(value, types.MethodType):
             parts = (value.__self__, value.__func__)
         elif isinstance(value, (functools.partial, functools.partialmethod)):
@@ -453,12 +452,12 @@ class Observation(NamedReads):
             self._found(part, path)
         return True
 
-    def _of_namespace(self, value: Any, name: str) -> GuardedPlace:
+    def _of_namespace(self, value: object, name: str) -> GuardedPlace:
         """The place of an attribute of a namespace; one of a thread depends on the thread that asks."""
         path = self._paths.get(id(value), type(value).__name__)
         return GuardedPlace(value if isinstance(value, threading.local) else vars(value), name, f"{path}.{name}")
 
-    def _space(self, attributes: dict[str, Any], path: str, module: nn.Module | None = None) -> None:
+    def _space(self, attributes: dict[str, object], path: str, module: nn.Module | None = None) -> None:
         if self.keep_space(attributes, path, module):
             for name, value in [*attributes.items()]:
                 if name not in STANDARD and isinstance(value, CONTAINERS):
@@ -493,9 +492,9 @@ _NOT_USERS = frozenset(
 )
 
 
-def _same_named(some: list[tuple[str, Any]], others: list[tuple[str, Any]]) -> bool:
+def _same_named(some: Sequence[tuple[str, object]], other: Sequence[tuple[str, object]]) -> bool:
     """True for the same objects with the same names."""
-    return len(some) == len(others) and all(a == b and x is y for (a, x), (b, y) in zip(some, others))
+    return len(some) == len(other) and all(a == b and x is y for (a, x), (b, y) in zip(some, other))
 
 
 def _attributes_of(value: object) -> object:
@@ -506,7 +505,7 @@ def _attributes_of(value: object) -> object:
         return None
 
 
-def _hooks_of(module: nn.Module | None) -> Iterator[Any]:
+def _hooks_of(module: nn.Module | None) -> Iterator[object]:
     """The hooks of the user on a module; None: on all modules."""
     if module is None:
         tables = hooks_of_all_modules()

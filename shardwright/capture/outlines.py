@@ -10,8 +10,8 @@ one form:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -46,6 +46,10 @@ _REMEMBERED = 256
 META = torch.device("meta")
 
 
+#: An operator: an overload of torch, or a function in its place.
+Target = Callable[..., object]
+
+
 class Differs(Exception):
     """A light run does not follow an exported program; the message is the reason."""
 
@@ -62,19 +66,19 @@ class Outline(torch.Tensor):
         memory: what views of one tensor have in common.
     """
 
-    form: tuple[Any, ...]
-    token: Any
-    memory: Any
+    form: tuple[object, ...]
+    token: object
+    memory: object
 
     __torch_function__ = no_torch_function
 
     @staticmethod
     def made(
-        form: tuple[Any, ...],
+        form: tuple[object, ...],
         requires_grad: bool,
         offset: int = 0,
-        memory: Any = None,
-        token: Any = None,
+        memory: object = None,
+        token: object = None,
         parameter: bool = False,
     ) -> Outline:
         made = shell(Outline, (*form, requires_grad), offset, parameter)
@@ -83,7 +87,13 @@ class Outline(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Target,
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Outline:
         x = args[0] if args else None
         if func is aten.detach.default and type(x) is Outline:  # torch wraps the result of a factory once more
             return Outline.made(x.form, False, int(x.storage_offset()), x.memory, x.token)
@@ -101,12 +111,12 @@ def outline(
     return Outline.made((tuple(shape), tuple(reversed(strides)), dtype, device), requires_grad, parameter=parameter)
 
 
-def memory_of(tensor: torch.Tensor) -> Any:
+def memory_of(tensor: torch.Tensor) -> object:
     """The memory of a tensor: the same for its views, and for no other tensor."""
     return tensor.memory if type(tensor) is Outline else storage_id(tensor.untyped_storage())
 
 
-def is_same(one: Any, other: Any) -> bool:
+def is_same(one: object, other: object) -> bool:
     """True where two Python objects are the same tensor."""
     return one is other or (type(one) is type(other) is Outline and one.token is other.token)
 
@@ -123,14 +133,22 @@ class OperatorResult(NamedTuple):
         same: True where it is that argument itself.
     """
 
-    form: tuple[Any, ...]
+    form: tuple[object, ...]
     requires_grad: bool
     offset: int
     viewed: int | None
     same: bool
 
 
-def computed(target: Any, args: Any, kwargs: Mapping[str, Any], device: torch.device | None) -> Any:
+#: The results of one operator call: one, or several in a list or tuple; None is a result that is no tensor.
+Results = OperatorResult | None | list["Results"] | tuple["Results", ...]
+#: The same results as tensors.
+Tensors = torch.Tensor | None | list["Tensors"] | tuple["Tensors", ...]
+
+
+def computed(
+    target: Target, args: tuple[object, ...], kwargs: Mapping[str, object], device: torch.device | None
+) -> Results:
     """The results of an operator as `OperatorResult`s, by a call on stand-ins of its arguments.
 
     Args:
@@ -143,7 +161,7 @@ def computed(target: Any, args: Any, kwargs: Mapping[str, Any], device: torch.de
     stand_ins: list[torch.Tensor] = []
     named_device: list[torch.device] = []
 
-    def stand_in(x: Any) -> Any:
+    def stand_in(x: object) -> object:
         if isinstance(x, torch.Tensor):
             tensors.append(x)
             stand_ins.append(
@@ -168,7 +186,7 @@ def computed(target: Any, args: Any, kwargs: Mapping[str, Any], device: torch.de
         raise Differs(f"{target} changes the dims of its input")
     memories = [storage_id(t.untyped_storage()) for t in stand_ins]
 
-    def result(x: Any) -> Any:
+    def result(x: object) -> OperatorResult | None:
         if x is None:
             return None
         if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_conj() or x.is_neg():
@@ -190,14 +208,14 @@ def _common_device(tensors: Sequence[torch.Tensor], named: Sequence[torch.device
     return next((t.device for t in tensors if t.dim()), tensors[0].device if tensors else default_device())
 
 
-def outlines_of(results: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def outlines_of(results: Results, tensors: Sequence[torch.Tensor]) -> Tensors:
     """The outlines of an operator's results. A result that is an argument is that argument.
 
     Args:
         results: `OperatorResult`s.
         tensors: the tensors among the arguments, in order.
     """
-    if type(results) is OperatorResult:
+    if isinstance(results, OperatorResult):
         if results.viewed is None:
             return Outline.made(results.form, results.requires_grad)
         viewed = tensors[results.viewed]
@@ -205,58 +223,66 @@ def outlines_of(results: Any, tensors: Sequence[torch.Tensor]) -> Any:
             return viewed
         offset = results.offset + int(viewed.storage_offset())
         return Outline.made(results.form, results.requires_grad, offset, memory_of(viewed))
-    return None if results is None else type(results)([outlines_of(r, tensors) for r in results])
+    if results is None:
+        return None
+    outlines = [outlines_of(r, tensors) for r in results]
+    return outlines if isinstance(results, list) else tuple(outlines)
 
 
-def form_of_arguments(x: Any, tensors: list[torch.Tensor]) -> Any:
+def form_of_arguments(x: object, tensors: list[torch.Tensor]) -> object:
     """An argument as a key: equal for calls with equal results, but for the tensors themselves.
 
     Args:
         tensors: receives the tensors in the argument.
     """
-    kind = type(x)
-    if kind is Outline:
+    if type(x) is Outline:
         tensors.append(x)
         return x.form, x.requires_grad
     if isinstance(x, torch.Tensor):
         tensors.append(x)
         return (tuple(x.shape), x.stride(), x.dtype, x.device), x.requires_grad
     if isinstance(x, (list, tuple)):
-        return kind, tuple([form_of_arguments(y, tensors) for y in x])
-    return kind, x
+        return type(x), tuple([form_of_arguments(y, tensors) for y in x])
+    return type(x), x
 
 
-def _placed(x: torch.Tensor) -> tuple[Any, ...]:
+def _placed(x: torch.Tensor) -> tuple[object, ...]:
     return tuple(x.shape), x.stride(), x.storage_offset(), storage_id(x.untyped_storage())
 
 
 class _Facts(NamedTuple):
     """Facts of an operator's schema: see `written_names` and `says_nothing`. The operator keeps its id."""
 
-    target: Any
+    target: Target
     written: tuple[str, ...]
     silent: bool
     beside: bool
-    on_meta: dict[Any, Any]  # the form of a call on the meta device -> its results, for operators of torch
+    on_meta: dict[object, Results]  # the form of a call on the meta device -> its results, for operators of torch
 
 
 #: Id of an operator -> its facts. Hashing an operator itself takes longer.
 _FACTS: dict[int, _Facts] = {}
 
 
-def facts_of(target: Any) -> _Facts:
+def facts_of(target: Target) -> _Facts:
+    """The facts of an operator."""
     known = _FACTS.get(id(target))
     if known is None:
         schema = schema_of(target)
         written = tuple([a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write])
-        known = _Facts(target, written, not schema.returns and not written, target.namespace in _BESIDE, {})
+        beside = getattr(target, "namespace", "") in _BESIDE
+        known = _Facts(target, written, not schema.returns and not written, beside, {})
         _FACTS[id(target)] = known
     return known
 
 
 def computed_on_meta(
-    target: Any, args: Any, kwargs: Mapping[str, Any], form: Any, tensors: Sequence[torch.Tensor]
-) -> Any:
+    target: Target,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    form: object,
+    tensors: Sequence[torch.Tensor],
+) -> Results:
     """The results of an operator as `OperatorResult`s, by a call on the meta device, which the process remembers.
 
     Args:
@@ -269,7 +295,7 @@ def computed_on_meta(
     except TypeError:  # what cannot be looked up, such as a slice
         return computed(target, args, kwargs, META)
     # Without tensors a result is on the device of the process; another operator's function may be the user's.
-    if results is None and (not tensors or target.namespace != "aten"):
+    if results is None and (not tensors or getattr(target, "namespace", "") != "aten"):
         return computed(target, args, kwargs, META)
     if results is None:
         results = computed(target, args, kwargs, META)
@@ -279,11 +305,11 @@ def computed_on_meta(
     return results
 
 
-def written_names(target: Any) -> tuple[str, ...]:
+def written_names(target: Target) -> tuple[str, ...]:
     """The names of the arguments into which an operator writes."""
     return facts_of(target).written
 
 
-def says_nothing(target: Any) -> bool:
+def says_nothing(target: Target) -> bool:
     """True for an operator without results, such as an assertion of export."""
     return facts_of(target).silent

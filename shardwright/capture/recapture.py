@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.export.graph_signature import InputKind
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec
 
-from ..autocast import current
+from ..autocast import Autocast, current
 from ..torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -42,7 +43,11 @@ from .annotations import MARK
 from .observed.attribute_patches import module_calls
 from .outlines import (
     Differs,
+    OperatorResult,
     Outline,
+    Results,
+    Target,
+    Tensors,
     computed,
     computed_on_meta,
     facts_of,
@@ -61,7 +66,7 @@ aten = torch.ops.aten
 Read = TypeVar("Read")
 
 #: Operators to which export gives another name.
-_EXPORTED = {aten.lift_fresh.default: aten.lift_fresh_copy.default}
+_EXPORTED: dict[Target, Target] = {aten.lift_fresh.default: aten.lift_fresh_copy.default}
 
 #: Types of most arguments besides tensors.
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
@@ -80,18 +85,18 @@ class Program:
         exported: the result of torch.export.
     """
 
-    def __init__(self, exported: Any) -> None:
+    def __init__(self, exported: ExportedProgram) -> None:
         self.exported = exported
         self.template: object = None  # the latest graph that was read of it, as a `GraphTemplate`
         self.observation: object = None  # of the latest run that has followed it, an `Observation`
-        self._by_meta: dict[Any, bool | None] = {}
-        self._nodes: dict[Any, list[torch.fx.Node]] | None = None
+        self._by_meta: dict[Target, bool | None] = {}
+        self._nodes: dict[Target | str, list[torch.fx.Node]] | None = None
 
     def followed(self, read: Callable[[Program, AsExported], Read]) -> Read:
         """The result of ``read(program, nodes)`` for the program itself."""
         return read(self, AsExported())
 
-    def by_meta(self, target: Any) -> bool | None:
+    def by_meta(self, target: Target) -> bool | None:
         """True where tensors on the meta device tell of an operator what fake tensors have told in this program; None
         for an operator that the program does not call.
 
@@ -111,12 +116,12 @@ class Program:
         return self._by_meta[target]
 
 
-def _traced_arguments(node: torch.fx.Node) -> tuple[Any, Any]:
+def _traced_arguments(node: torch.fx.Node) -> tuple[tuple[object, ...], Mapping[str, object]]:
     """(args, kwargs) of a node, with the tensors that were traced."""
     return torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
 
 
-def _called_as(node: torch.fx.Node) -> Any:
+def _called_as(node: torch.fx.Node) -> object:
     """A key that is equal for calls with arguments and results of one form; the node itself where there is none."""
     try:
         form = form_of_arguments((*_traced_arguments(node), node.meta.get("val")), [])
@@ -129,6 +134,7 @@ def _called_as(node: torch.fx.Node) -> Any:
 def _agrees(node: torch.fx.Node) -> bool:
     """True where a call on the meta device gives the traced results of an operator."""
     args, kwargs = _traced_arguments(node)
+    assert callable(node.target)
     tensors: list[torch.Tensor] = []
     try:
         form = form_of_arguments(args, tensors), form_of_arguments(tuple(kwargs.items()), tensors) if kwargs else ()
@@ -138,9 +144,9 @@ def _agrees(node: torch.fx.Node) -> bool:
         return False
     memories = [storage_id(t.untyped_storage()) for t in tensors]
 
-    def same(result: Any, traced: Any) -> bool:
-        if isinstance(traced, (list, tuple)):
-            return isinstance(result, (list, tuple)) and all(map(same, result, traced))
+    def same(result: Results, traced: object) -> bool:
+        if isinstance(result, (list, tuple)) and not isinstance(result, OperatorResult):
+            return isinstance(traced, (list, tuple)) and all(map(same, result, traced))
         if not isinstance(traced, torch.Tensor) or result is None:
             return result is traced
         memory = storage_id(traced.untyped_storage())
@@ -163,14 +169,14 @@ class OperatorCall(NamedTuple):
         module, grad, casting: the innermost module that was running, True where gradients were on, and autocast.
     """
 
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    made: Any
-    results: Any
+    target: Target
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    made: Tensors
+    results: Results
     module: nn.Module
     grad: bool
-    casting: Any
+    casting: Autocast
 
 
 class LightRun:
@@ -191,15 +197,15 @@ class LightRun:
         self,
         module: nn.Module,
         paths: Mapping[str, nn.Module],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
         device: torch.device,
         programs: Sequence[Program],
     ) -> None:
         self._calls: list[OperatorCall] = []
         self._failed: str | None = None
         self._programs, self._device_types = programs, sorted({"cpu", device.type})
-        self._known: dict[Any, Any] = {}
+        self._known: dict[object, Results] = {}
         self._running: list[nn.Module] = []
         self._modules, self._inputs = paths, pytree.tree_leaves((args, kwargs))
         self._named = {
@@ -237,11 +243,11 @@ class LightRun:
                 reasons.append(reason)
         raise reasons[0]
 
-    def _entering(self) -> Callable[..., Any]:
+    def _entering(self) -> Callable[..., object]:
         """A function that calls a module, and notes which of the model's modules is running."""
         running, own = self._running, set(map(id, self._modules.values()))
 
-        def enter(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def enter(call: Callable[..., object], module: nn.Module, *args: object, **kwargs: object) -> object:
             # A loss or an activation that the forward makes has no path: its operators belong to the module around it.
             running.append(module if id(module) in own or not running else running[-1])
             try:
@@ -251,7 +257,7 @@ class LightRun:
 
         return enter
 
-    def _called(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _called(self, target: Target, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """The results of an operator, in its place."""
         facts = facts_of(target)
         if facts.beside:
@@ -262,9 +268,10 @@ class LightRun:
             args = self._lifted(args)
         tensors: list[torch.Tensor] = []
         try:
-            form = form_of_arguments(args, tensors), form_of_arguments(tuple(kwargs.items()), tensors) if kwargs else ()
+            positional = form_of_arguments(args, tensors)
+            form: object = positional, form_of_arguments(tuple(kwargs.items()), tensors) if kwargs else ()
             if target is MARK or target is EDGE:  # the number of a call changes nothing
-                form = form[0][1][:1]
+                form = form_of_arguments(args[:1], [])
             key = id(target), form, grad, casting.dtypes, torch.get_default_dtype()
             results = self._known.get(key)
             if results is None:
@@ -275,13 +282,13 @@ class LightRun:
         made = outlines_of(results, tensors)
         if grad and facts.written and any(t.requires_grad for t in tensors):
             for x in made if isinstance(made, (list, tuple)) else (made,):
-                if x is not None and x.dtype.is_floating_point:
+                if isinstance(x, torch.Tensor) and x.dtype.is_floating_point:
                     x.requires_grad = True
         if not facts.silent:
             self._calls.append(OperatorCall(target, args, kwargs, made, results, self._running[-1], grad, casting))
         return made
 
-    def _lifted(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _lifted(self, args: tuple[object, ...]) -> tuple[object, ...]:
         """The arguments of a lift without the move before it. ``torch.tensor([1, 2], device="cpu")`` moves the numbers
         to the device where they are already, and the exported program has the numbers themselves."""
         move = self._calls[-1]
@@ -294,8 +301,13 @@ class LightRun:
         return args
 
     def _results(
-        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], form: Any, tensors: Sequence[torch.Tensor]
-    ) -> Any:
+        self,
+        target: Target,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        form: object,
+        tensors: Sequence[torch.Tensor],
+    ) -> Results:
         """The results of an operator as `OperatorResult`s."""
         with ExitStack() as stack:
             stack.enter_context(self._beneath())
@@ -317,11 +329,13 @@ class LightRun:
 class AsExported:
     """The nodes of an exported program with their own arguments and results."""
 
-    def source(self, node: torch.fx.Node, spec: Any) -> Any:
+    def source(self, node: torch.fx.Node, spec: InputSpec) -> object:
         """The tensor, or the plain input, that a placeholder of the program stands for."""
         return node.meta.get("val")
 
-    def arguments(self, node: torch.fx.Node, grad: bool, casting: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(
+        self, node: torch.fx.Node, grad: bool, casting: Autocast
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """(args, kwargs) of an operator, with nodes in the place of tensors.
 
         Args:
@@ -329,21 +343,20 @@ class AsExported:
         """
         return node.args, dict(node.kwargs)
 
-    def made(self, node: torch.fx.Node) -> Any:
+    def made(self, node: torch.fx.Node) -> object:
         """The results of a node, as tensors without elements."""
         return node.meta.get("val")
 
-    results: Any = (
-        None  # the `OperatorResult`s of the latest operator, which calls of one form share, where they are known
-    )
+    #: The `OperatorResult`s of the latest operator, which calls of one form share; None: not known.
+    results: Results = None
 
-    def passed(self, node: torch.fx.Node, made: Any) -> None:
+    def passed(self, node: torch.fx.Node, made: object) -> None:
         """Note the results of a node that is no operator."""
 
     def written_out(self, region: list[torch.fx.Node]) -> None:
         """Note that a region is traced again, and read from there."""
 
-    def outputs(self, nodes: Sequence[Any]) -> list[Any]:
+    def outputs(self, nodes: Sequence[object]) -> list[object]:
         """The outputs of the program: nodes, and plain values."""
         return list(nodes)
 
@@ -364,30 +377,32 @@ class AsRun(AsExported):
         self,
         calls: Sequence[OperatorCall],
         modules: Mapping[str, nn.Module],
-        inputs: Sequence[Any],
+        inputs: Sequence[object],
         named: Mapping[str, torch.Tensor | None],
-        constants: Mapping[str, Any],
-        outputs: Sequence[Any],
+        constants: Mapping[str, torch.Tensor],
+        outputs: Sequence[object],
     ) -> None:
         self._calls: Iterator[OperatorCall] = iter(calls)
         self._modules, self._inputs, self._named = modules, iter(inputs), named
         self._constants, self._outputs = constants, outputs
-        self._made: dict[torch.fx.Node, Any] = {}
-        self._unseen: dict[torch.fx.Node, Any] = {}  # the constants
+        self._made: dict[torch.fx.Node, object] = {}
+        self._unseen: dict[torch.fx.Node, torch.Tensor | None] = {}  # the constants
 
-    def source(self, node: torch.fx.Node, spec: Any) -> Any:
+    def source(self, node: torch.fx.Node, spec: InputSpec) -> object:
         if spec.kind is InputKind.USER_INPUT:
-            held = next(self._inputs)
+            found = next(self._inputs)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            held = self._named.get(spec.target)
-            if held is None:
+            found = self._named.get(str(spec.target))
+            if found is None:
                 raise Differs(f"{spec.target} is gone")
         else:
-            held = self._unseen[node] = self._constants.get(spec.target)
-        self._made[node] = held
-        return held
+            found = self._unseen[node] = self._constants.get(str(spec.target))
+        self._made[node] = found
+        return found
 
-    def arguments(self, node: torch.fx.Node, grad: bool, casting: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(
+        self, node: torch.fx.Node, grad: bool, casting: Autocast
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         target, call = node.target, next(self._calls, None)
         while call is not None and call.target is aten.detach.default and target is not call.target:
             call = next(self._calls, None)  # a detach without use, which export drops
@@ -400,11 +415,11 @@ class AsRun(AsExported):
         if self._modules.get(path, call.module) is not call.module:
             raise Differs(f"{target} is called in another module than {path!r}")
         args = self._positional(node, call.args)
-        kwargs = self._matched(node, dict(node.kwargs), call.kwargs)
+        kwargs = self._matched_by_name(node, node.kwargs, call.kwargs)
         self._made[node], self.results = call.made, call.results
         return args, kwargs
 
-    def _positional(self, node: torch.fx.Node, theirs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _positional(self, node: torch.fx.Node, theirs: tuple[object, ...]) -> tuple[object, ...]:
         """The arguments by position. Both sides omit the last ones where they have their defaults."""
         mine = node.args
         if any(isinstance(a, torch.fx.Node) for a in mine[len(theirs) :]):
@@ -412,7 +427,7 @@ class AsRun(AsExported):
         further = (None,) * (len(theirs) - len(mine))
         return tuple([self._matched(node, a, b) for a, b in zip((*mine, *further), theirs)])
 
-    def _matched(self, node: torch.fx.Node, mine: Any, theirs: Any) -> Any:
+    def _matched(self, node: torch.fx.Node, mine: object, theirs: object) -> object:
         """An argument of the run with nodes in the place of tensors.
 
         Args:
@@ -433,13 +448,20 @@ class AsRun(AsExported):
             if not any(isinstance(x, (torch.fx.Node, torch.Tensor)) for x in (*mine, *theirs)):
                 return type(mine)(theirs)
         elif isinstance(mine, dict) and isinstance(theirs, dict):
-            if mine.keys() == theirs.keys():
-                return {name: self._matched(node, a, theirs[name]) for name, a in mine.items()}
+            return self._matched_by_name(node, mine, theirs)
         elif not isinstance(mine, (list, tuple, dict)) and not isinstance(theirs, (list, tuple, dict)):
             return theirs
         raise Differs(f"{node.target} is called with other arguments")
 
-    def _is_constant(self, node: torch.fx.Node, tensor: Any) -> bool:
+    def _matched_by_name(
+        self, node: torch.fx.Node, mine: Mapping[str, object], theirs: Mapping[str, object]
+    ) -> dict[str, object]:
+        """Likewise each of some named arguments."""
+        if mine.keys() != theirs.keys():
+            raise Differs(f"{node.target} is called with other arguments")
+        return {name: self._matched(node, a, theirs[name]) for name, a in mine.items()}
+
+    def _is_constant(self, node: torch.fx.Node, tensor: object) -> bool:
         """True where a tensor with elements that the run meets is the constant of the program."""
         mine = self._unseen.get(node)
         same = (
@@ -454,16 +476,16 @@ class AsRun(AsExported):
             self._made[node] = tensor
         return same
 
-    def made(self, node: torch.fx.Node) -> Any:
+    def made(self, node: torch.fx.Node) -> object:
         return self._made.get(node)
 
-    def passed(self, node: torch.fx.Node, made: Any) -> None:
+    def passed(self, node: torch.fx.Node, made: object) -> None:
         self._made[node] = made
 
     def written_out(self, region: list[torch.fx.Node]) -> None:
         raise Differs("torch.vmap is traced again")
 
-    def outputs(self, nodes: Sequence[Any]) -> list[Any]:
+    def outputs(self, nodes: Sequence[object]) -> list[object]:
         left = next((c for c in self._calls if c.target is not aten.detach.default), None)
         if left is not None:
             raise Differs(f"the forward calls {left.target} at its end")

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import CaptureError, SettingError
 from ..graph import Graph, Op, Recompute, Value, map_values
@@ -78,6 +79,10 @@ _LEGAL = "torch.library.custom_op with register_fake and register_autograd, desc
 IN_PLACE_OF = "of_shardwright_in_place_of"
 
 
+#: A class of autograd functions.
+Function = type[torch.autograd.Function]
+
+
 class Applied:
     """``Function.apply`` with every non-tensor argument bound: takes the tensors alone, returns tensors alone.
 
@@ -86,14 +91,14 @@ class Applied:
         differentiable: for each output, True where a gradient flows through it.
     """
 
-    def __init__(self, function: type, leaves: Sequence[Any], spec: Any) -> None:
+    def __init__(self, function: Function, leaves: Sequence[object], spec: pytree.TreeSpec) -> None:
         self.described_as, self.spec = function, spec
         self.leaves = [None if isinstance(x, Tensor) else x for x in leaves]
         self.places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.differentiable: tuple[bool, ...] = ()
         self.__name__, self.__qualname__, self.__module__ = function.__name__, function.__qualname__, __name__
 
-    def results(self, tensors: Sequence[Tensor]) -> Any:
+    def results(self, tensors: Sequence[Tensor]) -> object:
         """The results of the user's call, by torch's ``apply``: an ``apply`` of the class has run by then."""
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
@@ -101,7 +106,7 @@ class Applied:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return vars(torch.autograd.Function)["apply"].__get__(None, self.described_as)(*args, **kwargs)
 
-    def __call__(self, *tensors: Tensor) -> Any:
+    def __call__(self, *tensors: Tensor) -> object:
         made = [x for x in pytree.tree_leaves(self.results(tensors)) if isinstance(x, Tensor)]
         return made[0] if len(made) == 1 else tuple(made)
 
@@ -128,7 +133,7 @@ def _(inputs: list[Tensor], call: int) -> list[Tensor]:
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in _recorded()[call][1]]
 
 
-def _no_backward(ctx: Any, *gradients: Any) -> Any:
+def _no_backward(ctx: object, *gradients: object) -> object:
     raise AssertionError("a captured graph is read, not run")
 
 
@@ -136,9 +141,9 @@ opaque.register_autograd(_no_backward)
 OPAQUE = torch.ops.shardwright.opaque.default
 
 
-def _classes(of: Any = torch.autograd.Function) -> Iterator[Any]:
-    """Every class below `of`, bases before their subclasses; of torch's own those that a rule describes."""
-    levels: list[list[Any]] = [of.__subclasses__()]
+def _classes() -> Iterator[Function]:
+    """Every class of autograd functions, bases before their subclasses; of torch's own those that a rule describes."""
+    levels: list[list[Function]] = [torch.autograd.Function.__subclasses__()]
     for below in levels:
         for cls in below:
             if not cls.__module__.startswith("torch.") or function_rule(cls) is not None:
@@ -147,32 +152,36 @@ def _classes(of: Any = torch.autograd.Function) -> Iterator[Any]:
                 levels.append(further)
 
 
-def _watch(cls: Any, put_back: contextlib.ExitStack) -> None:
+def _watch(cls: Function, put_back: contextlib.ExitStack) -> None:
     """Give a class a ``forward`` and a ``setup_context`` that leave a node while a model is captured.
 
     Outside of a capture, in other threads, and where `forward` is called by hand, both behave like the class's own.
     """
-    own = {"forward": cls.forward, "setup_context": cls.setup_context}
+    own: dict[str, Callable[..., object]] = {"forward": cls.forward, "setup_context": cls.setup_context}
     apart = cls.setup_context is not torch.autograd.Function.setup_context  # `forward` then gets no context
 
     @functools.wraps(own["forward"])
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         # `apply` alone turns gradients off before it calls `forward`: a call by hand is a part of the model.
-        if _CALLS.get() is None or torch.is_grad_enabled() or not (apart or isinstance(args[0], FunctionCtx)):
+        context = None if apart else args[0]
+        if _CALLS.get() is None or torch.is_grad_enabled() or not (apart or isinstance(context, FunctionCtx)):
             return own["forward"](*args, **kwargs)
         made = _apply(cls, args if apart else args[1:], kwargs)
-        if not apart:
-            _mark(args[0], made)
+        if isinstance(context, FunctionCtx):
+            _mark(context, made)
         return made
 
     @functools.wraps(own["setup_context"])
-    def setup_context(ctx: Any, inputs: tuple[object, ...], output: Any) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: tuple[object, ...], output: object) -> None:
         if _CALLS.get() is None:
             own["setup_context"](ctx, inputs, output)
         else:
             _mark(ctx, output)
 
-    for name, ours in (("forward", forward), *([("setup_context", setup_context)] if apart else [])):
+    functions: list[tuple[str, Callable[..., object]]] = [("forward", forward)]
+    if apart:
+        functions.append(("setup_context", setup_context))
+    for name, ours in functions:
         vars(ours)[IN_PLACE_OF] = vars(cls).get(name)
         if name in vars(cls):
             put_back.callback(setattr, cls, name, vars(cls)[name])
@@ -188,7 +197,7 @@ def _recorded() -> list[tuple[Applied, list[Tensor]]]:
     return calls
 
 
-def _mark(ctx: Any, output: Any) -> None:
+def _mark(ctx: FunctionCtx, output: object) -> None:
     """Mark the non-differentiable outputs of the last recorded call."""
     made = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
     ctx.mark_non_differentiable(*(x for x, flows in zip(made, _recorded()[-1][0].differentiable) if not flows))
@@ -200,7 +209,7 @@ def _watched() -> Iterator[None]:
     meta = type(torch.autograd.Function)
     plain = meta.__init__
 
-    def made(cls: Any, *args: Any, **kwargs: Any) -> None:
+    def made(cls: Function, *args: object, **kwargs: object) -> None:
         plain(cls, *args, **kwargs)
         if not cls.__module__.startswith("torch."):
             _watch(cls, put_back)
@@ -209,7 +218,7 @@ def _watched() -> Iterator[None]:
         for cls in _classes():
             _watch(cls, put_back)
         put_back.callback(setattr, meta, "__init__", plain)
-        meta.__init__ = made  # type: ignore[method-assign]  # put back at the end
+        meta.__init__ = made  # type: ignore[method-assign, assignment]  # put back at the end
         yield
 
 
@@ -233,7 +242,7 @@ def collect_functions(line: Callable[[], str | None]) -> Iterator[list[tuple[App
         _LINE.reset(tokens[1])
 
 
-def _apply(cls: type, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+def _apply(cls: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     calls = _CALLS.get()
     leaves, spec = pytree.tree_flatten((args, kwargs))
     applied = Applied(cls, leaves, spec)
@@ -251,7 +260,7 @@ def _apply(cls: type, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
     return pytree.tree_unflatten([next(outputs) if isinstance(x, Tensor) else x for x in made], out_spec)
 
 
-def _tried(applied: Applied, tensors: Sequence[Tensor], line: Callable[[], str | None]) -> Any:
+def _tried(applied: Applied, tensors: Sequence[Tensor], line: Callable[[], str | None]) -> object:
     """The results of a call on fake tensors of its own.
 
     Raises:
@@ -313,8 +322,8 @@ class RecomputeSettings:
     mp_comm: bool = True
     parallel_optimizer_comm: bool = False
     path: str = ""
-    policy: Callable[..., Any] | None = None
-    owner: Any = None
+    policy: Callable[..., object] | None = None
+    owner: object = None
 
 
 #: Regions entered by the current capture, one entry a call; None outside of a capture.
@@ -338,7 +347,7 @@ EDGE = torch.ops.shardwright.region_edge.default
 
 
 @contextlib.contextmanager
-def region(settings: RecomputeSettings | None, owner: Any = None) -> Iterator[None]:
+def region(settings: RecomputeSettings | None, owner: object = None) -> Iterator[None]:
     """Assign the operators of a capture to one region, while the context is active; None: no region."""
     entered = _ENTERED.get()
     if settings is None or entered is None:
@@ -378,7 +387,7 @@ def collect_regions(module: nn.Module, prefix: str = "") -> Iterator[list[Recomp
             hook.remove()
 
 
-def _around(module: nn.Module, settings: RecomputeSettings) -> list[Any]:
+def _around(module: nn.Module, settings: RecomputeSettings) -> list[RemovableHandle]:
     open_: list[contextlib.AbstractContextManager[object]] = []
 
     def before(*_: object) -> None:
@@ -396,16 +405,16 @@ def _checkpoints() -> Iterator[None]:
     """Record calls of `torch.utils.checkpoint.checkpoint`, under any name, as regions, while the context is active."""
 
     def checkpoint(
-        function: Callable[..., Any],
-        *args: Any,
+        function: Callable[..., object],
+        *args: object,
         use_reentrant: bool | None = None,
-        context_fn: Callable[[], Any] = torch_checkpoint.noop_context_fn,
+        context_fn: Callable[[], tuple[object, object]] = torch_checkpoint.noop_context_fn,
         determinism_check: str = "",
         debug: bool = False,
         early_stop: bool = True,
         preserve_rng_state: bool = True,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> object:
         policy = None
         if context_fn is not torch_checkpoint.noop_context_fn:
             policy = getattr(context_fn()[0], "policy_fn", None)
@@ -462,16 +471,20 @@ class _Called(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, tuple[object, ...], dict[str, Any]]] = []
+        self.calls: list[tuple[Callable[..., object], tuple[object, ...], dict[str, object]]] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _saved_by_torch(policy: Callable[..., Any], op: Op) -> bool:
+def _saved_by_torch(policy: Callable[..., object], op: Op) -> bool:
     """True where a policy of torch's selective checkpoints saves the results of an operator.
 
     The policy sees the operators below autograd: one that is saved suffices.
@@ -485,7 +498,7 @@ def _saved_by_torch(policy: Callable[..., Any], op: Op) -> bool:
     )
 
 
-def _says(answer: Any, op: Op, torchs: bool) -> bool | None:
+def _says(answer: object, op: Op, torchs: bool) -> bool | None:
     """True where an answer of a policy means "save", False where it means "recompute", None where it has no opinion.
 
     Args:
@@ -505,7 +518,7 @@ def _says(answer: Any, op: Op, torchs: bool) -> bool | None:
     )
 
 
-def with_policy(graph: Graph, policy: Any) -> Graph:
+def with_policy(graph: Graph, policy: object) -> Graph:
     """The graph with the recomputation that a policy asks for, in addition to the regions of the model.
 
     Args:
@@ -576,7 +589,7 @@ def regions(nodes: Iterable[torch.fx.Node]) -> Iterator[torch.fx.Node | list[tor
 
 
 def written_out(
-    region: list[torch.fx.Node], held: Callable[[torch.fx.Node], Any]
+    region: list[torch.fx.Node], held: Callable[[torch.fx.Node], object]
 ) -> tuple[torch.fx.GraphModule, list[torch.fx.Node], list[torch.fx.Node]]:
     """A vmap region as a program of its own.
 
@@ -589,11 +602,11 @@ def written_out(
     """
     inside = set(region)
     outside = dict.fromkeys(a for node in region for a in node.all_input_nodes if a not in inside)
-    taken = [node for node in outside if isinstance(held(node), Value)]
+    taken = {node: value for node in outside if isinstance(value := held(node), Value)}
     made = [node for node in region if any(user not in inside for user in node.users)]
 
-    def run(*tensors: torch.Tensor) -> list[Any]:
-        env = {node: held(node) for node in outside} | dict(zip(taken, tensors))
+    def run(*tensors: torch.Tensor) -> list[object]:
+        env: dict[torch.fx.Node, Any] = {node: held(node) for node in outside} | dict(zip(taken, tensors))
         for node in region:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
             assert callable(node.target)
@@ -603,11 +616,11 @@ def written_out(
     with FakeTensorMode():
         fakes = [
             torch.empty(v.shape, dtype=v.dtype, device=node.meta["val"].device, requires_grad=v.requires_grad)
-            for node, v in zip(taken, map(held, taken))
+            for node, v in taken.items()
         ]
     program = make_fx(run)(*fakes)
     program = make_fx(torch.func.functionalize(program, remove="mutations"))(*fakes)  # the rules of vmap write in place
     described = next((n for n in region if isinstance(n.target, OpOverload)), region[0])
     for node in program.graph.nodes:
         node.meta.update({k: v for k, v in described.meta.items() if k in ("nn_module_stack", "stack_trace")})
-    return program, taken, made
+    return program, list(taken), made

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -58,7 +58,8 @@ def with_counters(exported: Callable[..., Captured]) -> Captured:
             counters = {place: counter(old, place.path) for place, old, _ in first.outcome.numbers}
             numbers = numbered(first.outcome, exported(counters).outcome, counters)
             if numbers.counters:  # a program that depends on a counter differs at a later count
-                further = exported({place: place.get() + 3 for place in numbers.counters})
+                counted = [(place, old) for place, old, _ in first.outcome.numbers if place in numbers.counters]
+                further = exported({place: old + 3 for place, old in counted})
                 if difference(first.graph, further.graph) is not None:
                     raise depends(numbers.counters[0])
             if numbers.read:  # does the number settle, or change at each call?
@@ -167,7 +168,7 @@ def difference(first: Graph, second: Graph) -> ProgramDifference | None:
     return None
 
 
-def _called(op: Op) -> tuple[Any, Any]:
+def _called(op: Op) -> tuple[object, object]:
     """The callee of an operator, and the plain arguments that a ``torch.autograd.Function`` is bound to."""
     operator = op.target.operator if isinstance(op.target, UnderAutocast) else op.target
     if isinstance(operator, Applied):  # its class may be made by the forward
@@ -184,21 +185,22 @@ def _text_difference(first: list[tuple[object, ...]], second: list[tuple[object,
     return None
 
 
-def _effect(described: tuple[Any, ...]) -> str:
+def _effect(described: tuple[object, ...]) -> str:
     kind, where, *rest = described
-    return {
+    texts: dict[object, Callable[[], str]] = {
         "printed": lambda: f"prints {rest[0]!r}",
         "logged": lambda: f"logs {rest[1]!r}",
         "_Assigned": lambda: f"assigns {rest[0]} to {where}",
         "_Advanced": lambda: f"adds {rest[1]} to {where}",
-    }.get(kind, lambda: "does nothing")()
+    }
+    return texts.get(kind, lambda: "does nothing")()
 
 
 def _both(first: str, second: str) -> str:
     return f"{first} in one run, and {second} in a second run right after it"
 
 
-def _first_unlike(a: Any, b: Any) -> tuple[Any, Any] | None:
+def _first_unlike(a: object, b: object) -> tuple[object, object] | None:
     """The first parts of two arguments that do not mean the same."""
     if a is b:
         return None
@@ -220,7 +222,7 @@ def _first_unlike(a: Any, b: Any) -> tuple[Any, Any] | None:
     return next((found for x, y in pairs if (found := _first_unlike(x, y)) is not None), None)
 
 
-def _form(value: Value | None) -> Any:
+def _form(value: Value | None) -> object:
     return None if value is None else (value.shape, value.dtype)
 
 
@@ -235,7 +237,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((alike | ((a != a) & (b != b))).all())
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.tolist()}" if value.numel() == 1 else f"a tensor of {value.flatten()[:3].tolist()[0]!r}, …"
     return str(value) if isinstance(value, (Value, list, tuple, dict)) else spelled(value)

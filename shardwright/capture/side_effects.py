@@ -21,10 +21,10 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -43,6 +43,7 @@ __all__ = [
     "LineFinder",
     "Logged",
     "Printed",
+    "TextStream",
     "advanced",
     "counter",
     "depends",
@@ -70,16 +71,22 @@ class Blamed(Exception):
 # -- effects at each call ----------------------------------------------------------------------------------------------
 
 
+class TextStream(Protocol):
+    """A stream to which texts are written: ``sys.stdout``, an open file."""
+
+    def write(self, text: str, /) -> object: ...
+
+
 @dataclass(frozen=True)
 class Printed:
     """Text written to a stream: "stdout", "stderr", or a file of the user; and the line that has written it."""
 
-    stream: Any
+    stream: str | TextStream
     text: str
     source: str | None = None
 
     def play(self) -> None:
-        stream = getattr(sys, self.stream) if isinstance(self.stream, str) else self.stream
+        stream: TextStream = getattr(sys, self.stream) if isinstance(self.stream, str) else self.stream
         stream.write(self.text)
 
     def described(self) -> tuple[object, ...]:
@@ -111,7 +118,7 @@ class _Assigned:
     """A value assigned to an attribute."""
 
     place: GuardedPlace
-    value: Any
+    value: object
 
     def play(self) -> None:
         self.place.set(self.value if is_simple(self.value) else copy.deepcopy(self.value))
@@ -126,9 +133,13 @@ class _Advanced:
 
     def play(self) -> None:
         value = self.place.get()
+        assert isinstance(value, (int, float))
         for step in self.steps:
             value = value + step
         self.place.set(value)
+
+
+Effect = Printed | Logged | _Assigned | _Advanced
 
 
 @dataclass
@@ -140,7 +151,7 @@ class Effects:
         assigned: True where the assignments were made during the capture (`assign`).
     """
 
-    entries: list[Any] = field(default_factory=list)
+    entries: list[Effect] = field(default_factory=list)
     assigned: bool = False
 
     def play(self) -> None:
@@ -174,8 +185,10 @@ class Effects:
             return place_text(entry.name, entry.line), None
         return (entry.source or "") if isinstance(entry, Printed) else "", None
 
-    def _described(self) -> list[tuple[tuple[object, ...], Any]]:
-        texts = [(e.described(), e) for e in self.entries if isinstance(e, (Printed, Logged))]
+    def _described(self) -> list[tuple[tuple[object, ...], Effect]]:
+        texts: list[tuple[tuple[object, ...], Effect]] = [
+            (e.described(), e) for e in self.entries if isinstance(e, (Printed, Logged))
+        ]
         writes = [
             ((type(e).__name__, e.place.path, repr(getattr(e, "value", None)), repr(getattr(e, "steps", None))), e)
             for e in self.entries
@@ -199,36 +212,34 @@ class _Trace:
 
 
 class Counter:
-    """A number that records its steps; the base of `_Integer` and `_Float`."""
+    """A number that records its steps; the base of `_Integer` and `_Float`, which have operators too."""
 
     trace: _Trace
     steps: tuple[float, ...]
 
-    def _stepped(self, step: Any) -> Any:
-        kind: Any = _NUMBERS[type(self)]
-        of_fractions = kind is float
-        plain = kind(kind.__float__(self)) if of_fractions else kind.__index__(self)
-        if type(step) is not int and type(step) is not kind:
+    def plus(self, step: float) -> float:
+        """The sum, as a counter where a number of the same kind is added."""
+        if isinstance(self, float):
+            plain: float = float.__float__(self)
+        else:
+            assert isinstance(self, int)
+            plain = int.__index__(self)
+        if type(step) is not int and type(step) is not _NUMBERS[type(self)]:
             self.trace.used = True
             return plain + step
         return counter(plain + step, self.trace, (*self.steps, step))
 
-    def __add__(self, other: Any) -> Any:
-        return self._stepped(other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._stepped(other)
-
-    def __sub__(self, other: Any) -> Any:
-        if type(other) in (int, float):
-            return self._stepped(-other)
+    def minus(self, step: float) -> float:
+        """The difference, likewise."""
+        if type(step) in (int, float):
+            return self.plus(-step)
         self.trace.used = True
         return NotImplemented
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Counter:
         return self
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> Counter:
         return self
 
 
@@ -240,13 +251,13 @@ class _Float(Counter, float):
     pass
 
 
-_NUMBERS = {_Integer: int, _Float: float}
+_NUMBERS: dict[type[Counter], type[float]] = {_Integer: int, _Float: float}
 
 
-def _noting(name: str, kind: type) -> Callable[..., Any]:
+def _noting(name: str, kind: type) -> Callable[..., object]:
     plain = getattr(kind, name)
 
-    def asked(self: Any, *args: Any) -> Any:
+    def asked(self: Counter, *args: object) -> object:
         self.trace.used = True
         return plain(self, *args)
 
@@ -255,6 +266,8 @@ def _noting(name: str, kind: type) -> Callable[..., Any]:
 
 
 for _made, _kind in _NUMBERS.items():
+    for _name, _method in (("__add__", Counter.plus), ("__radd__", Counter.plus), ("__sub__", Counter.minus)):
+        setattr(_made, _name, _method)
     for _name in (
         "__eq__",
         "__ne__",
@@ -309,14 +322,14 @@ for _made, _kind in _NUMBERS.items():
             setattr(_made, _name, _noting(_name, _kind))
 
 
-def counter(value: float, trace: _Trace | str, steps: tuple[float, ...] = ()) -> Any:
+def counter(value: float, trace: _Trace | str, steps: tuple[float, ...] = ()) -> _Float | _Integer:
     """A number equal to `value` that records its steps and uses."""
-    made = (_Float if isinstance(value, float) else _Integer)(value)
+    made = _Float(value) if isinstance(value, float) else _Integer(value)
     made.trace, made.steps = _Trace(trace) if isinstance(trace, str) else trace, steps
     return made
 
 
-def _counters_in(value: Any) -> Iterator[Counter]:
+def _counters_in(value: object) -> Iterator[Counter]:
     if isinstance(value, Counter):
         yield value
     elif isinstance(value, (tuple, *CONTAINERS)):
@@ -340,7 +353,7 @@ class ForwardOutcome:
 
     updates: list[tuple[dict[str, object], str, str, torch.Tensor]] = field(default_factory=list)
     effects: Effects = field(default_factory=Effects)
-    numbers: list[tuple[GuardedPlace, Any, Any]] = field(default_factory=list)
+    numbers: list[tuple[GuardedPlace, float, float]] = field(default_factory=list)
     texts: list[tuple[GuardedPlace, str]] = field(default_factory=list)
 
 
@@ -380,7 +393,7 @@ def judged(seen: Observation, effects: Effects) -> ForwardOutcome:
             )
         else:
             _written(change, new, outcome)
-            if isinstance(place.key, Entry) and place.identity in seen.reads:
+            if isinstance(place.key, Entry) and isinstance(new, str) and place.identity in seen.reads:
                 outcome.texts.append((place, new))
     for place in seen.written.values():
         value = place.get()
@@ -405,16 +418,17 @@ def _update(change: Change) -> tuple[dict[str, object], str, str, torch.Tensor]:
             "a buffer that keeps its shape and dtype",
             change.watch,
         )
+    assert isinstance(place.owner, dict) and isinstance(place.key, str)
     return place.owner, place.key, place.path, new
 
 
-def _written(change: Change, new: Any, outcome: ForwardOutcome) -> None:
+def _written(change: Change, new: object, outcome: ForwardOutcome) -> None:
     place = change.place
     other = next((c for c in _counters_in(new) if c.trace.path != place.path), None)
     if other is not None:
         raise depends(GuardedPlace(place.owner, place.key, other.trace.path))
     if place.key is None:
-        what = "a tensor is kept" if any(map(_holds_tensor, new)) else "what it holds changes at each call"
+        what = "a tensor is kept" if _holds_tensor(new) else "what it holds changes at each call"
         kind = {"ndarray": "numpy array"}.get(name := type(place.owner).__name__, name)
         legal = _STATE if isinstance(place.owner, CONTAINERS) else f"a number in its place (self.calls += 1); {_STATE}"
         raise Blamed(f"the forward changes {place.path}, a {kind}: {what}", legal, change.watch)
@@ -444,7 +458,7 @@ class NumberEffects:
     """
 
     counters: list[GuardedPlace] = field(default_factory=list)
-    read: list[tuple[GuardedPlace, Any]] = field(default_factory=list)
+    read: list[tuple[GuardedPlace, object]] = field(default_factory=list)
 
 
 def numbered(outcome: ForwardOutcome, again: ForwardOutcome, counters: Mapping[GuardedPlace, Counter]) -> NumberEffects:
@@ -487,11 +501,11 @@ def advanced(outcome: ForwardOutcome, counters: Mapping[GuardedPlace, Counter]) 
     Returns:
         None where another number has changed, or where the program depends on a counter.
     """
-    ends = {place.identity: new for place, _, new in outcome.numbers}
+    ends: dict[tuple[int, object], float | None] = {place.identity: new for place, _, new in outcome.numbers}
     steps = [
         _Advanced(place, end.steps)
         for place, begun in counters.items()
-        if isinstance(end := ends.pop(place.identity, None), Counter) and not begun.trace.used
+        if isinstance(end := ends.pop(place.identity, None), (_Integer, _Float)) and not begun.trace.used
     ]
     return None if ends or len(steps) < len(counters) else Effects([*outcome.effects.entries, *steps])
 
@@ -505,11 +519,11 @@ def depends(place: GuardedPlace) -> Blamed:
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _holds_tensor(value: Any) -> bool:
+def _holds_tensor(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return True
     if isinstance(value, (tuple, *CONTAINERS)):
@@ -522,8 +536,12 @@ def _holds_tensor(value: Any) -> bool:
     )
 
 
-def _all_simple(container: Any) -> bool:
+def _all_simple(container: Iterable[object]) -> bool:
     return all(is_simple(e) or (isinstance(e, CONTAINERS) and _all_simple(e)) for e in contents(container))
+
+
+#: A function of `sys.settrace`; it returns that of the frame that begins.
+_TraceFunction = Callable[[FrameType, str, object], "_TraceFunction | None"]
 
 
 class LineFinder:
@@ -535,7 +553,7 @@ class LineFinder:
 
     def __init__(self, watch: Callable[[], Callable[[], bool]]) -> None:
         self._watch, self._last = watch, ""
-        self._before: Any = None
+        self._before = sys.gettrace()
         self._changed: Callable[[], bool] = bool
         self.line: str | None = None
 
@@ -549,13 +567,13 @@ class LineFinder:
         self._look()
         sys.settrace(self._before)
 
-    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _enter(self, frame: FrameType, event: str, arg: object) -> _TraceFunction | None:
         if not is_users(frame.f_code.co_filename):
             return None
         self._look()
         return self._inside
 
-    def _inside(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _inside(self, frame: FrameType, event: str, arg: object) -> _TraceFunction:
         self._look()
         at: FrameType | None = frame
         if event == "return":  # the caller continues

@@ -8,7 +8,6 @@ import sys
 import sysconfig
 import traceback
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -109,7 +108,7 @@ class UsersLine:
         return traceback.StackSummary.from_list(lines)
 
 
-def innermost(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+def innermost(tracer: object, frames: traceback.StackSummary) -> traceback.StackSummary:
     """The user's innermost line, which may be in a helper: export keeps lines in functions called ``forward``."""
     return traceback.StackSummary.from_list([f for f in frames if is_users(f.filename)][-1:])
 

@@ -26,7 +26,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Protocol, TextIO
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ from ..torch_private import COMPILER, AdaptiveOutput, hooks_of, hooks_of_all_mod
 from .hybrid_models import refused_collective
 from .observed.places import GuardedPlace
 from .observed.stand_ins import by_user, frames, held_by
-from .side_effects import Effects, Logged, Printed
+from .side_effects import Effects, Logged, Printed, TextStream
 from .source_lines import calling_line
 
 __all__ = ["Files", "in_all_files", "instead_of_checks", "refuse_backward_hooks", "watched_calls"]
@@ -54,9 +54,9 @@ class Files(Protocol):
     """The globals of the user's files, as an observation has them."""
 
     @property
-    def files(self) -> list[dict[str, Any]]: ...
+    def files(self) -> list[dict[str, object]]: ...
 
-    def put_stand_in(self, place: GuardedPlace, value: Any, stand_in: Any) -> None:
+    def put_stand_in(self, place: GuardedPlace, value: object, stand_in: object) -> None:
         """Put a function in the place of a value until the end of the capture."""
 
 
@@ -70,7 +70,7 @@ def watched_calls(effects: Effects, running: Callable[[], bool], seen: Files) ->
         seen: the user's files.
     """
 
-    def note_text(stream: Any, text: str) -> None:
+    def note_text(stream: str | TextStream, text: str) -> None:
         if _VALUELESS.search(text):
             raise CaptureError(
                 "the forward prints the values of tensors, which are not there while it is captured: what a tensor "
@@ -86,16 +86,16 @@ def watched_calls(effects: Effects, running: Callable[[], bool], seen: Files) ->
     def without_value(kind: type, name: str) -> Callable[..., str]:
         plain = getattr(kind, name)
 
-        def text(self: Any, *args: Any) -> str:
+        def text(self: torch.SymInt | torch.SymFloat | torch.SymBool, *args: object) -> str:
             unknown = isinstance(self, torch.SymBool) or not self.node.has_hint()
             return _UNKNOWN if unknown and running() and by_user() else plain(self, *args)
 
         return text
 
-    def without_collective(name: str) -> Callable[..., Any]:
+    def without_collective(name: str) -> Callable[..., object]:
         plain = getattr(groups, name)
 
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self: object, *args: object, **kwargs: object) -> object:
             error = refused_collective(name, calling_line()) if running() and threading.get_ident() == thread else None
             if error is not None:
                 raise error
@@ -106,9 +106,10 @@ def watched_calls(effects: Effects, running: Callable[[], bool], seen: Files) ->
     _make_tables()
     thread = threading.get_ident()  # other threads, of a save in the background say, go on
     groups = getattr(sys.modules.get("torch.distributed"), "ProcessGroup", None)
-    plain_print, plain_handle = builtins.print, logging.Logger.handle
+    plain_print: Callable[..., None] = builtins.print
+    plain_handle = logging.Logger.handle
 
-    def print_(*args: Any, **kwargs: Any) -> None:
+    def print_(*args: object, **kwargs: object) -> None:
         file = held_by(kwargs.get("file"))
         if file is None or isinstance(file, _Stream) or not running() or not by_user():
             plain_print(*args, **kwargs)
@@ -130,10 +131,10 @@ def watched_calls(effects: Effects, running: Callable[[], bool], seen: Files) ->
             )
         effects.entries.append(Logged(self, record.levelno, text, record.pathname, record.lineno))
 
-    def refused(name: str) -> Callable[..., Any]:
+    def refused(name: str) -> Callable[..., object]:
         plain = getattr(torch.Tensor, name)
 
-        def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def call(self: torch.Tensor, *args: object, **kwargs: object) -> object:
             if running() and by_user():
                 raise CaptureError(
                     f"the forward calls {name} on a tensor, which the captured program would leave out",
@@ -144,10 +145,10 @@ def watched_calls(effects: Effects, running: Callable[[], bool], seen: Files) ->
 
         return call
 
-    def without_state(owner: Any, name: str, problem: str, legal: str) -> Callable[..., Any]:
+    def without_state(owner: object, name: str, problem: str, legal: str) -> Callable[..., object]:
         plain = getattr(owner, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             if running() and by_user():
                 raise CaptureError(f"the forward calls {name}(), {problem}", legal=legal)
             return plain(*args, **kwargs)
@@ -231,7 +232,7 @@ def _reduced(loss: torch.Tensor, reduction: str) -> torch.Tensor:
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
-def _adaptive_log_softmax(self: nn.AdaptiveLogSoftmaxWithLoss, input_: torch.Tensor, target_: torch.Tensor) -> Any:
+def _adaptive_log_softmax(self: nn.AdaptiveLogSoftmaxWithLoss, input_: torch.Tensor, target_: torch.Tensor) -> object:
     """`nn.AdaptiveLogSoftmaxWithLoss` over all classes: torch computes each cluster for the rows that are in it."""
     alone = target_.dim() == 0
     rows, target = (input_.unsqueeze(0), target_.unsqueeze(0)) if alone else (input_, target_)
@@ -253,8 +254,8 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 def _ctc_loss(
     log_probs: torch.Tensor,
     targets: torch.Tensor,
-    input_lengths: Any,
-    target_lengths: Any,
+    input_lengths: object,
+    target_lengths: object,
     blank: int = 0,
     reduction: str = "mean",
     zero_infinity: bool = False,
@@ -291,7 +292,7 @@ def _ctc_loss(
 _PLAIN_ONE_HOT: Callable[..., torch.Tensor] = functional.one_hot
 
 #: Functions of torch that look at values of tensors, and the functions in their places while a model is captured.
-_WITHOUT_VALUES: tuple[tuple[Any, str, Any], ...] = (
+_WITHOUT_VALUES: tuple[tuple[object, str, object], ...] = (
     (functional, "gaussian_nll_loss", _gaussian_nll_loss),
     (functional, "one_hot", _one_hot),
     (functional, "ctc_loss", _ctc_loss),
@@ -311,7 +312,7 @@ def instead_of_checks(files: Iterable[str]) -> str | None:
 
 
 #: Functions that set a state of torch: what is wrong, what the user writes instead, and the names by their owners.
-_STATES: tuple[tuple[str, str, tuple[tuple[Any, tuple[str, ...]], ...]], ...] = (
+_STATES: tuple[tuple[str, str, tuple[tuple[object, tuple[str, ...]], ...]], ...] = (
     (
         "which a program does not repeat: its random numbers follow from the seed of the process, and differ at each "
         "call",
@@ -351,7 +352,7 @@ def _make_tables() -> None:
     torch.overrides.is_tensor_method_or_property(torch.Tensor.add)
 
 
-def in_all_files(seen: Files, functions: Iterable[tuple[Any, Any]]) -> None:
+def in_all_files(seen: Files, functions: Iterable[tuple[object, object]]) -> None:
     """Put functions in the places of others until the end of the capture, whatever their names are in the user's files.
 
     Args:
@@ -368,7 +369,9 @@ def in_all_files(seen: Files, functions: Iterable[tuple[Any, Any]]) -> None:
 class _Stream:
     """A stream that records the writes of the user's forward, and passes all other writes on."""
 
-    def __init__(self, stream: Any, name: str, note: Callable[[Any, str], None], running: Callable[[], bool]) -> None:
+    def __init__(
+        self, stream: TextIO, name: str, note: Callable[[str, str], None], running: Callable[[], bool]
+    ) -> None:
         self._stream, self._name, self._note, self._running = stream, name, note, running
 
     def write(self, text: str) -> int:
@@ -377,7 +380,7 @@ class _Stream:
             return len(text)
         return self._stream.write(text)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
 

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from ..capture.export import capture
+from ..capture.module_calls import LossFunction
 from ..capture.source_lines import stack_level
 from ..cluster import Cluster
 from ..cost.cost_model import CostModel
@@ -230,7 +231,7 @@ def implied_devices(graph: Graph) -> int:
 
 
 def devices_of_call(
-    net: nn.Module, loss_fn: object, args: tuple[object, ...], kwargs: dict[str, object] | None = None
+    net: nn.Module, loss_fn: LossFunction | None, args: tuple[object, ...], kwargs: dict[str, object] | None = None
 ) -> int:
     """The number of devices that the marks of the operators in one call of a model imply.
 

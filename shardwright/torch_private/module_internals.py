@@ -113,7 +113,7 @@ def hooks_of_all_modules() -> HooksOfAllModules:
     )
 
 
-def part_tables(module: nn.Module) -> dict[str, dict[str, Any]]:
+def part_tables(module: nn.Module) -> dict[str, dict[object, object]]:
     """The tables of a module's parts, by kind: "parameters", "buffers", "submodules"."""
     attributes = module.__dict__
     try:
@@ -127,7 +127,7 @@ def is_part(attributes: dict[str, Any], name: str) -> bool:
     return name in attributes["_modules"] or name in attributes["_parameters"] or name in attributes["_buffers"]
 
 
-def hook_tables(module: nn.Module | None) -> dict[str, dict[int, Any]]:
+def hook_tables(module: nn.Module | None) -> dict[str, dict[object, object]]:
     """The tables of a module's hooks, by kind: "forward-pre hooks", "forward hooks", "backward hooks", "backward-pre
     hooks"; None: those of all modules."""
     if module is None:
@@ -139,7 +139,7 @@ def hook_tables(module: nn.Module | None) -> dict[str, dict[int, Any]]:
         raise _without(error) from None
 
 
-def forward_hook_tables(module: nn.Module | None) -> list[dict[int, Any]]:
+def forward_hook_tables(module: nn.Module | None) -> list[dict[object, object]]:
     """The tables from which a forward hook of a module is removed; None: those of all modules."""
     owner, prefix = (nn.modules.module, "_global") if module is None else (module, "")
     tables = (getattr(owner, prefix + table, None) for table in _FORWARD)

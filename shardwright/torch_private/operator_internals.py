@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,10 @@ __all__ = [
 ]
 
 #: Types of ``torch.ops.aten.add.Tensor`` and of ``torch.ops.aten.add``; their names are private, the types are not.
-OpOverload, OpOverloadPacket = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
+if TYPE_CHECKING:
+    from torch._ops import OpOverload, OpOverloadPacket
+else:
+    OpOverload, OpOverloadPacket = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
 
 
 #: The name of the `torch.autograd.Function` of ``nn.CrossMapLRN2d``.

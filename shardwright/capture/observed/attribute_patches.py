@@ -22,7 +22,7 @@ import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -57,6 +57,9 @@ _WATCHED_FILES = tuple(_TORCH + name.split(".", 1)[1].replace(".", "/") + "/" fo
 _PASSING = tuple(
     _PYTHON + n for n in ("copy.py", "copyreg.py", "dataclasses.py", "functools.py", "argparse.py", "json/")
 )
+
+
+V = TypeVar("V")
 
 
 class AttributeObserver(Protocol):
@@ -99,19 +102,19 @@ def _for_user() -> bool:
     return False
 
 
-def attribute_methods(cls: type, observer: AttributeObserver) -> Iterator[tuple[str, Callable[..., Any]]]:
+def attribute_methods(cls: type, observer: AttributeObserver) -> Iterator[tuple[str, Callable[..., object]]]:
     """The methods of a class that record the attributes of its objects, by their names."""
-    read: Callable[..., Any] = cls.__getattribute__
+    read: Callable[..., object] = cls.__getattribute__
     assigned: Callable[..., None] = cls.__setattr__
     relevant, note_read, note_assigned = _relevant, observer.attribute_read, observer.attribute_assigned
 
-    def __getattribute__(self: Any, name: str) -> Any:
+    def __getattribute__(self: object, name: str) -> object:
         counts = relevant[sys._getframe(1).f_code.co_filename]
         if counts or (counts is None and _for_user()):
             note_read(self, name)
         return read(self, name)
 
-    def __setattr__(self: Any, name: str, value: Any) -> None:
+    def __setattr__(self: object, name: str, value: object) -> None:
         file = sys._getframe(1).f_code.co_filename
         if relevant[file]:
             note_assigned(self, name, file.startswith(_WATCHED_FILES))
@@ -134,26 +137,26 @@ def put_attribute(owner: type, name: str, value: object) -> None:
 #: Thread -> the observer of the run inside of it.
 _observers: dict[int, AttributeObserver] = {}
 #: Thread -> the function that calls a module for the run inside of it: ``caller(call, module, *args, **kwargs)``.
-_callers: dict[int, Callable[..., Any]] = {}
+_callers: dict[int, Callable[..., object]] = {}
 
 _lock = threading.Lock()
 _captures: list[object] = []  # those that share the patch
 _replaced: dict[str, object] = {}  # name of a method of `nn.Module` -> the method before the patch
 
 
-def _module_methods() -> Iterator[tuple[str, Callable[..., Any]]]:
+def _module_methods() -> Iterator[tuple[str, Callable[..., object]]]:
     """The methods of `nn.Module` that serve the runs of captures, by their names."""
     read, assigned, called = nn.Module.__getattribute__, nn.Module.__setattr__, nn.Module.__call__
     relevant, observers, callers, standard = _relevant, _observers, _callers, STANDARD
 
-    def __getattribute__(self: nn.Module, name: str) -> Any:
+    def __getattribute__(self: nn.Module, name: str) -> object:
         if name not in standard and (observer := observers.get(get_ident())) is not None:
             counts = relevant[sys._getframe(1).f_code.co_filename]
             if counts or (counts is None and _for_user()):
                 observer.attribute_read(self, name)
         return read(self, name)
 
-    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
+    def __setattr__(self: nn.Module, name: str, value: torch.Tensor | nn.Module) -> None:  # as torch has it
         observer = observers.get(get_ident())
         if observer is not None:
             file = sys._getframe(1).f_code.co_filename
@@ -161,7 +164,7 @@ def _module_methods() -> Iterator[tuple[str, Callable[..., Any]]]:
                 observer.attribute_assigned(self, name, file.startswith(_WATCHED_FILES))
         assigned(self, name, value)
 
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: nn.Module, *args: object, **kwargs: object) -> object:
         caller = callers.get(get_ident())
         return called(self, *args, **kwargs) if caller is None else caller(called, self, *args, **kwargs)
 
@@ -204,7 +207,7 @@ def module_attributes(observer: AttributeObserver) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def module_calls(caller: Callable[..., Any]) -> Iterator[None]:
+def module_calls(caller: Callable[..., object]) -> Iterator[None]:
     """Let ``caller(call, module, *args, **kwargs)`` make the calls of modules by this thread.
 
     Args:
@@ -215,7 +218,7 @@ def module_calls(caller: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _entered(table: dict[int, Any], value: object) -> Iterator[None]:
+def _entered(table: dict[int, V], value: V) -> Iterator[None]:
     """Enter a value for this thread, in the place of that of a run around this one."""
     thread = get_ident()
     around = table.get(thread)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..source_lines import is_users
 
 __all__ = ["NameRead", "Names", "names_of", "names_read", "user_function"]
 
 
-def user_function(value: Any) -> types.FunctionType | None:
+def user_function(value: object) -> types.FunctionType | None:
     """The user's own function behind a method, a partial or a wrapper of torch; None for a function of a library."""
     while True:
         if isinstance(value, (functools.partial, functools.partialmethod)):
@@ -102,7 +102,7 @@ def _names_in(code: types.CodeType) -> Names:
             identifiers |= names.identifiers
     first = code.co_varnames[:1] if code.co_argcount else ()
     current: NameRead | None = None
-    before: tuple[Any, Any] = 0, None  # the last two constants: level and names of an import
+    before: tuple[object, object] = 0, None  # the last two constants: level and names of an import
     for instruction in dis.get_instructions(code):
         kind, named = instruction.opname, instruction.argval
         if kind in ("CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL"):

@@ -13,9 +13,8 @@ functions, classes and objects. Numbers, strings and tensors may be others, sinc
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -40,8 +39,8 @@ class Change:
     """
 
     place: GuardedPlace
-    old: Any
-    new: Any
+    old: object
+    new: object
 
     def watch(self) -> Callable[[], bool]:
         """A function that returns True once the place has changed, from this call on."""
@@ -55,23 +54,22 @@ class Change:
         return lambda: (now := place.get()) is not old and not _equal(old, now)
 
 
-def _equal(old: Any, now: Any) -> bool:
+def _equal(old: object, now: object) -> bool:
     """True for equal texts: the environment makes a new object at each read."""
     return type(old) is type(now) is str and old == now
 
 
-def untraced_function(value: Any) -> Any:
+def untraced_function(value: object) -> object:
     """The function behind a wrapper that a capture, or ``torch.fx.wrap``, puts in its place while a model is traced;
     any other value itself."""
-    kind = type(value)
-    if kind is types.FunctionType:
+    if type(value) is types.FunctionType:
         if value.__module__ != __name__ and hasattr(value, "__wrapped__"):
             file = value.__code__.co_filename
             if file.endswith("_symbolic_trace.py"):
                 return value.__wrapped__
-    elif kind is MemoisedStandIn:
+    elif type(value) is MemoisedStandIn:
         return value.function
-    elif kind is staticmethod or kind is classmethod:
+    elif type(value) is staticmethod or type(value) is classmethod:
         function = value.__func__
         if type(function) is MemoisedStandIn:
             return function.function
@@ -105,22 +103,23 @@ class _Snapshot:
         of_tensors: True for a table of parameters or buffers, in which a capture puts tensors of its own.
     """
 
-    owner: Any
-    before: Any
-    begun: Any
+    owner: Collection[object]
+    before: Collection[object]
+    begun: Collection[object]
     path: str
     of_tensors: bool = False
 
     def forget_tensors(self) -> None:
         """Keep alive no tensor."""
-        before, self.begun = self.before, None
+        before, self.begun = self.before, ()
         if self.of_tensors:
-            self.before = None
+            self.before = ()
         elif before and any(issubclass(kind, torch.Tensor) for kind in set(map(type, contents(before)))):
             if isinstance(before, dict):
                 self.before = {key: _without_tensor(value) for key, value in before.items()}
             else:
-                self.before = type(before)(map(_without_tensor, before))
+                make = set if isinstance(before, set) else list
+                self.before = make(map(_without_tensor, before))
 
     def reaches_alike(self) -> bool:
         """True where the same objects are reached through the present content."""
@@ -131,8 +130,14 @@ class _Snapshot:
             return False
         if not isinstance(owner, dict):
             return all(map(_reaches_alike, before, owner))
-        now = filled(owner)
+        before, now = _as_dict(before), filled(owner)
         return [*now] == [*before] and all(map(_reaches_alike, before.values(), now.values()))
+
+
+def _as_dict(content: Collection[object]) -> dict[object, object]:
+    """The content of a dict, as such."""
+    assert isinstance(content, dict)
+    return content
 
 
 class KeptState:
@@ -146,15 +151,16 @@ class KeptState:
         self._spaces: dict[int, _Snapshot] = {}
         self._containers: dict[int, _Snapshot] = {}
         self._hooks: list[_Snapshot] = []
-        self._places: dict[tuple[int, Any], tuple[GuardedPlace, Any]] = {}
+        self._places: dict[tuple[int, object], tuple[GuardedPlace, object]] = {}
         self._entries: list[tuple[type, frozenset[str]]] = []  # classes, and the names of their attributes
-        self._opaque: dict[int, tuple[Any, Any, str]] = {}  # id of an object -> itself, its state, its path
-        self._replaced: dict[tuple[int, Any], Any] = {}  # a place -> its number, while a counter replaces it
-        self._stood_for: list[tuple[GuardedPlace, Any]] = []  # places of stand-ins -> the objects behind them
-        self._present: list[Any] = []  # the values of `_places`, while a further run keeps them
-        self._own: set[tuple[int, Any]] = set()  # attributes that torch's layers assign to themselves
+        # Id of an object -> itself, its state, its path.
+        self._opaque: dict[int, tuple[object, tuple[object, ...], str]] = {}
+        self._replaced: dict[tuple[int, object], object] = {}  # a place -> its number, while a counter replaces it
+        self._stood_for: list[tuple[GuardedPlace, object]] = []  # places of stand-ins -> the objects behind them
+        self._present: list[object] = []  # the values of `_places`, while a further run keeps them
+        self._own: set[tuple[int, object]] = set()  # attributes that torch's layers assign to themselves
 
-    def keep_space(self, attributes: dict[str, Any], path: str, module: nn.Module | None = None) -> bool:
+    def keep_space(self, attributes: dict[str, object], path: str, module: nn.Module | None = None) -> bool:
         """Keep a dict of attributes, and the tables of its module; False where it is kept already."""
         if id(attributes) in self._paths:
             return False
@@ -172,7 +178,7 @@ class KeptState:
         for hooks in forward_hook_tables(None):
             self._hooks.append(self._snapshot(hooks, "all modules"))
 
-    def keep_content(self, container: Any, path: str) -> bool:
+    def keep_content(self, container: Collection[object], path: str) -> bool:
         """Keep a list, dict or set; False where it is kept already."""
         if id(container) in self._containers:
             return False
@@ -192,14 +198,14 @@ class KeptState:
             if not name.startswith("__"):
                 self.keep_place(GuardedPlace(cls, name, f"{cls.__name__}.{name}"))
 
-    def keep_opaque(self, value: Any, path: str) -> bool:
+    def keep_opaque(self, value: object, path: str) -> bool:
         """Keep the state of an object without attributes; False for an object of another kind."""
         state = state_of(value)
         if state is not None:
             self._opaque.setdefault(id(value), (value, state, path))
         return state is not None
 
-    def put_stand_in(self, place: GuardedPlace, value: Any, stand_in: Any) -> None:
+    def put_stand_in(self, place: GuardedPlace, value: object, stand_in: object) -> None:
         """Put a stand-in in the place of a value until the end of the capture."""
         owner = place.owner
         if isinstance(owner, type) and isinstance(stand_in, types.FunctionType):
@@ -209,16 +215,20 @@ class KeptState:
         if not self.begin_with(owner, place.key, stand_in):
             self._places[place.identity] = place, stand_in
 
-    def begin_with(self, owner: Any, key: Any, value: object) -> bool:
+    def begin_with(self, owner: object, key: object, value: object) -> bool:
         """Let the forward begin with another entry of a dict or container; False where it is not kept."""
         snapshot = self._spaces.get(id(owner)) or self._containers.get(id(owner))
         if snapshot is None:
             return False
-        snapshot.begun = snapshot.begun.copy()
-        snapshot.begun[key] = value
+        begun = snapshot.begun = filled(snapshot.begun)
+        if isinstance(begun, dict):
+            begun[key] = value
+        else:
+            assert isinstance(begun, list) and isinstance(key, int)
+            begun[key] = value
         return True
 
-    def begin(self, numbers: Mapping[GuardedPlace, Any]) -> None:
+    def begin(self, numbers: Mapping[GuardedPlace, object]) -> None:
         """Take the present state for that at the beginning of the forward.
 
         Args:
@@ -231,16 +241,17 @@ class KeptState:
         for snapshot in (*self._spaces.values(), *self._containers.values(), *self._hooks):
             snapshot.begun = self._before(snapshot.owner)  # torch.export has put its own tensors into the model
 
-    def _before(self, owner: Any) -> Any:
+    def _before(self, owner: Collection[object]) -> Collection[object]:
         """A copy of a dict or container as it was before the forward."""
+        if not isinstance(owner, dict):
+            return filled(owner)
         copied = filled(owner)
-        if isinstance(owner, dict):
-            for (owned, key), number in self._replaced.items():
-                if owned == id(owner) and key in copied:
-                    copied[key] = number
+        for (owned, key), number in self._replaced.items():
+            if owned == id(owner) and key in copied:
+                copied[key] = number
         return copied
 
-    def _snapshot(self, owner: Any, path: str, of_tensors: bool = False) -> _Snapshot:
+    def _snapshot(self, owner: Collection[object], path: str, of_tensors: bool = False) -> _Snapshot:
         before = self._before(owner)
         return _Snapshot(owner, before, before, path, of_tensors)
 
@@ -267,7 +278,7 @@ class KeptState:
             and all(_own_names(cls) == _own_names(names) for cls, names in self._entries)
         )
 
-    def _values(self) -> list[Any]:
+    def _values(self) -> list[object]:
         """The present values of the kept places."""
         self._present = [untraced_function(place.get()) for place, _ in self._places.values()]
         return self._present
@@ -323,7 +334,7 @@ class KeptState:
             if not draws(value) and not equal_states(state_of(value), before):
                 yield Change(GuardedPlace(value, None, path), (), ())
         for snapshot in self._hooks:
-            for number, hook in snapshot.begun.items():
+            for number, hook in _as_dict(snapshot.begun).items():
                 if number not in snapshot.owner:
                     yield Change(GuardedPlace(snapshot.owner, number, f"a hook of {snapshot.path}"), hook, MISSING)
 
@@ -344,7 +355,7 @@ class KeptState:
     def restore(self) -> None:
         """Restore the state from before the forward. Hooks that the forward has registered stay."""
         for snapshot in self._hooks:
-            _restore_hooks(snapshot.owner, snapshot.begun)
+            _restore_hooks(_as_dict(snapshot.owner), _as_dict(snapshot.begun))
         self._restore()
 
     def _restore(self) -> None:
@@ -371,7 +382,7 @@ class KeptState:
         for snapshot in (*self._spaces.values(), *self._containers.values()):
             refill(snapshot.owner, snapshot.before)
         for snapshot in self._hooks:
-            _restore_hooks(snapshot.owner, snapshot.before)
+            _restore_hooks(_as_dict(snapshot.owner), _as_dict(snapshot.before))
 
 
 def _own_names(names: type | frozenset[str]) -> frozenset[str]:
@@ -383,14 +394,15 @@ def _own_names(names: type | frozenset[str]) -> frozenset[str]:
 _REPLACED_METHODS = {"__getattribute__", "__setattr__"}
 
 
-def _restore_hooks(table: dict[int, Any], before: dict[int, Any]) -> None:
+def _restore_hooks(table: dict[object, object], before: dict[object, object]) -> None:
     if not before.keys() <= table.keys():
         refill(table, before | filled(table))
 
 
 def _of_dict(snapshot: _Snapshot, path: str) -> Iterator[Change]:
     """The entries of a dict that have changed."""
-    for key in {**snapshot.begun, **filled(snapshot.owner)}:
-        old, new = snapshot.begun.get(key, MISSING), dict.get(snapshot.owner, key, MISSING)
+    owner, begun = _as_dict(snapshot.owner), _as_dict(snapshot.begun)
+    for key in {**begun, **filled(owner)}:
+        old, new = begun.get(key, MISSING), dict.get(owner, key, MISSING)
         if old is not new:
-            yield Change(GuardedPlace(snapshot.owner, key, path.format(snapshot.path, key)), old, new)
+            yield Change(GuardedPlace(owner, key, path.format(snapshot.path, key)), old, new)

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter, methodcaller
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -67,13 +67,22 @@ _FIXED = (types.FunctionType, types.ModuleType, type, staticmethod, classmethod,
 _DEPTH = 3
 
 
+class Memoised(Protocol):
+    """A function that caches its results, as `functools.lru_cache` returns it."""
+
+    def __call__(self, *args: object, **kwargs: object) -> object: ...
+
+    def cache_clear(self) -> None:
+        """Forget all results."""
+
+
 class MemoisedStandIn:
     """A callable in place of a function that caches its results."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Memoised) -> None:
         self.function, self.__module__, self.__doc__ = function, function.__module__, function.__doc__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in leaves):
             return self.function(*args, **kwargs)
@@ -98,15 +107,15 @@ class MemoisedStandIn:
     def _named(self) -> str:
         return f"{getattr(self.function, '__qualname__', 'a function')}, which keeps its results,"
 
-    def __get__(self, owner: Any, kind: Any = None) -> Any:
+    def __get__(self, owner: object, kind: object = None) -> object:
         return self if owner is None else types.MethodType(self, owner)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.function, name)
 
 
 @contextlib.contextmanager
-def computed_for_real(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> Iterator[None]:
+def computed_for_real(modules: list[tuple[str, nn.Module]], functions: Sequence[object]) -> Iterator[None]:
     """Put stand-ins in place of the functions that cache their results, while the context is active.
 
     Such functions are looked for in the files of the model's classes and functions, in the files from which these files
@@ -116,14 +125,19 @@ def computed_for_real(modules: list[tuple[str, nn.Module]], functions: list[Any]
         modules: the modules of the model and its loss, by path.
         functions: the loss, where it is a function.
     """
-    put: list[tuple[GuardedPlace, Any]] = []
-    stand_ins: dict[int, MemoisedStandIn] = {}
+    put: list[tuple[GuardedPlace, object]] = []
+    stand_ins: dict[Memoised, MemoisedStandIn] = {}
 
-    def stood_for(value: Any) -> Any:
-        around = type(value) if isinstance(value, (staticmethod, classmethod)) else None
-        function = value if around is None else value.__func__
-        stand_in = stand_ins.setdefault(id(function), MemoisedStandIn(function))
-        return stand_in if around is None else around(stand_in)
+    def of_function(function: object) -> MemoisedStandIn:
+        assert isinstance(function, _KEEPS)
+        return stand_ins.setdefault(function, MemoisedStandIn(function))
+
+    def stood_for(value: object) -> object:
+        if isinstance(value, staticmethod):
+            return staticmethod(of_function(value.__func__))
+        if isinstance(value, classmethod):
+            return classmethod(of_function(value.__func__))
+        return of_function(value)
 
     try:
         for place in _places(modules, functions):
@@ -136,7 +150,7 @@ def computed_for_real(modules: list[tuple[str, nn.Module]], functions: list[Any]
             place.set(old)
 
 
-def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> list[GuardedPlace]:
+def _places(modules: list[tuple[str, nn.Module]], functions: Sequence[object]) -> list[GuardedPlace]:
     """The places that hold functions of the model that cache their results."""
     classes = dict.fromkeys(
         cls for _, m in modules for cls in type(m).__mro__ if _users_module(cls.__module__) is not None
@@ -181,14 +195,14 @@ class _Entries(NamedTuple):
         were, types: the objects and the types that were read.
     """
 
-    mappings: tuple[Mapping[str, Any], ...]
-    same: Callable[[Sequence[Any]], tuple[Any, ...]]
-    others: Callable[[Sequence[Any]], tuple[Any, ...]]
-    were: tuple[Any, ...]
+    mappings: tuple[Mapping[str, object], ...]
+    same: Callable[[Sequence[object]], tuple[object, ...]]
+    others: Callable[[Sequence[object]], tuple[object, ...]]
+    were: tuple[object, ...]
     types: tuple[type, ...]
 
     @staticmethod
-    def read(mappings: tuple[Mapping[str, Any], ...]) -> _Entries:
+    def read(mappings: tuple[Mapping[str, object], ...]) -> _Entries:
         """The present entries."""
         entries = tuple(chain.from_iterable(map(_values, mappings)))
         same = [i for i, value in enumerate(entries) if isinstance(value, _FIXED) or type(value) in _SIMPLE]
@@ -227,7 +241,7 @@ class _File(NamedTuple):
     closures: tuple[types.FunctionType, ...]
 
 
-def _picking(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def _picking(places: Sequence[int]) -> Callable[[Sequence[object]], tuple[object, ...]]:
     """The function that picks entries by their places."""
     if len(places) > 1:
         return itemgetter(*places)
@@ -252,14 +266,14 @@ def _read_file(file: types.ModuleType) -> _File:
     places: list[GuardedPlace] = []
     classes: dict[type, None] = {}
     imported: dict[str, None] = {}
-    known: dict[Any, types.ModuleType | None] = {}  # many values come from few files
+    known: dict[str | None, types.ModuleType | None] = {}  # many values come from few files
     file_names = vars(file)
     for key, value in list(file_names.items()):
         kind = type(value)
         if kind in _PLAIN:
             continue
         if kind is types.FunctionType or issubclass(kind, type):
-            name: Any = value.__module__
+            name: str | None = value.__module__
         elif issubclass(kind, types.ModuleType):
             name = value.__name__
         else:
@@ -300,11 +314,11 @@ class _Library(NamedTuple):
         classes: further classes of users in the files, as the keys of a dict.
     """
 
-    files: dict[str, dict[str, Any] | None]
+    files: dict[str, dict[str, object] | None]
     entries: _Entries
     places: tuple[GuardedPlace, ...]
     cells: list[types.CellType]
-    contents: list[Any]
+    contents: list[object]
     empty: list[types.CellType]
     own: frozenset[type]
     classes: dict[type, None]
@@ -332,7 +346,7 @@ _LIBRARIES: collections.OrderedDict[tuple[str, ...], _Library] = collections.Ord
 _KEPT_LIBRARIES = 8
 
 
-def _entries_of(name: str) -> dict[str, Any] | None:
+def _entries_of(name: str) -> dict[str, object] | None:
     file = sys.modules.get(name)
     return None if file is None else vars(file)
 
@@ -351,8 +365,8 @@ def _library(files: list[types.ModuleType]) -> _Library:
 
 def _read_library(files: list[types.ModuleType]) -> _Library:
     waiting = list(files)
-    entries: dict[str, dict[str, Any] | None] = {file.__name__: vars(file) for file in files}
-    mappings: list[Mapping[str, Any]] = []
+    entries: dict[str, dict[str, object] | None] = {file.__name__: vars(file) for file in files}
+    mappings: list[Mapping[str, object]] = []
     own: set[type] = set()
     classes: dict[type, None] = {}
     places: list[GuardedPlace] = []
@@ -396,7 +410,7 @@ def _read_class(cls: type) -> tuple[list[GuardedPlace], list[types.FunctionType]
     return places, closures
 
 
-def _keeps(value: Any) -> bool:
+def _keeps(value: object) -> bool:
     """True for a function of the user that caches its results."""
     if type(value) is not _KEEPS:
         if not isinstance(value, (staticmethod, classmethod)) or type(value.__func__) is not _KEEPS:

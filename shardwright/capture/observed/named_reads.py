@@ -16,8 +16,7 @@ import collections
 import importlib.util
 import sys
 import types
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -55,6 +54,8 @@ _SETTINGS = frozenset(
 
 _Source = tuple[int | None, int | None]
 SEEN: _Source = (None, None)
+#: A file; or a class, and its bases of the user.
+_Holder = types.ModuleType | tuple[type, ...]
 
 
 class _Users(dict[str, bool]):
@@ -78,38 +79,40 @@ class NamedReads(KeptState):
         self.running = False
         self.ran: dict[int, types.CodeType] | None = None
         #: Ids of the code of the functions that name places, None for reads that were seen -> these places.
-        self._noted: dict[_Source, dict[tuple[int, Any], GuardedPlace]] = {SEEN: {}}
+        self._noted: dict[_Source, dict[tuple[int, object], GuardedPlace]] = {SEEN: {}}
         self._source: _Source = SEEN
-        self._looked_at: set[tuple[int, Any]] = set()
+        self._looked_at: set[tuple[int, object]] = set()
         self._users = _Users()
-        self._scanned: dict[int, Any] = {}  # id of a function or code -> itself
-        self._reached: dict[int, dict[int, Any]] = {}  # id of code -> functions too deep to be scanned before it runs
+        self._scanned: dict[int, object] = {}  # id of a function or code -> itself
+        # Id of code -> functions too deep to be scanned before it runs.
+        self._reached: dict[int, dict[int, types.FunctionType]] = {}
         self._waiting: collections.deque[tuple[types.FunctionType, int]] = collections.deque()  # still to be scanned
         self._depth = -1  # of the function that is being scanned
         self._identifiers: dict[int | None, frozenset[str]] = {}  # id of a function's code -> the names in it
         self._lineages: dict[int, tuple[type, ...]] = {}  # id of a class -> its bases of the user, itself the first
         #: Name -> the classes, each with its bases, and the files that have it, and the function that has found each.
-        self._holders: dict[str, list[tuple[int | None, Any]]] = {}
+        self._holders: dict[str, list[tuple[int | None, _Holder]]] = {}
         self._found_by: dict[int, set[int | None]] = {}  # id of a class or file -> the functions that have found it
-        self._looked_through: set[tuple[int, bool, Any]] = set()  # classes whose special methods count as read
+        self._looked_through: set[tuple[int, bool, _Source]] = set()  # classes whose special methods count as read
         self._stand_ins: StandIns
-        self._inserted: dict[tuple[int, str], dict[str, Any]] = {}  # stand-ins of builtin functions in files
+        self._inserted: dict[tuple[int, str], dict[str, object]] = {}  # stand-ins of builtin functions in files
         # What has decided which objects are in reach, besides the kept state: see `found_alike`.
         self.repeatable = True
-        self._passed: dict[tuple[int, Any], tuple[GuardedPlace, Any]] = {}  # places that are read and not recorded
-        self._absent: dict[int, tuple[dict[str, Any], set[str]]] = {}  # id of a file's names -> it, names it has not
-        self._listed: dict[int, tuple[dict[str, Any], frozenset[str]]] = {}  # the same, and all of its names
+        # Places that are read and not recorded.
+        self._passed: dict[tuple[int, object], tuple[GuardedPlace, object]] = {}
+        self._absent: dict[int, tuple[dict[str, object], set[str]]] = {}  # id of a file's names -> it, names it has not
+        self._listed: dict[int, tuple[dict[str, object], frozenset[str]]] = {}  # the same, and all of its names
         self._imports: dict[str, types.ModuleType | None] = {}  # name of a file that is imported -> the file
         self._functions_replaced: list[GuardedPlace] = []  # places of functions that have stand-ins in some run
-        self._namespaces: dict[tuple[int, Any], GuardedPlace] = {}  # places in namespaces, which count as read
+        self._namespaces: dict[tuple[int, object], GuardedPlace] = {}  # places in namespaces, which count as read
         #: The reads before the forward begins.
-        self._begun: tuple[dict[tuple[int, Any], GuardedPlace], set[tuple[int, bool, Any]]] = {}, set()
+        self._begun: tuple[dict[tuple[int, object], GuardedPlace], set[tuple[int, bool, _Source]]] = {}, set()
 
     @property
-    def reads(self) -> dict[tuple[int, Any], GuardedPlace]:
+    def reads(self) -> dict[tuple[int, object], GuardedPlace]:
         """The places that were read, by identity: those that were seen, and those that the functions name which have
         run, or may have run."""
-        found: dict[tuple[int, Any], GuardedPlace] = {}
+        found: dict[tuple[int, object], GuardedPlace] = {}
         for source, places in self._noted.items():
             if self.ran is None or all(code is None or code in self.ran for code in source):
                 found.update(places)
@@ -121,7 +124,7 @@ class NamedReads(KeptState):
         for source, places in other._noted.items():
             self._noted.setdefault(source, {}).update(places)
 
-    def begin(self, numbers: Mapping[GuardedPlace, Any], traced: bool = False) -> None:
+    def begin(self, numbers: Mapping[GuardedPlace, object], traced: bool = False) -> None:
         """Start recording: the forward begins.
 
         Args:
@@ -144,11 +147,11 @@ class NamedReads(KeptState):
         for (_, name), file_names in self._inserted.items():
             file_names.pop(name, None)
 
-    def _found(self, value: Any, path: str) -> None:
+    def _found(self, value: object, path: str) -> None:
         """Watch a value in reach of the forward."""
         raise NotImplementedError
 
-    def _space(self, attributes: dict[str, Any], path: str, module: nn.Module | None = None) -> None:
+    def _space(self, attributes: dict[str, object], path: str, module: nn.Module | None = None) -> None:
         """Watch a dict of attributes."""
         raise NotImplementedError
 
@@ -176,21 +179,21 @@ class NamedReads(KeptState):
         if scan:
             self._found(value, place.path)
 
-    def _put_function(self, place: GuardedPlace, function: Any) -> bool:
+    def _put_function(self, place: GuardedPlace, function: object) -> bool:
         """Put the stand-in of a function in its place; False where it has none in this run."""
         stand_in = self._stand_ins.function(function)
         if stand_in is not None:
             self.put_stand_in(place, function, stand_in)
         return stand_in is not None
 
-    def _setting(self, function: Any) -> None:
+    def _setting(self, function: Callable[..., object]) -> None:
         """Record the value of a setting of torch."""
         place = GuardedPlace(function, CALLED, f"torch.{function.__name__}()")
         self._noted.setdefault(self._source, {})[place.identity] = place
 
-    def _scan(self, function: Any) -> None:
+    def _scan(self, value: object) -> None:
         """Count the globals and cells in a function's code as read, and follow what they hold."""
-        function = user_function(function)
+        function = user_function(value)
         if function is None or id(function) in self._scanned:
             return
         code = id(function.__code__)
@@ -238,7 +241,7 @@ class NamedReads(KeptState):
         if self._depth <= _NEAR:
             self._named(names_of(code).identifiers)
 
-    def trace(self, frame: types.FrameType, event: str, arg: Any) -> None:
+    def trace(self, frame: types.FrameType, event: str, arg: object) -> None:
         """Note the code of a function of the user that begins to run: a function for `sys.settrace`."""
         code = frame.f_code
         if self._users[code.co_filename]:
@@ -248,7 +251,7 @@ class NamedReads(KeptState):
                 if self.running:
                     self._runs(code, frame.f_globals)
 
-    def _runs(self, code: types.CodeType, file_names: dict[str, Any]) -> None:
+    def _runs(self, code: types.CodeType, file_names: dict[str, object]) -> None:
         """Count the globals in code that runs as read, and the attributes of classes that it names."""
         source, depth, self._source = self._source, self._depth, (id(code), None)
         self._depth = _DEPTH  # what runs is seen to run: no function is followed
@@ -261,7 +264,9 @@ class NamedReads(KeptState):
         finally:
             self._source, self._depth = source, depth
 
-    def _scan_code(self, code: types.CodeType, file_names: dict[str, Any], cells: dict[str, tuple[Any, str]]) -> None:
+    def _scan_code(
+        self, code: types.CodeType, file_names: dict[str, object], cells: dict[str, tuple[object, str]]
+    ) -> None:
         names, file = names_of(code), file_names.get("__name__", "")
         for kind, name, chain in names.reads:
             if kind == "cell" and name in cells:
@@ -284,20 +289,20 @@ class NamedReads(KeptState):
                 if not name.startswith("__") and not isinstance(value, (types.ModuleType, types.FunctionType, type)):
                     self._chain(GuardedPlace(file_names, name, f"{file}.{name}"), ())
 
-    def _insert(self, file_names: dict[str, Any], name: str) -> None:
+    def _insert(self, file_names: dict[str, object], name: str) -> None:
         """Put the stand-in of a builtin function into a file that names it."""
         stand_in = self._stand_ins.of_file(name)
         if stand_in is not None:
             file_names[name] = stand_in
             self._inserted[id(file_names), name] = file_names
 
-    def _list(self, names: dict[str, Any]) -> None:
+    def _list(self, names: dict[str, object]) -> None:
         """Note that all names of a file count."""
         if id(names) not in self._listed:
             put = {name for key, name in self._inserted if key == id(names)}
             self._listed[id(names)] = names, frozenset(names) - put
 
-    def _pass(self, place: GuardedPlace, value: Any) -> None:
+    def _pass(self, place: GuardedPlace, value: object) -> None:
         """Note the value of a place that is read and not recorded."""
         self._passed.setdefault(place.identity, (place, value))
 
@@ -344,7 +349,7 @@ class NamedReads(KeptState):
                 continue
             self._note(place)
 
-    def _of_library(self, module: types.ModuleType, place: GuardedPlace, value: Any) -> None:
+    def _of_library(self, module: types.ModuleType, place: GuardedPlace, value: object) -> None:
         """Count a function of torch or numpy that the user's code names as read: it may be replaced."""
         if module.__name__.split(".")[0] not in ("torch", "numpy"):
             return
@@ -353,9 +358,9 @@ class NamedReads(KeptState):
             if place.key in _SETTINGS and module is torch:
                 self._setting(value)
 
-    def _imported(self, module: str, name: str, file_names: dict[str, Any]) -> None:
+    def _imported(self, module: str, name: str, file_names: dict[str, object]) -> None:
         """Count a name that is imported inside of a function as read."""
-        package = file_names.get("__package__") or str(file_names.get("__name__", "")).rpartition(".")[0]
+        package = str(file_names.get("__package__") or str(file_names.get("__name__", "")).rpartition(".")[0])
         try:
             full = importlib.util.resolve_name(module, package)
         except ImportError:
@@ -382,7 +387,7 @@ class NamedReads(KeptState):
             for found_by, holder in [*self._holders[word]]:
                 self._members(code, found_by, holder, word)
 
-    def _holder(self, key: int, names: Iterable[str], holder: Any) -> None:
+    def _holder(self, key: int, names: Iterable[str], holder: _Holder) -> None:
         """Count the attributes of a class, or the names of a file, that functions name as read.
 
         Args:
@@ -401,7 +406,7 @@ class NamedReads(KeptState):
             for word in identifiers & names:
                 self._members(code, found_by, holder, word)
 
-    def _members(self, code: int | None, found_by: int | None, holder: Any, name: str) -> None:
+    def _members(self, code: int | None, found_by: int | None, holder: _Holder, name: str) -> None:
         """Count a name of a file as read; or an attribute of a class, and that the classes which come before it have
         none of this name.
 

@@ -17,10 +17,14 @@ import functools
 import mmap
 import random
 import sys
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from ...errors import CaptureError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["draws", "equal_states", "global_generators", "guarded_state", "set_state", "state_of", "watch_state"]
 
@@ -31,12 +35,12 @@ _BYTES = (bytearray, array.array, memoryview, mmap.mmap, ctypes.Structure, ctype
 _EMPTY = object()
 
 
-def _numpy() -> Any:
+def _numpy() -> types.ModuleType | None:
     """The module numpy, where the program has imported it."""
     return sys.modules.get("numpy")
 
 
-def draws(value: Any) -> bool:
+def draws(value: object) -> bool:
     """True for a generator of random numbers, besides those of torch."""
     numpy = _numpy()
     return isinstance(value, random.Random) or (
@@ -44,13 +48,13 @@ def draws(value: Any) -> bool:
     )
 
 
-def global_generators() -> list[tuple[Any, str]]:
+def global_generators() -> list[tuple[object, str]]:
     """The generators behind ``random.random()`` and ``numpy.random.rand()``, with their names."""
-    numpy = _numpy()
-    return [(random._inst, "random")] + ([] if numpy is None else [(numpy.random.mtrand._rand, "numpy.random")])
+    numpy, generators = _numpy(), [(random._inst, "random")]
+    return [*generators, *([] if numpy is None else [(numpy.random.mtrand._rand, "numpy.random")])]
 
 
-def state_of(value: Any) -> tuple[Any, ...] | None:
+def state_of(value: object) -> tuple[object, ...] | None:
     """The state of an object, to be compared by `equal_states`; None for an object of another kind."""
     kind = type(value)
     if kind.__module__ in ("builtins", "torch") and not isinstance(value, _BYTES):
@@ -76,19 +80,24 @@ def state_of(value: Any) -> tuple[Any, ...] | None:
     if isinstance(value, numpy.random.RandomState):
         return "draws", value.get_state(legacy=False)
     if isinstance(value, numpy.ndarray):
-        held = tuple(value.ravel().tolist()) if value.dtype.hasobject else value.tobytes()
-        return "array", value.shape, value.dtype.str, held
+        content = tuple(value.ravel().tolist()) if value.dtype.hasobject else value.tobytes()
+        return "array", value.shape, value.dtype.str, content
     return None
 
 
-def _of_buffer(value: Any) -> tuple[Any, ...] | None:
+def _of_buffer(value: object) -> tuple[object, ...] | None:
     try:
-        return "bytes", memoryview(value).tobytes()
+        return "bytes", _memory(value).tobytes()
     except (TypeError, ValueError):  # closed, or released
         return None
 
 
-def guarded_state(value: Any, path: str, source: str | None = None) -> tuple[Any, ...] | None:
+def _memory(value: object) -> memoryview:
+    """The memory of a bytearray, an array, an mmap, an object of ctypes."""
+    return memoryview(cast("Buffer", value))
+
+
+def guarded_state(value: object, path: str, source: str | None = None) -> tuple[object, ...] | None:
     """The state of an object on which a program may depend; None for a generator, and for objects of other kinds.
 
     Args:
@@ -110,23 +119,23 @@ def guarded_state(value: Any, path: str, source: str | None = None) -> tuple[Any
     return None if draws(value) else state_of(value)
 
 
-def set_state(value: Any, state: tuple[Any, ...]) -> None:
+def set_state(value: object, state: tuple[object, ...]) -> None:
     """Give an object an earlier state, where it has another one and takes it back."""
     if equal_states(state_of(value), state):
         return
-    kind, *held = state
+    numpy, content = _numpy(), state[-1]
     if isinstance(value, random.Random):
-        value.setstate(held[0])
-    elif kind == "draws" and hasattr(value, "bit_generator"):
-        value.bit_generator.state = held[0]
-    elif kind == "draws":
-        value.set_state(held[0])
-    elif kind == "context":
-        if held[0] is not _EMPTY:
-            value.set(held[0])
-    elif kind == "array":
-        numpy = _numpy()
-        shape, dtype, content = held
+        assert isinstance(content, tuple)
+        value.setstate(content)
+    elif isinstance(value, contextvars.ContextVar):
+        if content is not _EMPTY:
+            value.set(content)
+    elif numpy is not None and isinstance(value, numpy.random.Generator):
+        value.bit_generator.state = content
+    elif numpy is not None and isinstance(value, numpy.random.RandomState):
+        value.set_state(content)
+    elif numpy is not None and isinstance(value, numpy.ndarray):
+        _, shape, dtype, _ = state
         flat = (
             numpy.array(content, dtype=object)
             if isinstance(content, tuple)
@@ -135,20 +144,21 @@ def set_state(value: Any, state: tuple[Any, ...]) -> None:
         if value.shape == shape and value.dtype.str == dtype and value.flags.writeable:
             value[...] = flat.reshape(shape)
     else:
+        assert isinstance(content, bytes)
         target = value.get_obj() if hasattr(value, "get_obj") else value
-        if isinstance(target, (bytearray, array.array)):
-            if isinstance(target, bytearray):
-                target[:] = held[0]
-            else:
-                del target[:]
-                target.frombytes(held[0])
+        if isinstance(target, bytearray):
+            target[:] = content
             return
-        with memoryview(target) as view:
-            if view.nbytes == len(held[0]) and not view.readonly:
-                view.cast("B")[:] = held[0]
+        if isinstance(target, array.array):
+            del target[:]
+            target.frombytes(content)
+            return
+        with _memory(target) as view:
+            if view.nbytes == len(content) and not view.readonly:
+                view.cast("B")[:] = content
 
 
-def watch_state(value: Any) -> Callable[[], Callable[[], bool]]:
+def watch_state(value: object) -> Callable[[], Callable[[], bool]]:
     """A function that starts to watch an object; what it returns is True once the object has changed."""
 
     def start() -> Callable[[], bool]:
@@ -157,11 +167,11 @@ def watch_state(value: Any) -> Callable[[], Callable[[], bool]]:
     return start
 
 
-def _differs(value: Any, before: Any) -> bool:
+def _differs(value: object, before: object) -> bool:
     return not equal_states(state_of(value), before)
 
 
-def equal_states(a: Any, b: Any) -> bool:
+def equal_states(a: object, b: object) -> bool:
     """True for two states of one object that mean the same."""
     if a is b:
         return True
@@ -170,9 +180,12 @@ def equal_states(a: Any, b: Any) -> bool:
             return bool(a == b)  # the 625 integers of `random.Random`, by one call
         return len(a) == len(b) and all(map(equal_states, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(equal_states(held, b[name]) for name, held in a.items())
-    if type(a) is type(b) and type(a).__module__ == "numpy" and hasattr(a, "tobytes") and not a.dtype.hasobject:
-        return bool((a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes())
+        return a.keys() == b.keys() and all(equal_states(part, b[name]) for name, part in a.items())
+    numpy = _numpy() if type(a) is type(b) and type(a).__module__ == "numpy" else None
+    if numpy is not None:
+        arrays = numpy.ndarray, numpy.generic
+        if isinstance(a, arrays) and isinstance(b, arrays) and not a.dtype.hasobject:
+            return bool((a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes())
     if hasattr(a, "tolist") and hasattr(b, "tolist"):
         return bool(a.tolist() == b.tolist())
     return type(a) is type(b) and isinstance(a, (int, float, complex, str, bytes)) and (a == b or a != a)

@@ -9,9 +9,10 @@ import collections
 import operator
 import sys
 import types
+from collections.abc import Collection, Iterable, MutableMapping, MutableSequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar, overload
 
 import torch
 from torch import nn
@@ -31,6 +32,10 @@ __all__ = [
     "same_content",
     "spelled",
 ]
+
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class _Missing:
@@ -77,14 +82,14 @@ _SIMPLE = (
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 
 
-def is_simple(value: Any) -> bool:
+def is_simple(value: object) -> bool:
     """True for a value that cannot change in place: numbers, strings, dtypes, functions, classes, tuples of these."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(is_simple, value))
     return isinstance(value, (_SIMPLE, _FUNCTIONS)) or _is_numpy_scalar(value)
 
 
-def _is_numpy_scalar(value: Any) -> bool:
+def _is_numpy_scalar(value: object) -> bool:
     numpy = sys.modules.get("numpy") if type(value).__module__ == "numpy" else None
     return numpy is not None and isinstance(value, numpy.generic)
 
@@ -100,16 +105,16 @@ class GuardedPlace:
         path: the user's name for the place: ``net.blocks.0.beta``.
     """
 
-    owner: Any
-    key: Any
+    owner: object
+    key: object
     path: str
 
     @property
-    def identity(self) -> tuple[int, Any]:
+    def identity(self) -> tuple[int, object]:
         """A key that is equal for the same place. A dict of such keys holds the places too: they keep the ids alive."""
         return id(self.owner), self.key
 
-    def get(self) -> Any:
+    def get(self) -> object:
         """The value of the place; `MISSING` where it is empty."""
         owner = self.owner
         if isinstance(owner, dict):
@@ -119,15 +124,16 @@ class GuardedPlace:
                 return owner.cell_contents
             except ValueError:
                 return MISSING
-        if isinstance(owner, type):
-            return owner.__dict__.get(self.key, MISSING)
         if self.key is CALLED:
+            assert callable(owner)
             return owner()
         if isinstance(self.key, Entry):
+            assert isinstance(owner, MutableMapping)
             return owner.get(self.key.name, MISSING)
-        return getattr(owner, self.key, MISSING)
+        assert isinstance(self.key, str)  # the name of an attribute
+        return owner.__dict__.get(self.key, MISSING) if isinstance(owner, type) else getattr(owner, self.key, MISSING)
 
-    def set(self, value: Any) -> None:
+    def set(self, value: object) -> None:
         """Set the value of the place; `MISSING` removes it."""
         owner = self.owner
         if isinstance(owner, dict):
@@ -137,6 +143,7 @@ class GuardedPlace:
             else:
                 kind.__setitem__(owner, self.key, value)
         elif isinstance(self.key, Entry):
+            assert isinstance(owner, MutableMapping)
             if value is MISSING:
                 owner.pop(self.key.name, None)
             else:
@@ -146,58 +153,67 @@ class GuardedPlace:
                 del owner.cell_contents
             else:
                 owner.cell_contents = value
-        elif value is MISSING:
-            delattr(owner, self.key)
         else:
+            assert isinstance(self.key, str)  # the name of an attribute
+            if value is MISSING:
+                delattr(owner, self.key)
+                return
             try:
                 setattr(owner, self.key, value)
             except (AttributeError, TypeError):  # a frozen object
                 object.__setattr__(owner, self.key, value)
 
 
-def contents(container: Any) -> tuple[object, ...]:
+def contents(container: Iterable[object]) -> tuple[object, ...]:
     """The entries of a container, as a tuple; for a dict its keys, then its values."""
     return (*dict.keys(container), *dict.values(container)) if isinstance(container, dict) else tuple(container)
 
 
-def _plain(container: dict[Any, Any]) -> Any:
+def _plain(container: dict[object, object]) -> type[dict[object, object]]:
     """The class of Python whose methods read and write a dict, whatever methods its own class has."""
     return collections.OrderedDict if isinstance(container, collections.OrderedDict) else dict
 
 
-def entries(container: Any) -> tuple[object, ...]:
+def entries(container: Iterable[object]) -> tuple[object, ...]:
     """The keys of a dict in their order, the entries of another container."""
     return tuple(_plain(container).keys(container)) if isinstance(container, dict) else tuple(container)
 
 
-def filled(container: Any) -> Any:
+@overload
+def filled(container: dict[K, V]) -> dict[K, V]: ...
+@overload
+def filled(container: Iterable[object]) -> Collection[object]: ...
+def filled(container: Iterable[object]) -> Collection[object]:
     """A plain copy of a container: a dict, a set or a list."""
     if isinstance(container, dict):
         return dict(_plain(container).items(container))
     return set(container) if isinstance(container, set) else list(container)
 
 
-def refill(container: Any, content: Any) -> None:
+def refill(container: Collection[object], content: Collection[object]) -> None:
     """Give a container the content of an earlier copy, where it has another one."""
     if same_content(container, content):
         return
     if isinstance(container, dict):
         kind = _plain(container)
         kind.clear(container)
+        assert isinstance(content, dict)
         for key, value in content.items():
             kind.__setitem__(container, key, value)
     elif isinstance(container, set):
         set.clear(container)
         set.update(container, content)
     else:
+        assert isinstance(container, MutableSequence)
         container.clear()
         container.extend(content)
 
 
-def same_content(container: Any, content: Any) -> bool:
+def same_content(container: Collection[object], content: Collection[object]) -> bool:
     """True where a container holds the same objects as an earlier copy, in the same order."""
     if isinstance(container, dict):
         kind = _plain(container)
+        assert isinstance(content, dict)
         return (
             dict.__len__(container) == len(content)
             and all(map(operator.eq, kind.keys(container), content))
@@ -208,20 +224,20 @@ def same_content(container: Any, content: Any) -> bool:
     return len(container) == len(content) and all(map(operator.is_, container, content))
 
 
-def same(old: Any, new: Any) -> bool:
+def same(old: object, new: object) -> bool:
     """True where two values mean the same to a program."""
     if old is new:
         return True
     if type(old) is not type(new):
         return False
-    if isinstance(old, tuple):
+    if isinstance(old, tuple) and isinstance(new, tuple):
         return len(old) == len(new) and all(map(same, old, new))
     if not isinstance(old, (*_SIMPLE, frozenset)) and not _is_numpy_scalar(old):
         return False
     return repr(old) == repr(new) and (old == new or old != old)
 
 
-def spelled(value: Any) -> str:
+def spelled(value: object) -> str:
     """The text of a value in a message: the value where it is simple, otherwise its kind."""
     if isinstance(value, nn.Module):
         return f"a {type(value).__name__}"

@@ -33,9 +33,9 @@ import time
 import types
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, TypeGuard
 
 from ...errors import PACKAGE_FOLDER, CaptureError
 from ..source_lines import is_users
@@ -47,8 +47,13 @@ __all__ = ["Observer", "StandIns", "by_user", "held_by"]
 LATER = 315_360_001.37
 
 _PYTHON = sysconfig.get_path("stdlib") + "/"
+#: The attribute of a stand-in that holds the function behind it.
+_REPLACED = "of_shardwright_for"
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _INPUT = "the value as an input of the model, or a registered buffer that the forward updates"
+
+
+_Function = Callable[..., object]
 
 
 class Observer(Protocol):
@@ -56,16 +61,16 @@ class Observer(Protocol):
 
     running: bool
 
-    def asked(self, obj: Any, name: str) -> None:
+    def asked(self, obj: object, name: str) -> None:
         """Record a read of an attribute by name."""
 
-    def assigned(self, obj: Any, name: str) -> None:
+    def assigned(self, obj: object, name: str) -> None:
         """Record an assignment of an attribute by name, before it happens."""
 
-    def asked_entry(self, owner: Any, key: Any, path: str) -> None:
+    def asked_entry(self, owner: object, key: object, path: str) -> None:
         """Record a read of an entry of a module's names, or of the environment."""
 
-    def assigned_entry(self, owner: Any, key: Any, path: str) -> None:
+    def assigned_entry(self, owner: object, key: object, path: str) -> None:
         """Record an assignment of such an entry, before it happens."""
 
 
@@ -92,13 +97,13 @@ def by_user() -> bool:
 class _Iterator:
     """An iterator that gives nothing to the forward, and to other threads what it would give."""
 
-    def __init__(self, held: Any, path: str, inside: Callable[[], bool]) -> None:
+    def __init__(self, held: Iterator[object], path: str, inside: Callable[[], bool]) -> None:
         self.held, self._path, self._inside = held, path, inside
 
     def __iter__(self) -> _Iterator:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if not self._inside():
             return next(self.held)
         raise CaptureError(
@@ -107,20 +112,20 @@ class _Iterator:
             legal=_INPUT,
         )
 
-    def _sent(self, *_: Any) -> Any:
+    def _sent(self, *_: object) -> object:
         return self.__next__()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return self._sent if name in ("send", "throw") and self._inside() else getattr(self.held, name)
 
 
 class _File:
     """An open file whose writes by the forward are recorded."""
 
-    def __init__(self, held: Any, path: str, inside: Callable[[], bool]) -> None:
+    def __init__(self, held: io.IOBase, path: str, inside: Callable[[], bool]) -> None:
         self.held, self._path, self._inside = held, path, inside
 
-    def write(self, text: Any) -> Any:
+    def write(self, text: object) -> object:
         if not self._inside():
             return self.held.write(text)
         if not isinstance(text, str):
@@ -128,7 +133,7 @@ class _File:
         print(text, end="", file=self)  # `watched_calls` records it
         return len(text)
 
-    def writelines(self, lines: Any) -> None:
+    def writelines(self, lines: Iterable[object]) -> None:
         for line in lines:
             self.write(line)
 
@@ -136,20 +141,20 @@ class _File:
         if not self._inside():
             self.held.flush()
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise CaptureError(
             f"the forward uses {self._path}, an open file, for more than writing text, which the captured program "
             "would leave out",
             legal="the use of the file outside of the forward",
         )
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         found = getattr(self.held, name)
         return self._refuse if callable(found) and self._inside() else found
 
 
-def _through(name: str) -> Callable[..., Any]:
-    def call(self: _File, *args: Any) -> Any:
+def _through(name: str) -> Callable[..., object]:
+    def call(self: _File, *args: object) -> object:
         return self._refuse() if self._inside() else getattr(self.held, name)(*args)
 
     return call
@@ -159,17 +164,17 @@ for _name in ("__iter__", "__next__", "__enter__", "__exit__"):
     setattr(_File, _name, _through(_name))
 
 
-class _Names(MutableMapping[str, Any]):
+class _Names(MutableMapping[str, object]):
     """The names of a file, as ``globals()`` and ``vars(module)`` give them."""
 
-    def __init__(self, held: dict[str, Any], path: str, observer: Observer) -> None:
+    def __init__(self, held: dict[str, object], path: str, observer: Observer) -> None:
         self._held, self._path, self._observer = held, path, observer
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> object:
         self._observer.asked_entry(self._held, key, f"{self._path}.{key}")
         return self._held[key]
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         self._observer.assigned_entry(self._held, key, f"{self._path}.{key}")
         self._held[key] = value
 
@@ -184,9 +189,9 @@ class _Names(MutableMapping[str, Any]):
         return len(self._held)
 
 
-def held_by(value: Any) -> Any:
+def held_by(value: object) -> Any:  # the object behind it
     """The object behind a stand-in; any other object itself."""
-    return value.held if isinstance(value, (_Iterator, _File)) else getattr(value, "of_shardwright_for", value)
+    return value.held if isinstance(value, (_Iterator, _File)) else getattr(value, _REPLACED, value)
 
 
 class StandIns:
@@ -199,7 +204,8 @@ class StandIns:
 
     def __init__(self, observer: Observer, later: bool) -> None:
         self._observer, self._later, self._thread = observer, later, threading.get_ident()
-        self._functions: dict[int, tuple[Any, Any]] = {}  # id of a function -> itself, and its stand-in in this run
+        # Id of a function -> itself, and its stand-in in this run.
+        self._functions: dict[int, tuple[_Function, _Function | None]] = {}
         for owner, name, made in (*self._refused(), *self._copies(), *self._clocks()):
             plain = getattr(owner, name, None)
             if plain is None:
@@ -207,7 +213,7 @@ class StandIns:
             stand_in = None
             if owner is not time or later:
                 stand_in = made(plain)
-                stand_in.of_shardwright_for = plain
+                setattr(stand_in, _REPLACED, plain)
             self._functions[id(plain)] = plain, stand_in
 
     def _inside(self) -> bool:
@@ -216,9 +222,9 @@ class StandIns:
 
     # -- functions --
 
-    def _clocks(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        def ahead(by: float, plain: Any) -> Any:
-            def clock() -> Any:
+    def _clocks(self) -> Iterator[tuple[object, str, Callable[..., _Function]]]:
+        def ahead(by: float, plain: Callable[[], float]) -> _Function:
+            def clock() -> float:
                 return plain() + (by if self._inside() and is_users(_caller()) else 0)
 
             return clock
@@ -227,9 +233,9 @@ class StandIns:
             yield time, name, functools.partial(ahead, LATER)
             yield time, f"{name}_ns", functools.partial(ahead, int(LATER * 1e9))
 
-    def _copies(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        def copies(plain: Any) -> Any:
-            def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def _copies(self) -> Iterator[tuple[object, str, Callable[..., _Function]]]:
+        def copies(plain: _Function) -> _Function:
+            def call(x: object, *args: object, **kwargs: object) -> object:
                 if self._inside() and by_user():
                     self._observer.asked(x, "__dict__")
                 return plain(x, *args, **kwargs)
@@ -239,9 +245,9 @@ class StandIns:
         yield copy, "copy", copies
         yield copy, "deepcopy", copies
 
-    def _refused(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        def refused(name: str, seeded: bool, plain: Any) -> Any:
-            def call(*args: Any, **kwargs: Any) -> Any:
+    def _refused(self) -> Iterator[tuple[object, str, Callable[..., _Function]]]:
+        def refused(name: str, seeded: bool, plain: _Function) -> _Function:
+            def call(*args: object, **kwargs: object) -> object:
                 seed = next(iter((*args, *kwargs.values())), None)
                 if self._inside() and by_user() and not (seeded and seed is not None):
                     raise CaptureError(
@@ -264,33 +270,32 @@ class StandIns:
             for name in names if owner is not None else ():
                 yield owner, name, functools.partial(refused, f"{getattr(owner, '__name__', '')}.{name}", seeded)
 
-    def may_replace(self, value: Any) -> bool:
+    def may_replace(self, value: object) -> bool:
         """True for a function that has a stand-in in some run of a capture."""
         return id(value) in self._functions
 
-    def function(self, value: Any) -> Any:
+    def function(self, value: object) -> _Function | None:
         """The stand-in for a function of Python or numpy; None where the function itself is called."""
         known = self._functions.get(id(value))
         return None if known is None else known[1]
 
-    def of_file(self, name: str) -> Any:
+    def of_file(self, name: str) -> _Function | None:
         """The stand-in for a builtin function in a file of the user; None where the function itself is called."""
-        made = getattr(self, f"_{name}", None) if name in _OF_FILES else None
-        return None if made is None else made
+        return getattr(self, f"_{name}") if name in _OF_FILES else None
 
-    def _getattr(self, obj: Any, name: str, *default: Any) -> Any:
+    def _getattr(self, obj: object, name: str, *default: object) -> object:
         self._observer.asked(obj, name)
         return getattr(obj, name, *default)
 
-    def _hasattr(self, obj: Any, name: str) -> bool:
+    def _hasattr(self, obj: object, name: str) -> bool:
         self._observer.asked(obj, name)
         return hasattr(obj, name)
 
-    def _setattr(self, obj: Any, name: str, value: Any) -> None:
+    def _setattr(self, obj: object, name: str, value: object) -> None:
         self._observer.assigned(obj, name)
         setattr(obj, name, value)
 
-    def _vars(self, *args: Any) -> Any:
+    def _vars(self, *args: object) -> object:
         if not args:
             return sys._getframe(1).f_locals
         (obj,) = args
@@ -300,13 +305,13 @@ class StandIns:
             self._observer.asked(obj, name)
         return vars(obj)
 
-    def _globals(self) -> Any:
+    def _globals(self) -> object:
         held = sys._getframe(1).f_globals
         return _Names(held, str(held.get("__name__", "globals")), self._observer)
 
     # -- objects --
 
-    def of_object(self, value: Any, path: str) -> Any:
+    def of_object(self, value: object, path: str) -> object:
         """The stand-in for an iterator or an open file; None for any other object."""
         if type(value) in (_Iterator, _File, *weakref.ProxyTypes):
             return None
@@ -318,7 +323,7 @@ class StandIns:
             if not _gives(owner):
                 return None
             step = functools.partial(_Iterator.__next__, _Iterator(owner, path, self._inside))
-            step.of_shardwright_for = value  # type: ignore[attr-defined]  # see `held_by`
+            setattr(step, _REPLACED, value)
             return step
         return _Iterator(value, path, self._inside) if _gives(value) else None
 
@@ -345,8 +350,8 @@ class StandIns:
                 _swap(stack, type(os.environ), name, self._environment(name))
             yield
 
-    def _opened(self, plain: Any) -> Any:
-        def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    def _opened(self, plain: _Function) -> _Function:
+        def open_(file: object, mode: str = "r", *args: object, **kwargs: object) -> object:
             if self._inside() and by_user():
                 reads = not set("wax+") & set(mode)
                 raise CaptureError(
@@ -360,39 +365,40 @@ class StandIns:
 
         return open_
 
-    def _seeded(self, plain: Any) -> Any:
-        def seed(generator: Any, a: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _seeded(self, plain: _Function) -> _Function:
+        def seed(generator: object, a: object = None, *args: object, **kwargs: object) -> object:
             if a is None and self._inside() and by_user():
                 raise _system("seeds random.Random from the system")
             return plain(generator, a, *args, **kwargs)
 
         return seed
 
-    def _of_system(self, plain: Any) -> Any:
-        def draw(generator: Any, *args: Any) -> Any:
+    def _of_system(self, plain: _Function) -> _Function:
+        def draw(generator: object, *args: object) -> object:
             if self._inside() and by_user():
                 raise _system("draws from random.SystemRandom")
             return plain(generator, *args)
 
         return draw
 
-    def _environment(self, name: str) -> Any:
+    def _environment(self, name: str) -> _Function:
         plain, observer = getattr(type(os.environ), name), self._observer
 
-        def read(environment: Mapping[str, str], key: str) -> Any:
+        def read(environment: Mapping[str, str], key: str) -> object:
             if environment is os.environ and self._inside() and by_user():
                 observer.asked_entry(environment, Entry(key), f"os.environ[{key!r}]")
             return plain(environment, key)
 
-        def write(environment: Mapping[str, str], key: str, *value: str) -> Any:
+        def write(environment: Mapping[str, str], key: str, *value: str) -> object:
             if environment is os.environ and self._inside() and by_user():
                 observer.assigned_entry(environment, Entry(key), f"os.environ[{key!r}]")
             return plain(environment, key, *value)
 
-        def each(environment: Mapping[str, str]) -> Any:
+        def each(environment: Mapping[str, str]) -> object:
             return plain(environment)
 
-        return {"__getitem__": read, "__iter__": each}.get(name, write)
+        stand_ins: dict[str, _Function] = {"__getitem__": read, "__iter__": each}
+        return stand_ins.get(name, write)
 
 
 #: Builtin functions that have stand-ins in files of the user.
@@ -411,7 +417,7 @@ def _caller() -> str:
     return next((frame.f_code.co_filename for frame in frames()), "")
 
 
-def _gives(value: Any) -> bool:
+def _gives(value: object) -> TypeGuard[Iterator[object]]:
     """True for an iterator that is not written by the user: nothing shows how far it is."""
     kind = type(value)
     if not hasattr(kind, "__next__"):
@@ -421,7 +427,7 @@ def _gives(value: Any) -> bool:
     return code is None or not is_users(code.co_filename)
 
 
-def _swap(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+def _swap(stack: contextlib.ExitStack, owner: object, name: str, value: object) -> None:
     """Give an attribute another value until the stack ends."""
     if name in vars(owner):
         stack.callback(setattr, owner, name, vars(owner)[name])
