@@ -254,7 +254,7 @@ class _Float(Counter, float):
 _NUMBERS: dict[type[Counter], type[float]] = {_Integer: int, _Float: float}
 
 
-def _noting(name: str, kind: type) -> Callable[..., object]:
+def _noting(name: str, kind: type) -> object:
     plain = getattr(kind, name)
 
     def asked(self: Counter, *args: object) -> object:

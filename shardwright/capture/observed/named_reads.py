@@ -186,7 +186,7 @@ class NamedReads(KeptState):
             self.put_stand_in(place, function, stand_in)
         return stand_in is not None
 
-    def _setting(self, function: Callable[..., object]) -> None:
+    def _setting(self, function: Callable[[], object]) -> None:
         """Record the value of a setting of torch."""
         place = GuardedPlace(function, CALLED, f"torch.{function.__name__}()")
         self._noted.setdefault(self._source, {})[place.identity] = place
